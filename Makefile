@@ -1,0 +1,43 @@
+# `make demo` and `make test` are all that a fresh machine with Python 3.11+ needs: each makes its own environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := pyproject.toml constraints.txt tools/install.sh
+# The Python that runs the GPU tests and benchmarks: set it where an environment with CUDA exists already.
+GPU_PYTHON ?= $(BIN)/python
+
+.PHONY: demo test check test-gpu bench docs clean
+
+demo: $(VENV)/.for-demo
+	$(BIN)/onchip demo --out build/demo
+
+test: $(VENV)/.for-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.for-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m sphinx -q -W -b html docs build/docs
+
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.for-dev)
+	$(GPU_PYTHON) -m pytest -m gpu tests
+
+bench: $(VENV)/.for-demo
+	$(BIN)/onchip bench linear_cross_entropy
+
+docs: $(VENV)/.for-dev
+	$(BIN)/python -m sphinx -q -W -b html docs build/docs
+	@echo "open build/docs/index.html"
+
+clean:
+	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/.for-demo: $(INSTALL)
+	./tools/install.sh $(PYTHON) $(VENV) torch,bench
+	@touch $@
+
+$(VENV)/.for-dev: $(INSTALL)
+	./tools/install.sh $(PYTHON) $(VENV) torch,bench,docs,dev
+	@touch $@
