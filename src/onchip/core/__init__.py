@@ -1,0 +1,1 @@
+"""What every op shares and no op owns: choosing a backend."""

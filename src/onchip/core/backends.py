@@ -1,0 +1,27 @@
+"""Choosing a backend: the caller's word is law, and a refusal always says why."""
+
+from collections.abc import Mapping
+
+
+def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) -> str:
+    """The backend to run: `requested`, or for "auto" the first that refuses nothing.
+
+    `refusals` maps each backend, best first, to the reason why it can't serve this call, or to None if it can.
+    A backend that was named never falls back to another.
+
+    Raises:
+        ValueError: the name is unknown, the named backend refuses, or with "auto" all of them do.
+    """
+    if requested == "auto":
+        for name, reason in refusals.items():
+            if reason is None:
+                return name
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise ValueError(f"{op}: no backend can run this call ({reasons})")
+    if requested not in refusals:
+        known = ", ".join(repr(name) for name in ("auto", *refusals))
+        raise ValueError(f"{op}: backend must be one of {known}; got {requested!r}")
+    reason = refusals[requested]
+    if reason is not None:
+        raise ValueError(f"{op}: backend {requested!r} can't run this call: {reason}")
+    return requested

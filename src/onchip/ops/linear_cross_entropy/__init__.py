@@ -1,0 +1,24 @@
+r"""Linear layer and cross-entropy in one op; the [tokens, vocab] logits are never stored.
+
+For token t with hidden state h_t, target y_t and temperature tau_t:
+
+    a_tv  = (h_t . w_v + b_v) * logit_scale
+    z_tv  = softcap * tanh(a_tv / softcap) / tau_t          (a_tv / tau_t without softcap)
+    lse_t = log sum_v exp z_tv
+    loss_t = (1 - eps) (lse_t - z_ty) + eps (lse_t - mean_v z_tv) + z_loss lse_t^2
+
+with eps = label_smoothing, and with p = softmax(z), for an upstream gradient g_t of loss_t:
+
+    d loss / d z_tv = g_t (p_tv (1 + 2 z_loss lse_t) - (1 - eps) [v = y_t] - eps / V)
+    d z_tv / d a_tv = (1 - tanh(a_tv / softcap)^2) / tau_t
+
+Sources: the loss over chunks of tokens is that of Liger Kernel (arXiv:2410.10989), the recomputation from the
+log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009), and the running softmax that of Milakov and Gimelshein
+(arXiv:1805.02867).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
+
+    spec.py        options, memory formulas, choice of strategy and chunks; no framework
+    reference.py   the contract in NumPy float64, with gradients
+    torch_op.py    PyTorch: the public function and module, and the computation with the framework's own products
+    cases.py       named problems for tests, `onchip check` and `onchip bench`
+    benchmark.py, peers.py   what `onchip bench` runs
+"""

@@ -1,0 +1,310 @@
+"""What every front end of linear_cross_entropy shares: options, memory formulas, the choice of strategy and chunks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+OP = "linear_cross_entropy"
+REDUCTIONS = ("mean", "sum", "none")
+STRATEGIES = ("auto", "stash", "recompute")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+MIB = 1 << 20
+DEFAULT_SCRATCH = 256 * MIB
+# The smallest chunks that are ever planned: below these a matrix product is all overhead.
+SMALLEST_TOKENS, SMALLEST_VOCAB = 64, 512
+# Chunks of tokens from which 'stash' beats 'recompute': each chunk reads and writes the whole float32 weight gradient.
+# On an H100 (4096 x 4096 x 128256, bfloat16) 'stash' took 29.2 ms at 512 tokens and 22.9 at 1024; 'recompute' 24.3.
+STASH_TOKENS = {"cpu": 64, "cuda": 1024}
+
+
+# ---------------------------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that are plain numbers and words, checked when made."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    check_inputs: bool = False
+    scratch_bytes: int | None = None
+    strategy: str = "auto"
+    return_stats: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("ignore_index", self.ignore_index)
+        _require_one_of("reduction", self.reduction, REDUCTIONS)
+        _require_one_of("strategy", self.strategy, STRATEGIES)
+        _require_bool("check_inputs", self.check_inputs)
+        _require_bool("return_stats", self.return_stats)
+        _require_number("label_smoothing", self.label_smoothing)
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"{OP}: label_smoothing must be in [0, 1]; got {self.label_smoothing}")
+        _require_number("z_loss", self.z_loss)
+        if self.z_loss < 0:
+            raise ValueError(f"{OP}: z_loss must be 0 or more; got {self.z_loss}")
+        if self.softcap is not None:
+            require_positive("softcap", self.softcap, remedy="; pass None for no softcap")
+        require_positive("logit_scale", self.logit_scale)
+        require_positive("temperature", self.temperature)
+        if self.scratch_bytes is not None:
+            _require_int("scratch_bytes", self.scratch_bytes)
+            if self.scratch_bytes <= 0:
+                raise ValueError(f"{OP}: scratch_bytes must be positive; got {self.scratch_bytes}")
+
+
+def _require_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{OP}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{OP}: {name} must be True or False; got {type(value).__name__}")
+
+
+def _require_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{OP}: {name} must be an int; got {type(value).__name__}")
+
+
+def _require_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{OP}: {name} must be a number; got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{OP}: {name} must be finite; got {value}")
+
+
+def require_positive(name: str, value: Any, remedy: str = "") -> None:
+    """Raise unless `value` is a finite number above 0."""
+    _require_number(name, value)
+    if value <= 0:
+        raise ValueError(f"{OP}: {name} must be above 0; got {value}{remedy}")
+
+
+def check_shapes(
+    hidden: Sequence[int],
+    weight: Sequence[int],
+    target: Sequence[int],
+    bias: Sequence[int] | None,
+    per_token: dict[str, Sequence[int]],
+) -> None:
+    """Raise ValueError unless the shapes are [..., H], [V, H], [...], [V], and [...] for each entry of `per_token`."""
+    hidden, weight, target = tuple(hidden), tuple(weight), tuple(target)
+    if len(weight) != 2 or weight[0] < 1 or weight[1] < 1:
+        raise ValueError(f"{OP}: weight must be [V, H] with V, H >= 1; got shape {list(weight)}")
+    if len(hidden) < 1:
+        raise ValueError(f"{OP}: hidden must be [..., H]; got a 0-d tensor")
+    if hidden[-1] != weight[1]:
+        raise ValueError(f"{OP}: hidden has H={hidden[-1]} but weight has H={weight[1]}; weight must be [V, H]")
+    if target != hidden[:-1]:
+        raise ValueError(
+            f"{OP}: target has shape {list(target)} but hidden has shape {list(hidden)}; "
+            f"target must have hidden's leading dimensions, {list(hidden[:-1])}"
+        )
+    if bias is not None and tuple(bias) != weight[:1]:
+        raise ValueError(f"{OP}: bias has shape {list(bias)} but weight has V={weight[0]}; bias must be [V]")
+    for name, shape in per_token.items():
+        if tuple(shape) != target:
+            raise ValueError(f"{OP}: {name} has shape {list(shape)}; it must have target's shape, {list(target)}")
+
+
+# ------------------------------------------------------------------------------------------------- memory and plan
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that memory and work depend on.  Sizes in elements, dtypes by name, `device` 'cpu' or 'cuda'."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str = "float32"
+    """What the matrix products read: the inputs' dtype, or autocast's."""
+    hidden_dtype: str = ""
+    weight_dtype: str = ""
+    device: str = "cpu"
+    grad_hidden: bool = True
+    grad_weight: bool = True
+    grad_bias: bool = False
+    per_token_loss: bool = False
+    """reduction='none': the upstream gradient is one number per token."""
+    softcap: bool = False
+    stats: bool = False
+    compacted: bool = False
+    """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_dtype", "weight_dtype"):
+            object.__setattr__(self, name, getattr(self, name) or self.dtype)
+
+    @property
+    def any_grad(self) -> bool:
+        return self.grad_hidden or self.grad_weight or self.grad_bias
+
+    @property
+    def widened(self) -> bool:
+        """16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their results."""
+        return self.device == "cpu" and self.dtype != "float32"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a problem is cut.  `strategy` is 'stash', 'recompute', or 'forward' where nothing needs a gradient."""
+
+    strategy: str
+    token_chunk: int
+    vocab_chunk: int
+
+
+def logits_bytes(p: Problem) -> int:
+    """Bytes of the float32 logits, which this op never stores."""
+    return 4 * p.tokens * p.vocab
+
+
+def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
+    tokens, vocab = c.token_chunk, c.vocab_chunk
+    narrow = p.device == "cuda" and p.dtype != "float32"
+    element = DTYPE_BYTES[p.dtype]
+    backward = c.strategy != "forward"
+    # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read
+    copies = 1 + (p.stats and c.strategy != "recompute") + (p.softcap and backward)
+    tile = tokens * (p.vocab if c.strategy == "stash" else vocab) * (4 * copies + 2 * (narrow and backward))
+    rows = tokens * p.hidden
+    if p.device == "cuda":
+        hidden_rows = element * rows * backward  # ignored rows zeroed, so that a NaN there can't leak
+    else:
+        hidden_rows = rows * (element * p.compacted + 4 * p.widened + 4 * (p.compacted and p.grad_hidden and backward))
+    weight_rows = vocab if c.strategy == "recompute" else p.vocab
+    return {
+        "logits tile": tile,
+        "hidden rows": hidden_rows,
+        "weight rows in float32": 4 * vocab * p.hidden * p.widened,
+        "casts": element
+        * (p.tokens * p.hidden * (p.hidden_dtype != p.dtype) + p.vocab * p.hidden * (p.weight_dtype != p.dtype)),
+        "hidden gradient in float32": 4
+        * p.tokens
+        * p.hidden
+        * (backward and p.grad_hidden and p.hidden_dtype != "float32"),
+        "weight gradient in float32": 4
+        * weight_rows
+        * p.hidden
+        * (backward and p.grad_weight and p.weight_dtype != "float32"),
+        "vectors": 96 * p.tokens + 16 * p.vocab,
+    }
+
+
+def scratch_bytes(p: Problem, c: Config) -> int:
+    """Peak memory above inputs, loss and returned gradients, in bytes."""
+    return sum(scratch_parts(p, c).values())
+
+
+def products(p: Problem, strategy: str) -> int:
+    """Matrix products of 2 T V H floating-point operations each, over forward and backward."""
+    logits = 2 if strategy == "recompute" else 1
+    return logits + (p.grad_hidden + p.grad_weight if strategy != "forward" else 0)
+
+
+def flops(p: Problem, strategy: str) -> int:
+    """Floating-point operations of the matrix products over forward and backward."""
+    return 2 * p.tokens * p.hidden * p.vocab * products(p, strategy)
+
+
+def smallest_scratch(p: Problem, strategy: str) -> int:
+    """Bytes of scratch below which `strategy` can't run."""
+    return scratch_bytes(p, Config(strategy, min(p.tokens, SMALLEST_TOKENS), min(p.vocab, SMALLEST_VOCAB)))
+
+
+def default_scratch(p: Problem) -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less; a strategy that needs more for a chunk gets it."""
+    return min(DEFAULT_SCRATCH, logits_bytes(p) // 8)
+
+
+def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = None) -> str:
+    """The strategy that will run: 'forward' without gradients, else 'stash' or 'recompute'.
+
+    With one upstream gradient per token, a weight gradient that is summed over tokens in forward can't be scaled any
+    more: then it is 'recompute', whatever was requested.  Raises ValueError if the budget is too small.
+    """
+    if not p.any_grad:
+        candidates = ["forward"]
+    elif p.per_token_loss and (p.grad_weight or p.grad_bias):
+        candidates = ["recompute"]
+    elif requested != "auto":
+        candidates = [requested]
+    else:
+        worthwhile = Config("stash", min(p.tokens, STASH_TOKENS[p.device]), min(p.vocab, SMALLEST_VOCAB))
+        fits = scratch_bytes(p, worthwhile) <= (default_scratch(p) if budget is None else budget)
+        candidates = ["stash", "recompute"] if fits else ["recompute", "stash"]
+    needs = {s: smallest_scratch(p, s) for s in candidates}
+    if budget is None:
+        # Without a bound the first choice may take what its smallest chunk needs, but 'auto' takes the lesser need.
+        return candidates[0] if needs[candidates[0]] <= default_scratch(p) else min(needs, key=needs.__getitem__)
+    for strategy, need in needs.items():
+        if need <= budget:
+            return strategy
+    said = " and ".join(f"{need} bytes for strategy {s!r}" for s, need in needs.items())
+    raise ValueError(
+        f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
+        f"the smallest chunk needs {said}; raise scratch_bytes"
+    )
+
+
+def plan(p: Problem, strategy: str, budget: int | None = None) -> Config:
+    """Cut the problem into the fewest, most even chunks whose scratch fits the budget."""
+    if budget is None:
+        budget = default_scratch(p)
+    smallest_vocab = min(p.vocab, SMALLEST_VOCAB)
+    smallest_tokens = min(p.tokens, SMALLEST_TOKENS)
+    if strategy == "stash":
+        # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
+        slab = p.vocab
+        if p.widened:
+            slab = min(p.vocab, max(smallest_vocab, budget // 4 // (4 * p.hidden) // 64 * 64))
+        return Config("stash", _fit(p, strategy, budget, vocab_chunk=slab, smallest=smallest_tokens), slab)
+    best: tuple[int, Config] | None = None
+    n_tokens = 1
+    while True:
+        token_chunk = max(smallest_tokens, -(-p.tokens // n_tokens))
+        vocab_chunk = _fit(p, strategy, budget, token_chunk=token_chunk, smallest=smallest_vocab)
+        config = Config(strategy, token_chunk, vocab_chunk)
+        # Each chunk of tokens passes over all of the weight (and its gradient), each chunk of vocabulary over hidden.
+        cost = -(-p.tokens // max(1, token_chunk)) * p.vocab + -(-p.vocab // vocab_chunk) * p.tokens
+        if scratch_bytes(p, config) > budget:
+            cost += scratch_bytes(p, config) << 32  # over budget: only the smallest such config will do
+        if best is None or cost < best[0]:
+            best = cost, config
+        if token_chunk <= smallest_tokens:
+            return best[1]
+        n_tokens *= 2
+
+
+def _fit(
+    p: Problem, strategy: str, budget: int, *, smallest: int, token_chunk: int | None = None, vocab_chunk: int = 0
+) -> int:
+    """The chunk of the dimension left open: the fewest even chunks that fit, in multiples of 64 where that fits too.
+
+    Scratch is linear in either chunk.
+    """
+    total = p.tokens if token_chunk is None else p.vocab
+
+    def cost(size: int) -> int:
+        sizes = (size, vocab_chunk) if token_chunk is None else (token_chunk, size)
+        return scratch_bytes(p, Config(strategy, *sizes))
+
+    slope = max(1, cost(1) - cost(0))
+    largest = min(total, max(smallest, (budget - cost(0)) // slope))
+    if largest >= total:
+        return total
+    largest = max(smallest, largest // 64 * 64)
+    even = -(-total // -(-total // largest))
+    return min(largest, -(-even // 64) * 64)

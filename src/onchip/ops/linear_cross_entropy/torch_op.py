@@ -1,0 +1,608 @@
+"""linear_cross_entropy for PyTorch: the public function and module, checks, torch.library and autograd.
+
+Read from the top: the public function checks its inputs and calls one registered operator, `_forward_op`, which walks
+the logits in tiles (torch_tiles.py).  In backward, autograd scales what 'stash' left behind, or calls `_backward_op`,
+which walks the tiles again.  The maths is in the package's docstring.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.backends import choose_backend
+from onchip.ops.linear_cross_entropy import spec, torch_tiles
+from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_INTEGERS = frozenset(
+    (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+)
+
+
+class LinearCrossEntropyStats(NamedTuple):
+    """Per-token statistics, detached; each has the target's shape, and ignored tokens hold 0 (False)."""
+
+    lse: Tensor
+    """float32: log-sum-exp of the final logits."""
+    log_prob: Tensor
+    """float32: log-probability of the target."""
+    entropy: Tensor
+    """float32: entropy of the softmax, in nats."""
+    correct: Tensor
+    """bool: whether the target is the argmax (the first one, where logits tie)."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V, H]
+    target: Tensor,  # [...]
+    bias: Tensor | None = None,  # [V]
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    token_weight: Tensor | None = None,  # [...]
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    check_inputs: bool = False,
+    scratch_bytes: int | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    return_stats: bool = False,
+) -> Any:
+    r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
+
+    With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
+    a / temperature) and lse = log(sum(exp(z))), the loss of a token is::
+
+        token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
+
+    'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
+    `F.cross_entropy(F.linear(hidden, weight, bias), target)`, with float32 logits whatever the inputs' dtype.
+
+    Args:
+        hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
+        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        bias: [V] of weight's dtype.  -inf takes an entry out of the vocabulary.
+        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
+        reduction: "mean", "sum" or "none" (the loss then has target's shape).
+        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
+            accumulation, the count over all micro-batches.  A constant to autograd.
+        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
+        label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
+        z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
+        softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
+        logit_scale: above 0: factor of the logits, before softcap.
+        temperature: above 0: divides the logits, after softcap; a number, or a [...] tensor with one per token.
+        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
+            eighth of the float32 logits, whichever is less, and at least what one chunk needs.
+        strategy: "stash" computes gradients in forward, chunk by chunk of tokens (3 products in all, with float32
+            gradients kept until backward); "recompute" computes logits again in backward, chunk by chunk of the
+            vocabulary (4 products, less memory); "auto" takes "stash" where that fits scratch_bytes in chunks of a
+            useful size.  With reduction="none" a gradient of weight or bias is always made by "recompute", since the
+            upstream gradient of each token isn't known before backward.
+        backend: "auto" or "torch" (the framework's own matrix products).
+        return_stats: also return float32 per-token statistics.
+
+    Returns:
+        The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
+        token is ignored, "mean" is 0 with zero gradients.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device, range or option; on the CPU (with check_inputs also on the GPU) a target that
+            is neither ignore_index nor in [0, V), a temperature or normalizer that is not above 0.  On the GPU without
+            check_inputs such a target makes its token's loss, and the gradients that it enters, NaN.
+        RuntimeError: differentiated twice, or called inside a torch.func transform.
+
+    Memory: `onchip plan` prints it; `onchip.ops.linear_cross_entropy.spec.scratch_parts` is the formula.  In float32
+    it is about 4 * chunk * V bytes for "stash" and 4 * token_chunk * vocab_chunk for "recompute".
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import linear_cross_entropy
+        >>> hidden = torch.randn(2, 8, 16, requires_grad=True)
+        >>> weight = torch.randn(100, 16, requires_grad=True)
+        >>> target = torch.randint(100, (2, 8))
+        >>> loss = linear_cross_entropy(hidden, weight, target)
+        >>> loss.backward()
+        >>> weight.grad.shape
+        torch.Size([100, 16])
+
+    Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
+    (arXiv:2411.09009) without its gradient filter, which makes it exact.
+    """
+    per_token_temperature = temperature if isinstance(temperature, Tensor) else None
+    options = Options(
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        check_inputs=check_inputs,
+        scratch_bytes=scratch_bytes,
+        strategy=strategy,
+        return_stats=return_stats,
+    )
+    dtype = _check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
+    normalizer = _check_normalizer(normalizer, reduction, hidden)
+    device = hidden.device.type
+    known_device = None if device in ("cpu", "cuda", "meta") else f"it runs on CPU and CUDA tensors, not on {device!r}"
+    choose_backend(OP, backend, {"torch": known_device})
+
+    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    problem = _problem(
+        hidden, weight, dtype, grads, softcap=softcap, stats=return_stats, per_token_loss=reduction == "none"
+    )
+    loss, *stats = _forward_op(
+        hidden,
+        weight,
+        bias,
+        target,
+        token_weight,
+        per_token_temperature,
+        normalizer,
+        dtype,
+        options.ignore_index,
+        options.reduction,
+        float(options.label_smoothing),
+        float(options.z_loss),
+        None if options.softcap is None else float(options.softcap),
+        float(options.logit_scale),
+        float(options.temperature),
+        options.check_inputs,
+        options.scratch_bytes,
+        spec.choose_strategy(problem, options.strategy, options.scratch_bytes),
+        *grads,
+        options.return_stats,
+    )
+    return (loss, LinearCrossEntropyStats(*stats[:4])) if return_stats else loss
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
+
+    Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import LinearCrossEntropyLoss
+        >>> head = torch.nn.Linear(16, 100, bias=False)
+        >>> criterion = LinearCrossEntropyLoss(label_smoothing=0.1)
+        >>> loss = criterion(torch.randn(8, 16), head.weight, torch.randint(100, (8,)))
+        >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        normalizer: float | Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: float = 1.0,
+        check_inputs: bool = False,
+        scratch_bytes: int | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        return_stats: bool = False,
+    ) -> None:
+        super().__init__()
+        self.options = Options(
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            check_inputs=check_inputs,
+            scratch_bytes=scratch_bytes,
+            strategy=strategy,
+            return_stats=return_stats,
+        )
+        self.backend = choose_backend(OP, backend, {"torch": None}) and backend
+        self.normalizer = normalizer
+
+    def forward(
+        self,
+        hidden: Tensor,  # [..., H]
+        weight: Tensor,  # [V, H]
+        target: Tensor,  # [...]
+        bias: Tensor | None = None,  # [V]
+        *,
+        normalizer: float | Tensor | None = None,
+        token_weight: Tensor | None = None,  # [...]
+        temperature: float | Tensor | None = None,
+    ) -> Any:
+        """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
+        options = vars(self.options) | ({} if temperature is None else {"temperature": temperature})
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            normalizer=self.normalizer if normalizer is None else normalizer,
+            token_weight=token_weight,
+            backend=self.backend,
+            **options,
+        )
+
+    def extra_repr(self) -> str:
+        """The options that differ from their defaults."""
+        defaults = vars(Options())
+        return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
+
+
+# ------------------------------------------------------------------------------------------------- checks at the door
+
+
+def _check_tensors(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    temperature: Tensor | None,
+) -> torch.dtype:
+    """Raise for what can be seen without reading values; return the dtype of the matrix products."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{OP}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
+    named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    named |= {"token_weight": token_weight, "temperature": temperature}
+    for name, x in named.items():
+        if not isinstance(x, Tensor) and not (x is None and name not in ("hidden", "weight", "target")):
+            raise TypeError(f"{OP}: {name} must be a torch.Tensor; got {type(x).__name__}")
+    tensors = {name: x for name, x in named.items() if x is not None}
+    per_token = {
+        name: x.shape for name, x in tensors.items() if name == "token_weight" or (name == "temperature" and x.ndim)
+    }
+    spec.check_shapes(hidden.shape, weight.shape, target.shape, None if bias is None else bias.shape, per_token)
+    for name, x in tensors.items():
+        if x.device != hidden.device:
+            raise ValueError(f"{OP}: {name} is on {x.device} but hidden is on {hidden.device}; move it there")
+        if name == "target":
+            if x.dtype not in _INTEGERS:
+                raise TypeError(f"{OP}: target must hold integers; got {_name(x.dtype)}")
+        elif name in ("token_weight", "temperature"):
+            if x.dtype.is_complex:
+                raise TypeError(f"{OP}: {name} must be real; got {_name(x.dtype)}")
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{OP}: {name} gets no gradient from this op; pass {name}.detach()")
+        elif x.dtype not in _DTYPES:
+            raise TypeError(f"{OP}: {name} must be float32, bfloat16 or float16; got {_name(x.dtype)}")
+    device = hidden.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    for name in ("weight", "bias"):
+        if name in tensors and tensors[name].dtype != hidden.dtype:
+            raise TypeError(
+                f"{OP}: hidden is {_name(hidden.dtype)} but {name} is {_name(tensors[name].dtype)}; "
+                "cast one of them, or run under torch.autocast"
+            )
+    return hidden.dtype
+
+
+def _check_normalizer(normalizer: float | Tensor | None, reduction: str, hidden: Tensor) -> Tensor | None:
+    """The normalizer as a 0-d float32 tensor, so that a new count does not recompile anything."""
+    if normalizer is None:
+        return None
+    if reduction != "mean":
+        raise ValueError(f"{OP}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
+    if not isinstance(normalizer, Tensor):
+        spec.require_positive("normalizer", normalizer)
+        return torch.full((), float(normalizer), dtype=torch.float32, device=hidden.device)
+    if normalizer.ndim != 0:
+        raise ValueError(f"{OP}: normalizer must be a number or a 0-d tensor; got shape {list(normalizer.shape)}")
+    if normalizer.dtype.is_complex or normalizer.dtype == torch.bool:
+        raise TypeError(f"{OP}: normalizer must be a real number; got {_name(normalizer.dtype)}")
+    if normalizer.device not in (hidden.device, torch.device("cpu")):
+        raise ValueError(f"{OP}: normalizer is on {normalizer.device} but hidden is on {hidden.device}; move it there")
+    if normalizer.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{OP}: normalizer gets no gradient from this op; pass normalizer.detach()")
+    return normalizer
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _problem(
+    hidden: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    grads: Sequence[bool],
+    *,
+    softcap: float | None,
+    stats: bool,
+    per_token_loss: bool = False,
+    compacted: bool | None = None,
+) -> Problem:
+    vocab, hidden_size = weight.shape
+    device = "cpu" if hidden.device.type == "cpu" else "cuda"
+    return Problem(
+        tokens=hidden.numel() // hidden_size,
+        hidden=hidden_size,
+        vocab=vocab,
+        dtype=_DTYPES[dtype],
+        hidden_dtype=_DTYPES[hidden.dtype],
+        weight_dtype=_DTYPES[weight.dtype],
+        device=device,
+        grad_hidden=grads[0],
+        grad_weight=grads[1],
+        grad_bias=grads[2],
+        per_token_loss=per_token_loss,
+        softcap=softcap is not None,
+        stats=stats,
+        # Before the targets are read, the worst case.
+        compacted=device == "cpu" if compacted is None else compacted,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ registered operators
+
+
+# The arguments of both operators; `_Arguments` gives them their shapes and Python names, in the same order.
+_SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, "
+    "Tensor? normalizer, ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, "
+    "float? softcap, float logit_scale, float temperature, bool check_inputs, int? scratch_bytes, str strategy, "
+    "bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
+)
+
+
+class _Arguments(NamedTuple):
+    """The arguments of `_forward_op`, in order."""
+
+    hidden: Tensor  # [..., H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    target: Tensor  # [...]
+    token_weight: Tensor | None  # [...]
+    token_temperature: Tensor | None  # [...] or []
+    normalizer: Tensor | None  # []
+    dtype: torch.dtype
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    check_inputs: bool
+    scratch_bytes: int | None
+    strategy: str
+    grad_hidden: bool
+    grad_weight: bool
+    grad_bias: bool
+    stats: bool
+
+    @property
+    def grads(self) -> tuple[bool, bool, bool]:
+        return self.grad_hidden, self.grad_weight, self.grad_bias
+
+    def prepare(self, *, check_values: bool) -> tuple[Tensor, torch_tiles.Head, torch_tiles.Tokens]:
+        """Hidden states as [T, H], the head and the tokens, in the dtype of the products."""
+        tokens = torch_tiles.select_tokens(
+            self.target,
+            self.weight.shape[0],
+            self.token_weight,
+            self.token_temperature,
+            self.normalizer,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            temperature=self.temperature,
+            check_values=check_values,
+        )
+        head = torch_tiles.Head(
+            self.weight.to(self.dtype),
+            # In the products' dtype first, as F.linear does under autocast.
+            None if self.bias is None else self.bias.to(self.dtype).float(),
+            self.label_smoothing,
+            self.z_loss,
+            self.softcap,
+            self.logit_scale,
+        )
+        return self.hidden.reshape(-1, self.hidden.shape[-1]).to(self.dtype), head, tokens
+
+    def plan(self, strategy: str, tokens: torch_tiles.Tokens) -> spec.Config:
+        compacted = tokens.index is not None
+        problem = _problem(
+            self.hidden,
+            self.weight,
+            self.dtype,
+            self.grads,
+            softcap=self.softcap,
+            stats=self.stats,
+            compacted=compacted,
+        )
+        return spec.plan(problem, strategy, self.scratch_bytes)
+
+
+@torch.library.custom_op(
+    "onchip::linear_cross_entropy", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+)
+def _forward_op(*args: Any) -> tuple[Tensor, ...]:
+    """Return loss, lse, log_prob, entropy and correct, then what 'stash' keeps: float32 gradients of hidden, weight and
+    bias, and the 0-d factor that they lack.  What isn't asked for is empty.
+    """
+    a = _Arguments(*args)
+    shape = a.target.shape
+    # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
+    with torch.autocast(a.hidden.device.type, enabled=False):
+        hidden, head, tokens = a.prepare(check_values=a.check_inputs)
+        stashed = [hidden.new_empty(0, dtype=torch.float32) for _ in range(4)]
+        if a.strategy == "stash":
+            config = a.plan("stash", tokens)
+            softmax, *made = torch_tiles.stash(hidden, head, tokens, config, grads=a.grads, stats=a.stats)
+            stashed = [blank if x is None else x for x, blank in zip(made, stashed, strict=True)]
+            if a.grad_hidden:
+                stashed[0] = stashed[0].view(a.hidden.shape)
+        else:
+            softmax = torch_tiles.forward_only(hidden, head, tokens, a.plan("forward", tokens), stats=a.stats)
+        loss = tokens.spread(softmax.loss(head, tokens), shape)
+        if a.reduction != "none":
+            loss = loss.sum() * tokens.inverse_count
+        return (
+            loss,
+            tokens.spread(softmax.lse, shape),
+            tokens.spread(softmax.log_prob(tokens), shape),
+            tokens.spread(softmax.entropy(), shape) if a.stats else hidden.new_empty(0, dtype=torch.float32),
+            tokens.spread(softmax.correct(tokens), shape) if a.stats else hidden.new_empty(0, dtype=torch.bool),
+            *stashed,
+        )
+
+
+@_forward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    per_token = [a.target.new_empty(a.target.shape, dtype=torch.float32) for _ in range(4)]
+    blank = [a.hidden.new_empty(0, dtype=torch.float32) for _ in range(5)]
+    stash = a.strategy == "stash"
+
+    def kept(x: Tensor | None, wanted: bool, blank: Tensor) -> Tensor:
+        return x.new_empty(x.shape, dtype=torch.float32) if x is not None and stash and wanted else blank
+
+    return (
+        per_token[0] if a.reduction == "none" else a.hidden.new_empty((), dtype=torch.float32),
+        per_token[1],
+        per_token[2],
+        per_token[3] if a.stats else blank[4],
+        a.target.new_empty(a.target.shape if a.stats else 0, dtype=torch.bool),
+        kept(a.hidden, a.grad_hidden, blank[0]),
+        kept(a.weight, a.grad_weight, blank[1]),
+        kept(a.bias, a.grad_bias, blank[2]),
+        a.hidden.new_empty(() if stash else 0, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op(
+    "onchip::linear_cross_entropy_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_loss, Tensor lse, Tensor log_prob, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of hidden, weight and bias by 'recompute'; what isn't asked for is empty."""
+    a = _Arguments(*args)
+    with torch.autocast(a.hidden.device.type, enabled=False):
+        hidden, head, tokens = a.prepare(check_values=False)
+        scale = tokens.inverse_count
+        if a.reduction == "none":
+            upstream = grad_loss.reshape(-1).float()
+            if tokens.index is not None:
+                upstream = upstream[tokens.index]
+            if tokens.kept is not None:
+                upstream = upstream.masked_fill(~tokens.kept, 0)
+            tokens = replace(tokens, weight=tokens.weight * upstream)
+        else:
+            scale = scale * grad_loss
+        made = torch_tiles.recompute(
+            hidden,
+            head,
+            tokens,
+            a.plan("recompute", tokens),
+            lse=lse.reshape(-1),
+            log_prob=log_prob.reshape(-1),
+            scale=scale,
+            grads=a.grads,
+            hidden_dtype=a.hidden.dtype,
+            weight_dtype=a.weight.dtype,
+        )
+        shapes = (a.hidden.shape, a.weight.shape, a.weight.shape[:1])
+        return tuple(hidden.new_empty(0) if x is None else x.view(s) for x, s in zip(made, shapes, strict=True))
+
+
+@_backward_op.register_fake
+def _(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    return tuple(
+        x.new_empty(x.shape) if x is not None and wanted else a.hidden.new_empty(0)
+        for x, wanted in zip((a.hidden, a.weight, a.bias), a.grads, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    a = _Arguments(*inputs)
+    _, lse, log_prob, _, _, *stashed = output
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
+    ctx.stashed = a.strategy == "stash"
+    if ctx.stashed:
+        # No reference to hidden and weight is kept: only the stash and, for its mask, the target.
+        ctx.save_for_backward(*stashed, a.target)
+        ctx.arguments = a._replace(
+            hidden=a.hidden.dtype, weight=a.weight.dtype, bias=None, target=None, token_weight=None,
+            token_temperature=None, normalizer=None,
+        )  # fmt: skip
+    else:
+        ctx.save_for_backward(lse, log_prob, *a[:7])
+        ctx.arguments = a[7:]
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * (len(_Arguments._fields) - 3)
+    if grad_loss is None:
+        return (None, None, None, *nothing)
+    if ctx.stashed:
+        grads = _scale_stash(ctx, grad_loss)
+    else:
+        lse, log_prob, *tensors = ctx.saved_tensors
+        a = _Arguments(*tensors, *ctx.arguments)
+        made = _backward_op(grad_loss, lse, log_prob, *a)
+        grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
+    if torch.is_grad_enabled():  # create_graph=True
+        anchor = torch.empty(0, requires_grad=True)
+        present = iter(_DifferentiatedTwice.apply(anchor, *[g for g in grads if g is not None]))
+        grads = [None if g is None else next(present) for g in grads]
+    return (*grads, *nothing)
+
+
+def _scale_stash(ctx: Any, grad_loss: Tensor) -> list[Tensor | None]:
+    """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
+    a = ctx.arguments
+    grad_hidden, grad_weight, grad_bias, scale, target = ctx.saved_tensors
+    # A graph that is not kept is done with its stash: scaling it in place saves a second weight gradient.  (Traced by
+    # AOTAutograd the tensors are a subclass; there the compiler decides.)
+    in_place = type(scale) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+    def scaled(stashed: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        product = stashed.mul_(factor) if in_place else stashed * factor
+        return product.to(dtype)
+
+    if a.reduction == "none":  # only hidden: choose_strategy sees to it
+        upstream = grad_loss.float().masked_fill(target == a.ignore_index, 0)
+        return [scaled(grad_hidden, (upstream * scale)[..., None], a.hidden), None, None]
+    scale = scale * grad_loss
+    return [
+        scaled(grad_hidden, scale, a.hidden) if a.grad_hidden else None,
+        scaled(grad_weight, scale, a.weight) if a.grad_weight else None,
+        scaled(grad_bias, scale, a.weight) if a.grad_bias else None,
+    ]
+
+
+class _DifferentiatedTwice(torch.autograd.Function):
+    """Passes gradients through and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{OP}: a backward of the backward is not supported")
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
