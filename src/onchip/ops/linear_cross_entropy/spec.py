@@ -1,7 +1,7 @@
 """What every front end of linear_cross_entropy shares: options, memory formulas, the choice of strategy and chunks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -13,11 +13,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MIB = 1 << 20
 DEFAULT_SCRATCH = 256 * MIB
-# The smallest chunks that are ever planned: below these a matrix product is all overhead.
-SMALLEST_TOKENS, SMALLEST_VOCAB = 64, 512
-# Chunks of tokens from which 'stash' beats 'recompute': each chunk reads and writes the whole float32 weight gradient.
-# On an H100 (4096 x 4096 x 128256, bfloat16) 'stash' took 29.2 ms at 512 tokens and 22.9 at 1024; 'recompute' 24.3.
-STASH_TOKENS = {"cpu": 64, "cuda": 1024}
+# Chunks of tokens and of the vocabulary.  Below the smallest nothing is planned, whatever the budget: a matrix product
+# would be all overhead.  A useful one keeps the device busy; the default budget allows for it.  'stash' in addition
+# reads and writes the float32 weight gradient once per chunk: on an H100 (4096 x 4096 x 128256, bfloat16) it took
+# 29.2 ms with chunks of 512 tokens and 22.9 with 1024, against 24.3 of 'recompute'.
+SMALLEST = (64, 512)
+USEFUL = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
 # ---------------------------------------------------------------------------------------------------------- options
@@ -77,9 +78,10 @@ def _require_int(name: str, value: Any) -> None:
 
 
 def _require_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    number: Any = value if isinstance(value, Real) else None
+    if isinstance(value, bool) or number is None:
         raise TypeError(f"{OP}: {name} must be a number; got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
         raise ValueError(f"{OP}: {name} must be finite; got {value}")
 
 
@@ -95,7 +97,7 @@ def check_shapes(
     weight: Sequence[int],
     target: Sequence[int],
     bias: Sequence[int] | None,
-    per_token: dict[str, Sequence[int]],
+    per_token: Mapping[str, Sequence[int]],
 ) -> None:
     """Raise ValueError unless the shapes are [..., H], [V, H], [...], [V], and [...] for each entry of `per_token`."""
     hidden, weight, target = tuple(hidden), tuple(weight), tuple(target)
@@ -185,6 +187,9 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     else:
         hidden_rows = rows * (element * p.compacted + 4 * p.widened + 4 * (p.compacted and p.grad_hidden and backward))
     weight_rows = vocab if c.strategy == "recompute" else p.vocab
+    # 'stash' keeps float32 gradients until backward knows the upstream gradient, and scales them into new tensors.
+    # On the CPU, float32 ones are handed out as they are when that is 1.
+    float32_kept = c.strategy == "stash" and p.device == "cuda"
     return {
         "logits tile": tile,
         "hidden rows": hidden_rows,
@@ -194,11 +199,11 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         "hidden gradient in float32": 4
         * p.tokens
         * p.hidden
-        * (backward and p.grad_hidden and p.hidden_dtype != "float32"),
+        * (backward and p.grad_hidden and (p.hidden_dtype != "float32" or float32_kept)),
         "weight gradient in float32": 4
         * weight_rows
         * p.hidden
-        * (backward and p.grad_weight and p.weight_dtype != "float32"),
+        * (backward and p.grad_weight and (p.weight_dtype != "float32" or float32_kept)),
         "vectors": 96 * p.tokens + 16 * p.vocab,
     }
 
@@ -219,21 +224,36 @@ def flops(p: Problem, strategy: str) -> int:
     return 2 * p.tokens * p.hidden * p.vocab * products(p, strategy)
 
 
-def smallest_scratch(p: Problem, strategy: str) -> int:
-    """Bytes of scratch below which `strategy` can't run."""
-    return scratch_bytes(p, Config(strategy, min(p.tokens, SMALLEST_TOKENS), min(p.vocab, SMALLEST_VOCAB)))
+def written_per_chunk(p: Problem, c: Config) -> dict[str, int]:
+    """Bytes that each chunk writes to device memory in making the gradients: the tile, and what is accumulated."""
+    element = 4 if p.device == "cpu" else DTYPE_BYTES[p.dtype]
+    columns = p.vocab if c.strategy == "stash" else c.vocab_chunk
+    written = {"logits": 4 * c.token_chunk * columns}
+    if element != 4:
+        written["their gradient"] = element * c.token_chunk * columns
+    if p.grad_hidden:
+        written["hidden gradient"] = 4 * c.token_chunk * p.hidden
+    if p.grad_weight:
+        written["weight gradient"] = 4 * columns * p.hidden
+    return written
 
 
-def default_scratch(p: Problem) -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less; a strategy that needs more for a chunk gets it."""
-    return min(DEFAULT_SCRATCH, logits_bytes(p) // 8)
+def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
+    """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all."""
+    return scratch_bytes(p, Config(strategy, min(p.tokens, sizes[0]), min(p.vocab, sizes[1])))
+
+
+def default_scratch(p: Problem, strategy: str) -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_at_least(p, strategy, USEFUL[p.device]))
 
 
 def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = None) -> str:
     """The strategy that will run: 'forward' without gradients, else 'stash' or 'recompute'.
 
-    With one upstream gradient per token, a weight gradient that is summed over tokens in forward can't be scaled any
-    more: then it is 'recompute', whatever was requested.  Raises ValueError if the budget is too small.
+    'auto' takes 'stash' where it fits the budget in useful chunks.  With one upstream gradient per token, a weight
+    gradient that is summed over tokens in forward can't be scaled any more: then it is 'recompute', whatever was
+    requested.  Raises ValueError if the budget is too small.
     """
     if not p.any_grad:
         candidates = ["forward"]
@@ -242,13 +262,12 @@ def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = No
     elif requested != "auto":
         candidates = [requested]
     else:
-        worthwhile = Config("stash", min(p.tokens, STASH_TOKENS[p.device]), min(p.vocab, SMALLEST_VOCAB))
-        fits = scratch_bytes(p, worthwhile) <= (default_scratch(p) if budget is None else budget)
-        candidates = ["stash", "recompute"] if fits else ["recompute", "stash"]
-    needs = {s: smallest_scratch(p, s) for s in candidates}
+        bound = min(DEFAULT_SCRATCH, logits_bytes(p) // 8) if budget is None else budget
+        stash, recompute = (scratch_at_least(p, s, USEFUL[p.device]) for s in ("stash", "recompute"))
+        candidates = ["stash", "recompute"] if stash <= max(bound, recompute) else ["recompute", "stash"]
     if budget is None:
-        # Without a bound the first choice may take what its smallest chunk needs, but 'auto' takes the lesser need.
-        return candidates[0] if needs[candidates[0]] <= default_scratch(p) else min(needs, key=needs.__getitem__)
+        return candidates[0]
+    needs = {s: scratch_at_least(p, s) for s in candidates}
     for strategy, need in needs.items():
         if need <= budget:
             return strategy
@@ -262,9 +281,8 @@ def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = No
 def plan(p: Problem, strategy: str, budget: int | None = None) -> Config:
     """Cut the problem into the fewest, most even chunks whose scratch fits the budget."""
     if budget is None:
-        budget = default_scratch(p)
-    smallest_vocab = min(p.vocab, SMALLEST_VOCAB)
-    smallest_tokens = min(p.tokens, SMALLEST_TOKENS)
+        budget = default_scratch(p, strategy)
+    smallest_tokens, smallest_vocab = min(p.tokens, SMALLEST[0]), min(p.vocab, SMALLEST[1])
     if strategy == "stash":
         # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
         slab = p.vocab

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from onchip.core.backends import choose_backend
 from onchip.ops.linear_cross_entropy import spec, torch_tiles
@@ -267,6 +268,8 @@ def _check_tensors(
         if not isinstance(x, Tensor) and not (x is None and name not in ("hidden", "weight", "target")):
             raise TypeError(f"{OP}: {name} must be a torch.Tensor; got {type(x).__name__}")
     tensors = {name: x for name, x in named.items() if x is not None}
+    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors.values()):
+        raise RuntimeError(f"{OP}: forward-mode differentiation is not supported; use backward()")
     per_token = {
         name: x.shape for name, x in tensors.items() if name == "token_weight" or (name == "temperature" and x.ndim)
     }
@@ -356,6 +359,7 @@ def _problem(
 
 
 # The arguments of both operators; `_Arguments` gives them their shapes and Python names, in the same order.
+# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, "
     "Tensor? normalizer, ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, "
@@ -393,6 +397,11 @@ class _Arguments(NamedTuple):
     @property
     def grads(self) -> tuple[bool, bool, bool]:
         return self.grad_hidden, self.grad_weight, self.grad_bias
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """What the gradients of hidden, weight and bias are returned in."""
+        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
     def prepare(self, *, check_values: bool) -> tuple[Tensor, torch_tiles.Head, torch_tiles.Tokens]:
         """Hidden states as [T, H], the head and the tokens, in the dtype of the products."""
@@ -433,18 +442,18 @@ class _Arguments(NamedTuple):
 
 
 @torch.library.custom_op(
-    "onchip::linear_cross_entropy", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+    "onchip::linear_cross_entropy", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return loss, lse, log_prob, entropy and correct, then what 'stash' keeps: float32 gradients of hidden, weight and
-    bias, and the 0-d factor that they lack.  What isn't asked for is empty.
+    """Return loss, lse, log_prob, entropy, correct, and what 'stash' keeps: the gradients of hidden, weight and bias in
+    float32, for an upstream gradient of 1.  What isn't asked for is empty.
     """
     a = _Arguments(*args)
     shape = a.target.shape
     # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
     with torch.autocast(a.hidden.device.type, enabled=False):
         hidden, head, tokens = a.prepare(check_values=a.check_inputs)
-        stashed = [hidden.new_empty(0, dtype=torch.float32) for _ in range(4)]
+        stashed = [hidden.new_empty(0, dtype=torch.float32) for _ in range(3)]
         if a.strategy == "stash":
             config = a.plan("stash", tokens)
             softmax, *made = torch_tiles.stash(hidden, head, tokens, config, grads=a.grads, stats=a.stats)
@@ -470,7 +479,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*args)
     per_token = [a.target.new_empty(a.target.shape, dtype=torch.float32) for _ in range(4)]
-    blank = [a.hidden.new_empty(0, dtype=torch.float32) for _ in range(5)]
+    blank = [a.hidden.new_empty(0, dtype=torch.float32) for _ in range(4)]
     stash = a.strategy == "stash"
 
     def kept(x: Tensor | None, wanted: bool, blank: Tensor) -> Tensor:
@@ -480,12 +489,11 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         per_token[0] if a.reduction == "none" else a.hidden.new_empty((), dtype=torch.float32),
         per_token[1],
         per_token[2],
-        per_token[3] if a.stats else blank[4],
+        per_token[3] if a.stats else blank[3],
         a.target.new_empty(a.target.shape if a.stats else 0, dtype=torch.bool),
         kept(a.hidden, a.grad_hidden, blank[0]),
         kept(a.weight, a.grad_weight, blank[1]),
         kept(a.bias, a.grad_bias, blank[2]),
-        a.hidden.new_empty(() if stash else 0, dtype=torch.float32),
     )
 
 
@@ -518,8 +526,7 @@ def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -
             log_prob=log_prob.reshape(-1),
             scale=scale,
             grads=a.grads,
-            hidden_dtype=a.hidden.dtype,
-            weight_dtype=a.weight.dtype,
+            dtypes=a.dtypes,
         )
         shapes = (a.hidden.shape, a.weight.shape, a.weight.shape[:1])
         return tuple(hidden.new_empty(0) if x is None else x.view(s) for x, s in zip(made, shapes, strict=True))
@@ -539,28 +546,35 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, lse, log_prob, _, _, *stashed = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
-    ctx.stashed = a.strategy == "stash"
-    if ctx.stashed:
-        # No reference to hidden and weight is kept: only the stash and, for its mask, the target.
+    ctx.stash = None
+    if a.strategy == "stash":
+        # Neither hidden nor weight is kept alive: the stash is enough, with the target to tell ignored tokens by.
         ctx.save_for_backward(*stashed, a.target)
-        ctx.arguments = a._replace(
-            hidden=a.hidden.dtype, weight=a.weight.dtype, bias=None, target=None, token_weight=None,
-            token_temperature=None, normalizer=None,
-        )  # fmt: skip
+        ctx.stash = _Stash(a.grads, a.dtypes, a.reduction, a.ignore_index)
     else:
         ctx.save_for_backward(lse, log_prob, *a[:7])
-        ctx.arguments = a[7:]
+        ctx.options = a[7:]
+
+
+class _Stash(NamedTuple):
+    """What must be known of a call to use its stash."""
+
+    grads: tuple[bool, bool, bool]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    reduction: str
+    ignore_index: int
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(_Arguments._fields) - 3)
     if grad_loss is None:
         return (None, None, None, *nothing)
-    if ctx.stashed:
-        grads = _scale_stash(ctx, grad_loss)
+    grads: list[Tensor | None]
+    if ctx.stash is not None:
+        grads = _scale_stash(ctx.stash, ctx.saved_tensors, grad_loss)
     else:
         lse, log_prob, *tensors = ctx.saved_tensors
-        a = _Arguments(*tensors, *ctx.arguments)
+        a = _Arguments(*tensors, *ctx.options)
         made = _backward_op(grad_loss, lse, log_prob, *a)
         grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
     if torch.is_grad_enabled():  # create_graph=True
@@ -570,26 +584,23 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return (*grads, *nothing)
 
 
-def _scale_stash(ctx: Any, grad_loss: Tensor) -> list[Tensor | None]:
+def _scale_stash(stash: _Stash, saved: tuple[Tensor, ...], grad_loss: Tensor) -> list[Tensor | None]:
     """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
-    a = ctx.arguments
-    grad_hidden, grad_weight, grad_bias, scale, target = ctx.saved_tensors
-    # A graph that is not kept is done with its stash: scaling it in place saves a second weight gradient.  (Traced by
-    # AOTAutograd the tensors are a subclass; there the compiler decides.)
-    in_place = type(scale) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph()
-
-    def scaled(stashed: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        product = stashed.mul_(factor) if in_place else stashed * factor
-        return product.to(dtype)
-
-    if a.reduction == "none":  # only hidden: choose_strategy sees to it
-        upstream = grad_loss.float().masked_fill(target == a.ignore_index, 0)
-        return [scaled(grad_hidden, (upstream * scale)[..., None], a.hidden), None, None]
-    scale = scale * grad_loss
+    if stash.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
+        grad_hidden, _, _, target = saved
+        upstream = grad_loss.float().masked_fill(target == stash.ignore_index, 0)
+        return [(grad_hidden * upstream[..., None]).to(stash.dtypes[0]), None, None]
+    # loss.backward() sends 1, which on the CPU can be seen for free: then the stash itself is the gradient, unless the
+    # graph is retained and will need it again.  (While AOTAutograd traces, tensors are of a subclass.)
+    as_is = (
+        type(grad_loss) is Tensor
+        and grad_loss.device.type == "cpu"
+        and float(grad_loss) == 1
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
     return [
-        scaled(grad_hidden, scale, a.hidden) if a.grad_hidden else None,
-        scaled(grad_weight, scale, a.weight) if a.grad_weight else None,
-        scaled(grad_bias, scale, a.weight) if a.grad_bias else None,
+        (stashed if as_is else stashed * grad_loss).to(dtype) if wanted else None
+        for stashed, dtype, wanted in zip(saved[:3], stash.dtypes, stash.grads, strict=True)
     ]
 
 

@@ -6,6 +6,7 @@ at a time and works in it in place.  Nothing here synchronises a GPU.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,14 +139,18 @@ def _raise_for_label(target: Tensor, out_of_range: Tensor, vocab: int, ignore_in
 # ------------------------------------------------------------------------------------------------- one tile at a time
 
 
-def _widen(x: Tensor) -> Tensor:
+def _operand_dtype(x: Tensor) -> torch.dtype:
     """What a product reads: on the CPU float32, since 16-bit products there round their results to 16 bits."""
-    return x.float() if x.device.type == "cpu" else x
+    return torch.float32 if x.device.type == "cpu" else x.dtype
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(_operand_dtype(x))
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
     """out = a @ b (+ out) in float32, whatever the operands' dtype."""
-    kind = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+    kind: dict[str, Any] = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
     if accumulate:
         torch.addmm(out, a, b, **kind, out=out)
     else:
@@ -182,9 +187,13 @@ class Softmax:
 
     @staticmethod
     def empty(n: int, device: torch.device) -> "Softmax":
-        zeros = [torch.zeros(n, dtype=torch.float32, device=device) for _ in range(5)]
-        zeros[0].fill_(_LOWEST)
-        return Softmax(*zeros, argmax=torch.full((n,), -1, device=device))
+        names = ("target", "others", "offset_sum", "moment")
+        zeros = {name: torch.zeros(n, dtype=torch.float32, device=device) for name in names}
+        return Softmax(
+            max=torch.full((n,), _LOWEST, dtype=torch.float32, device=device),
+            argmax=torch.full((n,), -1, device=device),
+            **zeros,
+        )
 
     def part(self, start: int, stop: int) -> "Softmax":
         """The same storage for tokens [start, stop)."""
@@ -258,7 +267,7 @@ class Softmax:
 
 
 def _column(label: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where each label lies in the vocabulary [start, start + width): a legal column [n, 1], and whether it is there."""
+    """Where each label lies in the vocabulary [start, start + width): a legal column [n, 1], and if it is there."""
     column = (label - start).clamp_(0, width - 1)
     return column[:, None], column + start == label
 
@@ -291,15 +300,14 @@ def _to_gradient(
     return e if slope is None else e.mul_(slope)
 
 
-def _gradient_rows(tokens: Tokens, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The factor of each token's row of the gradient, and the 0-d factor by which results are then too large."""
+def _gradient_rows(tokens: Tokens, scale: Tensor, operand: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The factor of each token's row of the gradient, and by what the products are then too large (None: nothing)."""
     tau = tokens.temperature
-    row = tokens.weight / (tau[:, 0] if isinstance(tau, Tensor) else tau)
-    one = torch.ones((), dtype=torch.float32, device=device)
-    if dtype != torch.float16 or device.type == "cpu" or row.numel() == 0:
-        return row, one
+    row = tokens.weight * scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
+    if operand != torch.float16 or row.numel() == 0:
+        return row, None
     largest = row.abs().nan_to_num(nan=0).amax()
-    too_large = torch.where(largest > 0, _FLOAT16_ROW / largest, one)
+    too_large = torch.where(largest > 0, _FLOAT16_ROW / largest, 1)
     return row * too_large, too_large
 
 
@@ -313,7 +321,7 @@ class _Tile:
         self._logits = torch.empty(size, dtype=torch.float32, device=like.device)
         self._slope = make(slope, torch.float32)
         self._spare = make(spare, torch.float32)
-        self._narrow = make(narrow and like.device.type != "cpu" and like.dtype != torch.float32, like.dtype)
+        self._narrow = make(narrow and _operand_dtype(like) != torch.float32, like.dtype)
 
     def cut(self, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Logits, slope and spare as [rows, columns]."""
@@ -364,18 +372,17 @@ def stash(
     *,
     grads: tuple[bool, bool, bool],
     stats: bool,
-) -> tuple[Softmax, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """The softmax, the gradients of hidden, weight and bias in float32, and the factor that they still lack."""
-    n, vocab, device = tokens.label.numel(), head.vocab, hidden.device
-    softmax = Softmax.empty(n, device)
-    row, too_large = _gradient_rows(tokens, hidden.dtype, device)
+) -> tuple[Softmax, Tensor | None, Tensor | None, Tensor | None]:
+    """The softmax, and the gradients of hidden, weight and bias in float32, for an upstream gradient of 1."""
+    n, vocab = tokens.label.numel(), head.vocab
+    softmax = Softmax.empty(n, hidden.device)
+    row, too_large = _gradient_rows(tokens, tokens.inverse_count * head.logit_scale, _operand_dtype(hidden))
     tile = _Tile(min(n, config.token_chunk) * vocab, hidden, slope=head.softcap is not None, spare=stats, narrow=True)
-    float32 = {"dtype": torch.float32, "device": device}
-    grad_hidden = torch.zeros(hidden.shape, **float32) if grads[0] else None
-    grad_weight = torch.empty(head.weight.shape, **float32) if grads[1] else None
+    grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if grads[0] else None
+    grad_weight = hidden.new_empty(head.weight.shape, dtype=torch.float32) if grads[1] else None
     if grad_weight is not None and n == 0:
         grad_weight.zero_()
-    grad_bias = torch.zeros(vocab, **float32) if grads[2] else None
+    grad_bias = hidden.new_zeros(vocab, dtype=torch.float32) if grads[2] else None
     for t0, t1 in _spans(n, config.token_chunk):
         h = tokens.rows(hidden, t0, t1)
         part, label = softmax.part(t0, t1), tokens.label[t0:t1]
@@ -395,7 +402,11 @@ def stash(
             _add_hidden_gradient(grad_hidden, g, head, config.vocab_chunk, tokens, t0, t1)
         if grad_weight is not None:
             _product(grad_weight, g.t(), h, accumulate=t0 > 0)
-    return softmax, grad_hidden, grad_weight, grad_bias, tokens.inverse_count * head.logit_scale / too_large
+    return softmax, _shrink(grad_hidden, too_large), _shrink(grad_weight, too_large), _shrink(grad_bias, too_large)
+
+
+def _shrink(gradient: Tensor | None, too_large: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or too_large is None else gradient.div_(too_large)
 
 
 def _add_hidden_gradient(
@@ -417,28 +428,25 @@ def recompute(
     *,
     lse: Tensor,  # [T] float32
     log_prob: Tensor,  # [T] float32
-    scale: Tensor,  # 0-d float32
+    scale: Tensor,  # 0-d float32: the upstream gradient over what the mean divides by
     grads: tuple[bool, bool, bool],
-    hidden_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden, weight and bias, with `scale` in them, in the given dtypes."""
-    n, vocab, device = tokens.label.numel(), head.vocab, hidden.device
-    row, too_large = _gradient_rows(tokens, hidden.dtype, device)
-    scale = scale * head.logit_scale / too_large
+    """The gradients of hidden, weight and bias in `dtypes`."""
+    n, vocab = tokens.label.numel(), head.vocab
+    row, too_large = _gradient_rows(tokens, scale * head.logit_scale, _operand_dtype(hidden))
     if tokens.index is not None:
         lse, log_prob = lse[tokens.index], log_prob[tokens.index]
     factor = row * (1 + 2 * head.z_loss * lse)
     # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
     shift = lse if tokens.kept is None else lse.masked_fill(~tokens.kept, float("inf"))
     tile = _Tile(min(n, config.token_chunk) * config.vocab_chunk, hidden, slope=head.softcap is not None, narrow=True)
-    float32 = {"dtype": torch.float32, "device": device}
-    grad_hidden = torch.zeros(hidden.shape, **float32) if grads[0] else None
-    grad_weight = torch.empty(head.weight.shape, dtype=weight_dtype, device=device) if grads[1] else None
-    grad_bias = torch.zeros(vocab, **float32) if grads[2] else None
+    grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if grads[0] else None
+    grad_weight = torch.empty(head.weight.shape, dtype=dtypes[1], device=hidden.device) if grads[1] else None
+    grad_bias = hidden.new_zeros(vocab, dtype=torch.float32) if grads[2] else None
     weight_part = None
-    if grads[1] and weight_dtype != torch.float32:
-        weight_part = torch.empty(config.vocab_chunk, hidden.shape[1], **float32)
+    if grads[1] and dtypes[1] != torch.float32:
+        weight_part = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=torch.float32)
     whole = config.token_chunk >= n  # then the rows of hidden are made ready once
     h = tokens.rows(hidden, 0, n) if whole else None
     for v0, v1 in _spans(vocab, config.vocab_chunk):
@@ -461,9 +469,12 @@ def recompute(
             if grad_weight is not None:
                 _product(into, g.t(), rows, accumulate=t0 > 0)
         if grad_weight is not None:
-            grad_weight[v0:v1].copy_(into.mul_(scale))
+            _shrink(into, too_large)
+            if weight_part is not None:
+                grad_weight[v0:v1] = into
+    grad_hidden, grad_bias = _shrink(grad_hidden, too_large), _shrink(grad_bias, too_large)
     return (
-        None if grad_hidden is None else grad_hidden.mul_(scale).to(hidden_dtype),
+        None if grad_hidden is None else grad_hidden.to(dtypes[0]),
         grad_weight,
-        None if grad_bias is None else grad_bias.mul_(scale).to(weight_dtype),
+        None if grad_bias is None else grad_bias.to(dtypes[2]),
     )

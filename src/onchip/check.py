@@ -1,0 +1,44 @@
+"""`onchip check`: every op's correctness cases on this machine, against the float64 oracle."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+
+def run_check(ops: Mapping[str, str], device: str, console: Console) -> dict[str, Any]:
+    """Run the checks of `ops` (op name -> its checks module), show a table and return all of it as a document.
+
+    The table has a row per case, dtype and implementation: the quantity that comes nearest its bound.
+    """
+    rows: list[dict[str, Any]] = []
+    for op, module in ops.items():
+        checks = import_module(module)
+        table = Table(title=f"{op} on {device}, against the float64 oracle")
+        for column in ("case", "dtype", "implementation", "worst of", "error", "bound", ""):
+            table.add_column(column, justify="right" if column in ("error", "bound") else "left")
+        failed: dict[str, int] = defaultdict(int)
+        runs = track(
+            checks.run_checks(device), description=f"checking {op}", total=checks.count_checks(), console=console,
+            transient=True,
+        )  # fmt: skip
+        for run in runs:
+            rows += [{"op": op, "device": device, **asdict(check), "ok": check.ok} for check in run]
+            worst = max(run, key=lambda c: (not c.ok, c.error / c.bound if c.bound else 0.0))
+            failed[op] += not worst.ok
+            verdict = "[green]ok[/]" if worst.ok else "[red bold]WRONG[/]"
+            numbers = (f"{worst.error:.1e}", f"{worst.bound:.1e}")
+            table.add_row(worst.case, worst.dtype, worst.implementation, worst.quantity, *numbers, verdict)
+        console.print(table)
+    bad = sum(not row["ok"] for row in rows)
+    console.print(
+        f"[red bold]{bad} of {len(rows)} comparisons are out of bounds[/]"
+        if bad
+        else f"[green]all {len(rows)} comparisons are within their bounds[/]"
+    )
+    return {"ok": not bad, "rows": rows}

@@ -1,0 +1,224 @@
+"""The `onchip` command: demo, plan, check, bench, info."""
+
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import onchip
+from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB
+
+app = typer.Typer(
+    help="Fused training operations for large language models: exact, small, and open about their cost.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+# Where each op keeps what the commands need, by op name.
+BENCHMARKS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.benchmark"}
+CHECKS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.torch_checks"}
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Show what a user did wrong as a message, not as a traceback."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        Console(stderr=True).print(f"[red bold]onchip:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def _console(as_json: bool) -> Console:
+    return Console(stderr=as_json)
+
+
+def _print_json(document: Any) -> None:
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def _resolve_device(device: str) -> str:
+    if find_spec("torch") is None:
+        raise ImportError("PyTorch is not installed; pip install 'onchip[torch]'")
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda; got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but PyTorch sees no CUDA device here; `onchip info` says more")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Training steps of each of the two runs.")] = DEFAULT_STEPS,
+    vocab: Annotated[int, typer.Option(help="Entries of the byte-pair tokenizer.")] = DEFAULT_VOCAB,
+    tokens: Annotated[int, typer.Option(help="Tokens per step.")] = DEFAULT_TOKENS,
+    device: Device = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for demo.json, demo.png and demo.html.")] = Path("onchip-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train a small language model on real English twice, with the framework's loss and with onchip's."""
+    with _clear_errors():
+        from onchip.demo.run import run_demo
+
+        document = run_demo(
+            steps=steps,
+            vocab=vocab,
+            tokens=tokens,
+            device=device,
+            out=out,
+            seed=seed,
+            console=_console(as_json),
+        )
+    if as_json:
+        _print_json(document)
+
+
+@app.command()
+def plan(
+    tokens: Annotated[int, typer.Option(help="Tokens in a batch: all leading dimensions multiplied.")],
+    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name instead of --hidden and --vocab.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu: what to plan for, not what is here.")] = "cuda",
+    scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what linear_cross_entropy costs before it runs: scratch, products and traffic per strategy and budget."""
+    with _clear_errors():
+        from onchip.plan import plan_document, show_plan
+
+        document = plan_document(
+            tokens=tokens,
+            hidden=hidden,
+            vocab=vocab,
+            model=model,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            device=device,
+            scratch_mib=scratch_mib,
+        )
+    if as_json:
+        _print_json(document)
+    else:
+        show_plan(document, Console())
+
+
+@app.command()
+def check(device: Device = "auto", as_json: Json = False) -> None:
+    """Run every op's correctness cases on this machine against a float64 oracle."""
+    with _clear_errors():
+        from onchip.check import run_check
+
+        document = run_check(CHECKS, _resolve_device(device), _console(as_json))
+    if as_json:
+        _print_json(document)
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHMARKS)}.")],
+    case: Annotated[list[str] | None, typer.Option(help="Case name or pattern; may be given several times.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Implementation name or pattern; likewise.")] = None,
+    device: Device = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Default: float32 on the CPU, bfloat16 on a GPU.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Time an op beside its competitors, after checking that each is right."""
+    with _clear_errors():
+        if op not in BENCHMARKS:
+            raise ValueError(f"no op {op!r}; there is: {', '.join(BENCHMARKS)}")
+        from onchip.bench.run import run_bench
+
+        document = run_bench(
+            op,
+            BENCHMARKS[op],
+            cases=case,
+            impls=impl,
+            device=device,
+            dtype=dtype,
+            repeats=repeats,
+            out=out,
+            console=_console(as_json),
+        )
+    if as_json:
+        _print_json(document)
+
+
+@app.command()
+def info(as_json: Json = False) -> None:
+    """Versions, devices, and which backends are usable here and why the others are not."""
+    document = _info()
+    if as_json:
+        _print_json(document)
+        return
+    console = Console()
+    table = Table(title=f"onchip {onchip.__version__}", show_header=False)
+    for name, value in {**document["versions"], **document["machine"]}.items():
+        table.add_row(name, value or "[dim]not installed[/]")
+    console.print(table)
+    table = Table("framework", "backend", "device", "usable", "why", title="backends")
+    for row in document["backends"]:
+        usable = "[green]yes[/]" if row["usable"] else "[red]no[/]"
+        table.add_row(row["framework"], row["backend"], row["device"], usable, row["why"])
+    console.print(table)
+
+
+def _info() -> dict[str, Any]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "triton", "jax", "numpy"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    machine = {"system": platform.platform(), "processor": platform.processor() or platform.machine()}
+    no_torch = no_cuda = None
+    if versions["torch"] is None:
+        no_torch = no_cuda = "PyTorch is not installed; pip install 'onchip[torch]'"
+    else:
+        import torch
+
+        machine["threads"] = str(torch.get_num_threads())
+        if torch.version.cuda is None:
+            no_cuda = f"torch {torch.__version__} is built without CUDA"
+        elif not torch.cuda.is_available():
+            no_cuda = "PyTorch sees no CUDA device"
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            machine[f"cuda:{i}"] = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute {p.major}.{p.minor}"
+    backends = [
+        {
+            "op": op,
+            "framework": "torch",
+            "backend": "torch",
+            "device": device,
+            "usable": reason is None,
+            "why": reason or "the framework's own matrix products",
+        }
+        for op in CHECKS
+        for device, reason in (("cpu", no_torch), ("cuda", no_cuda))
+    ]
+    return {"onchip": onchip.__version__, "versions": versions, "machine": machine, "backends": backends}
+
+
+if __name__ == "__main__":
+    app()
