@@ -90,43 +90,42 @@ def _row(problem: Problem, strategy: str, budget: int | None) -> dict[str, Any]:
 
 def show_plan(document: dict[str, Any], console: Console) -> None:
     """Print the document as a table."""
-    logits = [f"{_size(size)} in {dtype}" for dtype, size in document["logits_bytes"].items()]
+    logits = " or ".join(f"{_mib(size)} MiB in {dtype}" for dtype, size in document["logits_bytes"].items())
     console.print(
         f"{document['op']}: T={document['tokens']} H={document['hidden']} V={document['vocab']} {document['dtype']} "
-        f"on {document['device']}, forward and both gradients.\nThe full logits would be {', '.join(logits)}.",
+        f"on {document['device']}, forward and both gradients\nfull logits: {logits}",
         highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("budget", "strategy", "prods", "chunk", "chunks", "scratch", "tile", "dH", "dW"):
         table.add_column(column, justify="left" if column in ("strategy", "chunk") else "right", no_wrap=True)
     for row in document["plans"]:
-        budget = "default" if row["budget_bytes"] is None else _size(row["budget_bytes"])
-        name = f"[bold]{row['strategy']}[/] *" if row["auto"] else row["strategy"]
+        budget = "default" if row["budget_bytes"] is None else _mib(row["budget_bytes"])
+        name = f"[bold]{row['strategy']} *[/]" if row["auto"] else row["strategy"]
         if row["fits"]:
             written = row["written_per_chunk"]
             cells = [
                 f"{row['token_chunk']}x{row['vocab_chunk']}",
                 str(row["chunks"]),
-                _size(row["scratch_bytes"]),
-                _size(written["logits"] + written.get("their gradient", 0)),
-                _size(written["hidden gradient"]),
-                _size(written["weight gradient"]),
+                _mib(row["scratch_bytes"]),
+                _mib(written["logits"] + written.get("their gradient", 0)),
+                _mib(written["hidden gradient"]),
+                _mib(written["weight gradient"]),
             ]
         else:
-            cells = ["[dim]too small[/]", "", f"[dim]{_size(row['smallest_scratch_bytes'])}[/]"]
+            cells = ["[dim]needs[/]", "", f"[dim]{_mib(row['smallest_scratch_bytes'])}[/]"]
         table.add_row(budget, name, str(row["products"]), *cells)
     console.print(table)
     console.print(
-        "* is what strategy='auto' takes. prods: matrix products, forward and backward together. chunk: tokens x vocab.\n"
-        "scratch: peak above inputs and gradients (where the budget is too small: the least that is needed).\n"
-        "tile, dH, dW: what each chunk writes of logits and their gradient, of hidden's and of weight's gradient.",
+        "All sizes in MiB; * is what strategy='auto' takes.\n"
+        "prods: matrix products, forward and backward together.  chunk: tokens x vocab.\n"
+        "scratch: peak above inputs and returned gradients.\n"
+        "tile, dH, dW: written per chunk, of logits and their gradient, and of the two\n"
+        "gradients of hidden and weight.",
         highlight=False,
     )
 
 
-def _size(size: int) -> str:
-    """In KiB, MiB or GiB, rounded up."""
-    for shift, unit in ((10, "KiB"), (20, "MiB")):
-        if size <= 9999 << shift:
-            return f"{-(-size >> shift)} {unit}"
-    return f"{-(-size >> 30)} GiB"
+def _mib(size: int) -> str:
+    """Rounded up, so that what fits in the printed number fits."""
+    return str(-(-size // MIB)) if size >= 10 * MIB else f"{-(-10 * size // MIB) / 10:.1f}"

@@ -287,7 +287,8 @@ def plan(p: Problem, strategy: str, budget: int | None = None) -> Config:
         # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
         slab = p.vocab
         if p.widened:
-            slab = min(p.vocab, max(smallest_vocab, budget // 4 // (4 * p.hidden) // 64 * 64))
+            slab = max(smallest_vocab, budget // 4 // (4 * p.hidden) // 64 * 64)
+            slab = min(slab, _fit(p, strategy, budget, token_chunk=smallest_tokens, smallest=smallest_vocab))
         return Config("stash", _fit(p, strategy, budget, vocab_chunk=slab, smallest=smallest_tokens), slab)
     best: tuple[int, Config] | None = None
     n_tokens = 1

@@ -18,6 +18,7 @@ from onchip.ops.linear_cross_entropy import spec, torch_tiles
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DEVICES = ("cpu", "cuda", "meta")
 _INTEGERS = frozenset(
     (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 )
@@ -138,8 +139,8 @@ def linear_cross_entropy(
     dtype = _check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
     normalizer = _check_normalizer(normalizer, reduction, hidden)
     device = hidden.device.type
-    known_device = None if device in ("cpu", "cuda", "meta") else f"it runs on CPU and CUDA tensors, not on {device!r}"
-    choose_backend(OP, backend, {"torch": known_device})
+    refusal = None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}"
+    choose_backend(OP, backend, {"torch": refusal})
 
     grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     problem = _problem(
@@ -215,7 +216,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             strategy=strategy,
             return_stats=return_stats,
         )
-        self.backend = choose_backend(OP, backend, {"torch": None}) and backend
+        choose_backend(OP, backend, {"torch": None})
+        self.backend = backend
+        if normalizer is not None and not isinstance(normalizer, Tensor):
+            spec.require_positive("normalizer", normalizer)
         self.normalizer = normalizer
 
     def forward(
@@ -589,7 +593,7 @@ def _scale_stash(stash: _Stash, saved: tuple[Tensor, ...], grad_loss: Tensor) ->
     if stash.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
         grad_hidden, _, _, target = saved
         upstream = grad_loss.float().masked_fill(target == stash.ignore_index, 0)
-        return [(grad_hidden * upstream[..., None]).to(stash.dtypes[0]), None, None]
+        return [_scale(grad_hidden, upstream[..., None], stash.dtypes[0]), None, None]
     # loss.backward() sends 1, which on the CPU can be seen for free: then the stash itself is the gradient, unless the
     # graph is retained and will need it again.  (While AOTAutograd traces, tensors are of a subclass.)
     as_is = (
@@ -599,9 +603,16 @@ def _scale_stash(stash: _Stash, saved: tuple[Tensor, ...], grad_loss: Tensor) ->
         and not torch._C._autograd._get_current_graph_task_keep_graph()
     )
     return [
-        (stashed if as_is else stashed * grad_loss).to(dtype) if wanted else None
+        _scale(stashed, None if as_is else grad_loss, dtype) if wanted else None
         for stashed, dtype, wanted in zip(saved[:3], stash.dtypes, stash.grads, strict=True)
     ]
+
+
+def _scale(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if factor is None:
+        return stashed.to(dtype)
+    # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
+    return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
 
 
 class _DifferentiatedTwice(torch.autograd.Function):

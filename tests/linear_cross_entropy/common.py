@@ -1,0 +1,40 @@
+"""What the tests of linear_cross_entropy share."""
+
+import torch
+
+from onchip.ops.linear_cross_entropy.torch_checks import check_case
+
+
+def small_problem(tokens=24, hidden=16, vocab=70, dtype=torch.float32, device="cpu", bias=False, seed=0):
+    """(hidden [2, T/2, H], weight [V, H], target [2, T/2], bias or None), leaves that need gradients."""
+    g = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=g).to(device=device, dtype=dtype).requires_grad_()
+
+    h, w = leaf(2, tokens // 2, hidden), leaf(vocab, hidden)
+    y = torch.randint(vocab, (2, tokens // 2), generator=g).to(device)
+    return h, w, y, leaf(vocab) if bias else None
+
+
+def assert_right(case, dtype=torch.float32, device="cpu", **how):
+    """The op on `case` is within its bounds of the oracle, for every quantity."""
+    wrong = [c for c in check_case(case, dtype, device, **how) if not c.ok]
+    assert not wrong, wrong
+
+
+def gradients(loss, *inputs, grad=None):
+    return torch.autograd.grad(loss, inputs, grad_outputs=grad)
+
+
+def assert_same(a, b, scale=1.0):
+    """Two float32 computations of one thing: ||a - b|| is some roundings of ||b||, times `scale` where terms are larger.
+
+    Infinities must agree.
+    """
+    assert a.shape == b.shape
+    a, b = a.detach().double(), b.detach().double()
+    assert (a.isinf() == b.isinf()).all()
+    a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
+    eps = torch.finfo(torch.float32).eps
+    assert float((a - b).norm()) <= 32 * eps * scale * max(1.0, float(b.norm())), (a, b)

@@ -1,0 +1,260 @@
+"""On a CUDA device: what the CPU can't show."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import assert_right, assert_same, gradients, small_problem
+
+from onchip.bench.measure import peak_extra_bytes
+from onchip.ops.linear_cross_entropy import spec, torch_op
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
+from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.torch import linear_cross_entropy
+
+pytestmark = pytest.mark.gpu
+STRATEGIES = ("stash", "recompute")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+@both_strategies
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CHECK_CASES, ids=str)
+def test_check_cases(case, dtype, strategy):
+    assert_right(case, dtype, "cuda", strategy=strategy)
+
+
+@both_strategies
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_chunks(dtype, strategy):
+    case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
+    name = str(dtype).removeprefix("torch.")
+    problem = Problem(333, 40, 2500, name, device="cuda", grad_bias=True, softcap=True, stats=True)
+    assert_right(case, dtype, "cuda", strategy=strategy, scratch_bytes=spec.scratch_at_least(problem, strategy))
+
+
+def float64_on_device(hidden, weight, target, chunk=512):
+    w = weight.detach().double().requires_grad_()
+    losses, grads = [], []
+    for rows, y in zip(hidden.detach().split(chunk), target.split(chunk), strict=True):
+        h = rows.double().requires_grad_()
+        loss = F.cross_entropy(F.linear(h, w), y, reduction="none")
+        (loss.sum() / len(target)).backward()
+        losses.append(loss.detach())
+        grads.append(h.grad)
+    return torch.cat(losses).mean(), torch.cat(grads), w.grad
+
+
+@pytest.mark.parametrize("size", [(4097, 2880, 128256), (4097, 520, 50257), (127, 2880, 128256)], ids=str)
+@pytest.mark.parametrize("std", [0.02, 1.0, 30.0])
+def test_big_sizes_in_bfloat16_beat_the_plain_expression(size, std):
+    tokens, hidden, vocab = size
+    h = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(vocab, hidden, device="cuda") * std / hidden**0.5).bfloat16().requires_grad_()
+    y = torch.randint(vocab, (tokens,), device="cuda")
+    reference = float64_on_device(h, w, y)
+
+    def errors(loss):
+        made = (loss.detach(), *torch.autograd.grad(loss, (h, w)))
+        return [float((m.double() - r).norm() / r.norm()) for m, r in zip(made, reference, strict=True)]
+
+    plain = errors(F.cross_entropy(F.linear(h, w), y))
+    for strategy in STRATEGIES:
+        ours = errors(linear_cross_entropy(h, w, y, strategy=strategy))
+        assert ours[0] <= 1e-5
+        assert ours[1] <= 2 * plain[1]
+        assert ours[2] <= 2 * plain[2]
+
+
+@both_strategies
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_synchronises(dtype, reduction, strategy):
+    h, w, y, b = small_problem(tokens=300, vocab=3000, dtype=dtype, device="cuda", bias=True)
+    constants = {
+        "token_weight": torch.rand(2, 150, device="cuda"),
+        "temperature": torch.rand(2, 150, device="cuda") + 1,
+    }
+    if reduction == "mean":
+        constants["normalizer"] = torch.full((), 7, device="cuda")
+
+    def step():
+        loss, _ = linear_cross_entropy(
+            h, w, y, b, softcap=5.0, label_smoothing=0.1, z_loss=1e-3, strategy=strategy, reduction=reduction,
+            return_stats=True, **constants,
+        )  # fmt: skip
+        loss.sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@both_strategies
+@pytest.mark.parametrize("label", [70, -1, 2**40])
+def test_a_bad_label_is_nan_and_check_inputs_raises(label, strategy):
+    h, w, y, _ = small_problem(device="cuda")
+    y[1, 7] = label
+    loss, stats = linear_cross_entropy(h, w, y, reduction="none", strategy=strategy, return_stats=True)
+    others = torch.ones_like(y, dtype=torch.bool)
+    others[1, 7] = False
+    assert loss[1, 7].isnan()
+    assert stats.log_prob[1, 7].isnan()
+    assert not stats.correct[1, 7]
+    good = small_problem(device="cuda")
+    assert_same(loss[others], linear_cross_entropy(*good[:3], reduction="none")[others])
+    grads = gradients(loss, h, w, grad=torch.ones_like(loss))
+    assert grads[0][1, 7].isnan().all()
+    assert grads[0][others].isfinite().all()
+    assert linear_cross_entropy(h, w, y, strategy=strategy).isnan()
+    with pytest.raises(ValueError, match=r"target\[1, 7\] is"):
+        linear_cross_entropy(h, w, y, strategy=strategy, check_inputs=True)
+    with pytest.raises(ValueError, match="temperature must be finite and above 0"):
+        linear_cross_entropy(*good[:3], temperature=torch.zeros(2, 12, device="cuda"), check_inputs=True)
+    with pytest.raises(ValueError, match="normalizer must be finite and above 0"):
+        linear_cross_entropy(*good[:3], normalizer=torch.zeros((), device="cuda"), check_inputs=True)
+
+
+@both_strategies
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_leaks_from_ignored_tokens(dtype, strategy):
+    h, w, y, b = small_problem(device="cuda", bias=True, dtype=dtype)
+    y[0, 3] = y[1, 5] = -100
+    with torch.no_grad():
+        b.add_(100)  # an ignored token's logits are finite and large
+    zeroed = h.detach().masked_fill((y == -100)[..., None], 0).requires_grad_()
+    with torch.no_grad():
+        h[0, 3], h[1, 5] = math.nan, math.inf
+    for reduction in ("mean", "none"):
+        upstream = torch.ones_like(y, dtype=torch.float32)
+        upstream[0, 3] = math.nan
+        upstream = upstream if reduction == "none" else None
+        made = gradients(
+            linear_cross_entropy(h, w, y, b, reduction=reduction, strategy=strategy), h, w, b, grad=upstream
+        )
+        clean = gradients(
+            linear_cross_entropy(zeroed, w, y, b, reduction=reduction, strategy=strategy), zeroed, w, b, grad=upstream
+        )
+        assert (made[0][y == -100] == 0).all()
+        assert all(torch.equal(p, q) and p.isfinite().all() for p, q in zip(made, clean, strict=True))
+
+
+@both_strategies
+def test_float16_keeps_gradients_that_float16_can_not_hold(strategy):
+    """A mean over many tokens under a loss scale: 1/N alone would vanish in float16."""
+    h, w, y, _ = small_problem(tokens=4096, vocab=8000, hidden=64, dtype=torch.float16, device="cuda")
+    with torch.no_grad():
+        w.mul_(0.01)
+    grads = gradients(linear_cross_entropy(h, w, y, strategy=strategy) * 65536, h, w)
+    exact = [x.detach().double().requires_grad_() for x in (h, w)]
+    loss = F.cross_entropy(F.linear(*exact).flatten(0, 1), y.flatten()) * 65536
+    for made, ref in zip(grads, gradients(loss, *exact), strict=True):
+        assert float((made.double() - ref).norm() / ref.norm()) < 2e-3
+
+
+@both_strategies
+def test_same_bits_and_side_stream(strategy):
+    h, w, y, _ = small_problem(tokens=300, vocab=5000, dtype=torch.bfloat16, device="cuda")
+
+    def run():
+        loss = linear_cross_entropy(h, w, y, strategy=strategy)
+        return [loss, *gradients(loss, h, w)]
+
+    first = run()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        second = run()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@both_strategies
+def test_cuda_graph(strategy):
+    h, w, y, _ = small_problem(tokens=64, vocab=1000, dtype=torch.bfloat16, device="cuda")
+
+    def step():
+        loss = linear_cross_entropy(h, w, y, strategy=strategy)
+        return [loss.detach(), *gradients(loss, h, w)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        h.copy_(torch.randn_like(h))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@both_strategies
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_gives_float32_parameters_unrounded_gradients(dtype, strategy):
+    h, w, y, b = small_problem(device="cuda", bias=True)
+    with torch.autocast("cuda", dtype):
+        loss = linear_cross_entropy(h, w, y, b, strategy=strategy)
+    rounded = [x.detach().to(dtype).double().requires_grad_() for x in (h, w, b)]
+    expected = F.cross_entropy(F.linear(*rounded[:2], rounded[2]).flatten(0, 1), y.flatten())
+    assert float((loss - expected).abs()) < 1e-5
+    for g, q in zip(gradients(loss, h, w, b), gradients(expected, *rounded), strict=True):
+        assert g.dtype == torch.float32
+        assert float((g - q).norm() / q.norm()) < 4e-3  # the products read the logits' gradient in 16 bits
+
+
+@both_strategies
+def test_compile_and_opcheck(strategy):
+    h, w, y, _ = small_problem(tokens=64, vocab=1000, dtype=torch.bfloat16, device="cuda")
+    compiled = torch.compile(lambda h, w, y: linear_cross_entropy(h * 2, w, y, strategy=strategy), fullgraph=True)
+    eager = linear_cross_entropy(h * 2, w, y, strategy=strategy)
+    assert_same(compiled(h, w, y), eager)
+    for p, q in zip(gradients(compiled(h, w, y), h, w), gradients(eager, h, w), strict=True):
+        assert float((p - q).norm() / q.norm()) < 1e-2
+    arguments = (
+        h, w, None, y, None, None, None, torch.bfloat16, -100, "mean", 0.0, 0.0, None, 1.0, 1.0, False, None, strategy,
+        True, True, False, False,
+    )  # fmt: skip
+    torch.library.opcheck(torch_op._forward_op, arguments)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("stash", {"dtype": "bfloat16"}),
+        ("recompute", {"dtype": "bfloat16"}),
+        ("stash", {"dtype": "float32"}),
+        ("recompute", {"dtype": "float32"}),
+        ("stash", {"dtype": "bfloat16", "weight_dtype": "float32", "hidden_dtype": "float32"}),
+        ("recompute", {"dtype": "bfloat16", "weight_dtype": "float32", "hidden_dtype": "float32"}),
+        ("recompute", {"dtype": "bfloat16", "softcap": True}),
+        ("forward", {"dtype": "bfloat16", "grad_hidden": False, "grad_weight": False}),
+    ],
+    ids=str,
+)
+def test_the_memory_formula_holds(strategy, changes):
+    p = Problem(4096, 1024, 32768, device="cuda", **changes)
+    h = torch.randn(4096, 1024, device="cuda", dtype=getattr(torch, p.hidden_dtype), requires_grad=p.grad_hidden)
+    w = torch.randn(32768, 1024, device="cuda", dtype=getattr(torch, p.weight_dtype), requires_grad=p.grad_weight)
+    y = torch.randint(32768, (4096,), device="cuda")
+    budget = spec.scratch_at_least(p, strategy) + 64 * MIB
+    options = {"softcap": 10.0} if p.softcap else {}
+
+    def step():
+        with torch.autocast("cuda", getattr(torch, p.dtype), enabled=p.dtype != p.hidden_dtype):
+            asked = "auto" if strategy == "forward" else strategy
+            loss = linear_cross_entropy(h, w, y, scratch_bytes=budget, strategy=asked, **options)
+        return [loss, *(torch.autograd.grad(loss, (h, w)) if p.any_grad else ())]
+
+    step()
+    formula = spec.scratch_bytes(p, spec.plan(p, strategy, budget))
+    peak = peak_extra_bytes(step, device="cuda")
+    assert formula <= budget
+    assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB)

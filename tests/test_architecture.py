@@ -1,0 +1,34 @@
+"""What imports what."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_arrows_go_one_way():
+    from importlinter.cli import lint_imports
+
+    assert lint_imports(config_filename="pyproject.toml", no_cache=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("imported", "unwanted"),
+    [
+        ("onchip", ["torch", "jax", "numpy"]),
+        ("onchip.torch", ["jax", "triton", "matplotlib", "typer"]),
+        ("onchip.cli", ["torch", "jax", "matplotlib"]),
+        ("onchip.plan", ["torch", "jax"]),
+        ("onchip.ops.linear_cross_entropy.spec", ["torch", "jax", "numpy"]),
+        ("onchip.ops.linear_cross_entropy.reference", ["torch", "jax"]),
+    ],
+)
+def test_import_loads_no_more_than_needed(imported, unwanted):
+    loaded = run_python(f"import sys, {imported}; print(*sys.modules)").split()
+    # torch itself loads some packages if they are there: compare with importing it alone.
+    excused = set(run_python("import sys, torch; print(*sys.modules)").split()) if imported == "onchip.torch" else set()
+    assert [name for name in unwanted if name in loaded and name not in excused] == []
