@@ -15,7 +15,7 @@ if ! "$venv/bin/python" -c 'import torch' 2>/dev/null && [ "$(uname -s)" = Linux
     echo "No NVIDIA GPU here: installing the CPU build of $torch"
     # First from wherever pip is set up to look, then from PyTorch's own index, whose address uv knows.
     pip install -q "$torch+cpu" 2>/dev/null ||
-        { pip install -q uv && "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend cpu "$torch"; } ||
+        { pip install -q uv && "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend cpu "$torch" 2>/dev/null; } ||
         echo "No CPU build of $torch is to be had here: the default build follows, with its CUDA libraries." >&2
 fi
 pip install -q -c constraints.txt -e ".[$extras]"

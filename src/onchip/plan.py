@@ -40,9 +40,9 @@ def plan_document(
     for name, size in (("--tokens", tokens), ("--hidden", hidden), ("--vocab", vocab)):
         if size < 1:
             raise ValueError(f"{name} must be 1 or more; got {size}")
-    for value in (dtype, weight_dtype or dtype):
+    for name, value in (("--dtype", dtype), ("--weight-dtype", weight_dtype or dtype)):
         if value not in spec.DTYPE_BYTES:
-            raise ValueError(f"--dtype must be one of {', '.join(spec.DTYPE_BYTES)}; got {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(spec.DTYPE_BYTES)}; got {value!r}")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"--device must be cuda or cpu; got {device!r}")
     if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):

@@ -258,3 +258,9 @@ def test_the_memory_formula_holds(strategy, changes):
     peak = peak_extra_bytes(step, device="cuda")
     assert formula <= budget
     assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB)
+
+
+@both_strategies
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_tokens_and_one(tokens, strategy):
+    assert_right(Case("few", tokens, 31, 123), torch.bfloat16, "cuda", strategy=strategy)

@@ -1,0 +1,144 @@
+"""The command line: what each command prints, and what it says to a wrong call."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+import onchip
+from onchip import cli
+from onchip.ops.linear_cross_entropy import spec, torch_checks
+from onchip.ops.linear_cross_entropy.torch_checks import Check
+
+LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
+
+
+def run(*arguments):
+    # Wide enough that no message is wrapped.
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(a) for a in arguments])
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("demo", "plan", "check", "bench", "info"))
+
+
+def test_plan_prints_a_table():
+    result = run(*LLAMA)
+    assert result.exit_code == 0
+    assert "8016 MiB in float32 or 4008 MiB in bfloat16" in result.stdout
+    assert "recompute *" in result.stdout
+
+
+def test_plan_json_is_what_the_op_will_do():
+    document = json.loads(run(*LLAMA, "--json", "--scratch-mib", "1024").stdout)
+    assert document["logits_bytes"] == {"float32": 4 * 16384 * 128256, "bfloat16": 2 * 16384 * 128256}
+    problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+    assert [(p["strategy"], p["budget_bytes"]) for p in document["plans"]] == [
+        ("stash", None), ("recompute", None), ("stash", 1 << 30), ("recompute", 1 << 30),
+    ]  # fmt: skip
+    for plan in document["plans"]:
+        assert plan["products"] == {"stash": 3, "recompute": 4}[plan["strategy"]]
+        assert plan["auto"] == (spec.choose_strategy(problem, "auto", plan["budget_bytes"]) == plan["strategy"])
+        if plan["fits"]:
+            config = spec.plan(problem, plan["strategy"], plan["budget_bytes"])
+            assert (plan["token_chunk"], plan["vocab_chunk"]) == (config.token_chunk, config.vocab_chunk)
+            assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values()) == spec.scratch_bytes(problem, config)
+            assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
+        else:
+            assert plan["smallest_scratch_bytes"] > plan["budget_bytes"]
+
+
+def test_plan_by_model():
+    by_model, by_size = (
+        json.loads(run(*args, "--json").stdout)
+        for args in (["plan", "--tokens", "16384", "--model", "llama3.1-8b"], LLAMA)
+    )
+    assert by_model == by_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--tokens", "0", "--model", "llama3.1-8b"], "--tokens must be 1 or more; got 0"),
+        (["plan", "--tokens", "8"], "give --hidden and --vocab, or --model"),
+        (["plan", "--tokens", "8", "--hidden", "8"], "give --hidden and --vocab, or --model"),
+        (["plan", "--tokens", "8", "--model", "gpt-9"], "no model 'gpt-9'; there is: llama3.1-8b"),
+        (["plan", "--tokens", "8", "--hidden", "8", "--vocab", "-1"], "--vocab must be 1 or more"),
+        ([*LLAMA[:-1], "int8"], "--dtype must be one of float32, bfloat16, float16; got 'int8'"),
+        ([*LLAMA, "--weight-dtype", "fp8"], "--weight-dtype must be one of"),
+        ([*LLAMA, "--device", "tpu"], "--device must be cuda or cpu; got 'tpu'"),
+        ([*LLAMA, "--scratch-mib", "0"], "--scratch-mib must be 1 or more; got 0"),
+        (["check", "--device", "tpu"], "--device must be auto, cpu or cuda; got 'tpu'"),
+        (["bench", "softmax"], "no op 'softmax'; there is: linear_cross_entropy"),
+        (["bench", "linear_cross_entropy", "--case", "nope"], "--case 'nope' matches nothing"),
+        (["demo", "--steps", "0"], "steps"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in re.sub(r"\s+", " ", result.stderr)
+    assert "Traceback" not in result.output
+
+
+def test_cuda_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("check", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "PyTorch sees no CUDA device here" in result.stderr
+
+
+def test_info():
+    document = json.loads(run("info", "--json").stdout)
+    assert document["onchip"] == onchip.__version__
+    assert document["versions"]["torch"]
+    assert {(b["backend"], b["device"]) for b in document["backends"]} == {("torch", "cpu"), ("torch", "cuda")}
+    assert all(b["why"] for b in document["backends"])
+    assert next(b for b in document["backends"] if b["device"] == "cpu")["usable"]
+    assert onchip.__version__ in run("info").stdout
+
+
+def test_info_without_torch_says_what_to_install(monkeypatch):
+    from importlib import metadata
+
+    version = metadata.version
+
+    def missing(name):
+        if name == "torch":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    document = json.loads(run("info", "--json").stdout)
+    assert document["versions"]["torch"] is None
+    assert all(not b["usable"] and "pip install 'onchip[torch]'" in b["why"] for b in document["backends"])
+
+
+@pytest.fixture
+def two_cases(monkeypatch):
+    monkeypatch.setattr(torch_checks, "CHECK_CASES", torch_checks.CHECK_CASES[-2:])
+
+
+def test_check(two_cases):
+    result = run("check", "--device", "cpu", "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert document["ok"]
+    assert {(r["dtype"], r["implementation"]) for r in document["rows"]} == {
+        (dtype, f"torch {strategy}") for dtype in spec.DTYPE_BYTES for strategy in ("stash", "recompute")
+    }
+    assert {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "grad_weight"} <= {
+        r["quantity"] for r in document["rows"]
+    }
+
+
+def test_check_that_fails_ends_with_1(two_cases, monkeypatch):
+    wrong = Check("case", "float32", "torch stash", "loss", float("nan"), 1e-6)
+    monkeypatch.setattr(torch_checks, "check_case", lambda *args, **how: [wrong])
+    result = run("check", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "WRONG" in result.stdout
