@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import onchip
+from onchip.core.machine import require_packages, resolve_device
 from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB
 
 app = typer.Typer(
@@ -46,18 +46,6 @@ def _console(as_json: bool) -> Console:
 
 def _print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
-
-
-def _resolve_device(device: str) -> str:
-    if find_spec("torch") is None:
-        raise ImportError("PyTorch is not installed; pip install 'onchip[torch]'")
-    import torch
-
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda; got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but PyTorch sees no CUDA device here; `onchip info` says more")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 @app.command()
@@ -125,7 +113,8 @@ def check(device: Device = "auto", as_json: Json = False) -> None:
     with _clear_errors():
         from onchip.check import run_check
 
-        document = run_check(CHECKS, _resolve_device(device), _console(as_json))
+        require_packages("check", ("torch",), "torch")
+        document = run_check(CHECKS, resolve_device(device), _console(as_json))
     if as_json:
         _print_json(document)
     if not document["ok"]:

@@ -28,7 +28,7 @@ def gradients(loss, *inputs, grad=None):
 
 
 def assert_same(a, b, scale=1.0):
-    """Two float32 computations of one thing: ||a - b|| is some roundings of ||b||, times `scale` where terms are larger.
+    """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||, times `scale` for larger terms.
 
     Infinities must agree.
     """

@@ -335,3 +335,15 @@ def test_label_smoothing_of_one():
     h, w, y, _ = small_problem()
     plain = F.cross_entropy(F.linear(h, w).reshape(-1, 70), y.reshape(-1), label_smoothing=1.0)
     assert_same(linear_cross_entropy(h, w, y, label_smoothing=1.0), plain)
+
+
+def test_numbers_may_be_numpys():
+    h, w, y, _ = small_problem()
+    options = {
+        "ignore_index": np.int64(3),
+        "scratch_bytes": np.int64(1 << 20),
+        "softcap": np.float32(5),
+        "z_loss": np.float64(0),
+    }
+    plain = linear_cross_entropy(h, w, y, ignore_index=3, softcap=5)
+    assert_same(linear_cross_entropy(h, w, y, **options), plain)

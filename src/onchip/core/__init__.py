@@ -1,1 +1,1 @@
-"""What every op shares and no op owns: choosing a backend."""
+"""What every op and command shares and none owns: choosing a backend, and what is here to run on."""

@@ -143,8 +143,8 @@ CHECK_CASES = (
 )
 # The cases that `onchip bench` runs unless told otherwise, by device type.
 CPU_CASE = _case("cpu", 4096, 1024, 32768)
-VOCAB_SWEEP = tuple(_case(f"vocab-{v}", 2048, 512, v) for v in (4096, 8192, 16384, 32768, 65536))
-TOKEN_SWEEP = tuple(_case(f"tokens-{t}", t, 512, 16384) for t in (512, 1024, 2048, 4096, 8192))
+VOCAB_SWEEP = tuple(_case(f"vocab-{v}", 2048, 512, v) for v in (2048, 4096, 8192, 16384, 32768))
+TOKEN_SWEEP = tuple(_case(f"tokens-{t}", t, 512, 16384) for t in (256, 512, 1024, 2048, 4096))
 MODEL_CASES = tuple(_case(name, 4096, h, v) for name, (h, v) in MODELS.items())
 BENCH_CASES = {case.name: case for case in (CPU_CASE, *VOCAB_SWEEP, *TOKEN_SWEEP, *MODEL_CASES)}
 DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in MODEL_CASES)}

@@ -1,0 +1,111 @@
+"""What a benchmark ran on, for the record and for the names of files."""
+
+import datetime
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import onchip
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Versions, hardware and date; what does not exist here is None."""
+    gpu = _gpu() if device == "cuda" else {"gpu": None, "gpu_bytes": None, "driver": None, "cuda": None}
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "device": device_slug(device),
+        "onchip": onchip.__version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "numpy", "triton")},
+        "os": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "threads": _threads(),
+        "busy_cores": _busy_cores(),
+        **gpu,
+    }
+
+
+def device_slug(device: str) -> str:
+    """A short name such as 'cpu-amd-epyc-2c' or 'h100'."""
+    if device == "cpu":
+        # "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "AMD EPYC 7B13 64-Core Processor"
+        model = re.sub(r"\((R|TM)\)|\bCPU\b|@.*|\b\d+-Core\b|\bProcessor\b", " ", _cpu_model(), flags=re.I)
+        return f"cpu-{_slug(model)}-{_cores()}c"
+    # "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA GeForce RTX 4090"
+    name: str = _gpu()["gpu"]
+    return _slug(re.sub(r"NVIDIA|GeForce|Tesla|\b\d+ ?GB\b|\bHBM\w*|\bSXM\w*|\bPCIe\b", " ", name, flags=re.I))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M)):
+        return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _busy_cores() -> float:
+    """How many cores other work keeps busy, seen over half a second of doing nothing here."""
+    import psutil  # type: ignore[import-untyped]
+
+    percent: float = psutil.cpu_percent(interval=0.5)
+    return round(percent / 100 * (os.cpu_count() or 1), 2)
+
+
+def _threads() -> int | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return {
+        "gpu": properties.name,
+        "gpu_bytes": properties.total_memory,
+        "driver": driver.splitlines()[0] if driver else None,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of this source tree, with '-dirty' if files differ from it."""
+    here = Path(onchip.__file__).parent
+    if _output(["git", "-C", str(here), "ls-files", "__init__.py"]) is None:
+        return None  # installed, perhaps into somebody else's repository
+    return _output(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
+
+
+def _output(command: list[str]) -> str | None:
+    """What `command` prints, or None if it fails or prints nothing."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,258 @@
+"""Runs cases x implementations x modes: every result is checked first, and only right ones are timed.
+
+An op hands in what is needed here as plain names at the top level of its `benchmark` module: the protocol `Op`.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from onchip.bench.measure import Step, Timing, peak_extra_bytes, time_interleaved
+
+MODES = ("forward", "forward+backward")
+
+
+class Implementation(Protocol):
+    """One way to compute the op: a backend of ours with its settings, or a peer's function."""
+
+    @property
+    def name(self) -> str: ...
+
+    def version(self) -> str:
+        """Version of the library that it belongs to; asked only where it is not `unavailable`."""
+
+    def unavailable(self, device: str, dtype: str) -> str | None:
+        """Why it can't run here, or None."""
+
+    def config(self, problem: Any, mode: str) -> Mapping[str, Any]:
+        """The settings that it runs with, for the record."""
+
+    def steps(self, problem: Any) -> Mapping[str, Step]:
+        """A step for each mode; a step returns the loss, then in 'forward+backward' the gradients."""
+
+
+class Op(Protocol):
+    """What an op's `benchmark` module has at its top level."""
+
+    CASES: Mapping[str, Any]
+    DEFAULT_CASES: Mapping[str, Sequence[str]]
+    """Names of the cases that run unless told otherwise, by device type."""
+    DTYPES: Sequence[str]
+    IMPLEMENTATIONS: Sequence[Implementation]
+
+    def make_problem(self, case: Any, device: str, dtype: str) -> Any:
+        """The inputs of a case on the device."""
+
+    def reference(self, problem: Any) -> Any:
+        """What results are checked against."""
+
+    def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> tuple[float, float]:
+        """Error of what a step returned, and the bound that it must not pass."""
+
+    def floor(self, problem: Any, mode: str) -> Step:
+        """The work that no implementation can avoid, such as the matrix products alone."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation in one mode on one case.  A wrong result has neither time nor memory."""
+
+    op: str
+    case: str
+    dtype: str
+    mode: str
+    impl: str
+    config: Mapping[str, Any]
+    median_ms: float | None
+    p10_ms: float | None
+    p90_ms: float | None
+    floor_ms: float | None
+    ratio_to_floor: float | None
+    extra_bytes: int | None
+    error: float | None
+    """None stands for NaN and infinity, which JSON lacks."""
+    error_bound: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Something that gave no result, and why; case and mode are None where it holds for all."""
+
+    impl: str
+    case: str | None
+    mode: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run found, in the order of cases, modes and implementations."""
+
+    rows: list[Row]
+    not_run: list[NotRun]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
+
+
+def run_cases(
+    name: str,
+    op: Op,
+    *,
+    cases: Sequence[str],
+    implementations: Sequence[Implementation],
+    device: str,
+    dtype: str,
+    repeats: int,
+    console: Console,
+) -> Outcome:
+    """Run `implementations` of the op called `name` on its `cases`, one case after the other."""
+    refusals = {impl.name: impl.unavailable(device, dtype) for impl in implementations}
+    runnable = [impl for impl in implementations if refusals[impl.name] is None]
+    outcome = Outcome([], [NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
+    # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
+    per_case = 1 + len(MODES) * (len(runnable) * (3 + repeats) + 1 + repeats)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # No refreshing thread: it would take time from the steps.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=per_case * len(cases))
+        for i, case in enumerate(cases):
+
+            def tick(doing: str, case: str = case) -> None:
+                progress.update(task, advance=1, description=f"{case}: {doing}", refresh=True)
+
+            progress.update(task, description=f"{case}: reference", refresh=True)
+            _CaseRun(name, op, case, device, dtype, repeats, tick, outcome).run(runnable)
+            progress.update(task, completed=per_case * (i + 1), refresh=True)
+    return outcome
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A step whose result is known to be right or wrong."""
+
+    impl: Implementation
+    mode: str
+    step: Step
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+
+@dataclass(frozen=True)
+class _CaseRun:
+    """One case: what it is run with, and where its rows go."""
+
+    name: str
+    op: Op
+    case: str
+    device: str
+    dtype: str
+    repeats: int
+    tick: Callable[[str], None]
+    outcome: Outcome
+
+    def run(self, implementations: Sequence[Implementation]) -> None:
+        try:
+            problem = self.op.make_problem(self.op.CASES[self.case], self.device, self.dtype)
+            reference = self.op.reference(problem)
+        except Exception as e:
+            for impl in implementations:
+                self.give_up(impl, None, f"there is nothing to check against: {_reason(e)}")
+            return
+        self.tick("checking")
+        checked = self.check(problem, reference, implementations)
+        del reference  # its memory is the steps' from here on
+        for mode in MODES:
+            self.measure(problem, mode, [c for c in checked if c.mode == mode])
+
+    def give_up(self, impl: Implementation, mode: str | None, reason: str) -> None:
+        self.outcome.not_run.append(NotRun(impl.name, self.case, mode, reason))
+
+    def check(self, problem: Any, reference: Any, implementations: Sequence[Implementation]) -> list[_Checked]:
+        """Run every step once and compare what it returns."""
+        checked = []
+        for impl in implementations:
+            try:
+                steps = impl.steps(problem)
+            except Exception as e:
+                self.give_up(impl, None, _reason(e))
+                continue
+            for mode in MODES:
+                try:
+                    error, bound = self.op.check(reference, mode, steps[mode]())
+                except Exception as e:
+                    self.give_up(impl, mode, _reason(e))
+                else:
+                    checked.append(_Checked(impl, mode, steps[mode], error, bound))
+                self.tick("checking")
+        return checked
+
+    def measure(self, problem: Any, mode: str, checked: Sequence[_Checked]) -> None:
+        """Time and peak memory of what is right, and a row for each."""
+        failed: dict[str, str] = {}
+        timings = self.time(problem, mode, {c.impl.name: c.step for c in checked if c.ok}, failed)
+        floor = timings.get(_FLOOR)
+        for c in checked:
+            if c.impl.name in failed:
+                self.give_up(c.impl, mode, failed[c.impl.name])
+                continue
+            timing = timings.get(c.impl.name)
+            try:
+                extra = peak_extra_bytes(c.step, device=self.device) if c.ok else None
+            except Exception as e:
+                self.give_up(c.impl, mode, _reason(e))
+                continue
+            self.tick(f"memory of {mode}")
+            self.outcome.rows.append(
+                Row(
+                    op=self.name,
+                    case=self.case,
+                    dtype=self.dtype,
+                    mode=mode,
+                    impl=f"{c.impl.name} {c.impl.version()}",
+                    config=c.impl.config(problem, mode),
+                    median_ms=timing.median_ms if timing else None,
+                    p10_ms=timing.p10_ms if timing else None,
+                    p90_ms=timing.p90_ms if timing else None,
+                    floor_ms=floor.median_ms if floor else None,
+                    ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
+                    extra_bytes=extra,
+                    error=c.error if math.isfinite(c.error) else None,
+                    error_bound=c.bound,
+                    ok=c.ok,
+                )
+            )
+
+    def time(self, problem: Any, mode: str, steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Timing]:
+        """Timings of the steps and of the floor, whose buffers live no longer than this takes."""
+        floor: dict[str, Step] = {}
+        with contextlib.suppress(Exception):  # too big for this device: then there is no ratio to it
+            floor[_FLOOR] = self.op.floor(problem, mode)
+        return time_interleaved(
+            {**floor, **steps},
+            device=self.device,
+            repeats=self.repeats,
+            tick=lambda: self.tick(f"timing {mode}"),
+            # Only the words: the exception would keep the step's tensors alive.
+            on_error=lambda name, e: failed.update({name: _reason(e)}),
+        )
+
+
+# The floor among the steps' names; no implementation's name is empty.
+_FLOOR = ""
+
+
+def _reason(e: Exception) -> str:
+    """What was raised, in one line; the advice that follows in some messages is left out."""
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__

@@ -1,0 +1,198 @@
+"""Time and peak memory of a step, on the CPU and on CUDA devices.  Knows no op.
+
+A step is a callable without arguments that returns the tensors it leaves behind (loss, gradients).
+"""
+
+import contextlib
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Step = Callable[[], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread of a step's time, in milliseconds."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+
+
+def _raise(name: str, error: Exception) -> None:
+    raise error
+
+
+def time_interleaved(
+    steps: Mapping[str, Step],
+    *,
+    device: str,
+    repeats: int,
+    warmup: int = 1,
+    tick: Callable[[], None] = lambda: None,
+    on_error: Callable[[str, Exception], None] = _raise,
+) -> dict[str, Timing]:
+    """Time several steps in turn (a, b, c, a, b, c, ...), so that a machine that warms up or throttles hits all alike.
+
+    `tick` is called after every run of a step.  A step that raises is reported to `on_error`; if that returns, the
+    step is left out from then on, and of what is returned.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(warmup + repeats):
+        for name in list(samples):
+            try:
+                elapsed = _time_once(steps[name], device)
+            except Exception as e:
+                on_error(name, e)
+                del samples[name]
+                continue
+            if round_ >= warmup:
+                samples[name].append(elapsed)
+            tick()
+    return {name: Timing(*(float(q) for q in np.percentile(times, (50, 10, 90)))) for name, times in samples.items()}
+
+
+def _time_once(step: Step, device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        returned = step()
+        elapsed = time.perf_counter() - start
+        del returned  # not before the clock stops: giving the gradients back is no part of the step
+        return elapsed * 1e3
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def peak_extra_bytes(step: Step, *, device: str) -> int:
+    """Peak memory while `step` runs, above what lived before it and above the tensors that it returns.
+
+    On CUDA it is the allocator's peak.  On the CPU it is the process's resident set, so it also holds what a matrix
+    product takes inside; run the step once before, so that one-time set-up does not count.
+    """
+    gc.collect()
+    if device == "cpu":
+        with _resident_peak() as peak:
+            returned = step()
+        extra = peak()
+    else:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        returned = step()
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before
+    kept: int = sum(t.numel() * t.element_size() for t in returned)
+    return max(0, extra - kept)
+
+
+@contextlib.contextmanager
+def _resident_peak() -> Iterator[Callable[[], int]]:
+    """Yield a function that tells, after the block, how far the resident set rose above its size at the start.
+
+    Linux keeps that size to within a quarter of a MiB on a few cores.
+    """
+    with _exact_frees():
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark VmHWM
+        except OSError:
+            with _sampled_peak() as peak:
+                yield peak
+            return
+        before = _status_bytes("VmRSS")
+        result: list[int] = []
+        yield lambda: result[0]
+        result.append(_status_bytes("VmHWM") - before)
+
+
+_LARGE = 256 << 10
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`: ten sizes, of which only the total of the free blocks matters here."""
+
+    _fields_ = [("_before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("_after", ctypes.c_size_t)]
+
+
+@contextlib.contextmanager
+def _exact_frees() -> Iterator[None]:
+    """Have glibc fetch every large block from the system and return it when freed, so that resident means in use.
+
+    Left alone, glibc keeps freed blocks of up to 32 MiB.  Whether the next block fits into a kept one depends on what
+    ran before, and the peak would come out too low or too high by as much.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        yield
+        return
+    libc.mallinfo2.restype = _MallocInfo
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    m_trim_threshold, m_mmap_threshold = -1, -3  # <malloc.h>
+    libc.mallopt(m_mmap_threshold, _LARGE)
+    libc.malloc_trim(0)  # the pages of blocks that were freed before; the address ranges stay with malloc
+    # Take those ranges away from it until the step is over.  A block that is never written to takes no memory.
+    taken = []
+    size = 1 << 30
+    while size >= _LARGE:
+        free = libc.mallinfo2().fordblks
+        block = libc.malloc(size)
+        if libc.mallinfo2().fordblks + size <= free:
+            taken.append(block)
+        else:  # it came from the system: no such range is left
+            libc.free(block)
+            size //= 2
+    try:
+        yield
+    finally:
+        for block in taken:
+            libc.free(block)
+        # Where glibc's own adjustment ends once large blocks were freed; setting a threshold has switched that off.
+        libc.mallopt(m_mmap_threshold, 32 << 20)
+        libc.mallopt(m_trim_threshold, 64 << 20)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+@contextlib.contextmanager
+def _sampled_peak() -> Iterator[Callable[[], int]]:
+    """The same where the kernel keeps no high-water mark that can be reset: sample every millisecond."""
+    import psutil  # type: ignore[import-untyped]
+
+    process = psutil.Process()
+    before = highest = process.memory_info().rss
+    done = threading.Event()
+
+    def sample() -> None:
+        nonlocal highest
+        while not done.wait(1e-3):
+            highest = max(highest, process.memory_info().rss)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield lambda: highest - before
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,282 @@
+"""Plots of a results file.
+
+`python -m onchip.bench.plots RESULTS.json OUTDIR` writes `growth.svg` (time and memory over each sweep of sizes) and
+`time-memory.svg` (one against the other on the first case that is no sweep).
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onchip.bench.units import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+Rows = Sequence[Mapping[str, Any]]
+Point = tuple[int, Mapping[str, Any]]
+"""A size that is swept, and a row with that size."""
+Styles = Mapping[str, Mapping[str, Any]]
+"""Colour, marker and line width of each implementation."""
+
+MODE = "forward+backward"
+# Less memory than this is drawn as this: a logarithm has no zero, and the measurement resolves no less.
+_LEAST_BYTES = 1 << 18
+_OWN = ("#0b5fd6", "#0e9bb0", "#7c3aed", "#16803c"), "osD^"
+_PEERS = ("#c2772b", "#6b7280", "#be123c", "#111827", "#86198f", "#a3a314"), "vPX<>*"
+_GRAY = "#374151"
+_DASHES = (0, (4, 3))
+_STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text: a smaller file that can be searched
+    "svg.hashsalt": "onchip",  # the same bytes from the same results
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9ca3af",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e7eb",
+    "xtick.color": _GRAY,
+    "ytick.color": _GRAY,
+}
+
+
+def short_name(impl: str) -> str:
+    """The name of an implementation without the version at its end."""
+    return impl.rpartition(" ")[0]
+
+
+def time_memory_svg(rows: Rows, case: str, modes: Sequence[str]) -> str:
+    """Time against extra memory of every implementation on `case`: one panel for each mode."""
+    styles = _styles(rows)
+    panels = [[r for r in rows if r["case"] == case and r["mode"] == mode and r["ok"]] for mode in modes]
+
+    def draw(figure: "Figure") -> None:
+        for i, (mode, points) in enumerate(zip(modes, panels, strict=True)):
+            axes = figure.add_axes(((i + 0.135) / len(modes), 0.15, 0.5 / len(modes), 0.74))
+            axes.set_title(f"{case}: {mode}", loc="left", fontweight="bold")
+            _scatter(axes, points, styles)
+
+    return _svg(draw, 7.2 * len(modes), max(3.4, 1.2 + 0.36 * max(map(len, panels))))
+
+
+def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
+    points = sorted(rows, key=lambda r: (r["extra_bytes"], r["median_ms"]))
+    if not points:
+        axes.set_axis_off()
+        axes.text(0, 0.5, "no right result to show", transform=axes.transAxes)
+        return
+    for r in points:
+        look = {**styles[r["impl"]], "linewidth": 0}
+        spread = [[r["median_ms"] - r["p10_ms"]], [r["p90_ms"] - r["median_ms"]]]
+        axes.errorbar(r["median_ms"], _height(r), xerr=spread, markersize=7, elinewidth=1.2, zorder=3, **look)
+    floor = points[0]["floor_ms"]
+    if floor:
+        axes.axvline(floor, color=_GRAY, linestyle=_DASHES, linewidth=1)
+    times = [t for r in points for t in (r["p10_ms"], r["p90_ms"])] + [floor or points[0]["median_ms"]]
+    _log_axis(axes, "x", times, _format_time, _round_numbers)
+    _log_axis(axes, "y", [_height(r) for r in points], _format_height, _powers_of_two)
+    axes.set_xlabel("time per step (dashed: its matrix products alone)" if floor else "time per step")
+    axes.set_ylabel("extra memory at the peak")
+    # The labels stand in a column to the right, in the points' order, so that they cover neither points nor each other.
+    bottom, top = (math.log(y) for y in axes.get_ylim())
+    wanted = [(math.log(_height(r)) - bottom) / (top - bottom) for r in points]
+    for place, r in zip(_spread_out(wanted, gap=1 / max(7, len(points) - 1)), points, strict=True):
+        color = styles[r["impl"]]["color"]
+        axes.annotate(
+            f"{short_name(r['impl'])}\n{format_ms(r['median_ms'])}, {format_bytes(r['extra_bytes'])}",
+            (r["median_ms"], _height(r)),
+            xytext=(1.08, place),
+            textcoords="axes fraction",
+            va="center",
+            color=color,
+            fontsize=8.5,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.5, "relpos": (0, 0.5)},
+        )
+
+
+def growth_svg(rows: Rows) -> str | None:
+    """Time (above) and extra memory (below) over each sweep of sizes: None if `rows` has no sweep.
+
+    A sweep is a set of cases named alike but for the number at the end, such as 'tokens-512', 'tokens-1024'.
+    """
+    sweeps = _sweeps(rows)
+    if not sweeps:
+        return None
+    styles = _styles(rows)
+
+    def draw(figure: "Figure") -> None:
+        grid = figure.subplots(2, len(sweeps), sharex="col", sharey="row", squeeze=False)
+        every = [r for points in sweeps.values() for _, r in points]
+        for (size, points), (above, below) in zip(sweeps.items(), grid.T, strict=True):
+            _growth_panels(above, below, points, styles)
+            below.set_xlabel(size)
+        times = [r["median_ms"] for r in every] + [r["floor_ms"] or r["median_ms"] for r in every]
+        _log_axis(grid[0, 0], "y", times, _format_time, _round_numbers)
+        _log_axis(grid[1, 0], "y", [_height(r) for r in every], _format_height, _powers_of_two)
+        grid[0, 0].set_ylabel("time per step")
+        grid[1, 0].set_ylabel("extra memory at the peak")
+        figure.suptitle(MODE, x=0.01, ha="left", fontweight="bold")
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        columns = min(3, len(sweeps) + 1)
+        figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False)
+        bottom = 0.75 + 0.25 * -(-len(labels) // columns)
+        figure.subplots_adjust(
+            left=1 / width, right=1 - 0.2 / width, bottom=bottom / height, top=1 - 0.5 / height, hspace=0.1, wspace=0.06
+        )
+
+    width, height = max(6.2, 4.6 * len(sweeps)), 7.2
+    return _svg(draw, width, height)
+
+
+def _growth_panels(above: "Axes", below: "Axes", points: Sequence[Point], styles: Styles) -> None:
+    for impl, look in styles.items():
+        mine = sorted((x, r["median_ms"], _height(r)) for x, r in points if r["impl"] == impl)
+        xs, ys, heights = zip(*mine, strict=True) if mine else ((), (), ())
+        above.plot(xs, ys, label=short_name(impl), markersize=5, **look)
+        below.plot(xs, heights, markersize=5, **look)
+    floors = sorted({x: r["floor_ms"] for x, r in points if r["floor_ms"]}.items())
+    if floors:
+        above.plot(*zip(*floors, strict=True), color=_GRAY, linestyle=_DASHES, label="matrix products alone")
+    sizes = sorted({x for x, _ in points})
+    _log_axis(below, "x", sizes, lambda x: f"{x:.0f}", lambda low, high: sizes)
+
+
+def _sweeps(rows: Rows) -> dict[str, list[Point]]:
+    """For each swept size its points, of right results in forward+backward."""
+    sweeps: dict[str, list[Point]] = {}
+    for r in rows:
+        if (name := _sweep_point(r["case"])) and r["mode"] == MODE and r["ok"]:
+            sweeps.setdefault(name[0], []).append((name[1], r))
+    return {size: points for size, points in sweeps.items() if len({x for x, _ in points}) > 1}
+
+
+def _sweep_point(case: str) -> tuple[str, int] | None:
+    found = re.fullmatch(r"([a-z]+)-(\d+)", case)
+    return (found[1], int(found[2])) if found else None
+
+
+def _height(row: Mapping[str, Any]) -> int:
+    return max(int(row["extra_bytes"]), _LEAST_BYTES)
+
+
+def _format_time(ms: float) -> str:
+    return f"{ms:g} ms" if ms < 1e3 else f"{ms / 1e3:g} s"
+
+
+def _format_height(n: float) -> str:
+    if n <= _LEAST_BYTES:
+        return f"≤ {_LEAST_BYTES >> 10} KiB"
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+    return next(f"{n / size:g} {unit}" for unit, size in units.items() if n >= size)
+
+
+def _styles(rows: Rows) -> Styles:
+    """The same in every plot of the same rows.  The first of each family has a broad line, which shows under others."""
+    impls = list(dict.fromkeys(r["impl"] for r in rows))
+    own = [impl for impl in impls if impl.startswith("onchip ")]
+    peers = [impl for impl in impls if impl not in own]
+    return {
+        impl: {
+            "color": colors[i % len(colors)],
+            "marker": markers[i % len(markers)],
+            "linewidth": 1.5 if i else 4,
+        }
+        for names, (colors, markers) in ((own, _OWN), (peers, _PEERS))
+        for i, impl in enumerate(names)
+    }
+
+
+def _powers_of_two(low: float, high: float) -> list[float]:
+    return [2.0**e for e in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Round numbers in each decade: only as many as it takes to have three between `low` and `high`."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    inside: list[float] = []
+    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), [n / 4 for n in range(4, 40)]):
+        inside = [step * 10.0**d for d in decades for step in steps if low <= step * 10.0**d <= high]
+        if len(inside) >= 3:
+            break
+    return inside
+
+
+def _log_axis(
+    axes: "Axes",
+    which: str,
+    values: Sequence[float],
+    form: Callable[[float], str],
+    candidates: Callable[[float, float], Sequence[float]],
+) -> None:
+    """A logarithmic axis around `values`, with at most eight of the `candidates` between its ends as ticks."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = min(values), max(values)
+    margin = max(1.5, (high / low) ** 0.08)  # so much that there is a power of two, and round numbers, in any case
+    low, high = low / margin, high * margin
+    ticks = [t for t in candidates(low, high) if low <= t <= high]
+    ticks = ticks[:: -(-len(ticks) // 8)]
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axis: Axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
+    axis.set_minor_locator(NullLocator())
+
+
+def _spread_out(wanted: Sequence[float], gap: float) -> list[float]:
+    """The rising positions nearest to `wanted`, also rising, that keep `gap` between them and stay below 1."""
+    places: list[float] = []
+    for x in wanted:
+        places.append(max(x, places[-1] + gap) if places else max(0.0, x))
+    limit = 1.0
+    for i in reversed(range(len(places))):
+        places[i] = limit = min(places[i], limit)
+        limit -= gap
+    return places
+
+
+def _svg(draw: Callable[["Figure"], None], width: float, height: float) -> str:
+    """The figure that `draw` fills, `width` by `height` inches."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), facecolor="white")
+        draw(figure)
+        text = StringIO()
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
+    return text.getvalue()
+
+
+def main() -> None:
+    """Write the plots that README and docs show."""
+    parser = argparse.ArgumentParser(prog="python -m onchip.bench.plots", description=__doc__)
+    parser.add_argument("results", type=Path, help="a file that `onchip bench` wrote")
+    parser.add_argument("outdir", type=Path, help="folder for the plots")
+    arguments = parser.parse_args()
+    rows = json.loads(arguments.results.read_text())["rows"]
+    plots = {"growth.svg": growth_svg(rows)}
+    single = [r["case"] for r in rows if not _sweep_point(r["case"])]
+    plots["time-memory.svg"] = time_memory_svg(rows, single[0], [MODE]) if single else None
+    arguments.outdir.mkdir(parents=True, exist_ok=True)
+    for name, svg in plots.items():
+        if svg is None:
+            print(f"{name}: the results hold no case for it")
+        else:
+            (arguments.outdir / name).write_text(svg)
+            print(arguments.outdir / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a run found, as a table on the terminal and as an HTML page."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from onchip.bench.harness import MODES
+from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
+
+COLUMNS = ("implementation", "median", "p10 – p90", "× floor", "extra memory", "error", "bound", "right")
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The texts of `COLUMNS`."""
+    spread = f"{format_ms(row['p10_ms'])} – {format_ms(row['p90_ms'])}" if row["ok"] else "–"
+    return (
+        row["impl"],
+        format_ms(row["median_ms"]),
+        spread,
+        format_ratio(row["ratio_to_floor"]),
+        format_bytes(row["extra_bytes"]),
+        format_error(row["error"]),
+        format_error(row["error_bound"]),
+        "yes" if row["ok"] else "WRONG",
+    )
+
+
+def _sections(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any]]]]:
+    """Consecutive rows of the same case and mode."""
+    return [(*key, list(group)) for key, group in groupby(rows, lambda r: (r["case"], r["mode"]))]
+
+
+def _not_run(entry: Mapping[str, Any]) -> str:
+    where = " in ".join(x for x in (entry["mode"], entry["case"]) if x)
+    return f"{entry['impl']}{f' ({where})' if where else ''}: {entry['reason']}"
+
+
+def print_report(document: Mapping[str, Any], console: Console) -> None:
+    """A table for each case and mode, then what did not run and why."""
+    for case, mode, rows in _sections(document["rows"]):
+        floor = rows[0]["floor_ms"]
+        title = f"{case}, {rows[0]['dtype']}, {mode} (floor: {format_ms(floor)})"
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column in ("implementation", "right") else "right")
+        for row in rows:
+            table.add_row(*_cells(row), style=None if row["ok"] else "red")
+        console.print(table)
+    for entry in document["not_run"]:
+        console.print(Text.assemble(("not run: ", "yellow"), _not_run(entry)))
+
+
+def html_page(document: Mapping[str, Any]) -> str:
+    """One self-contained page: environment, plots and all rows."""
+    import jinja2
+
+    from onchip.bench.plots import growth_svg, time_memory_svg
+
+    rows = document["rows"]
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    growth = growth_svg(rows)
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
+        files("onchip.bench").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    )
+    return template.render(
+        environment=document["environment"],
+        columns=COLUMNS,
+        growth=_data_uri(growth) if growth else None,
+        cases=[
+            {
+                "name": case,
+                "plot": _data_uri(time_memory_svg(rows, case, MODES)),
+                "modes": [
+                    {
+                        "name": mode,
+                        "floor": format_ms(section[0]["floor_ms"]),
+                        "rows": [{"cells": _cells(r), "config": _config(r), "ok": r["ok"]} for r in section],
+                    }
+                    for case_, mode, section in _sections(rows)
+                    if case_ == case
+                ],
+            }
+            for case in cases
+        ],
+        not_run=[_not_run(entry) for entry in document["not_run"]],
+    )
+
+
+def _config(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in row["config"].items())
+
+
+def _data_uri(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

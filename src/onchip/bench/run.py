@@ -1,0 +1,99 @@
+"""`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
+
+import json
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from onchip.bench import environment, harness, report
+from onchip.core.machine import require_packages, resolve_device
+
+_DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def run_bench(
+    op: str,
+    module: str,
+    *,
+    cases: Sequence[str] | None,
+    device: str,
+    dtype: str | None,
+    repeats: int,
+    impls: Sequence[str] | None,
+    out: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """Benchmark the op called `op`, whose benchmark module is `module`, and write `<date>-<device>-<op>.json` and
+    `.html` into the folder `out`, over those of an earlier run on the same day.
+
+    Args:
+        op: name for the record.
+        module: import path of the module with the names that `harness.Op` lists.
+        cases: patterns against the op's case names; None for the op's defaults on the device.
+        device: "cpu", "cuda", or "auto": CUDA where there is a device.
+        dtype: one that the op has; None for float32 on the CPU, bfloat16 on CUDA.
+        repeats: timed runs of each implementation in each mode.
+        impls: patterns against the implementations' names; None for all.
+        out: folder of the files, made if need be.
+        console: where progress and tables go.
+
+    Returns:
+        What the JSON file holds.
+
+    Raises:
+        ImportError: a package is missing that this needs.
+        ValueError: an option that can't be served; nothing has run or been written then.
+    """
+    require_packages("bench", ("torch", "jinja2", "matplotlib", "psutil"), "torch,bench")
+    device = resolve_device(device)
+    if repeats < 1:
+        raise ValueError(f"--repeats must be 1 or more; got {repeats}")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder; {out} is a file")
+    target = cast(harness.Op, import_module(module))
+    dtype = dtype or _DEFAULT_DTYPES[device]
+    if dtype not in target.DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
+    chosen = _matching("--case", cases, target.CASES) if cases else list(target.DEFAULT_CASES[device])
+    by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
+    implementations = [by_name[name] for name in (_matching("--impl", impls, by_name) if impls else by_name)]
+
+    described = {"op": op, **environment.describe(device), "repeats": repeats}
+    if device == "cpu" and described["busy_cores"] > 0.2:
+        console.print(
+            f"[yellow]Other work keeps {described['busy_cores']} cores busy; times will come out too long.[/]"
+        )
+    outcome = harness.run_cases(
+        op,
+        target,
+        cases=chosen,
+        implementations=implementations,
+        device=device,
+        dtype=dtype,
+        repeats=repeats,
+        console=console,
+    )
+    document = {"environment": described, **outcome.as_json()}
+    report.print_report(document, console)
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"{described['date'][:10]}-{described['device']}-{op}"
+    for path, text in (
+        (stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, allow_nan=False) + "\n"),
+        (stem.with_name(f"{stem.name}.html"), report.html_page(document)),
+    ):
+        path.write_text(text, encoding="utf-8")
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return document
+
+
+def _matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The names that match a pattern, in their own order; each pattern must match one."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{option} {pattern!r} matches nothing; there is: {', '.join(names)}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -1,0 +1,17 @@
+"""`onchip demo`: train a small language model twice, with the plain loss and with onchip's, and show the difference.
+
+`run.py` is the front door; it checks the options and loads the rest: `data.py` (corpus, tokenizer, batches),
+`model.py` (the decoder), `train.py` (training, measuring, sampling), `report.py` (picture, page, table).
+This module loads no framework, so that a command line can show the defaults quickly.
+"""
+
+DEFAULT_STEPS = 150
+DEFAULT_VOCAB = 8192
+DEFAULT_TOKENS = 1024
+
+SEQUENCE = 128
+"""Tokens in a training sequence; the tokens of a step are a multiple of it."""
+MIN_VOCAB = 256
+"""Byte-level BPE starts from the 256 bytes; there are no special tokens."""
+MAX_VOCAB = 262_144
+"""As many entries as the largest vocabularies of published models; more would only fill memory."""

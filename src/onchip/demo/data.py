@@ -1,0 +1,108 @@
+"""The corpus (the standard library's language reference), a tokenizer trained on it, and batches of token ids."""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+import tokenizers
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from onchip.demo import SEQUENCE
+
+HELD_OUT = 0.05
+"""The last part of the corpus that is kept for the validation loss."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids of the two parts of the corpus, on the CPU."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def load_text() -> str:
+    """About 465,000 characters of English that come with every Python: `help("topics")`."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def load_tokenizer(text: str, vocab: int) -> Tokenizer:
+    """The tokenizer for `text`, from the cache if a usable one is there.
+
+    It may have fewer entries than `vocab`: the trainer stops when no pair of tokens occurs twice.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    name = f"demo-bpe-{vocab}-{digest}-tokenizers{tokenizers.__version__}.json"
+    path = platformdirs.user_cache_path("onchip") / name
+    tokenizer = _read_tokenizer(path, vocab)
+    if tokenizer is None:
+        tokenizer = _train_tokenizer(text, vocab)
+        with contextlib.suppress(OSError):  # without a cache, the next run trains again
+            _write_atomically(path, tokenizer.to_str())
+    return tokenizer
+
+
+def _read_tokenizer(path: Path, vocab: int) -> Tokenizer | None:
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception:  # no file, a broken one (tokenizers raises plain Exception): train again
+        return None
+    return tokenizer if tokenizer.get_vocab_size() <= vocab else None
+
+
+def _train_tokenizer(text: str, vocab: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def _write_atomically(path: Path, content: str) -> None:
+    """Write a file so that a reader beside us, or after a crash, sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def encode_corpus(tokenizer: Tokenizer, text: str) -> Corpus:
+    """Token ids of `text`, the tail held out."""
+    ids = torch.tensor(tokenizer.encode(text).ids)
+    cut = round(len(ids) * (1 - HELD_OUT))
+    return Corpus(train=ids[:cut], held_out=ids[cut:])
+
+
+def random_batch(ids: Tensor, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [tokens / SEQUENCE, SEQUENCE], cut from `ids` at random places."""
+    starts = torch.randint(len(ids) - SEQUENCE, (tokens // SEQUENCE, 1), generator=generator)
+    places = starts + torch.arange(SEQUENCE)
+    return ids[places], ids[places + 1]
+
+
+def batches_in_order(ids: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets that walk through all of `ids` once, at most `tokens` at a time; a last part is dropped."""
+    whole = (len(ids) - 1) // SEQUENCE * SEQUENCE
+    inputs = ids[:whole].view(-1, SEQUENCE)
+    targets = ids[1 : whole + 1].view(-1, SEQUENCE)
+    yield from zip(inputs.split(tokens // SEQUENCE), targets.split(tokens // SEQUENCE), strict=True)

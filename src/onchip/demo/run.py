@@ -1,0 +1,171 @@
+"""`onchip demo`: checks the options, trains, measures, writes the files.  Loads the framework only once it runs."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from onchip.core.machine import require_packages, resolve_device
+from onchip.demo import MAX_VOCAB, MIN_VOCAB, SEQUENCE
+
+if TYPE_CHECKING:
+    from onchip.demo.data import Corpus
+    from onchip.demo.train import Run, TrainConfig
+
+COMPARED_STEPS = 100
+BOUND = 1e-3
+"""In float32 the losses of the two trainings differ by less than this over the first `COMPARED_STEPS` steps."""
+PROMPT = "The"
+TEMPERATURE = 0.7
+SAMPLE_TOKENS = 120
+
+
+def run_demo(
+    *, steps: int, vocab: int, tokens: int, device: str, out: Path, seed: int, console: Console
+) -> dict[str, Any]:
+    """Train the same model twice, with the plain loss and with onchip's, and write what came of it into `out`.
+
+    Args:
+        steps: training steps of each of the two.
+        vocab: rows of the head [V, H].  The tokenizer may reach fewer entries on this corpus; the rest of the rows is
+            then padding, which no target names.
+        tokens: tokens in a step, a multiple of `SEQUENCE`.
+        device: "cpu", "cuda", or "auto": CUDA where there is a device.
+        out: folder of demo.json, demo.png and demo.html, made if need be.
+        seed: of the weights, the batches and the sample.
+        console: where progress and the summary go.
+
+    Returns:
+        What demo.json holds.
+
+    Raises:
+        ImportError: a package is missing that this needs.
+        ValueError: an option that can't be served; nothing has run or been written then.
+    """
+    _check_sizes(steps=steps, vocab=vocab, tokens=tokens, seed=seed)
+    require_packages("demo", ("torch", "tokenizers", "matplotlib", "jinja2", "psutil"), "torch,bench")
+    device = resolve_device(device)
+    _prepare_folder(out)
+
+    from onchip.bench import environment
+    from onchip.demo import data, report, train
+    from onchip.demo.model import ModelConfig
+
+    begin = time.perf_counter()
+    described = {**environment.describe(device), "tokenizers": metadata.version("tokenizers")}
+    if device == "cpu" and described["busy_cores"] > 0.2:
+        console.print(f"[yellow]Other work keeps {described['busy_cores']} cores busy; this will take longer.[/]")
+    text = data.load_text()
+    tokenizer = data.load_tokenizer(text, vocab)
+    corpus = data.encode_corpus(tokenizer, text)
+    console.print(
+        f"corpus: {len(text):,} characters, {len(corpus.train) + len(corpus.held_out):,} tokens; "
+        f"tokenizer: {tokenizer.get_vocab_size():,} entries; head: {vocab:,} rows",
+        highlight=False,
+    )
+
+    model_config = ModelConfig(vocab=vocab)
+    config = train.TrainConfig(steps=steps, tokens=tokens, seed=seed, device=device)
+    runs = train.make_runs(model_config, config)
+    _train_with_progress(runs, config, corpus, console)
+    held_out = {name: train.held_out_loss(run, config, corpus) for name, run in runs.items()}
+    console.print("measuring head and loss ...")
+    model = runs["onchip"].model
+    costs = train.measure_head(model, config, corpus)
+    sample = train.sample_text(
+        model, tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=seed
+    )
+
+    document = {
+        "settings": {**asdict(config), "dtype": "float32", "model": asdict(model_config)},
+        "environment": described,
+        "corpus": {
+            "name": "pydoc_data.topics",
+            "characters": len(text),
+            "train_tokens": len(corpus.train),
+            "held_out_tokens": len(corpus.held_out),
+            "tokenizer_entries": tokenizer.get_vocab_size(),
+        },
+        "losses": {name: run.losses for name, run in runs.items()},
+        "held_out_loss": held_out,
+        "difference": _difference(runs["plain"].losses, runs["onchip"].losses),
+        "train_seconds": {name: run.seconds for name, run in runs.items()},
+        "head_and_loss": {name: {**asdict(cost.time), "extra_bytes": cost.extra_bytes} for name, cost in costs.items()},
+        "measure_repeats": train.MEASURE_REPEATS,
+        "logits_bytes": 4 * tokens * vocab,
+        "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},
+        "seconds": time.perf_counter() - begin,
+    }
+    picture = report.picture_png(document)
+    (out / "demo.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (out / "demo.png").write_bytes(picture)
+    (out / "demo.html").write_text(report.html_page(document, picture), encoding="utf-8")
+    report.print_report(document, console)
+    console.print(f"wrote {', '.join(str(out / f'demo.{kind}') for kind in ('json', 'png', 'html'))}", soft_wrap=True)
+    return document
+
+
+def _check_sizes(*, steps: int, vocab: int, tokens: int, seed: int) -> None:
+    if steps < 1:
+        raise ValueError(f"--steps must be 1 or more; got {steps}")
+    if not MIN_VOCAB <= vocab <= MAX_VOCAB:
+        raise ValueError(
+            f"--vocab must be from {MIN_VOCAB} (byte-level BPE starts from all bytes) to {MAX_VOCAB}; got {vocab}"
+        )
+    if tokens < SEQUENCE or tokens % SEQUENCE:
+        above = -(-max(tokens, 1) // SEQUENCE) * SEQUENCE
+        raise ValueError(
+            f"--tokens must be a multiple of {SEQUENCE}, the length of a sequence; got {tokens}, try {above}"
+        )
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {seed}")
+
+
+def _prepare_folder(out: Path) -> None:
+    """Make the folder now: it would be a pity to find out after the training that it can't be written."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder; {out} is a file: name another")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} can't be made ({error.strerror}): name another folder") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out} is not writable: name another folder")
+
+
+def _train_with_progress(runs: Mapping[str, "Run"], config: "TrainConfig", corpus: "Corpus", console: Console) -> None:
+    from onchip.demo.train import train_in_step
+
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=config.steps)
+        for _ in train_in_step(runs, config, corpus):
+            plain, onchip = (runs[name].losses[-1] for name in ("plain", "onchip"))
+            told = f"plain {plain:.4f}  onchip {onchip:.4f}  difference {abs(plain - onchip):.1e}"
+            progress.update(task, advance=1, description=told)
+
+
+def _difference(plain: list[float], onchip: list[float]) -> dict[str, Any]:
+    per_step = [abs(a - b) for a, b in zip(plain, onchip, strict=True)]
+    largest = max(per_step[:COMPARED_STEPS])
+    return {
+        "per_step": per_step,
+        "compared_steps": min(COMPARED_STEPS, len(per_step)),
+        "largest_in_compared_steps": largest,
+        "largest": max(per_step),
+        "bound": BOUND,
+        "within_bound": largest < BOUND,
+    }

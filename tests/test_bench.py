@@ -1,0 +1,434 @@
+"""The harness with a toy op, the files that a run writes, and a tiny real run."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from onchip.bench import environment, plots, units
+from onchip.bench.run import run_bench
+from onchip.ops.linear_cross_entropy import benchmark, cases, peers
+
+ROW = {
+    "op", "case", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio_to_floor",
+    "extra_bytes", "error", "error_bound", "ok",
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- a toy op: the sum of the squares
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Computes the sum of squares with `total`, or not at all."""
+
+    name: str
+    total: Callable[[Tensor], Tensor]
+    reason: str | None = None
+
+    def version(self) -> str:
+        return "1.2"
+
+    def unavailable(self, device: str, dtype: str) -> str | None:
+        return self.reason
+
+    def config(self, problem: Tensor, mode: str) -> Mapping[str, Any]:
+        return {"mode": mode}
+
+    def steps(self, problem: Tensor) -> Mapping[str, Callable[[], Sequence[Tensor]]]:
+        return {
+            "forward": lambda: [self.total(problem)],
+            "forward+backward": lambda: [self.total(problem), 2 * problem],
+        }
+
+
+def out_of_memory(x: Tensor) -> Tensor:
+    raise MemoryError("1 TiB is too much\nand this is advice")
+
+
+def add_one(problem: Tensor, mode: str) -> Callable[[], Sequence[Tensor]]:
+    return lambda: [problem + 1]
+
+
+def toy_module(implementations: Sequence[Toy], floor: Callable[..., Any]) -> ModuleType:
+    module = ModuleType("toy_benchmark")
+    module.CASES = {"size-10": 10, "size-20": 20, "other": 5, "broken": -1}
+    module.DEFAULT_CASES = {"cpu": ("other",), "cuda": ()}
+    module.DTYPES = ("float32", "float64")
+    module.IMPLEMENTATIONS = implementations
+    module.make_problem = lambda case, device, dtype: torch.ones(case, dtype=getattr(torch, dtype), device=device)
+    module.reference = lambda problem: (torch.tensor(float(problem.numel())), 2 * problem)
+
+    def check(reference: Sequence[Tensor], mode: str, returned: Sequence[Tensor]) -> tuple[float, float]:
+        pairs = zip(reference, returned, strict=False)
+        return max(float((a - b).abs().max()) for a, b in pairs), 1e-6
+
+    module.check = check
+    module.floor = floor
+    return module
+
+
+GOOD = Toy("onchip good", lambda x: x.square().sum())
+WRONG = Toy("peer wrong", lambda x: x.sum() + 1)
+NAN = Toy("peer nan", lambda x: x.sum() * torch.nan)
+RAISES = Toy("peer raises", out_of_memory)
+MISSING = Toy("peer missing", out_of_memory, reason="it needs a quantum computer")
+
+
+@dataclass
+class Run:
+    document: dict[str, Any]
+    printed: str
+    folder: Path
+
+    def row(self, impl: str, mode: str = "forward+backward", case: str = "other") -> dict[str, Any]:
+        (found,) = (
+            r for r in self.document["rows"] if (r["impl"], r["mode"], r["case"]) == (f"{impl} 1.2", mode, case)
+        )
+        return found
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    monkeypatch.setattr(environment, "_busy_cores", lambda: 1.5)  # it would look for half a second
+
+    def run(*implementations: Toy, floor: Callable[..., Any] = add_one, **options: Any) -> Run:
+        monkeypatch.setitem(sys.modules, "toy_benchmark", toy_module(implementations, floor))
+        text = StringIO()
+        settings = {"cases": None, "device": "cpu", "dtype": None, "repeats": 2, "impls": None, "out": tmp_path / "r"}
+        document = run_bench("toy", "toy_benchmark", console=Console(file=text, width=200), **(settings | options))
+        return Run(document, text.getvalue(), tmp_path / "r")
+
+    return run
+
+
+def test_right_result_is_timed_and_measured(bench: Callable[..., Run]) -> None:
+    run = bench(GOOD)
+    assert [r["mode"] for r in run.document["rows"]] == ["forward", "forward+backward"]
+    row = run.row("onchip good")
+    assert set(row) == ROW
+    assert row["op"] == "toy"
+    assert row["dtype"] == "float32"
+    assert row["config"] == {"mode": "forward+backward"}
+    assert row["ok"] is True
+    assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+    assert row["ratio_to_floor"] == pytest.approx(row["median_ms"] / row["floor_ms"])
+    assert row["extra_bytes"] >= 0
+    assert row["error"] == 0
+    assert "onchip good 1.2" in run.printed
+    assert "1.5 cores busy" in run.printed
+
+
+def test_wrong_result_gets_no_time(bench: Callable[..., Run]) -> None:
+    run = bench(GOOD, WRONG, NAN)
+    for name, error in (("peer wrong", 1.0), ("peer nan", None)):
+        row = run.row(name)
+        assert row["ok"] is False
+        assert row["error"] == error
+        assert row["error_bound"] == 1e-6
+        assert all(row[key] is None for key in ("median_ms", "p10_ms", "p90_ms", "ratio_to_floor", "extra_bytes"))
+    assert run.row("onchip good")["ok"]
+    assert "WRONG" in run.printed
+
+
+def test_what_raises_is_reported_and_the_rest_goes_on(bench: Callable[..., Run]) -> None:
+    run = bench(RAISES, GOOD)
+    assert run.document["not_run"] == [
+        {"impl": "peer raises", "case": "other", "mode": mode, "reason": "MemoryError: 1 TiB is too much"}
+        for mode in ("forward", "forward+backward")
+    ]
+    assert run.row("onchip good")["ok"]
+
+
+def test_what_raises_only_later_is_reported_too(bench: Callable[..., Run]) -> None:
+    calls = 0
+
+    def at_first(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x.sum() if calls < 4 else out_of_memory(x)
+
+    run = bench(Toy("peer tires", at_first), GOOD)
+    assert [n["mode"] for n in run.document["not_run"]] == ["forward", "forward+backward"]
+    assert run.row("onchip good")["ok"]
+
+
+def test_what_cannot_be_set_up_is_reported(bench: Callable[..., Run]) -> None:
+    @dataclass(frozen=True)
+    class NoSteps(Toy):
+        def steps(self, problem: Tensor) -> Mapping[str, Callable[[], Sequence[Tensor]]]:
+            raise RuntimeError("no compiler")
+
+    run = bench(NoSteps("peer", out_of_memory), GOOD)
+    assert run.document["not_run"] == [
+        {"impl": "peer", "case": "other", "mode": None, "reason": "RuntimeError: no compiler"}
+    ]
+
+
+def test_a_case_without_reference_is_reported(bench: Callable[..., Run]) -> None:
+    run = bench(GOOD, cases=["broken", "other"])
+    (entry,) = run.document["not_run"]
+    assert (entry["impl"], entry["case"]) == ("onchip good", "broken")
+    assert "nothing to check against" in entry["reason"]
+    assert run.row("onchip good")["ok"]
+
+
+def test_what_is_unavailable_is_listed_with_its_reason(bench: Callable[..., Run]) -> None:
+    run = bench(GOOD, MISSING)
+    reason = "it needs a quantum computer"
+    assert run.document["not_run"] == [{"impl": "peer missing", "case": None, "mode": None, "reason": reason}]
+    assert reason in run.printed
+    (page,) = run.folder.glob("*.html")
+    assert reason in page.read_text()
+
+
+def test_floor_that_does_not_fit_leaves_the_ratio_out(bench: Callable[..., Run]) -> None:
+    row = bench(GOOD, floor=lambda problem, mode: out_of_memory(problem)).row("onchip good")
+    assert row["floor_ms"] is None
+    assert row["ratio_to_floor"] is None
+    assert row["median_ms"] > 0
+
+
+def test_patterns_choose_cases_and_implementations(bench: Callable[..., Run]) -> None:
+    rows = bench(GOOD, WRONG, NAN, cases=["size-*"], impls=["*good", "peer n*"]).document["rows"]
+    assert list(dict.fromkeys(r["case"] for r in rows)) == ["size-10", "size-20"]
+    assert list(dict.fromkeys(r["impl"] for r in rows)) == ["onchip good 1.2", "peer nan 1.2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cases": ["other", "sise-*"]}, "--case 'sise-*' matches nothing; there is: size-10, size-20, other"),
+        ({"impls": ["liger"]}, "--impl 'liger' matches nothing; there is: onchip good"),
+        ({"device": "tpu"}, "--device must be auto, cpu or cuda; got 'tpu'"),
+        ({"dtype": "float8"}, "--dtype must be one of float32, float64; got 'float8'"),
+        ({"repeats": 0}, "--repeats must be 1 or more; got 0"),
+        ({"out": Path(__file__)}, "--out must be a folder"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(
+    bench: Callable[..., Run], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bench(GOOD, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused(bench: Callable[..., Run]) -> None:
+    with pytest.raises(ValueError, match="--device is cuda"):
+        bench(GOOD, device="cuda")
+
+
+def test_a_missing_package_is_named_with_its_extra(bench: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == "matplotlib" else name)
+    with pytest.raises(ImportError, match=re.escape("matplotlib") + ".*" + re.escape("onchip[torch,bench]")):
+        bench(GOOD)
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+def test_results_file_holds_the_document(bench: Callable[..., Run]) -> None:
+    run = bench(GOOD, NAN, MISSING)
+    (path,) = run.folder.glob("*.json")
+    assert json.loads(path.read_text()) == run.document
+    assert set(run.document) == {"environment", "rows", "not_run"}
+    described = run.document["environment"]
+    assert path.name == f"{described['date'][:10]}-{described['device']}-toy.json"
+    assert described["torch"] == torch.__version__
+    assert described["threads"] == torch.get_num_threads()
+    assert described["repeats"] == 2
+    assert {"python", "numpy", "os", "cpu", "cores", "gpu", "driver", "cuda", "onchip", "git_commit"} <= set(described)
+
+
+def test_page_is_self_contained(bench: Callable[..., Run]) -> None:
+    run = bench(GOOD, WRONG, Toy("peer <b>", lambda x: x.sum()), cases=["*"])
+    (path,) = run.folder.glob("*.html")
+    page = path.read_text()
+    assert not re.findall(r"(?:src|href)=[\"'](?!data:)|url\(|@import|<script|<link", page)
+    assert page.count("data:image/svg+xml;base64,") == 4  # growth, and a plot for each case that ran
+    assert "peer &lt;b&gt; 1.2" in page
+    assert 'class="wrong"' in page
+
+
+def fake_rows() -> list[dict[str, Any]]:
+    sizes = {f"{swept}-{n}": n for swept in ("vocab", "tokens") for n in (512, 1024, 2048, 4096)}
+    scales = {f"onchip {i} 0.1": 1 + i / 10 for i in range(3)} | {f"peer {i} 2": float(i) for i in range(2, 6)}
+    return [
+        {
+            "case": case, "mode": mode, "impl": impl, "ok": True, "median_ms": scale * n, "p10_ms": scale * n * 0.9,
+            "p90_ms": scale * n * 1.2, "floor_ms": float(n), "extra_bytes": n * 1000,
+        }
+        for case, n in ({"one": 3000} | sizes).items()
+        for mode in ("forward", "forward+backward")
+        for impl, scale in scales.items()
+    ]  # fmt: skip
+
+
+def test_plots_of_a_results_file(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"rows": fake_rows()}))
+    command = [sys.executable, "-m", "onchip.bench.plots", str(results), str(tmp_path / "plots")]
+    subprocess.run(command, check=True, capture_output=True)
+    growth, scatter = ((tmp_path / "plots" / name).read_text() for name in ("growth.svg", "time-memory.svg"))
+    for svg in (growth, scatter):
+        assert len(svg) < 100_000
+        assert "onchip 0" in svg
+    assert "vocab" in growth
+    assert "tokens" in growth
+    assert "one: forward+backward" in scatter
+
+
+def test_no_growth_without_a_sweep() -> None:
+    assert plots.growth_svg([r for r in fake_rows() if r["case"] in ("one", "vocab-512")]) is None
+
+
+@pytest.mark.parametrize("wanted", [[0.0, 0.0, 0.0], [0.1, 0.9, 0.95, 1.0], [0.2, 0.5, 0.9], [1.0, 1.0]])
+def test_labels_keep_their_distance(wanted: list[float]) -> None:
+    places = plots._spread_out(wanted, gap=0.2)
+    assert np.diff(places).min() >= 0.2 - 1e-9
+    assert max(places) <= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "slug"),
+    [
+        ("AMD EPYC", "cpu-amd-epyc-2c"),
+        ("AMD EPYC 7B13 64-Core Processor", "cpu-amd-epyc-7b13-2c"),
+        ("Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "cpu-intel-xeon-platinum-8480c-2c"),
+    ],
+)
+def test_slug_of_a_cpu(model: str, slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_cpu_model", lambda: model)
+    monkeypatch.setattr(environment, "_cores", lambda: 2)
+    assert environment.device_slug("cpu") == slug
+
+
+@pytest.mark.parametrize(
+    ("model", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA H100 PCIe", "h100"),
+    ],
+)
+def test_slug_of_a_gpu(model: str, slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_gpu", lambda: {"gpu": model})
+    assert environment.device_slug("cuda") == slug
+
+
+def test_units() -> None:
+    assert [units.format_ms(x) for x in (0.0123, 1.234, 999.0, 12345.0, None)] == [
+        "12.3 µs", "1.23 ms", "999 ms", "12.3 s", "–",
+    ]  # fmt: skip
+    assert [units.format_bytes(x) for x in (0, 2048, 33_554_432, 3 << 29)] == [
+        "0.00 KiB", "2.00 KiB", "32.0 MiB", "1.50 GiB",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the first op's bench
+
+
+@pytest.fixture
+def small_case(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    case = cases.Case("small", tokens=96, hidden=32, vocab=1000)
+    monkeypatch.setattr(benchmark, "CASES", {"small": case})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, threads would wait for each other most of the time
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("small_case")
+def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
+    names = [impl.name for impl in benchmark.IMPLEMENTATIONS if impl.name != "torch.compile"]
+    document = run_bench(
+        "linear_cross_entropy",
+        benchmark.__name__,
+        cases=["small"],
+        device="cpu",
+        dtype=dtype,
+        repeats=1,
+        impls=names,
+        out=tmp_path,
+        console=Console(file=StringIO()),
+    )
+    not_run = [n["impl"] for n in document["not_run"]]
+    assert not_run == (["torch eager, float32 logits"] if dtype == "float32" else [])
+    ran = [plots.short_name(r["impl"]) for r in document["rows"] if r["mode"] == "forward"]
+    assert ran == [name for name in names if name not in not_run]
+    wrong = {plots.short_name(r["impl"]) for r in document["rows"] if not r["ok"]}
+    # In bfloat16 PyTorch's chunked loss may be off by more than twice eager's error.
+    assert wrong <= ({"F.linear_cross_entropy chunked"} if dtype == "bfloat16" else set())
+    strategies = {plots.short_name(r["impl"]): r["config"].get("strategy") for r in document["rows"]}
+    assert strategies["onchip recompute"] == "recompute"
+    assert strategies["onchip stash"] == "stash"
+
+
+def test_small_scratch_of_the_cpu_case() -> None:
+    (recompute,) = (i for i in benchmark.IMPLEMENTATIONS if i.name == "onchip recompute")
+    assert isinstance(recompute, benchmark.Own)
+    problem = benchmark.spec.Problem(cases.CPU_CASE.tokens, cases.CPU_CASE.hidden, cases.CPU_CASE.vocab)
+    assert recompute.scratch_bytes(problem) == 32 << 20
+
+
+@pytest.mark.parametrize("spoil", [lambda g: g * 1.001, lambda g: g.index_fill(0, torch.tensor([3]), torch.nan)])
+def test_a_wrong_gradient_is_found(spoil: Callable[[Tensor], Tensor]) -> None:
+    case = cases.Case("small", tokens=96, hidden=32, vocab=1000)
+    problem = benchmark.make_problem(case, "cpu", "float32")
+    reference = benchmark.reference(problem)
+    (eager,) = (i for i in benchmark.IMPLEMENTATIONS if i.name == "torch eager")
+    loss, *gradients = eager.steps(problem)["forward+backward"]()
+    error, bound = benchmark.check(reference, "forward+backward", [loss, *gradients])
+    assert error <= bound
+    for i in range(2):
+        spoiled = [spoil(g) if j == i else g for j, g in enumerate(gradients)]
+        error, bound = benchmark.check(reference, "forward+backward", [loss, *spoiled])
+        assert not error <= bound
+
+
+def test_references_of_cpu_and_gpu_agree() -> None:
+    problem = benchmark.make_problem(cases.Case("small", tokens=97, hidden=32, vocab=1000), "cpu", "bfloat16")
+    pairs = zip(benchmark._float64_on_gpu(problem, chunk=30), benchmark._float64_on_cpu(problem), strict=True)
+    for by_framework, by_oracle in pairs:
+        torch.testing.assert_close(by_framework, by_oracle, rtol=1e-10, atol=1e-14)
+
+
+def test_a_result_of_another_shape_is_refused() -> None:
+    problem = benchmark.make_problem(cases.Case("small", tokens=8, hidden=4, vocab=10), "cpu", "float32")
+    reference = benchmark.reference(problem)
+    with pytest.raises(ValueError, match="shape"):
+        benchmark.check(reference, "forward", [torch.zeros(8)])
+    with pytest.raises(ValueError, match="longer"):
+        benchmark.check(reference, "forward+backward", [reference.values[0]])
+
+
+def test_peers_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {peer.name: peer for peer in peers.PEERS}
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in (by_name["torch.compile"].unavailable("cpu", "float32") or "")
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy")
+    assert "2.13" in (by_name["F.linear_cross_entropy"].unavailable("cpu", "float32") or "")
+
+
+def test_peers_are_imported_only_when_asked_for() -> None:
+    code = (
+        "import sys; from onchip.ops.linear_cross_entropy import peers; import onchip.bench.run;"
+        "print([m for m in ('torch', 'matplotlib', 'jinja2') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

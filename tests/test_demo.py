@@ -1,0 +1,279 @@
+"""`onchip demo`: corpus and tokenizer, options, a tiny run and what it writes."""
+
+import io
+import json
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+torch = pytest.importorskip("torch")
+
+from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB, SEQUENCE, data, run, train  # noqa: E402
+from onchip.demo.model import Decoder, ModelConfig  # noqa: E402
+
+TINY = {"steps": 4, "vocab": 300, "tokens": 2 * SEQUENCE, "device": "cpu", "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(data.platformdirs, "user_cache_path", lambda name: folder / name)
+    return folder / "onchip"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The tensors here are tiny, and threads that wait for each other on busy cores take far longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=120)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return data.load_text()
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """One tiny run: its document, its folder, what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    console = quiet()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.platformdirs, "user_cache_path", lambda name: folder / "cache" / name)
+        document = run.run_demo(**TINY, out=folder / "new" / "out", console=console)
+    return document, folder / "new" / "out", console.file.getvalue()
+
+
+# --------------------------------------------------------------------------------------------- corpus and tokenizer
+
+
+def test_tokenizer_round_trip(text):
+    tokenizer = data.load_tokenizer(text, 512)
+    assert tokenizer.get_vocab_size() == 512
+    for sample in (text[:5000], "unseen: \x00 \t ünïcödé 漢字 🙂\n"):
+        assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
+
+
+def test_tokenizer_is_cached(text, cache, monkeypatch):
+    first = data.load_tokenizer(text, 300)
+    [path] = cache.iterdir()  # no temporary file is left
+
+    def never(*_):
+        raise AssertionError("trained although the cache has it")
+
+    monkeypatch.setattr(data, "_train_tokenizer", never)
+    assert data.load_tokenizer(text, 300).to_str() == first.to_str() == path.read_text(encoding="utf-8")
+    for other in ((text, 301), (text + "more", 300)):
+        with pytest.raises(AssertionError, match="trained although"):
+            data.load_tokenizer(*other)
+
+
+@pytest.mark.parametrize("broken", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe\x00", None])
+def test_broken_cache_is_made_again(text, cache, broken):
+    good = data.load_tokenizer(text, 300)
+    [path] = cache.iterdir()
+    if broken is None:
+        path.write_text(data._train_tokenizer(text, 400).to_str(), encoding="utf-8")  # ids past the model's rows
+    else:
+        path.write_bytes(broken)
+    assert data.load_tokenizer(text, 300).to_str() == good.to_str()
+    assert path.read_text(encoding="utf-8") == good.to_str()
+
+
+def test_cache_that_cannot_be_written_is_no_error(text, cache):
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file where the folder should be")
+    assert data.load_tokenizer(text, 256).get_vocab_size() == 256
+
+
+def test_tokenizer_may_fall_short_of_the_vocabulary():
+    assert 256 <= data.load_tokenizer("to be or not to be", 1000).get_vocab_size() < 1000
+
+
+def test_batches():
+    ids = torch.arange(1000)
+    inputs, targets = data.random_batch(ids, 4 * SEQUENCE, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (4, SEQUENCE)
+    assert torch.equal(inputs + 1, targets)
+    parts = list(data.batches_in_order(ids, 2 * SEQUENCE))
+    walked = torch.cat([inputs.flatten() for inputs, _ in parts])
+    assert torch.equal(walked, torch.arange(len(walked)))
+    assert len(ids) - SEQUENCE <= len(walked) < len(ids)
+    assert all(torch.equal(inputs + 1, targets) for inputs, targets in parts)
+
+
+def test_a_corpus_of_one_sequence_is_enough():
+    inputs, _ = data.random_batch(torch.arange(SEQUENCE + 1), SEQUENCE, torch.Generator().manual_seed(0))
+    assert torch.equal(inputs[0], torch.arange(SEQUENCE))
+
+
+# --------------------------------------------------------------------------------------------- model and training
+
+
+def test_decoder_is_causal():
+    model = Decoder(ModelConfig(vocab=300), torch.Generator().manual_seed(0))
+    ids = torch.randint(300, (2, SEQUENCE))
+    changed = ids.clone()
+    changed[:, 60:] = 7
+    with torch.no_grad():
+        before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :60], after[:, :60])
+    assert not torch.allclose(before[:, 60:], after[:, 60:])
+
+
+def test_runs_start_alike_and_share_nothing():
+    config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=5, device="cpu")
+    plain, onchip = train.make_runs(ModelConfig(vocab=300), config).values()
+    for a, b in zip(plain.model.parameters(), onchip.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.data_ptr() != b.data_ptr()
+
+
+@pytest.mark.parametrize("steps", [1, 5, 150])
+def test_learning_rate_stays_in_range(steps):
+    config = train.TrainConfig(steps=steps, tokens=SEQUENCE, seed=0, device="cpu")
+    rates = [train.learning_rate(step, config) for step in range(steps)]
+    assert all(0 < rate <= config.learning_rate for rate in rates)
+
+
+def test_sample_draws_no_id_without_a_token(text):
+    tokenizer = data.load_tokenizer(text, 256)
+    model = Decoder(ModelConfig(vocab=4096), torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.head[256:] = 0  # as likely as the rest, were they drawn from
+    options = {"prompt": "The", "tokens": 40, "temperature": 1.0}
+    first, again, other = (train.sample_text(model, tokenizer, **options, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert first.startswith("The")
+
+
+# --------------------------------------------------------------------------------------------- the whole
+
+
+def test_losses_agree(tiny_run):
+    document, _, _ = tiny_run
+    plain, onchip = document["losses"]["plain"], document["losses"]["onchip"]
+    assert len(plain) == len(onchip) == TINY["steps"]
+    assert abs(plain[0] - math.log(TINY["vocab"])) < 1
+    assert document["difference"]["largest_in_compared_steps"] == max(
+        abs(a - b) for a, b in zip(plain, onchip, strict=True)
+    )
+    assert document["difference"]["largest_in_compared_steps"] < 1e-3
+    assert document["difference"]["within_bound"]
+
+
+def test_document_has_the_measurements(tiny_run):
+    document, _, _ = tiny_run
+    for cost in document["head_and_loss"].values():
+        assert 0 < cost["p10_ms"] <= cost["median_ms"] <= cost["p90_ms"]
+        assert cost["extra_bytes"] >= 0
+    assert document["settings"]["tokens"] == TINY["tokens"]
+    assert document["settings"]["seed"] == TINY["seed"]
+    assert document["environment"]["torch"] == torch.__version__
+    assert document["environment"]["tokenizers"]
+    assert set(document["held_out_loss"]) == {"plain", "onchip"}
+    assert document["sample"]["text"].startswith(document["sample"]["prompt"])
+
+
+def test_plain_stores_the_logits_and_onchip_does_not():
+    """Big enough that the resident set shows it: 32 MiB of logits."""
+    vocab = 8192
+    model = Decoder(ModelConfig(vocab=vocab), torch.Generator().manual_seed(0))
+    config = train.TrainConfig(steps=1, tokens=1024, seed=0, device="cpu")
+    ids = torch.randint(vocab, (2000,))
+    costs = train.measure_head(model, config, data.Corpus(train=ids, held_out=ids))
+    logits = 4 * config.tokens * vocab
+    assert costs["plain"].extra_bytes > 1.5 * logits
+    assert costs["onchip"].extra_bytes < 0.5 * logits
+
+
+def test_files(tiny_run):
+    document, out, printed = tiny_run
+    assert {path.name for path in out.iterdir()} == {"demo.json", "demo.png", "demo.html"}
+    assert json.loads((out / "demo.json").read_text(encoding="utf-8")) == json.loads(json.dumps(document))
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    for name in ("demo.json", "demo.png", "demo.html", "below the bound"):
+        assert name in printed.replace("\n", " ")
+
+
+def test_page_is_self_contained(tiny_run):
+    page = (tiny_run[1] / "demo.html").read_text(encoding="utf-8")
+    # Of resources alone: the sample is text that may well mention an address.
+    references = re.findall(r"""(?:src|href|srcset|action|data)\s*=\s*["']([^"']*)""", page)
+    assert references
+    assert all(reference.startswith("data:image/png;base64,") for reference in references)
+    assert not re.search(r"@import|url\(|<script|<link|<iframe", page)
+    assert "onchip demo --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
+
+
+def test_page_escapes_the_sample(tiny_run):
+    from onchip.demo import report
+
+    document = {**tiny_run[0], "sample": {**tiny_run[0]["sample"], "text": "<script>alert(1)</script>"}}
+    assert "<script>" not in report.html_page(document, b"")
+
+
+def test_same_seed_same_run(tiny_run, tmp_path):
+    again = run.run_demo(**TINY, out=tmp_path / "out", console=quiet())
+    assert again["sample"] == tiny_run[0]["sample"]
+    assert again["losses"] == tiny_run[0]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("steps", 0, "--steps must be 1 or more; got 0"),
+        ("vocab", 255, "--vocab must be from 256"),
+        ("vocab", 10**9, "--vocab must be from 256"),
+        ("tokens", 1, "--tokens must be a multiple of 128.*got 1, try 128"),
+        ("tokens", -5, "--tokens must be a multiple of 128.*try 128"),
+        ("tokens", 127, "--tokens must be a multiple of 128.*try 128"),
+        ("tokens", 130, "--tokens must be a multiple of 128.*try 256"),
+        ("seed", -1, "--seed must be from 0"),
+        ("seed", 2**63, "--seed must be from 0"),
+        ("device", "tpu", "--device must be auto, cpu or cuda; got 'tpu'"),
+    ],
+)
+def test_wrong_options_raise_before_any_work(option, value, message, tmp_path, cache):
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=message):
+        run.run_demo(**{**TINY, option: value}, out=out, console=quiet())
+    assert not out.exists()
+    assert not cache.exists()
+
+
+def test_cuda_that_is_absent(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device is cuda, but PyTorch sees no CUDA device here"):
+        run.run_demo(**{**TINY, "device": "cuda"}, out=tmp_path / "out", console=quiet())
+
+
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_out_is_a_file(below, tmp_path, cache):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"--out .*file"):
+        run.run_demo(**TINY, out=tmp_path / "file" / below, console=quiet())
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("package", ["torch", "tokenizers", "matplotlib", "jinja2", "psutil"])
+def test_missing_package(package, tmp_path, monkeypatch):
+    monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == package else name)
+    with pytest.raises(ImportError, match=rf"needs {package}.*pip install 'onchip\[torch,bench\]'"):
+        run.run_demo(**TINY, out=tmp_path / "out", console=quiet())
+
+
+def test_defaults_are_valid():
+    run._check_sizes(steps=DEFAULT_STEPS, vocab=DEFAULT_VOCAB, tokens=DEFAULT_TOKENS, seed=0)

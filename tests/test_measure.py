@@ -1,0 +1,141 @@
+"""Peak memory against allocations of known size, and the order and book-keeping of timings."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from onchip.bench import measure
+
+MIB = 1 << 20
+# The kernel counts pages in batches, per core.
+SLACK = MIB // 2
+
+
+def tensor(mib: int) -> Tensor:
+    return torch.ones(mib * MIB // 4)  # written to, so resident
+
+
+def use_and_free(*sizes: int) -> None:
+    for size in sizes:
+        tensor(size)
+
+
+def nothing() -> list[Tensor]:
+    return []
+
+
+def freed_then_returned() -> list[Tensor]:
+    use_and_free(100)
+    return [tensor(20)]
+
+
+def held_while_freed() -> list[Tensor]:
+    returned = tensor(20)
+    use_and_free(100)
+    return [returned]
+
+
+def one_after_the_other() -> list[Tensor]:
+    use_and_free(4, 25, 4, 25, 25)
+    return []
+
+
+def all_at_once() -> list[Tensor]:
+    held = [tensor(n) for n in (4, 8, 25)]
+    del held
+    return []
+
+
+def returned_alone() -> list[Tensor]:
+    return [tensor(20)]
+
+
+def matrix_product() -> list[Tensor]:
+    x = torch.ones(2048, 512)  # 4 MiB
+    return [(x @ x.T).sum()]  # of 16 MiB
+
+
+def large_blocks_freed_before() -> None:
+    use_and_free(30, 20, 10, 5)
+
+
+def small_blocks_freed_before() -> None:
+    blocks = [torch.ones(30_000) for _ in range(1000)]  # 120 KB each, with blocks that stay between them
+    kept.extend(blocks[::2])
+
+
+kept: list[Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    kept.clear()
+
+
+@pytest.mark.parametrize("before", [lambda: None, large_blocks_freed_before, small_blocks_freed_before])
+@pytest.mark.parametrize(
+    ("step", "mib"),
+    [
+        (nothing, 0),
+        # Peak above what is returned: 100 MiB live at the peak, and 20 of them must be there for the result anyway.
+        (freed_then_returned, 80),
+        (held_while_freed, 100),
+        (one_after_the_other, 25),
+        (all_at_once, 37),
+        (returned_alone, 0),
+        (matrix_product, 20),
+    ],
+)
+def test_cpu_peak_is_that_of_the_allocations(
+    step: Callable[[], list[Tensor]], mib: int, before: Callable[[], None]
+) -> None:
+    step()
+    before()
+    assert abs(measure.peak_extra_bytes(step, device="cpu") - mib * MIB) < SLACK
+
+
+def test_cpu_peak_is_sampled_where_the_kernel_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    held_while_freed()
+    # A sample may miss the peak by what is written within a millisecond or few.
+    assert 30 * MIB < measure.peak_extra_bytes(held_while_freed, device="cpu") < 100 * MIB + SLACK
+
+
+def test_allocator_is_left_as_it_was_found() -> None:
+    measure.peak_extra_bytes(nothing, device="cpu")
+    assert abs(measure.peak_extra_bytes(held_while_freed, device="cpu") - 100 * MIB) < SLACK
+
+
+def test_steps_take_turns_and_warm_up_untimed() -> None:
+    calls: list[str] = []
+    ticks: list[None] = []
+    steps = {name: lambda name=name: calls.append(name) or [] for name in "ab"}
+    timings = measure.time_interleaved(steps, device="cpu", repeats=2, tick=lambda: ticks.append(None))
+    assert "".join(calls) == "ababab"
+    assert len(ticks) == 6
+    assert list(timings) == ["a", "b"]
+    assert all(0 <= t.p10_ms <= t.median_ms <= t.p90_ms for t in timings.values())
+
+
+def failing() -> list[Tensor]:
+    raise MemoryError("no room")
+
+
+def test_a_step_that_raises_stops_the_timing() -> None:
+    with pytest.raises(MemoryError, match="no room"):
+        measure.time_interleaved({"a": nothing, "b": failing}, device="cpu", repeats=1)
+
+
+def test_a_step_that_raises_can_be_left_out() -> None:
+    errors: list[tuple[str, Exception]] = []
+    timings = measure.time_interleaved(
+        {"a": nothing, "b": failing},
+        device="cpu",
+        repeats=3,
+        on_error=lambda name, error: errors.append((name, error)),
+    )
+    assert list(timings) == ["a"]
+    assert [name for name, _ in errors] == ["b"]
