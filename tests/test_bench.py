@@ -248,7 +248,7 @@ def test_results_file_holds_the_document(bench: Callable[..., Run]) -> None:
     assert set(run.document) == {"environment", "rows", "not_run"}
     described = run.document["environment"]
     assert path.name == f"{described['date'][:10]}-{described['device']}-toy.json"
-    assert described["torch"] == torch.__version__
+    assert torch.__version__.startswith(described["torch"])  # one may carry "+cu130" where the other does not
     assert described["threads"] == torch.get_num_threads()
     assert described["repeats"] == 2
     assert {"python", "numpy", "os", "cpu", "cores", "gpu", "driver", "cuda", "onchip", "git_commit"} <= set(described)
@@ -369,7 +369,8 @@ def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
         console=Console(file=StringIO()),
     )
     not_run = [n["impl"] for n in document["not_run"]]
-    assert not_run == (["torch eager, float32 logits"] if dtype == "float32" else [])
+    older = [] if hasattr(torch.nn.functional, "linear_cross_entropy") else names[-2:]
+    assert not_run == (["torch eager, float32 logits"] if dtype == "float32" else []) + older
     ran = [plots.short_name(r["impl"]) for r in document["rows"] if r["mode"] == "forward"]
     assert ran == [name for name in names if name not in not_run]
     wrong = {plots.short_name(r["impl"]) for r in document["rows"] if not r["ok"]}
@@ -422,7 +423,7 @@ def test_peers_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {peer.name: peer for peer in peers.PEERS}
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler" in (by_name["torch.compile"].unavailable("cpu", "float32") or "")
-    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy")
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
     assert "2.13" in (by_name["F.linear_cross_entropy"].unavailable("cpu", "float32") or "")
 
 

@@ -180,7 +180,7 @@ def test_document_has_the_measurements(tiny_run):
         assert cost["extra_bytes"] >= 0
     assert document["settings"]["tokens"] == TINY["tokens"]
     assert document["settings"]["seed"] == TINY["seed"]
-    assert document["environment"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(document["environment"]["torch"])
     assert document["environment"]["tokenizers"]
     assert set(document["held_out_loss"]) == {"plain", "onchip"}
     assert document["sample"]["text"].startswith(document["sample"]["prompt"])

@@ -150,8 +150,10 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     axes.set_yscale("log")
     if shown:
         axes.plot(*zip(*shown, strict=True), "o", markersize=3, color="#374151")
-    axes.axhline(difference["bound"], color="#be123c", linestyle="--", linewidth=1, label="bound for the first steps")
-    axes.set_title("Difference of the two losses (none where they are equal)")
+    compared = difference["compared_steps"]
+    bound = f"bound for the first {compared} steps"
+    axes.plot([1, compared], [difference["bound"]] * 2, color="#be123c", linestyle="--", linewidth=1.2, label=bound)
+    axes.set_title("Difference of the two losses (gaps: equal in every bit)")
     axes.set_ylabel("|plain − onchip|")
     axes.set_xlabel("step")
     axes.legend(frameon=False, fontsize=9)

@@ -23,7 +23,7 @@ COMPARED_STEPS = 100
 BOUND = 1e-3
 """In float32 the losses of the two trainings differ by less than this over the first `COMPARED_STEPS` steps."""
 PROMPT = "The"
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8
 SAMPLE_TOKENS = 120
 
 

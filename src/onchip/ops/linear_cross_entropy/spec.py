@@ -174,36 +174,35 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
-    tokens, vocab = c.token_chunk, c.vocab_chunk
+    tokens, vocab, element = c.token_chunk, c.vocab_chunk, DTYPE_BYTES[p.dtype]
     narrow = p.device == "cuda" and p.dtype != "float32"
-    element = DTYPE_BYTES[p.dtype]
     backward = c.strategy != "forward"
     # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read
-    copies = 1 + (p.stats and c.strategy != "recompute") + (p.softcap and backward)
-    tile = tokens * (p.vocab if c.strategy == "stash" else vocab) * (4 * copies + 2 * (narrow and backward))
-    rows = tokens * p.hidden
+    copies = 1 + int(p.stats and c.strategy != "recompute") + int(p.softcap and backward)
+    tile_bytes = 4 * copies + (2 if narrow and backward else 0)
     if p.device == "cuda":
-        hidden_rows = element * rows * backward  # ignored rows zeroed, so that a NaN there can't leak
+        row_bytes = element if backward else 0  # ignored rows zeroed, so that a NaN there can't leak
     else:
-        hidden_rows = rows * (element * p.compacted + 4 * p.widened + 4 * (p.compacted and p.grad_hidden and backward))
-    weight_rows = vocab if c.strategy == "recompute" else p.vocab
+        row_bytes = (element if p.compacted else 0) + (4 if p.widened else 0)
+        row_bytes += 4 if p.compacted and p.grad_hidden and backward else 0
     # 'stash' keeps float32 gradients until backward knows the upstream gradient, and scales them into new tensors.
     # On the CPU, float32 ones are handed out as they are when that is 1.
-    float32_kept = c.strategy == "stash" and p.device == "cuda"
+    kept = c.strategy == "stash" and p.device == "cuda"
+    float32_hidden = backward and p.grad_hidden and (kept or p.hidden_dtype != "float32")
+    float32_weight = backward and p.grad_weight and (kept or p.weight_dtype != "float32")
+    weight_rows = vocab if c.strategy == "recompute" else p.vocab
+    casts = 0
+    if p.hidden_dtype != p.dtype:
+        casts += element * p.tokens * p.hidden
+    if p.weight_dtype != p.dtype:
+        casts += element * p.vocab * p.hidden
     return {
-        "logits tile": tile,
-        "hidden rows": hidden_rows,
-        "weight rows in float32": 4 * vocab * p.hidden * p.widened,
-        "casts": element
-        * (p.tokens * p.hidden * (p.hidden_dtype != p.dtype) + p.vocab * p.hidden * (p.weight_dtype != p.dtype)),
-        "hidden gradient in float32": 4
-        * p.tokens
-        * p.hidden
-        * (backward and p.grad_hidden and (p.hidden_dtype != "float32" or float32_kept)),
-        "weight gradient in float32": 4
-        * weight_rows
-        * p.hidden
-        * (backward and p.grad_weight and (p.weight_dtype != "float32" or float32_kept)),
+        "logits tile": tile_bytes * tokens * (p.vocab if c.strategy == "stash" else vocab),
+        "hidden rows": row_bytes * tokens * p.hidden,
+        "weight rows in float32": 4 * vocab * p.hidden if p.widened else 0,
+        "casts": casts,
+        "hidden gradient in float32": 4 * p.tokens * p.hidden if float32_hidden else 0,
+        "weight gradient in float32": 4 * weight_rows * p.hidden if float32_weight else 0,
         "vectors": 96 * p.tokens + 16 * p.vocab,
     }
 
@@ -216,7 +215,7 @@ def scratch_bytes(p: Problem, c: Config) -> int:
 def products(p: Problem, strategy: str) -> int:
     """Matrix products of 2 T V H floating-point operations each, over forward and backward."""
     logits = 2 if strategy == "recompute" else 1
-    return logits + (p.grad_hidden + p.grad_weight if strategy != "forward" else 0)
+    return logits + (int(p.grad_hidden) + int(p.grad_weight) if strategy != "forward" else 0)
 
 
 def flops(p: Problem, strategy: str) -> int:
