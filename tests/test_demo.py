@@ -230,6 +230,30 @@ def test_same_seed_same_run(tiny_run, tmp_path):
     assert again["losses"] == tiny_run[0]["losses"]
 
 
+@pytest.mark.parametrize(("busy", "threads"), [(0.1, 4), (1.2, 3), (9.0, 1)])
+def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
+    from onchip.bench import environment
+
+    seen = []
+
+    def stop(*_):
+        seen.append(torch.get_num_threads())
+        raise InterruptedError
+
+    described = {"cores": 4, "busy_cores": busy, "threads": 4}
+    monkeypatch.setattr(environment, "describe", lambda device: dict(described))
+    monkeypatch.setattr(run, "_train_and_measure", stop)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with pytest.raises(InterruptedError):
+            run.run_demo(**TINY, out=tmp_path / "out", console=quiet())
+        assert seen == [threads]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
