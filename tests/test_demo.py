@@ -6,15 +6,11 @@ import math
 import re
 
 import pytest
+import torch
 from rich.console import Console
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("matplotlib")
-pytest.importorskip("jinja2")
-torch = pytest.importorskip("torch")
-
-from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB, SEQUENCE, data, run, train  # noqa: E402
-from onchip.demo.model import Decoder, ModelConfig  # noqa: E402
+from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB, SEQUENCE, data, run, train
+from onchip.demo.model import Decoder, ModelConfig
 
 TINY = {"steps": 4, "vocab": 300, "tokens": 2 * SEQUENCE, "device": "cpu", "seed": 3}
 
