@@ -1,7 +1,9 @@
 """Compare the PyTorch op with the float64 oracle: what `onchip check` and the tests run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -33,17 +35,13 @@ class Check:
         return self.error <= self.bound  # False for NaN
 
 
-def run_checks(device: str) -> Iterator[list[Check]]:
-    """All cases in all dtypes with both strategies on `device`; yields the checks of one run at a time."""
-    for case in CHECK_CASES:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for strategy in ("stash", "recompute"):
-                yield check_case(case, dtype, device, strategy=strategy)
-
-
-def count_checks() -> int:
-    """How many lists `run_checks` yields."""
-    return len(CHECK_CASES) * 3 * 2
+def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
+    """All cases in all dtypes with both strategies on `device`, to be run one by one."""
+    dtypes, strategies = (torch.float32, torch.bfloat16, torch.float16), ("stash", "recompute")
+    return [
+        partial(check_case, case, dtype, device, strategy=strategy)
+        for case, dtype, strategy in product(CHECK_CASES, dtypes, strategies)
+    ]
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[list[Any], dict[str, Any]]:
