@@ -16,9 +16,12 @@ Sources: the loss over chunks of tokens is that of Liger Kernel (arXiv:2410.1098
 log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009), and the running softmax that of Milakov and Gimelshein
 (arXiv:1805.02867).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
 
-    spec.py        options, memory formulas, choice of strategy and chunks; no framework
-    reference.py   the contract in NumPy float64, with gradients
-    torch_op.py    PyTorch: the public function and module, and the computation with the framework's own products
-    cases.py       named problems for tests, `onchip check` and `onchip bench`
+    spec.py           options, memory formulas, choice of strategy and chunks; no framework
+    reference.py      the contract in NumPy float64, with gradients
+    torch_op.py       PyTorch: the public function and module, torch.library and autograd
+    torch_inputs.py   what the public function checks
+    torch_tiles.py    the computation with PyTorch's own matrix products
+    cases.py          named problems for tests, `onchip check` and `onchip bench`
+    torch_checks.py   the comparison with the oracle that tests and `onchip check` run
     benchmark.py, peers.py   what `onchip bench` runs
 """

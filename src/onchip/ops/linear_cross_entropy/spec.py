@@ -78,9 +78,9 @@ def _require_int(name: str, value: Any) -> None:
 
 
 def _require_number(name: str, value: Any) -> None:
-    number: Any = value if isinstance(value, Real) else None
-    if isinstance(value, bool) or number is None:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{OP}: {name} must be a number; got {type(value).__name__}")
+    number: Any = value
     if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
         raise ValueError(f"{OP}: {name} must be finite; got {value}")
 

@@ -1,8 +1,8 @@
-"""linear_cross_entropy for PyTorch: the public function and module, checks, torch.library and autograd.
+"""linear_cross_entropy for PyTorch: the public function and module, torch.library and autograd.
 
-Read from the top: the public function checks its inputs and calls one registered operator, `_forward_op`, which walks
-the logits in tiles (torch_tiles.py).  In backward, autograd scales what 'stash' left behind, or calls `_backward_op`,
-which walks the tiles again.  The maths is in the package's docstring.
+Read from the top: the public function has its inputs checked (torch_inputs.py) and calls one registered operator,
+`_forward_op`, which walks the logits in tiles (torch_tiles.py).  In backward, autograd scales what 'stash' left behind,
+or calls `_backward_op`, which walks the tiles again.  The maths is in the package's docstring.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from onchip.core.backends import choose_backend
 from onchip.ops.linear_cross_entropy import spec, torch_tiles
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
+from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES, check_normalizer, check_tensors
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _DEVICES = ("cpu", "cuda", "meta")
-_INTEGERS = frozenset(
-    (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-)
 
 
 class LinearCrossEntropyStats(NamedTuple):
@@ -136,8 +132,8 @@ def linear_cross_entropy(
         strategy=strategy,
         return_stats=return_stats,
     )
-    dtype = _check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
-    normalizer = _check_normalizer(normalizer, reduction, hidden)
+    dtype = check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
+    normalizer = check_normalizer(normalizer, reduction, hidden)
     device = hidden.device.type
     refusal = None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}"
     choose_backend(OP, backend, {"torch": refusal})
@@ -252,81 +248,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
 
 
-# ------------------------------------------------------------------------------------------------- checks at the door
-
-
-def _check_tensors(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    temperature: Tensor | None,
-) -> torch.dtype:
-    """Raise for what can be seen without reading values; return the dtype of the matrix products."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{OP}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
-    named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    named |= {"token_weight": token_weight, "temperature": temperature}
-    for name, x in named.items():
-        if not isinstance(x, Tensor) and not (x is None and name not in ("hidden", "weight", "target")):
-            raise TypeError(f"{OP}: {name} must be a torch.Tensor; got {type(x).__name__}")
-    tensors = {name: x for name, x in named.items() if x is not None}
-    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors.values()):
-        raise RuntimeError(f"{OP}: forward-mode differentiation is not supported; use backward()")
-    per_token = {
-        name: x.shape for name, x in tensors.items() if name == "token_weight" or (name == "temperature" and x.ndim)
-    }
-    spec.check_shapes(hidden.shape, weight.shape, target.shape, None if bias is None else bias.shape, per_token)
-    for name, x in tensors.items():
-        if x.device != hidden.device:
-            raise ValueError(f"{OP}: {name} is on {x.device} but hidden is on {hidden.device}; move it there")
-        if name == "target":
-            if x.dtype not in _INTEGERS:
-                raise TypeError(f"{OP}: target must hold integers; got {_name(x.dtype)}")
-        elif name in ("token_weight", "temperature"):
-            if x.dtype.is_complex:
-                raise TypeError(f"{OP}: {name} must be real; got {_name(x.dtype)}")
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{OP}: {name} gets no gradient from this op; pass {name}.detach()")
-        elif x.dtype not in _DTYPES:
-            raise TypeError(f"{OP}: {name} must be float32, bfloat16 or float16; got {_name(x.dtype)}")
-    device = hidden.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    for name in ("weight", "bias"):
-        if name in tensors and tensors[name].dtype != hidden.dtype:
-            raise TypeError(
-                f"{OP}: hidden is {_name(hidden.dtype)} but {name} is {_name(tensors[name].dtype)}; "
-                "cast one of them, or run under torch.autocast"
-            )
-    return hidden.dtype
-
-
-def _check_normalizer(normalizer: float | Tensor | None, reduction: str, hidden: Tensor) -> Tensor | None:
-    """The normalizer as a 0-d float32 tensor, so that a new count does not recompile anything."""
-    if normalizer is None:
-        return None
-    if reduction != "mean":
-        raise ValueError(f"{OP}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
-    if not isinstance(normalizer, Tensor):
-        spec.require_positive("normalizer", normalizer)
-        return torch.full((), float(normalizer), dtype=torch.float32, device=hidden.device)
-    if normalizer.ndim != 0:
-        raise ValueError(f"{OP}: normalizer must be a number or a 0-d tensor; got shape {list(normalizer.shape)}")
-    if normalizer.dtype.is_complex or normalizer.dtype == torch.bool:
-        raise TypeError(f"{OP}: normalizer must be a real number; got {_name(normalizer.dtype)}")
-    if normalizer.device not in (hidden.device, torch.device("cpu")):
-        raise ValueError(f"{OP}: normalizer is on {normalizer.device} but hidden is on {hidden.device}; move it there")
-    if normalizer.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{OP}: normalizer gets no gradient from this op; pass normalizer.detach()")
-    return normalizer
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _problem(
     hidden: Tensor,
     weight: Tensor,
@@ -344,9 +265,9 @@ def _problem(
         tokens=hidden.numel() // hidden_size,
         hidden=hidden_size,
         vocab=vocab,
-        dtype=_DTYPES[dtype],
-        hidden_dtype=_DTYPES[hidden.dtype],
-        weight_dtype=_DTYPES[weight.dtype],
+        dtype=DTYPES[dtype],
+        hidden_dtype=DTYPES[hidden.dtype],
+        weight_dtype=DTYPES[weight.dtype],
         device=device,
         grad_hidden=grads[0],
         grad_weight=grads[1],

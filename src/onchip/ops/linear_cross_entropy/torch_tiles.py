@@ -1,9 +1,10 @@
 """The computation of linear_cross_entropy with PyTorch's own matrix products, tile by tile, on CPU and CUDA.
 
 Three walks over the [tokens, vocab] matrix: `forward_only`, `stash` and `recompute`.  A walk holds one tile of logits
-at a time and works in it in place.  Nothing here synchronises a GPU.
+at a time and works in it in place.  Nothing here synchronises a GPU, unless values are to be checked.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +61,7 @@ class Tokens:
     def spread(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         """Per-token values [n] in the target's shape, with 0 for ignored tokens."""
         if self.index is not None:
-            total = 1
-            for size in shape:
-                total *= size
-            return values.new_zeros(total).index_copy_(0, self.index, values).view(shape)
+            return values.new_zeros(math.prod(shape)).index_copy_(0, self.index, values).view(shape)
         if self.kept is not None:
             values = values.masked_fill(~self.kept, 0)
         return values.view(shape)
@@ -243,8 +241,13 @@ class Softmax:
     def lse(self) -> Tensor:
         return self.max + self.log_total
 
+    @property
+    def target_log_prob(self) -> Tensor:
+        return (self.target - self.max) - self.log_total
+
     def log_prob(self, tokens: Tokens) -> Tensor:
-        value = (self.target - self.max) - self.log_total
+        """Of the target, NaN where that is out of range."""
+        value = self.target_log_prob
         return value if tokens.bad is None else value.masked_fill(tokens.bad, float("nan"))
 
     def entropy(self) -> Tensor:
@@ -393,8 +396,7 @@ def stash(
         e = part.absorb(z, 0, label, smoothing=head.label_smoothing > 0, spare=spare)
         r, lse = row[t0:t1], part.lse
         factor = r * (1 + 2 * head.z_loss * lse) / part.total
-        log_prob = (part.target - part.max) - part.log_total
-        g = _to_gradient(e, factor, r, lse, log_prob, label, 0, head, slope)
+        g = _to_gradient(e, factor, r, lse, part.target_log_prob, label, 0, head, slope)
         if grad_bias is not None:
             grad_bias.add_(g.sum(0))
         g = tile.operand(g)
