@@ -264,3 +264,14 @@ def test_the_memory_formula_holds(strategy, changes):
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_tokens_and_one(tokens, strategy):
     assert_right(Case("few", tokens, 31, 123), torch.bfloat16, "cuda", strategy=strategy)
+
+
+@both_strategies
+def test_a_normalizer_on_the_cpu(strategy):
+    h, w, y, _ = small_problem(device="cuda")
+    here, there = (
+        linear_cross_entropy(h, w, y, normalizer=n, strategy=strategy)
+        for n in (torch.tensor(7), torch.tensor(7).cuda())
+    )
+    assert torch.equal(here, there)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(here, h, w), gradients(there, h, w), strict=True))
