@@ -1,9 +1,9 @@
-"""The `onchip` command: demo, plan, check, bench, info."""
+"""The `onchip` command: demo, plan, check, bench, tune, info."""
 
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import onchip
+from onchip.core.configs import device_slug
 from onchip.core.machine import require_packages, resolve_device
 from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 # Where each op keeps what the commands need, by op name.
 BENCHMARKS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.benchmark"}
+TUNINGS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"}
 CHECKS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.torch_checks"}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
@@ -154,8 +156,46 @@ def bench(
 
 
 @app.command()
+def tune(
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(TUNINGS)}.")],
+    case: Annotated[list[str] | None, typer.Option(help="Case name or pattern; may be given several times.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="Kernel name or pattern; likewise.")] = None,
+    dtype: Annotated[str, typer.Option(help="The inputs' dtype.")] = "bfloat16",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of configs. Default: the user's own, which goes before the shipped one.")
+    ] = None,
+    limit_seconds: Annotated[
+        float | None, typer.Option(help="Start nothing new after so long; the same command goes on from there.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what is stored or was measured before.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest block sizes of an op's kernels on this GPU and store them for later runs."""
+    with _clear_errors():
+        if op not in TUNINGS:
+            raise ValueError(f"no op {op!r}; there is: {', '.join(TUNINGS)}")
+        from onchip.tune.run import run_tune
+
+        document = run_tune(
+            op,
+            TUNINGS[op],
+            cases=case,
+            kernels=kernel,
+            dtype=dtype,
+            out=out,
+            limit_seconds=limit_seconds,
+            again=again,
+            console=_console(as_json),
+        )
+    if as_json:
+        _print_json(document)
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def info(as_json: Json = False) -> None:
-    """Versions, devices, and which backends are usable here and why the others are not."""
+    """Versions, devices, which backends are usable here and why the others are not, and which configs are tuned."""
     document = _info()
     if as_json:
         _print_json(document)
@@ -170,6 +210,21 @@ def info(as_json: Json = False) -> None:
         usable = "[green]yes[/]" if row["usable"] else "[red]no[/]"
         table.add_row(row["framework"], row["backend"], row["device"], usable, row["why"])
     console.print(table)
+    _print_tuned(document["tuned"], console)
+
+
+def _print_tuned(tuned: Mapping[str, Any], console: Console) -> None:
+    if tuned["rows"]:
+        dtypes: dict[tuple[str, ...], list[str]] = {}  # one line for those that agree in everything else
+        for row in tuned["rows"]:
+            key = tuple(row[name] for name in ("device", "op", "kernel", "case", "how", "source"))
+            dtypes.setdefault(key, []).append(row["dtype"])
+        table = Table("device", "op", "kernel", "case", "config", "from", "dtypes", title="tuned configs")
+        for key, names in dtypes.items():
+            table.add_row(*key, ", ".join(names))
+        console.print(table)
+    for note in tuned["notes"]:
+        console.print(f"tuned configs: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _info() -> dict[str, Any]:
@@ -206,7 +261,25 @@ def _info() -> dict[str, Any]:
         for op in CHECKS
         for device, reason in (("cpu", no_torch), ("cuda", no_cuda))
     ]
-    return {"onchip": onchip.__version__, "versions": versions, "machine": machine, "backends": backends}
+    return {
+        "onchip": onchip.__version__,
+        "versions": versions,
+        "machine": machine,
+        "backends": backends,
+        "tuned": _tuned(no_cuda),
+    }
+
+
+def _tuned(no_cuda: str | None) -> dict[str, Any]:
+    """Which kernels have a tuned config on the CUDA devices here; `no_cuda` says why there are none."""
+    if no_cuda is not None:
+        return {"rows": [], "notes": [f"none apply, as there is no CUDA device here ({no_cuda})"]}
+    import torch
+
+    from onchip.tune.status import tuned_configs
+
+    names = [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
+    return tuned_configs(TUNINGS, [device_slug(name) for name in names])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ An op hands in what is needed here as plain names at the top level of its `bench
 """
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,8 +52,8 @@ class Op(Protocol):
     def reference(self, problem: Any) -> Any:
         """What results are checked against."""
 
-    def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> tuple[float, float]:
-        """Error of what a step returned, and the bound that it must not pass."""
+    def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> Mapping[str, tuple[float, float]]:
+        """Error of each thing that a step returned, by its name, and the bound that it must not pass."""
 
     def floor(self, problem: Any, mode: str) -> Step:
         """The work that no implementation can avoid, such as the matrix products alone."""
@@ -75,8 +76,9 @@ class Row:
     ratio_to_floor: float | None
     extra_bytes: int | None
     error: float | None
-    """None stands for NaN and infinity, which JSON lacks."""
+    """The one of `errors` nearest its bound, or furthest past it; None for NaN and infinity, which JSON lacks."""
     error_bound: float
+    errors: Mapping[str, float | None]
     ok: bool
 
 
@@ -129,6 +131,7 @@ def run_cases(
 
             progress.update(task, description=f"{case}: reference", refresh=True)
             _CaseRun(name, op, case, device, dtype, repeats, tick, outcome).run(runnable)
+            _release(device)
             progress.update(task, completed=per_case * (i + 1), refresh=True)
     return outcome
 
@@ -140,12 +143,16 @@ class _Checked:
     impl: Implementation
     mode: str
     step: Step
-    error: float
-    bound: float
+    errors: Mapping[str, tuple[float, float]]
+
+    @property
+    def worst(self) -> tuple[float, float]:
+        """Error and bound of what is nearest its bound, or furthest past it."""
+        return max(self.errors.values(), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.bound  # False for NaN
+        return all(error <= bound for error, bound in self.errors.values())  # False for NaN
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,7 @@ class _CaseRun:
         """Run every step once and compare what it returns."""
         checked = []
         for impl in implementations:
+            failures = len(self.outcome.not_run)
             try:
                 steps = impl.steps(problem)
             except Exception as e:
@@ -189,12 +197,14 @@ class _CaseRun:
                 continue
             for mode in MODES:
                 try:
-                    error, bound = self.op.check(reference, mode, steps[mode]())
+                    errors = self.op.check(reference, mode, steps[mode]())
                 except Exception as e:
                     self.give_up(impl, mode, _reason(e))
                 else:
-                    checked.append(_Checked(impl, mode, steps[mode], error, bound))
+                    checked.append(_Checked(impl, mode, steps[mode], errors))
                 self.tick("checking")
+            if len(self.outcome.not_run) > failures:
+                _release(self.device)
         return checked
 
     def measure(self, problem: Any, mode: str, checked: Sequence[_Checked]) -> None:
@@ -202,6 +212,8 @@ class _CaseRun:
         failed: dict[str, str] = {}
         timings = self.time(problem, mode, {c.impl.name: c.step for c in checked if c.ok}, failed)
         floor = timings.get(_FLOOR)
+        if failed:
+            _release(self.device)
         for c in checked:
             if c.impl.name in failed:
                 self.give_up(c.impl, mode, failed[c.impl.name])
@@ -213,6 +225,7 @@ class _CaseRun:
                 self.give_up(c.impl, mode, _reason(e))
                 continue
             self.tick(f"memory of {mode}")
+            error, bound = c.worst
             self.outcome.rows.append(
                 Row(
                     op=self.name,
@@ -227,8 +240,9 @@ class _CaseRun:
                     floor_ms=floor.median_ms if floor else None,
                     ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
                     extra_bytes=extra,
-                    error=c.error if math.isfinite(c.error) else None,
-                    error_bound=c.bound,
+                    error=_finite(error),
+                    error_bound=bound,
+                    errors={name: _finite(error) for name, (error, _) in c.errors.items()},
                     ok=c.ok,
                 )
             )
@@ -250,6 +264,23 @@ class _CaseRun:
 
 # The floor among the steps' names; no implementation's name is empty.
 _FLOOR = ""
+
+
+def _release(device: str) -> None:
+    """Free what steps have left behind.
+
+    One that ran out of memory may leave cycles that hold tensors.  What its cache holds is out of reach for all that is
+    not allocated through PyTorch, such as the code of kernels.
+    """
+    if device == "cuda":
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None
 
 
 def _reason(e: Exception) -> str:

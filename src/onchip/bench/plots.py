@@ -29,8 +29,12 @@ Styles = Mapping[str, Mapping[str, Any]]
 MODE = "forward+backward"
 # Less memory than this is drawn as this: a logarithm has no zero, and the measurement resolves no less.
 _LEAST_BYTES = 1 << 18
-_OWN = ("#0b5fd6", "#0e9bb0", "#7c3aed", "#16803c"), "osD^"
-_PEERS = ("#c2772b", "#6b7280", "#be123c", "#111827", "#86198f", "#a3a314"), "vPX<>*"
+# Each family in colours of its own.  The markers are fewer, so that a colour that comes round again has another one.
+_OWN = ("#0b5fd6", "#0e9bb0", "#7c3aed", "#16803c", "#1e3a8a", "#38bdf8"), "osD^p"
+_PEERS = (
+    "#c2772b", "#6b7280", "#be123c", "#111827", "#86198f", "#a3a314", "#e11d8f", "#78350f", "#ea580c", "#f0a202",
+    "#9f8170",
+), "vPX<>*dh"  # fmt: skip
 _GRAY = "#374151"
 _DASHES = (0, (4, 3))
 _STYLE: Any = {
@@ -107,7 +111,8 @@ def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
 def growth_svg(rows: Rows) -> str | None:
     """Time (above) and extra memory (below) over each sweep of sizes: None if `rows` has no sweep.
 
-    A sweep is a set of cases named alike but for the number at the end, such as 'tokens-512', 'tokens-1024'.
+    A sweep is a set of cases named alike but for the number at the end, such as 'tokens-512', 'tokens-1024', or for
+    the tokens of a model, such as 'llama3.1-8b-t1024', 'llama3.1-8b-t4096'.
     """
     sweeps = _sweeps(rows)
     if not sweeps:
@@ -127,14 +132,15 @@ def growth_svg(rows: Rows) -> str | None:
         grid[1, 0].set_ylabel("extra memory at the peak")
         figure.suptitle(MODE, x=0.01, ha="left", fontweight="bold")
         handles, labels = grid[0, 0].get_legend_handles_labels()
-        columns = min(3, len(sweeps) + 1)
         figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False)
-        bottom = 0.75 + 0.25 * -(-len(labels) // columns)
         figure.subplots_adjust(
             left=1 / width, right=1 - 0.2 / width, bottom=bottom / height, top=1 - 0.5 / height, hspace=0.1, wspace=0.06
         )
 
-    width, height = max(6.2, 4.6 * len(sweeps)), 7.2
+    columns = min(3, len(sweeps) + 1)
+    # The legend's lines: one for each implementation, and the floor.
+    bottom = 0.75 + 0.22 * -(-(len(styles) + 1) // columns)
+    width, height = max(6.2, 4.6 * len(sweeps)), 5.7 + bottom
     return _svg(draw, width, height)
 
 
@@ -161,8 +167,10 @@ def _sweeps(rows: Rows) -> dict[str, list[Point]]:
 
 
 def _sweep_point(case: str) -> tuple[str, int] | None:
-    found = re.fullmatch(r"([a-z]+)-(\d+)", case)
-    return (found[1], int(found[2])) if found else None
+    if found := re.fullmatch(r"([a-z]+)-(\d+)", case):
+        return found[1], int(found[2])
+    found = re.fullmatch(r"(.+)-t(\d+)", case)
+    return (f"tokens, {found[1]}", int(found[2])) if found else None
 
 
 def _height(row: Mapping[str, Any]) -> int:
@@ -183,7 +191,7 @@ def _format_height(n: float) -> str:
 def _styles(rows: Rows) -> Styles:
     """The same in every plot of the same rows.  The first of each family has a broad line, which shows under others."""
     impls = list(dict.fromkeys(r["impl"] for r in rows))
-    own = [impl for impl in impls if impl.startswith("onchip ")]
+    own = [impl for impl in impls if re.match(r"onchip\b", impl)]
     peers = [impl for impl in impls if impl not in own]
     return {
         impl: {
@@ -218,14 +226,17 @@ def _log_axis(
     form: Callable[[float], str],
     candidates: Callable[[float, float], Sequence[float]],
 ) -> None:
-    """A logarithmic axis around `values`, with at most eight of the `candidates` between its ends as ticks."""
+    """A logarithmic axis around `values`; ticks are the `candidates` an eighth of it or more from the tick before."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)
     margin = max(1.5, (high / low) ** 0.08)  # so much that there is a power of two, and round numbers, in any case
     low, high = low / margin, high * margin
-    ticks = [t for t in candidates(low, high) if low <= t <= high]
-    ticks = ticks[:: -(-len(ticks) // 8)]
+    gap = (high / low) ** (0.999 / 8)
+    ticks: list[float] = []
+    for t in candidates(low, high):
+        if low <= t <= high and (not ticks or t >= ticks[-1] * gap):
+            ticks.append(t)
     axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
     axis: Axis = getattr(axes, f"{which}axis")
     axis.set_major_locator(FixedLocator(ticks))

@@ -1,5 +1,6 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -73,11 +74,9 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     else:
         target = rng.integers(first, vocab, size=tokens)
     if case.target_prob is not None:
-        # The other logits' exponentials sum to about V exp(std^2 / 2).
-        logit = np.log(case.target_prob / (1 - case.target_prob) * vocab) + case.logit_std**2 / 2
         chosen = weight[target]
-        now = np.einsum("th,th->t", hidden, chosen)
-        hidden += ((logit - now) / np.einsum("th,th->t", chosen, chosen))[:, None].astype(np.float32) * chosen
+        missing = target_logit(case) - np.einsum("th,th->t", hidden, chosen)
+        hidden += (missing / np.einsum("th,th->t", chosen, chosen))[:, None].astype(np.float32) * chosen
     bias = None
     if case.bias or case.masked or case.logit_offset:
         bias = rng.standard_normal(vocab, dtype=np.float32) * np.float32(case.bias) + np.float32(case.logit_offset)
@@ -94,6 +93,12 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         temperature=rng.uniform(0.5, 2, tokens).astype(np.float32) if case.token_temperature else None,
         grad_loss=rng.standard_normal(tokens if per_token else (), dtype=np.float32) + np.float32(not per_token),
     )
+
+
+def target_logit(case: Case) -> float:
+    """The target's logit that gives it `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
+    assert case.target_prob is not None
+    return math.log(case.target_prob / (1 - case.target_prob) * case.vocab) + case.logit_std**2 / 2
 
 
 def _case(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
@@ -145,6 +150,16 @@ CHECK_CASES = (
 CPU_CASE = _case("cpu", 4096, 1024, 32768)
 VOCAB_SWEEP = tuple(_case(f"vocab-{v}", 2048, 512, v) for v in (2048, 4096, 8192, 16384, 32768))
 TOKEN_SWEEP = tuple(_case(f"tokens-{t}", t, 512, 16384) for t in (256, 512, 1024, 2048, 4096))
-MODEL_CASES = tuple(_case(name, 4096, h, v) for name, (h, v) in MODELS.items())
-BENCH_CASES = {case.name: case for case in (CPU_CASE, *VOCAB_SWEEP, *TOKEN_SWEEP, *MODEL_CASES)}
-DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in MODEL_CASES)}
+# deepseek-v3 has the widest rows; with twice the tokens it is also the largest of the products.
+MODEL_CASES = tuple(_case(name, 8192 if name == "deepseek-v3" else 4096, h, v) for name, (h, v) in MODELS.items())
+LLAMA = "llama3.1-8b"
+LLAMA_TOKEN_SWEEP = tuple(_case(f"{LLAMA}-t{t}", t, *MODELS[LLAMA]) for t in (1024, 4096, 8192, 16384, 32768))
+LLAMA_VARIANTS = (
+    _case(f"{LLAMA}-half-ignored", 4096, *MODELS[LLAMA], ignored=0.5),
+    _case(f"{LLAMA}-zipf", 4096, *MODELS[LLAMA], zipf=True),
+    _case(f"{LLAMA}-peaked", 4096, *MODELS[LLAMA], target_prob=0.999),
+    _case(f"{LLAMA}-std30", 4096, *MODELS[LLAMA], logit_std=30.0),
+)
+_CUDA_CASES = (*MODEL_CASES, *LLAMA_VARIANTS, *LLAMA_TOKEN_SWEEP)
+BENCH_CASES = {case.name: case for case in (CPU_CASE, *VOCAB_SWEEP, *TOKEN_SWEEP, *_CUDA_CASES)}
+DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in _CUDA_CASES)}

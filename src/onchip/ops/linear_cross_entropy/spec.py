@@ -140,7 +140,10 @@ class Problem:
     per_token_loss: bool = False
     """reduction='none': the upstream gradient is one number per token."""
     softcap: bool = False
+    smoothing: bool = False
     stats: bool = False
+    weight_grad_out: bool = False
+    """The weight's gradient is added to a float32 tensor of the caller's."""
     compacted: bool = False
     """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
 
@@ -189,7 +192,7 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     # On the CPU, float32 ones are handed out as they are when that is 1.
     kept = c.strategy == "stash" and p.device == "cuda"
     float32_hidden = backward and p.grad_hidden and (kept or p.hidden_dtype != "float32")
-    float32_weight = backward and p.grad_weight and (kept or p.weight_dtype != "float32")
+    float32_weight = backward and p.grad_weight and (kept or p.weight_dtype != "float32" or p.weight_grad_out)
     weight_rows = vocab if c.strategy == "recompute" else p.vocab
     casts = 0
     if p.hidden_dtype != p.dtype:

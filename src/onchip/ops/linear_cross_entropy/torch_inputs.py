@@ -81,5 +81,26 @@ def check_normalizer(normalizer: float | Tensor | None, reduction: str, hidden: 
     return normalizer
 
 
+def check_weight_grad_out(out: Tensor | None, weight: Tensor) -> None:
+    """Raise unless `out` can take the weight's gradient."""
+    if out is None:
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{OP}: weight_grad_out must be a torch.Tensor; got {type(out).__name__}")
+    if out.dtype != torch.float32:
+        raise TypeError(f"{OP}: weight_grad_out must be float32; got {_name(out.dtype)}")
+    if out.shape != weight.shape or not out.is_contiguous():
+        raise ValueError(
+            f"{OP}: weight_grad_out must be contiguous, of weight's shape, {list(weight.shape)}; "
+            f"got shape {list(out.shape)}, strides {list(out.stride())}"
+        )
+    if out.device != weight.device:
+        raise ValueError(f"{OP}: weight_grad_out is on {out.device} but weight is on {weight.device}; move it there")
+    if out.requires_grad:
+        raise ValueError(f"{OP}: weight_grad_out must not require a gradient; pass weight_grad_out.detach()")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{OP}: weight_grad_out is not supported inside torch.compile")
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

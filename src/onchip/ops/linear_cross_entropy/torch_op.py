@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy import spec, torch_tiles
+from onchip.ops.linear_cross_entropy import spec, torch_tiles, triton_op, triton_spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES, check_normalizer, check_tensors
+from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once, graph_is_kept
+from onchip.ops.linear_cross_entropy.torch_inputs import (
+    DTYPES,
+    check_normalizer,
+    check_tensors,
+    check_weight_grad_out,
+)
 
 _DEVICES = ("cpu", "cuda", "meta")
+BACKENDS = ("triton", "torch")
 
 
 class LinearCrossEntropyStats(NamedTuple):
@@ -53,6 +60,7 @@ def linear_cross_entropy(
     strategy: str = "auto",
     backend: str = "auto",
     return_stats: bool = False,
+    weight_grad_out: Tensor | None = None,  # [V, H] float32
 ) -> Any:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
 
@@ -87,8 +95,11 @@ def linear_cross_entropy(
             vocabulary (4 products, less memory); "auto" takes "stash" where that fits scratch_bytes in chunks of a
             useful size.  With reduction="none" a gradient of weight or bias is always made by "recompute", since the
             upstream gradient of each token isn't known before backward.
-        backend: "auto" or "torch" (the framework's own matrix products).
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
+            matrix products) or "auto": the first of these that can run.
         return_stats: also return float32 per-token statistics.
+        weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
+            its own.  For a main gradient that is kept in float32 over micro-batches.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -134,22 +145,30 @@ def linear_cross_entropy(
     )
     dtype = check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
     normalizer = check_normalizer(normalizer, reduction, hidden)
+    check_weight_grad_out(weight_grad_out, weight)
     device = hidden.device.type
-    refusal = None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}"
-    choose_backend(OP, backend, {"torch": refusal})
+    refusals = {
+        "triton": triton_op.refusal(hidden, dtype),
+        "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
+    }
+    order = ("triton", "torch") if device == "cuda" else ("torch", "triton")
+    chosen = choose_backend(OP, backend, {name: refusals[name] for name in order})
 
     grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     problem = _problem(
-        hidden, weight, dtype, grads, softcap=softcap, stats=return_stats, per_token_loss=reduction == "none"
-    )
-    loss, *stats = _forward_op(
         hidden,
         weight,
-        bias,
-        target,
-        token_weight,
-        per_token_temperature,
-        normalizer,
+        dtype,
+        grads,
+        softcap=softcap,
+        stats=return_stats,
+        smoothing=label_smoothing > 0,
+        per_token_loss=reduction == "none",
+        weight_grad_out=weight_grad_out is not None,
+        on_gpu=chosen == "triton",
+    )
+    tensors = (hidden, weight, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
+    numbers = (
         dtype,
         int(options.ignore_index),
         options.reduction,
@@ -159,11 +178,14 @@ def linear_cross_entropy(
         float(options.logit_scale),
         float(options.temperature),
         options.check_inputs,
-        None if options.scratch_bytes is None else int(options.scratch_bytes),
-        spec.choose_strategy(problem, options.strategy, options.scratch_bytes),
-        *grads,
-        options.return_stats,
     )
+    budget = None if options.scratch_bytes is None else int(options.scratch_bytes)
+    if chosen == "triton":
+        config = triton_spec.plan_for_shapes(problem, options.strategy, budget)
+        loss, *stats = triton_op.forward(*tensors, *numbers, *config, *grads, options.return_stats)
+    else:
+        strategy = spec.choose_strategy(problem, options.strategy, budget)
+        loss, *stats = _forward_op(*tensors, *numbers, budget, strategy, *grads, options.return_stats)
     return (loss, LinearCrossEntropyStats(*stats[:4])) if return_stats else loss
 
 
@@ -212,7 +234,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             strategy=strategy,
             return_stats=return_stats,
         )
-        choose_backend(OP, backend, {"torch": None})
+        choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):
             spec.require_positive("normalizer", normalizer)
@@ -228,6 +250,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
         temperature: float | Tensor | None = None,
+        weight_grad_out: Tensor | None = None,  # [V, H] float32
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
         options = vars(self.options) | ({} if temperature is None else {"temperature": temperature})
@@ -239,6 +262,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             normalizer=self.normalizer if normalizer is None else normalizer,
             token_weight=token_weight,
             backend=self.backend,
+            weight_grad_out=weight_grad_out,
             **options,
         )
 
@@ -256,11 +280,14 @@ def _problem(
     *,
     softcap: float | None,
     stats: bool,
+    smoothing: bool = False,
     per_token_loss: bool = False,
+    weight_grad_out: bool = False,
     compacted: bool | None = None,
+    on_gpu: bool = False,
 ) -> Problem:
     vocab, hidden_size = weight.shape
-    device = "cpu" if hidden.device.type == "cpu" else "cuda"
+    device = "cpu" if hidden.device.type == "cpu" and not on_gpu else "cuda"
     return Problem(
         tokens=hidden.numel() // hidden_size,
         hidden=hidden_size,
@@ -274,7 +301,9 @@ def _problem(
         grad_bias=grads[2],
         per_token_loss=per_token_loss,
         softcap=softcap is not None,
+        smoothing=smoothing,
         stats=stats,
+        weight_grad_out=weight_grad_out,
         # Before the targets are read, the worst case.
         compacted=device == "cpu" if compacted is None else compacted,
     )
@@ -287,7 +316,7 @@ def _problem(
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, "
-    "Tensor? normalizer, ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, "
+    "Tensor? normalizer, Tensor? weight_grad_out, ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, "
     "float? softcap, float logit_scale, float temperature, bool check_inputs, int? scratch_bytes, str strategy, "
     "bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
 )
@@ -303,6 +332,7 @@ class _Arguments(NamedTuple):
     token_weight: Tensor | None  # [...]
     token_temperature: Tensor | None  # [...] or []
     normalizer: Tensor | None  # []
+    weight_grad_out: Tensor | None  # [V, H] float32; used in backward
     dtype: torch.dtype
     ignore_index: int
     reduction: str
@@ -361,13 +391,14 @@ class _Arguments(NamedTuple):
             self.grads,
             softcap=self.softcap,
             stats=self.stats,
+            weight_grad_out=self.weight_grad_out is not None,
             compacted=compacted,
         )
         return spec.plan(problem, strategy, self.scratch_bytes)
 
 
 @torch.library.custom_op(
-    "onchip::linear_cross_entropy", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})"
+    "onchip::linear_cross_entropy_torch", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct, and what 'stash' keeps: the gradients of hidden, weight and bias in
@@ -423,9 +454,12 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op(
-    "onchip::linear_cross_entropy_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_loss, Tensor lse, Tensor log_prob, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    "onchip::linear_cross_entropy_torch_backward",
+    mutates_args=("weight_grad_out",),
+    schema=(
+        "(Tensor grad_loss, Tensor lse, Tensor log_prob, "
+        f"{_SCHEMA.replace('Tensor? weight_grad_out', 'Tensor(a!)? weight_grad_out')}) -> (Tensor, Tensor, Tensor)"
+    ),
 )
 def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of hidden, weight and bias by 'recompute'; what isn't asked for is empty."""
@@ -452,6 +486,7 @@ def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -
             scale=scale,
             grads=a.grads,
             dtypes=a.dtypes,
+            weight_grad_out=a.weight_grad_out,
         )
         shapes = (a.hidden.shape, a.weight.shape, a.weight.shape[:1])
         return tuple(hidden.new_empty(0) if x is None else x.view(s) for x, s in zip(made, shapes, strict=True))
@@ -460,9 +495,10 @@ def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -
 @_backward_op.register_fake
 def _(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*args)
+    returned = (a.grad_hidden, a.grad_weight and a.weight_grad_out is None, a.grad_bias)
     return tuple(
         x.new_empty(x.shape) if x is not None and wanted else a.hidden.new_empty(0)
-        for x, wanted in zip((a.hidden, a.weight, a.bias), a.grads, strict=True)
+        for x, wanted in zip((a.hidden, a.weight, a.bias), returned, strict=True)
     )
 
 
@@ -472,13 +508,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
     ctx.stash = None
+    # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
+    ctx.weight_grad_out = a.weight_grad_out
     if a.strategy == "stash":
         # Neither hidden nor weight is kept alive: the stash is enough, with the target to tell ignored tokens by.
         ctx.save_for_backward(*stashed, a.target)
         ctx.stash = _Stash(a.grads, a.dtypes, a.reduction, a.ignore_index)
     else:
         ctx.save_for_backward(lse, log_prob, *a[:7])
-        ctx.options = a[7:]
+        ctx.options = a[8:]
 
 
 class _Stash(NamedTuple):
@@ -496,20 +534,20 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None, None, None, *nothing)
     grads: list[Tensor | None]
     if ctx.stash is not None:
-        grads = _scale_stash(ctx.stash, ctx.saved_tensors, grad_loss)
+        grads = _scale_stash(ctx.stash, ctx.saved_tensors, grad_loss, ctx.weight_grad_out)
     else:
         lse, log_prob, *tensors = ctx.saved_tensors
-        a = _Arguments(*tensors, *ctx.options)
+        a = _Arguments(*tensors, ctx.weight_grad_out, *ctx.options)
         made = _backward_op(grad_loss, lse, log_prob, *a)
         grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
-    if torch.is_grad_enabled():  # create_graph=True
-        anchor = torch.empty(0, requires_grad=True)
-        present = iter(_DifferentiatedTwice.apply(anchor, *[g for g in grads if g is not None]))
-        grads = [None if g is None else next(present) for g in grads]
-    return (*grads, *nothing)
+        if a.weight_grad_out is not None:
+            grads[1] = None
+    return (*differentiable_once(grads), *nothing)
 
 
-def _scale_stash(stash: _Stash, saved: tuple[Tensor, ...], grad_loss: Tensor) -> list[Tensor | None]:
+def _scale_stash(
+    stash: _Stash, saved: tuple[Tensor, ...], grad_loss: Tensor, weight_grad_out: Tensor | None
+) -> list[Tensor | None]:
     """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
     if stash.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
         grad_hidden, _, _, target = saved
@@ -521,11 +559,16 @@ def _scale_stash(stash: _Stash, saved: tuple[Tensor, ...], grad_loss: Tensor) ->
         type(grad_loss) is Tensor
         and grad_loss.device.type == "cpu"
         and float(grad_loss) == 1
-        and not torch._C._autograd._get_current_graph_task_keep_graph()
+        and not graph_is_kept()
     )
+    wanted = list(stash.grads)
+    if weight_grad_out is not None and wanted[1]:
+        with torch.no_grad():
+            weight_grad_out.addcmul_(saved[1], grad_loss.float())
+        wanted[1] = False
     return [
-        _scale(stashed, None if as_is else grad_loss, dtype) if wanted else None
-        for stashed, dtype, wanted in zip(saved[:3], stash.dtypes, stash.grads, strict=True)
+        _scale(stashed, None if as_is else grad_loss, dtype) if want else None
+        for stashed, dtype, want in zip(saved[:3], stash.dtypes, wanted, strict=True)
     ]
 
 
@@ -534,18 +577,6 @@ def _scale(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor
         return stashed.to(dtype)
     # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
     return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
-
-
-class _DifferentiatedTwice(torch.autograd.Function):
-    """Passes gradients through and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{OP}: a backward of the backward is not supported")
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -88,9 +88,7 @@ def select_tokens(
     if check_values and bool(out_of_range.any()):
         _raise_for_label(target, out_of_range, vocab, ignore_index)
     if normalizer is not None:
-        # Where the value lies on the CPU, reading it is free.
-        if (check_values or normalizer.device.type == "cpu") and not 0 < float(normalizer) < float("inf"):
-            raise ValueError(f"{OP}: normalizer must be finite and above 0; got {float(normalizer)}")
+        check_normalizer_value(normalizer, always=check_values)
         count = normalizer.to(torch.float32)
     elif reduction == "mean":
         count = kept.sum().clamp(min=1).to(torch.float32)
@@ -121,6 +119,12 @@ def select_tokens(
         weight = weight.masked_fill(~kept, 0).masked_fill(bad, float("nan"))
         tau = tau.masked_fill(~kept, 1) if isinstance(tau, Tensor) else tau
     return Tokens(index, kept_mask, bad, label, weight, tau[:, None] if isinstance(tau, Tensor) else tau, 1 / count)
+
+
+def check_normalizer_value(normalizer: Tensor, *, always: bool = False) -> None:
+    """Raise if the value is wrong; unless `always`, only where it lies on the CPU and reading it is free."""
+    if (always or normalizer.device.type == "cpu") and not 0 < float(normalizer) < float("inf"):
+        raise ValueError(f"{OP}: normalizer must be finite and above 0; got {float(normalizer)}")
 
 
 def _raise_for_label(target: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int) -> None:
@@ -433,8 +437,9 @@ def recompute(
     scale: Tensor,  # 0-d float32: the upstream gradient over what the mean divides by
     grads: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    weight_grad_out: Tensor | None = None,  # [V, H] float32
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden, weight and bias in `dtypes`."""
+    """The gradients of hidden, weight and bias in `dtypes`; weight's is added to `weight_grad_out` if that is given."""
     n, vocab = tokens.label.numel(), head.vocab
     row, too_large = _gradient_rows(tokens, scale * head.logit_scale, _operand_dtype(hidden))
     if tokens.index is not None:
@@ -444,10 +449,12 @@ def recompute(
     shift = lse if tokens.kept is None else lse.masked_fill(~tokens.kept, float("inf"))
     tile = _Tile(min(n, config.token_chunk) * config.vocab_chunk, hidden, slope=head.softcap is not None, narrow=True)
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if grads[0] else None
-    grad_weight = torch.empty(head.weight.shape, dtype=dtypes[1], device=hidden.device) if grads[1] else None
+    grad_weight = weight_grad_out if grads[1] else None
+    if grads[1] and weight_grad_out is None:
+        grad_weight = torch.empty(head.weight.shape, dtype=dtypes[1], device=hidden.device)
     grad_bias = hidden.new_zeros(vocab, dtype=torch.float32) if grads[2] else None
     weight_part = None
-    if grads[1] and dtypes[1] != torch.float32:
+    if grads[1] and (dtypes[1] != torch.float32 or weight_grad_out is not None):
         weight_part = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=torch.float32)
     whole = config.token_chunk >= n  # then the rows of hidden are made ready once
     h = tokens.rows(hidden, 0, n) if whole else None
@@ -472,11 +479,13 @@ def recompute(
                 _product(into, g.t(), rows, accumulate=t0 > 0)
         if grad_weight is not None:
             _shrink(into, too_large)
-            if weight_part is not None:
+            if weight_grad_out is not None:
+                grad_weight[v0:v1] += into
+            elif weight_part is not None:
                 grad_weight[v0:v1] = into
     grad_hidden, grad_bias = _shrink(grad_hidden, too_large), _shrink(grad_bias, too_large)
     return (
         None if grad_hidden is None else grad_hidden.to(dtypes[0]),
-        grad_weight,
+        None if weight_grad_out is not None else grad_weight,
         None if grad_bias is None else grad_bias.to(dtypes[2]),
     )

@@ -1,0 +1,405 @@
+"""linear_cross_entropy for PyTorch on the Triton kernels: two registered operators and autograd between them.
+
+`_forward_op` computes the loss, and leaves what gradients need in the memory that they will take: the exponentials of
+the logits in the weight's, the tokens' hidden states in hidden's.  `_backward_op` turns these into the gradients, in
+place; autograd clones them first where the graph is retained.  What is launched is in triton_walks.py.
+"""
+
+import contextlib
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core import configs
+from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
+from onchip.ops.linear_cross_entropy.spec import DTYPE_BYTES, OP
+from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once, graph_is_kept
+from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
+from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
+
+
+def refusal(hidden: Tensor, dtype: torch.dtype) -> str | None:
+    """Why the kernels can't serve this call, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
+    if _interpreted():
+        return None if dtype == torch.float16 else "Triton's interpreter computes bfloat16 wrongly"
+    if hidden.device.type != "cuda":
+        return f"it runs on CUDA tensors, not on {hidden.device.type!r}"
+    if torch.version.hip is not None:
+        return "it is written for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability(hidden.device)
+    return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
+
+
+@lru_cache(maxsize=1)
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+# ------------------------------------------------------------------------------------------------ registered operators
+
+
+class Arguments(NamedTuple):
+    """The arguments of `_forward_op`, in order."""
+
+    hidden: Tensor  # [..., H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    target: Tensor  # [...]
+    token_weight: Tensor | None  # [...]
+    token_temperature: Tensor | None  # [...] or []
+    normalizer: Tensor | None  # []
+    weight_grad_out: Tensor | None  # [V, H] float32; used in backward
+    dtype: torch.dtype
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    check_inputs: bool
+    token_chunk: int
+    vocab_chunk: int
+    stashed: int
+    overflow: int
+    splits: int
+    grad_hidden: bool
+    grad_weight: bool
+    grad_bias: bool
+    stats: bool
+
+    @property
+    def config(self) -> TritonConfig:
+        return TritonConfig(self.token_chunk, self.vocab_chunk, self.stashed, self.overflow, self.splits)
+
+    @property
+    def any_grad(self) -> bool:
+        return self.grad_hidden or self.grad_weight or self.grad_bias
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward; see `triton_walks`."""
+
+    hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
+    weight_memory: Tensor  # of weight's gradient: exponentials
+    overflow: Tensor
+    maximum: Tensor
+    vectors: Tensor
+
+
+# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
+_OPTIONS = (
+    "ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
+    "float logit_scale, float temperature, bool check_inputs, SymInt token_chunk, SymInt vocab_chunk, SymInt stashed, "
+    "SymInt overflow, int splits, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
+)
+_TENSORS = (
+    "Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer"
+)
+
+
+@torch.library.custom_op(
+    "onchip::linear_cross_entropy_triton",
+    mutates_args=(),
+    schema=f"(Tensor hidden, {_TENSORS}, Tensor? weight_grad_out, {_OPTIONS}) -> ({', '.join(['Tensor'] * 10)})",
+)
+def _forward_op(*args: Any) -> tuple[Tensor, ...]:
+    """Return loss, lse, log_prob, entropy, correct and `Saved`; what isn't asked for is empty."""
+    from onchip.ops.linear_cross_entropy import triton_walks as walks
+
+    a = Arguments(*args)
+    shape, tokens = a.target.shape, a.target.numel()
+    with _device_of(a.hidden), torch.autocast(a.hidden.device.type, enabled=False):
+        target = a.target.reshape(-1).to(torch.int64)
+        if a.check_inputs:
+            _check_values(a)
+        run = _run(a, a.weight.to(a.dtype), tokens)
+        hidden = a.hidden.reshape(-1, run.hidden)
+        temperature: Tensor | float = a.temperature
+        if a.token_temperature is not None:
+            temperature = a.token_temperature.expand(shape).reshape(-1).to(torch.float32)
+        saved = _saved(a)
+        stash = _stash(walks, a, saved) if a.any_grad and a.config.held > 0 else None
+        out, vectors, partials = walks.forward(
+            run,
+            hidden,
+            target,
+            _flat(a.token_weight),
+            temperature,
+            a.ignore_index,
+            _rows(saved.hidden_memory, tokens, run.hidden, a.dtype)
+            if a.any_grad
+            else hidden.new_empty((min(a.token_chunk, tokens), run.hidden), dtype=a.dtype),
+            stash,
+            stats=a.stats,
+        )
+        loss = out.loss.view(shape)
+        if a.reduction != "none":
+            loss = out.loss.sum() * _inverse_count(a.reduction, a.normalizer, vectors.count)
+        if a.any_grad:
+            saved = saved._replace(vectors=vectors.packed)
+            if stash is not None:
+                saved = saved._replace(maximum=partials.maximum)
+        blank = hidden.new_empty(0, dtype=torch.float32)
+        return (
+            loss,
+            out.lse.view(shape),
+            out.log_prob.view(shape),
+            blank if out.entropy is None else out.entropy.view(shape),
+            blank.to(torch.bool) if out.correct is None else out.correct.view(shape),
+            *saved,
+        )
+
+
+@_forward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = Arguments(*args)
+    per_token = [a.target.new_empty(a.target.shape, dtype=torch.float32) for _ in range(4)]
+    return (
+        per_token[0] if a.reduction == "none" else a.hidden.new_empty((), dtype=torch.float32),
+        per_token[1],
+        per_token[2],
+        per_token[3] if a.stats else a.hidden.new_empty(0, dtype=torch.float32),
+        a.target.new_empty(a.target.shape if a.stats else 0, dtype=torch.bool),
+        *_saved(a),
+    )
+
+
+def _saved(a: Arguments) -> Saved:
+    """The tensors of `Saved`, not yet filled."""
+    tokens, (vocab, hidden) = a.target.numel(), a.weight.shape
+    tiles = -(-vocab // triton_spec.VOCAB_TILE)
+    blank = a.hidden.new_empty(0, dtype=a.dtype)
+    if not a.any_grad:
+        return Saved(blank, blank.clone(), blank.clone(), blank.float(), blank.int())
+    ragged = a.stashed if vocab % triton_spec.VOCAB_TILE else 0
+    in_place = a.grad_weight and a.weight_grad_out is None
+    held = triton_spec.may_hold_any(a.config)
+    return Saved(
+        a.hidden.new_empty(a.hidden.shape, dtype=a.hidden.dtype if a.grad_hidden else a.dtype),
+        a.weight.new_empty((vocab, hidden)) if in_place and held else blank,
+        a.hidden.new_empty(triton_spec.VOCAB_TILE * (tiles * a.overflow + ragged), dtype=a.dtype),
+        a.hidden.new_empty((tiles, tokens) if held else (0, 0), dtype=torch.float32),
+        a.target.new_empty(4 * tokens + 1 if a.any_grad else 0, dtype=torch.int32),
+    )
+
+
+def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tuple[Any, ...]) -> tuple[Arguments, bool]:
+    *rest, add = args
+    return Arguments(hidden_memory, *rest[:6], weight_memory if add else None, *rest[6:]), add
+
+
+@torch.library.custom_op(
+    "onchip::linear_cross_entropy_triton_backward",
+    mutates_args=("hidden_memory", "weight_memory"),
+    schema=(
+        "(Tensor(a!) hidden_memory, Tensor(b!) weight_memory, Tensor overflow_memory, Tensor maximum, Tensor vectors, "
+        f"Tensor grad_loss, Tensor lse, Tensor log_prob, {_TENSORS}, {_OPTIONS}, bool add) -> Tensor"
+    ),
+)
+def _backward_op(
+    hidden_memory: Tensor,
+    weight_memory: Tensor,
+    overflow_memory: Tensor,
+    maximum: Tensor,
+    packed: Tensor,
+    grad_loss: Tensor,
+    lse: Tensor,
+    log_prob: Tensor,
+    *args: Any,
+) -> Tensor:
+    """Turn hidden's and weight's memory into their gradients, and return that of bias; with `add`, weight's is added to
+    what is there.
+    """
+    from onchip.ops.linear_cross_entropy import triton_walks as walks
+
+    a, add = _backward_arguments(hidden_memory, weight_memory, args)
+    tokens = a.target.numel()
+    with _device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
+        run = _run(a, a.weight.to(a.dtype), tokens)
+        vectors = walks.Vectors.unpack(packed)
+        saved = Saved(hidden_memory, weight_memory, overflow_memory, maximum, packed)
+        row = vectors.factor * (run.head.logit_scale / run.outer_scale)
+        if a.reduction == "none":
+            row = row * grad_loss.reshape(-1).float()[vectors.order]
+        else:
+            row = row * (grad_loss * _inverse_count(a.reduction, a.normalizer, vectors.count))
+        weights = _flat(a.token_weight)
+        if weights is not None:
+            row = row * weights[vectors.order]
+        row = row.masked_fill(vectors.label < 0, float("nan"))
+        row, shrink = walks.scale_rows(row, vectors, a.dtype)
+        grad_bias = a.weight.new_zeros(run.vocab if a.grad_bias else 0, dtype=torch.float32)
+        if tokens == 0:
+            if a.grad_weight and not add:
+                weight_memory.zero_()
+        else:
+            walks.backward(
+                run,
+                vectors,
+                walks.Upstream(lse.reshape(-1), log_prob.reshape(-1), row, shrink),
+                _rows(hidden_memory, tokens, run.hidden, a.dtype),
+                maximum,
+                _stash(walks, a, saved),
+                a.vocab_chunk // triton_spec.VOCAB_TILE,
+                a.splits,
+                grad_hidden=hidden_memory.view(tokens, run.hidden) if a.grad_hidden else None,
+                grad_weight=weight_memory if a.grad_weight else None,
+                grad_bias=grad_bias if a.grad_bias else None,
+                add=add,
+            )
+        return grad_bias.to((a.weight if a.bias is None else a.bias).dtype)
+
+
+@_backward_op.register_fake
+def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
+    a, _ = _backward_arguments(hidden_memory, weight_memory, args[6:])
+    like = a.weight if a.bias is None else a.bias
+    return like.new_empty(a.weight.shape[0] if a.grad_bias else 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ their parts
+
+
+def _device_of(x: Tensor) -> Any:
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.reshape(-1).to(torch.float32)
+
+
+def _check_values(a: Arguments) -> None:
+    torch_tiles.select_tokens(
+        a.target,
+        a.weight.shape[0],
+        a.token_weight,
+        a.token_temperature,
+        a.normalizer,
+        ignore_index=a.ignore_index,
+        reduction=a.reduction,
+        temperature=a.temperature,
+        check_values=True,
+    )
+
+
+def _inverse_count(reduction: str, normalizer: Tensor | None, count: Tensor) -> Tensor | float:
+    """1 over what the loss is divided by."""
+    if normalizer is not None:
+        torch_tiles.check_normalizer_value(normalizer)
+        return 1 / normalizer.to(torch.float32)
+    return 1 / count[0].clamp(min=1).to(torch.float32) if reduction == "mean" else 1.0
+
+
+def _rows(memory: Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[T, H] of the products' dtype in the memory of hidden's gradient."""
+    return memory.view(-1).view(dtype)[: tokens * hidden].view(tokens, hidden)
+
+
+def _stash(walks: Any, a: Arguments, saved: Saved) -> Any:
+    in_place = a.stashed > 0
+    memory = saved.weight_memory.view(-1).view(a.dtype) if in_place else saved.overflow[:0]
+    stride = memory.numel() // a.weight.shape[0]
+    return walks.Stash(memory, a.stashed, stride, saved.overflow, a.overflow)
+
+
+@lru_cache(maxsize=64)
+def _device(index: int) -> tuple[str, int, int, tuple[int, int]]:
+    """Slug, multiprocessors, shared memory per block in bytes, and compute capability."""
+    p = torch.cuda.get_device_properties(index)
+    return (
+        configs.device_slug(p.name),
+        p.multi_processor_count,
+        p.shared_memory_per_block_optin,
+        (p.major, p.minor),
+    )
+
+
+def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
+    """The call as the walks take it: its head, and its kernels' tiles from the stored configs."""
+    from onchip.ops.linear_cross_entropy import triton_walks as walks
+
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    head = torch_tiles.Head(
+        weight,
+        # In the products' dtype first, as F.linear does under autocast.
+        None if a.bias is None else a.bias.to(a.dtype).float(),
+        a.label_smoothing,
+        a.z_loss,
+        a.softcap,
+        a.logit_scale,
+    )
+    slug, programs, shared, capability = _device(weight.device.index) if weight.is_cuda else ("", 4, 232448, (9, 0))
+    sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
+    heuristic = triton_spec.heuristic_tiles(shared)
+    tiles = {
+        kernel: walks.Tiles(**configs.find_config(OP, kernel, slug, DTYPES[a.dtype], sizes, default).config)
+        for kernel, default in heuristic.items()
+    }
+    step = 16 // DTYPE_BYTES[DTYPES[a.dtype]]
+    aligned = all(x % step == 0 for x in (weight.shape[1], weight.stride(0))) and weight.data_ptr() % 16 == 0
+    out = a.weight_grad_out
+    if out is not None:
+        aligned = aligned and out.data_ptr() % 16 == 0
+    return walks.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned)
+
+
+# --------------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    a = Arguments(*inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[5:], output[1], output[2], *a[1:7])
+    # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
+    ctx.weight_grad_out = a.weight_grad_out
+    ctx.options = a[8:]
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * (len(Arguments._fields) - 3)
+    if grad_loss is None:
+        return (None, None, None, *nothing)
+    hidden_memory, weight_memory, overflow, maximum, vectors, lse, log_prob, *tensors = ctx.saved_tensors
+    a = Arguments(hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options)
+    kept = graph_is_kept()
+    if kept:
+        hidden_memory = hidden_memory.clone()
+    if a.weight_grad_out is not None:
+        weight_memory = a.weight_grad_out
+    elif a.grad_weight and weight_memory.numel() == 0:
+        weight_memory = torch.empty(a.weight.shape, dtype=a.weight.dtype, device=a.weight.device)
+    elif kept:
+        weight_memory = weight_memory.clone()
+    grad_bias = _backward_op(
+        hidden_memory, weight_memory, overflow, maximum, vectors, grad_loss, lse, log_prob, *a[1:7], *a[8:],
+        a.weight_grad_out is not None,
+    )  # fmt: skip
+    grads = differentiable_once(
+        (
+            hidden_memory if a.grad_hidden else None,
+            weight_memory if a.grad_weight and a.weight_grad_out is None else None,
+            grad_bias if a.grad_bias else None,
+        )
+    )
+    return (*grads, *nothing)
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def forward(*args: Any) -> tuple[Tensor, ...]:
+    """Loss, lse, log_prob, entropy and correct, for the arguments that `Arguments` lists."""
+    return tuple(_forward_op(*args)[:5])

@@ -1,0 +1,256 @@
+"""`onchip tune`: checks the options, tunes each kernel on each case, and stores the winners."""
+
+import contextlib
+import datetime
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from onchip.bench.units import format_ms
+from onchip.core import configs
+from onchip.core.machine import require_packages
+from onchip.tune import log
+from onchip.tune.harness import DeviceLostError, Machine, Op, Search, one_line
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one kernel on one case."""
+
+    kernel: str
+    case: str
+    dtype: str
+    sizes: Mapping[str, int]
+    status: str
+    """ "tuned", "stored before", "unfinished" if the time was up, or "failed"."""
+    candidates: int
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """How many candidates were right, wrong, failing, or dropped for their shared memory."""
+    config: Mapping[str, int] | None = None
+    heuristic_ms: float | None = None
+    best_ms: float | None = None
+    gain: float | None = None
+    """The heuristic's time over the best one."""
+    reason: str | None = None
+    """Why nothing was stored."""
+
+
+def run_tune(op: str, module: str, *, console: Console, **options: Any) -> dict[str, Any]:
+    """Tune the op called `op` on this machine's current CUDA device; `options` are those of `tune_op`.
+
+    Raises:
+        ImportError: PyTorch is missing, or something that the op's kernels need.
+        ValueError: there is no CUDA device, or an option can't be served.
+    """
+    require_packages("tune", ("torch",), "torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("tune needs a CUDA device, and PyTorch sees none here; `onchip info` says more")
+    # Any: PyTorch's type stubs lack the limit that a kernel can opt in to.
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    machine = Machine("cuda", configs.device_slug(properties.name), properties.shared_memory_per_block_optin)
+    return tune_op(op, cast(Op, import_module(module)), machine, console=console, **options)
+
+
+def tune_op(
+    name: str,
+    op: Op,
+    machine: Machine,
+    *,
+    cases: Sequence[str] | None = None,
+    kernels: Sequence[str] | None = None,
+    dtype: str = "bfloat16",
+    out: Path | None = None,
+    limit_seconds: float | None = None,
+    again: bool = False,
+    console: Console,
+) -> dict[str, Any]:
+    """Tune kernels on cases and write the winners to `<out>/<device>/<name>.json`, each as soon as it is known.
+
+    What was measured goes to `<name>.tune.jsonl` beside that file; a later run with the same versions goes on from
+    there, and leaves alone what has a winner.
+
+    Args:
+        name: the op's name in paths.
+        op: the op's tuning module.
+        machine: what to measure on.
+        cases: patterns against the names of the op's cases; None for its defaults.
+        kernels: patterns against the op's kernels; None for all.
+        dtype: one that the op has.
+        out: the folder of configs, made if need be; None for the user's own, which goes before the shipped one.
+        limit_seconds: no candidate is started after so many seconds; None for no limit.
+        again: measure anew what has a winner or is in the log.
+        console: where progress and the table go.
+
+    Returns:
+        Machine, versions, path, and a row for each kernel and case.  "ok" is False if one has no right candidate.
+
+    Raises:
+        ValueError: an option that can't be served, a broken file of configs, or a candidate that broke the device
+            (`DeviceLostError`).
+    """
+    if dtype not in op.DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(op.DTYPES)}; got {dtype!r}")
+    if limit_seconds is not None and limit_seconds <= 0:
+        raise ValueError(f"--limit-seconds must be above 0; got {limit_seconds:g}")
+    folder = out if out is not None else configs.user_folder()
+    path = configs.config_path(folder, name, machine.slug)
+    log_path = path.with_suffix(".tune.jsonl")
+    chosen_kernels = _matching("--kernel", kernels, op.KERNELS) if kernels else list(op.KERNELS)
+    chosen_cases = _matching("--case", cases, op.CASES) if cases else list(op.DEFAULT_CASES)
+    # Hours of work must not end in a file that can't be read or a folder that can't be written.
+    configs.read_entries(folder, name, machine.slug)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.touch()
+    except OSError as e:
+        raise ValueError(f"--out: {e}") from e
+    candidates = {(k, c): op.candidates(k, op.CASES[c], dtype) for k in chosen_kernels for c in chosen_cases}
+
+    run = _Run(
+        name,
+        op,
+        machine,
+        dtype,
+        folder,
+        log_path,
+        versions=_versions(),
+        again=again,
+        deadline=time.monotonic() + (limit_seconds if limit_seconds is not None else math.inf),
+    )
+    rows = []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), "{task.description}")
+    # No refreshing thread: it would take time from the steps.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=sum(map(len, candidates.values())))
+        done = 0
+        for (kernel, case), to_try in candidates.items():
+
+            def tick(doing: str, where: str = f"{kernel}, {case}", most: int = done + len(to_try)) -> None:
+                progress.update(task, description=f"{where}: {doing}", refresh=True)
+                progress.update(task, completed=min(progress.tasks[0].completed + 1, most))
+
+            rows.append(run.tune(kernel, case, to_try, tick))
+            done += len(to_try)
+            progress.update(task, completed=done, refresh=True)
+    document = {
+        "op": name,
+        "device": machine.slug,
+        "versions": run.versions,
+        "path": str(path),
+        "ok": not any(row.status == "failed" for row in rows),
+        "rows": [asdict(row) for row in rows],
+    }
+    _print_rows(rows, console)
+    console.print(f"configs: {path}", highlight=False, soft_wrap=True)
+    return document
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What all kernels and cases of a run have in common."""
+
+    name: str
+    op: Op
+    machine: Machine
+    dtype: str
+    folder: Path
+    log_path: Path
+    versions: Mapping[str, str]
+    again: bool
+    deadline: float
+
+    def tune(self, kernel: str, case: str, candidates: Sequence[Mapping[str, int]], tick: Callable[[str], None]) -> Row:
+        """Tune one kernel on one case and store the winner."""
+        sizes = dict(self.op.sizes(self.op.CASES[case]))
+        row = Row(kernel, case, self.dtype, sizes, status="failed", candidates=len(candidates))
+        stored = [e for e in self.entries() if e.is_for(kernel, self.dtype, sizes)]
+        if stored and stored[0].versions == self.versions and not self.again:
+            return replace(row, status="stored before", config=stored[0].config, best_ms=stored[0].ms)
+        if not candidates:
+            return replace(row, reason="the op has no candidates for it")
+        problem = log.Problem(kernel, self.dtype, sizes, self.versions)
+        search = Search(
+            self.op,
+            kernel,
+            self.op.CASES[case],
+            self.dtype,
+            self.machine,
+            candidates,
+            known={} if self.again else log.read(self.log_path, problem),
+            record=functools.partial(log.append, self.log_path, problem),
+            tick=tick,
+            deadline=self.deadline,
+        )
+        try:
+            tuned = search.run()
+        except DeviceLostError:
+            raise
+        except Exception as e:  # too big for this device, say: the other cases may not be
+            return replace(row, reason=one_line(e))
+        row = replace(
+            row,
+            outcomes=dict(Counter(result.outcome for result in tuned.results)),
+            heuristic_ms=tuned.heuristic_ms,
+        )
+        if not tuned.finished:
+            reason = f"the time was up after {len(tuned.results)} candidates; the same command goes on from there"
+            return replace(row, status="unfinished", reason=reason)
+        if tuned.best is None or tuned.best_ms is None:
+            reasons = Counter(result.reason for result in tuned.results if result.reason)
+            return replace(row, reason=f"no candidate is right; most often: {reasons.most_common(1)[0][0]}")
+        date = datetime.date.today().isoformat()
+        entry = configs.Entry(kernel, self.dtype, sizes, tuned.best, tuned.best_ms, self.versions, date)
+        configs.write_entry(self.folder, self.name, self.machine.slug, entry)
+        gain = tuned.heuristic_ms / tuned.best_ms if tuned.heuristic_ms is not None else None
+        return replace(row, status="tuned", config=tuned.best, best_ms=tuned.best_ms, gain=gain)
+
+    def entries(self) -> Sequence[configs.Entry]:
+        return configs.read_entries(self.folder, self.name, self.machine.slug)
+
+
+def _versions() -> dict[str, str]:
+    """What a stored time depends on besides the device."""
+    versions = {}
+    for package in ("triton", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def _print_rows(rows: Sequence[Row], console: Console) -> None:
+    table = Table("kernel", "case", "heuristic", "best", "gain", "config", "dropped: shared memory, wrong, failing")
+    for row in rows:
+        dropped = ", ".join(str(row.outcomes.get(outcome, 0)) for outcome in ("shared memory", "wrong", "failing"))
+        table.add_row(
+            row.kernel,
+            row.case,
+            format_ms(row.heuristic_ms),
+            format_ms(row.best_ms),
+            "–" if row.gain is None else f"{row.gain:.2f}×",
+            configs.format_config(row.config) if row.config else Text(f"{row.status}: {row.reason}", style="yellow"),
+            "stored before" if row.status == "stored before" else f"{dropped} of {row.candidates}",
+        )
+    console.print(table)
+
+
+def _matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The names that match a pattern, in their own order; each pattern must match one."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{option} {pattern!r} matches nothing; there is: {', '.join(names)}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -1,0 +1,272 @@
+"""Stored configs: which one a launch gets, and what a broken file says."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onchip.core import configs
+from onchip.core.configs import Entry, device_slug, find_config, read_entries, write_entry
+
+HEURISTIC = {"block": 1, "warps": 1}
+SIZES = {"tokens": 4096, "hidden": 1024}
+
+
+def entry(block: int, sizes: Mapping[str, int] = SIZES, kernel: str = "forward", dtype: str = "bfloat16") -> Entry:
+    versions = {"triton": "3.6.0", "torch": "2.11.0"}
+    return Entry(kernel, dtype, sizes, {"block": block, "warps": 4}, 5.6, versions, "2026-11-21")
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """The user's folder and the shipped one, both empty."""
+    user, shipped = tmp_path / "config" / "onchip" / "configs", tmp_path / "shipped"
+    monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "config" / app)
+    monkeypatch.setattr(configs, "SHIPPED_FOLDER", shipped)
+    configs.clear_cache()
+    yield user, shipped
+    configs.clear_cache()
+
+
+def find(
+    sizes: Mapping[str, int] = SIZES, heuristic: Mapping[str, int] = HEURISTIC, **other: str
+) -> tuple[int, str, str]:
+    words = {"op": "toy", "kernel": "forward", "device": "h100", "dtype": "bfloat16"} | other
+    found = find_config(**words, sizes=sizes, heuristic=heuristic)
+    return found.config["block"], found.how, found.source
+
+
+def test_without_files_it_is_the_heuristic() -> None:
+    found = find_config("toy", "forward", "h100", "bfloat16", SIZES, HEURISTIC)
+    assert found.config == HEURISTIC
+    assert found.how == "heuristic"
+    assert found.source == "nothing stored for this device and dtype within 4 times these sizes"
+
+
+def test_exact_whatever_the_order_of_the_sizes(folders: tuple[Path, Path]) -> None:
+    write_entry(folders[1], "toy", "h100", entry(128))
+    assert find() == (128, "exact", "tokens=4096, hidden=1024 (shipped)")
+    assert find(dict(reversed(SIZES.items())))[:2] == (128, "exact")
+
+
+@pytest.mark.parametrize("other", [{"op": "x"}, {"kernel": "x"}, {"device": "x"}, {"dtype": "x"}])
+def test_another_op_kernel_device_or_dtype_does_not_count(folders: tuple[Path, Path], other: dict[str, str]) -> None:
+    write_entry(folders[1], "toy", "h100", entry(128))
+    assert find(**other)[:2] == (1, "heuristic")
+
+
+def test_nearest_by_logarithm(folders: tuple[Path, Path]) -> None:
+    for block, tokens in ((16, 1024), (32, 4096)):
+        write_entry(folders[1], "toy", "h100", entry(block, {"tokens": tokens, "hidden": 1024}))
+    assert find({"tokens": 2000, "hidden": 1024}) == (16, "nearest", "tokens=1024, hidden=1024 (shipped)")
+    assert find({"tokens": 2100, "hidden": 1024})[:2] == (32, "nearest")  # though 1024 is closer by difference
+    assert find({"tokens": 2048, "hidden": 1024})[:2] == (16, "nearest")  # both are as near: the first in the file
+
+
+def test_nearest_counts_all_sizes(folders: tuple[Path, Path]) -> None:
+    write_entry(folders[1], "toy", "h100", entry(16, {"tokens": 1024, "hidden": 1024}))
+    write_entry(folders[1], "toy", "h100", entry(32, {"tokens": 2048, "hidden": 512}))
+    assert find({"tokens": 4096, "hidden": 1024})[:2] == (32, "nearest")  # √(1 + 1) against 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"tokens": 4 * 4096, "hidden": 1024 // 4}, "nearest"),
+        ({"tokens": 4 * 4096 + 1, "hidden": 1024}, "heuristic"),
+        ({"tokens": 4096, "hidden": 255}, "heuristic"),
+        ({"tokens": 0, "hidden": 1024}, "heuristic"),
+        ({"tokens": 4096}, "heuristic"),
+        ({"tokens": 4096, "hidden": 1024, "vocab": 10}, "heuristic"),
+    ],
+)
+def test_nearest_is_at_most_four_times_off_in_each_size(
+    folders: tuple[Path, Path], sizes: dict[str, int], how: str
+) -> None:
+    write_entry(folders[1], "toy", "h100", entry(128))
+    assert find(sizes)[1] == how
+
+
+def test_the_users_file_goes_first(folders: tuple[Path, Path]) -> None:
+    user, shipped = folders
+    other = {"tokens": 2048, "hidden": 1024}
+    write_entry(shipped, "toy", "h100", entry(10))
+    write_entry(user, "toy", "h100", entry(20, other))
+    assert find()[:2] == (10, "exact")  # exact in the shipped file before near in the user's
+    block, how, source = find(other)
+    assert (block, how) == (20, "exact")
+    assert str(user) in source
+    write_entry(user, "toy", "h100", entry(30))
+    assert find()[:2] == (30, "exact")
+
+
+def test_of_equally_near_ones_the_users(folders: tuple[Path, Path]) -> None:
+    user, shipped = folders
+    write_entry(shipped, "toy", "h100", entry(10, {"tokens": 2048, "hidden": 1024}))
+    write_entry(user, "toy", "h100", entry(20, {"tokens": 8192, "hidden": 1024}))
+    assert find()[:2] == (20, "nearest")
+
+
+def test_config_of_another_version_of_the_kernel_is_passed_over(folders: tuple[Path, Path]) -> None:
+    write_entry(folders[0], "toy", "h100", entry(128))
+    assert find(heuristic={"block": 7, "warps": 1, "stages": 2})[:2] == (7, "heuristic")
+
+
+def test_found_config_cannot_be_changed(folders: tuple[Path, Path]) -> None:
+    write_entry(folders[1], "toy", "h100", entry(128))
+    found = find_config("toy", "forward", "h100", "bfloat16", SIZES, HEURISTIC)
+    with pytest.raises(TypeError):
+        found.config["block"] = 3  # type: ignore[index]
+    assert dict(**found.config) == {"block": 128, "warps": 4}
+
+
+def test_files_are_read_once(folders: tuple[Path, Path]) -> None:
+    path = write_entry(folders[1], "toy", "h100", entry(128))
+    find()
+    path.unlink()
+    assert find()[1] == "exact"
+    assert find({"tokens": 4096, "hidden": 1025})[1] == "nearest"
+    configs.clear_cache()
+    assert find()[1] == "heuristic"
+
+
+def test_found_from_many_threads(folders: tuple[Path, Path]) -> None:
+    write_entry(folders[1], "toy", "h100", entry(128))
+    found: list[tuple[int, str, str]] = []
+    threads = [threading.Thread(target=lambda: found.append(find())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {f[:2] for f in found} == {(128, "exact")}
+    assert len(found) == 16
+
+
+# ----------------------------------------------------------------------------------------------------------- the files
+
+
+def test_written_file(folders: tuple[Path, Path]) -> None:
+    user = folders[0]
+    written = [entry(3, kernel="z"), entry(2, dtype="float16"), entry(1), entry(0, {"tokens": 512, "hidden": 1024})]
+    paths = {write_entry(user, "toy", "h100", e) for e in written}
+    assert paths == {user / "h100" / "toy.json"}
+    assert list(read_entries(user, "toy", "h100")) == written[::-1]
+    write_entry(user, "toy", "h100", entry(9))
+    assert [e.config["block"] for e in read_entries(user, "toy", "h100")] == [0, 9, 2, 3]
+    assert [p.name for p in (user / "h100").iterdir()] == ["toy.json"]
+    document = json.loads((user / "h100" / "toy.json").read_text())
+    assert (document["op"], document["device"]) == ("toy", "h100")
+    assert document["entries"][1] == {
+        "kernel": "forward", "dtype": "bfloat16", "sizes": SIZES, "config": {"block": 9, "warps": 4}, "ms": 5.6,
+        "versions": {"triton": "3.6.0", "torch": "2.11.0"}, "date": "2026-11-21",
+    }  # fmt: skip
+
+
+def test_what_another_process_wrote_is_kept(folders: tuple[Path, Path]) -> None:
+    path = write_entry(folders[0], "toy", "h100", entry(1))
+    theirs = json.loads(path.read_text())
+    theirs["entries"][0]["kernel"] = "backward"
+    path.write_text(json.dumps(theirs))
+    write_entry(folders[0], "toy", "h100", entry(2))
+    assert [e.kernel for e in read_entries(folders[0], "toy", "h100")] == ["backward", "forward"]
+
+
+def test_nothing_is_left_of_a_write_that_fails(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_entry(folders[0], "toy", "h100", entry(1))
+    before = path.read_text()
+
+    def full(*args: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(configs.os, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        write_entry(folders[0], "toy", "h100", entry(2))
+    assert path.read_text() == before
+    assert [p.name for p in path.parent.iterdir()] == ["toy.json"]
+
+
+def test_an_entry_that_could_not_be_read_back_is_not_written(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match="'sizes' must be 1 or more"):
+        write_entry(folders[0], "toy", "h100", entry(1, {"tokens": 0}))
+    assert not folders[0].exists()
+
+
+RIGHT = {
+    "kernel": "forward", "dtype": "bfloat16", "sizes": SIZES, "config": {"block": 9}, "ms": 5.6,
+    "versions": {"triton": "3.6.0"}, "date": "2026-11-21",
+}  # fmt: skip
+
+
+def document(**changes: Any) -> str:
+    changed = {name: value for name, value in (RIGHT | changes).items() if value is not None}
+    return json.dumps({"op": "toy", "device": "h100", "entries": [RIGHT, changed]})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "it holds no JSON object"),
+        (json.dumps({"op": "other", "device": "h100", "entries": []}), "'op' must be 'toy', as the file's path says"),
+        (json.dumps({"op": "toy", "device": "a100", "entries": []}), "'device' must be 'h100'"),
+        (json.dumps({"op": "toy", "device": "h100"}), "'entries' must be a list"),
+        (json.dumps({"op": "toy", "device": "h100", "entries": [3]}), "entries[0] must be an object"),
+        (document(kernel=None, ms=None), "entries[1] lacks 'kernel', 'ms'"),
+        (document(dtype=16), "entries[1]: 'dtype' must be a string; got 16"),
+        (document(sizes=[1]), "entries[1]: 'sizes' must map names to whole numbers; got [1]"),
+        (document(sizes={"tokens": 0}), "entries[1]: 'sizes' must be 1 or more"),
+        (document(config={"block": True}), "entries[1]: 'config' must map names to whole numbers; got {'block': True}"),
+        (document(config={"block": 1.5}), "entries[1]: 'config' must map names to whole numbers"),
+        (document(versions={"triton": 3}), "entries[1]: 'versions' must map names to strings"),
+        (document(ms="fast"), "entries[1]: 'ms' must be a time in milliseconds; got 'fast'"),
+        (document(ms=float("nan")), "entries[1]: 'ms' must be a time in milliseconds; got nan"),
+    ],
+)
+def test_a_broken_file_is_named_and_so_is_what_is_wrong(folders: tuple[Path, Path], text: str, message: str) -> None:
+    path = folders[0] / "h100" / "toy.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path)) + ".*" + re.escape(message)):
+        find()
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        write_entry(folders[0], "toy", "h100", entry(1))
+    assert path.read_text() == text
+
+
+def test_shipped_files_are_right() -> None:
+    """Of the real package, not of the fixture's folder."""
+    shipped = Path(configs.__file__).parent.parent / "configs"
+    for path in shipped.glob("*/*.json"):
+        assert read_entries(shipped, path.stem, path.parent.name), path
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
+    ],
+)
+def test_device_slug(name: str, slug: str) -> None:
+    assert device_slug(name) == slug
+
+
+def test_import_reads_no_environment_and_no_framework() -> None:
+    code = (
+        "import os, sys; before = dict(os.environ); os.environ.clear(); os.environ['XDG_CONFIG_HOME'] = 'early';"
+        "from onchip.core import configs; os.environ['XDG_CONFIG_HOME'] = '/late';"
+        "print(configs.user_folder(), [m for m in ('torch', 'triton', 'numpy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    if sys.platform.startswith("linux"):
+        assert out == "/late/onchip/configs []\n"

@@ -1,0 +1,474 @@
+"""Tuning with a toy op on the CPU: what is measured, stored, taken up again and told."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from typer.testing import CliRunner
+
+from onchip import cli
+from onchip.core import configs
+from onchip.core.configs import find_config, read_entries
+from onchip.tune import harness, run
+from onchip.tune.harness import Machine
+from onchip.tune.run import tune_op
+from onchip.tune.status import tuned_configs
+
+MACHINE = Machine("cpu", "toy9", shared_bytes=1000)
+VERSIONS = {"triton": "3.6.0", "torch": "2.11.0"}
+# What a config does is in its "kind"; its time is its "sleep" in units of 0.2 ms.
+RIGHT, WRONG, NAN, RAISES = 0, 1, 2, 3
+
+
+def config(sleep: int, kind: int = RIGHT, block: int = 16) -> dict[str, int]:
+    return {"sleep": sleep, "kind": kind, "block": block}
+
+
+CANDIDATES = [
+    config(20), config(5), config(1), config(9), config(0, WRONG), config(0, NAN), config(0, RAISES),
+    config(0, block=64), config(12),
+]  # fmt: skip
+
+
+class Toy(ModuleType):
+    """The sum of ones; remembers which configs have run."""
+
+    def __init__(self) -> None:
+        super().__init__("toy_tuning")
+        self.KERNELS = ("forward", "backward")
+        self.CASES = {"small": 10, "big": 20, "big-too": 40}
+        self.DEFAULT_CASES = ("small", "big")
+        self.DTYPES = ("bfloat16", "float32")
+        self.all_candidates: Sequence[Mapping[str, int]] = CANDIDATES
+        self.ran: list[tuple[str, int, Mapping[str, int]]] = []
+        self.problems = 0
+
+    def sizes(self, case: int) -> Mapping[str, int]:
+        return {"tokens": case}
+
+    def candidates(self, kernel: str, case: int, dtype: str) -> Sequence[Mapping[str, int]]:
+        return self.all_candidates
+
+    def shared_bytes(self, kernel: str, config: Mapping[str, int], dtype: str) -> int:
+        return config["block"] * 20
+
+    def make_problem(self, kernel: str, case: int, device: str, dtype: str) -> Tensor:
+        self.problems += 1
+        return torch.ones(case, dtype=getattr(torch, dtype), device=device)
+
+    def reference(self, kernel: str, problem: Tensor) -> float:
+        return float(problem.numel())
+
+    def step(self, kernel: str, problem: Tensor, config: Mapping[str, int]) -> Callable[[], Sequence[Tensor]]:
+        def run() -> Sequence[Tensor]:
+            self.ran.append((kernel, problem.numel(), config))
+            if config["kind"] == RAISES:
+                raise RuntimeError("no such instruction\nand this is advice")
+            time.sleep(config["sleep"] * 2e-4)
+            return [problem.sum() + {RIGHT: 0, WRONG: 1, NAN: torch.nan}[config["kind"]]]
+
+        return run
+
+    def check(self, kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
+        return abs(float(returned[0]) - reference), 1e-3
+
+    def configs_that_ran(self) -> set[tuple[int, ...]]:
+        return {tuple(config.values()) for *_, config in self.ran}
+
+
+@pytest.fixture
+def toy() -> Toy:
+    return Toy()
+
+
+@pytest.fixture(autouse=True)
+def no_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "home" / app)
+    monkeypatch.setattr(configs, "SHIPPED_FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(run, "_versions", lambda: VERSIONS)
+    configs.clear_cache()
+    yield
+    configs.clear_cache()
+
+
+def tune(toy: Toy, folder: Path | None, text: StringIO | None = None, **options: Any) -> dict[str, Any]:
+    options = {"cases": ["small"], "kernels": ["forward"], "out": folder} | options
+    return tune_op("toy", toy, MACHINE, console=Console(file=text or StringIO(), width=200), **options)
+
+
+def only_row(document: Mapping[str, Any]) -> dict[str, Any]:
+    (row,) = document["rows"]
+    return dict(row)
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "toy9" / "toy.tune.jsonl").read_text().splitlines() if line]
+
+
+def test_the_fastest_right_candidate_is_stored(toy: Toy, tmp_path: Path) -> None:
+    text = StringIO()
+    document = tune(toy, tmp_path, text)
+    row = only_row(document)
+    assert document["ok"]
+    assert document["path"] == str(tmp_path / "toy9" / "toy.json")
+    assert row["status"] == "tuned"
+    assert row["config"] == config(1)
+    assert row["candidates"] == 9
+    assert row["outcomes"] == {"right": 5, "wrong": 2, "failing": 1, "shared memory": 1}
+    assert row["best_ms"] < row["heuristic_ms"]
+    assert row["gain"] == pytest.approx(row["heuristic_ms"] / row["best_ms"])
+    (entry,) = read_entries(tmp_path, "toy", "toy9")
+    assert (entry.kernel, entry.dtype, entry.sizes) == ("forward", "bfloat16", {"tokens": 10})
+    assert (entry.config, entry.ms, entry.versions) == (config(1), row["best_ms"], VERSIONS)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry.date)
+    assert "sleep=1, kind=0, block=16" in text.getvalue()
+    assert "1, 2, 1 of 9" in text.getvalue()
+    json.dumps(document, allow_nan=False)
+
+
+def test_wrong_and_failing_ones_are_logged_with_their_reasons_and_never_timed(toy: Toy, tmp_path: Path) -> None:
+    tune(toy, tmp_path)
+    by_config = {tuple(line["config"].values()): line for line in logged(tmp_path)}
+    assert len(by_config) == len(logged(tmp_path)) == 8  # all but the one that was dropped by shared memory
+    wrong, nan, raises = (by_config[0, kind, 16] for kind in (WRONG, NAN, RAISES))
+    assert (wrong["outcome"], wrong["ms"], wrong["reason"]) == ("wrong", None, "error 1.00e+00 is above 1.00e-03")
+    assert (nan["outcome"], nan["ms"], nan["reason"]) == ("wrong", None, "error nan is above 1.00e-03")
+    assert (raises["outcome"], raises["ms"]) == ("failing", None)
+    assert raises["reason"] == "RuntimeError: no such instruction"
+    assert (0, RIGHT, 64) not in toy.configs_that_ran()
+    runs = [config for *_, config in toy.ran]
+    assert all(runs.count(config(0, kind)) == 1 for kind in (WRONG, NAN, RAISES))
+
+
+def test_the_heuristic_is_in_the_final(toy: Toy, tmp_path: Path) -> None:
+    toy.all_candidates = [config(40), *(config(i) for i in range(5)), config(30)]
+    row = only_row(tune(toy, tmp_path))
+    assert row["heuristic_ms"] >= 8
+    runs = [config["sleep"] for *_, config in toy.ran]
+    final = 2 + harness.FINAL_REPEATS
+    rough = 2 + harness.ROUGH_REPEATS
+    assert runs.count(40) == rough + final
+    assert runs.count(30) == rough  # too slow for the final
+    assert runs.count(0) == rough + final
+
+
+def test_the_heuristic_may_be_wrong(toy: Toy, tmp_path: Path) -> None:
+    toy.all_candidates = [config(0, WRONG), config(1)]
+    row = only_row(tune(toy, tmp_path))
+    assert (row["status"], row["config"], row["heuristic_ms"], row["gain"]) == ("tuned", config(1), None, None)
+
+
+def test_without_a_right_candidate_nothing_is_stored(toy: Toy, tmp_path: Path) -> None:
+    toy.all_candidates = [config(0, WRONG), config(1, RAISES), config(2, RAISES)]
+    document = tune(toy, tmp_path)
+    assert not document["ok"]
+    assert only_row(document)["status"] == "failed"
+    assert only_row(document)["reason"] == "no candidate is right; most often: RuntimeError: no such instruction"
+    assert read_entries(tmp_path, "toy", "toy9") == ()
+
+
+def test_candidates_that_all_need_too_much_shared_memory_are_never_run(toy: Toy, tmp_path: Path) -> None:
+    toy.all_candidates = [config(0, block=64)]
+    row = only_row(tune(toy, tmp_path))
+    assert row["status"] == "failed"
+    assert row["reason"].endswith("needs 1280 bytes of shared memory; there are 1000")
+    assert toy.problems == 0
+
+
+def test_a_problem_that_cannot_be_made_does_not_stop_the_others(toy: Toy, tmp_path: Path) -> None:
+    make = toy.make_problem
+
+    def make_small(kernel: str, case: int, device: str, dtype: str) -> Tensor:
+        if case == 20:
+            raise MemoryError("1 TiB is too much")
+        return make(kernel, case, device, dtype)
+
+    toy.make_problem = make_small  # type: ignore[method-assign]
+    document = tune(toy, tmp_path, cases=["small", "big"])
+    assert [r["status"] for r in document["rows"]] == ["tuned", "failed"]
+    assert document["rows"][1]["reason"] == "MemoryError: 1 TiB is too much"
+    assert not document["ok"]
+
+
+def test_a_step_that_fails_only_when_timed_is_left_out(toy: Toy, tmp_path: Path) -> None:
+    make_step = toy.step
+
+    def step(kernel: str, problem: Tensor, config_: Mapping[str, int]) -> Callable[[], Sequence[Tensor]]:
+        ran = make_step(kernel, problem, config_)
+
+        def tires() -> Sequence[Tensor]:
+            if config_["sleep"] == 1 and len([c for *_, c in toy.ran if c == config_]) > 2:
+                raise RuntimeError("tired")
+            return ran()
+
+        return tires
+
+    toy.step = step  # type: ignore[method-assign]
+    row = only_row(tune(toy, tmp_path))
+    assert row["config"] == config(5)
+    assert row["outcomes"]["failing"] == 2
+
+
+def test_a_lost_device_ends_the_run_but_not_the_log(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_device_works", lambda device: False)
+    with pytest.raises(ValueError, match="sleep=0, kind=3, block=16 has left the device unusable"):
+        tune(toy, tmp_path)
+    assert logged(tmp_path)[-1]["outcome"] == "failing"
+    toy.ran.clear()
+    assert only_row(tune(toy, tmp_path))["status"] == "tuned"
+    assert (0, RAISES, 16) not in toy.configs_that_ran()
+
+
+# ------------------------------------------------------------------------------------------------------ going on
+
+
+def test_what_has_a_winner_is_skipped(toy: Toy, tmp_path: Path) -> None:
+    first = only_row(tune(toy, tmp_path))
+    toy.ran.clear()
+    row = only_row(tune(toy, tmp_path))
+    assert (row["status"], row["config"], row["best_ms"]) == ("stored before", first["config"], first["best_ms"])
+    assert toy.ran == []
+    assert only_row(tune(toy, tmp_path, again=True))["status"] == "tuned"
+    assert len(toy.configs_that_ran()) == 8
+    assert len(logged(tmp_path)) == 16
+    assert len(read_entries(tmp_path, "toy", "toy9")) == 1
+
+
+def test_other_versions_are_tuned_anew(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(toy, tmp_path)
+    toy.ran.clear()
+    monkeypatch.setattr(run, "_versions", lambda: VERSIONS | {"triton": "3.7.0"})
+    assert only_row(tune(toy, tmp_path))["status"] == "tuned"
+    assert len(toy.configs_that_ran()) == 8
+    (entry,) = read_entries(tmp_path, "toy", "toy9")
+    assert entry.versions["triton"] == "3.7.0"
+
+
+def test_an_interrupted_run_goes_on(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "BATCH", 2)
+    check = toy.check
+
+    def interrupted(kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
+        if len(toy.configs_that_ran()) == 4:
+            raise KeyboardInterrupt
+        return check(kernel, reference, returned)
+
+    toy.check = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        tune(toy, tmp_path)
+    assert [line["config"]["sleep"] for line in logged(tmp_path)] == [20, 5]
+    toy.check = check  # type: ignore[method-assign]
+    with (tmp_path / "toy9" / "toy.tune.jsonl").open("a") as file:
+        file.write('\n{"kernel": "forw')  # what a process leaves that is killed while it writes
+    toy.ran.clear()
+    row = only_row(tune(toy, tmp_path))
+    assert row["config"] == config(1)
+    assert row["outcomes"] == {"right": 5, "wrong": 2, "failing": 1, "shared memory": 1}
+    runs = [config["sleep"] for *_, config in toy.ran]
+    assert runs.count(20) == runs.count(5) == 2 + harness.FINAL_REPEATS  # only the final
+    assert runs.count(1) == 2 + harness.ROUGH_REPEATS + 2 + harness.FINAL_REPEATS
+
+
+def test_the_limit_leaves_the_rest_to_the_next_run(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(harness.time, "monotonic", lambda: now)
+    check = toy.check
+
+    def slow(kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
+        nonlocal now
+        now += 1
+        return check(kernel, reference, returned)
+
+    toy.check = slow  # type: ignore[method-assign]
+    document = tune(toy, tmp_path, cases=["small", "big"], limit_seconds=3)
+    first, second = document["rows"]
+    assert (first["status"], second["status"]) == ("unfinished", "unfinished")
+    assert sum(first["outcomes"].values()) == 4  # three that ran, and one that needs no run
+    assert first["reason"] == "the time was up after 4 candidates; the same command goes on from there"
+    assert document["ok"]
+    assert read_entries(tmp_path, "toy", "toy9") == ()
+    assert [line["config"] for line in logged(tmp_path)] == CANDIDATES[:3]
+    toy.ran.clear()
+    assert only_row(tune(toy, tmp_path))["status"] == "tuned"
+    assert [line["config"] for line in logged(tmp_path)[3:] if line["outcome"] == "right"] == [config(9), config(12)]
+
+
+def test_a_config_that_was_right_before_the_kernel_changed_is_not_stored(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(toy, tmp_path)
+    (tmp_path / "toy9" / "toy.json").unlink()
+    configs.clear_cache()
+    check = toy.check
+
+    def changed(kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
+        return (1.0, 1e-3) if toy.ran[-1][2]["sleep"] == 1 else check(kernel, reference, returned)
+
+    toy.check = changed  # type: ignore[method-assign]
+    row = only_row(tune(toy, tmp_path))
+    assert row["config"] == config(5)
+    assert row["outcomes"]["wrong"] == 3
+
+
+# ------------------------------------------------------------------------------------------------------ options
+
+
+def test_defaults_and_patterns(toy: Toy, tmp_path: Path) -> None:
+    toy.all_candidates = [config(0)]
+    rows = tune(toy, tmp_path, cases=None, kernels=None)["rows"]
+    assert [(r["kernel"], r["case"]) for r in rows] == [
+        ("forward", "small"), ("forward", "big"), ("backward", "small"), ("backward", "big"),
+    ]  # fmt: skip
+    rows = tune(toy, tmp_path, cases=["big*"], kernels=["b*"], dtype="float32")["rows"]
+    assert [(r["kernel"], r["case"], r["dtype"]) for r in rows] == [
+        ("backward", "big", "float32"), ("backward", "big-too", "float32"),
+    ]  # fmt: skip
+
+
+def test_what_is_stored_by_default_is_found_at_launch(toy: Toy) -> None:
+    tune(toy, None)
+    found = find_config("toy", "forward", "toy9", "bfloat16", {"tokens": 10}, config(20))
+    assert (found.config, found.how) == (config(1), "exact")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cases": ["small", "huge*"]}, "--case 'huge*' matches nothing; there is: small, big, big-too"),
+        ({"kernels": ["sideways"]}, "--kernel 'sideways' matches nothing; there is: forward, backward"),
+        ({"dtype": "int8"}, "--dtype must be one of bfloat16, float32; got 'int8'"),
+        ({"limit_seconds": 0}, "--limit-seconds must be above 0; got 0"),
+        ({"out": Path(__file__)}, "--out: "),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(
+    toy: Toy, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune(toy, tmp_path / "out", **options)
+    assert toy.problems == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "toy9").mkdir()
+    (tmp_path / "toy9" / "toy.json").write_text("{")
+    with pytest.raises(ValueError, match=r"toy\.json is not a file of tuned configs"):
+        tune(toy, tmp_path)
+    assert toy.problems == 0
+
+
+# ------------------------------------------------------------------------------------------------------ commands
+
+
+def run_cli(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def toy_gpu(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    """The command line with one op, the toy, and one device whose work the CPU does."""
+    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
+    monkeypatch.setattr(cli, "TUNINGS", {"toy": "toy_tuning"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    properties = SimpleNamespace(
+        name="NVIDIA Toy9 80GB HBM3", total_memory=1 << 30, major=9, minor=0, shared_memory_per_block_optin=1000
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    monkeypatch.setattr(run, "Machine", lambda device, *rest: Machine("cpu", *rest))
+    return toy
+
+
+def test_command(toy_gpu: Toy, tmp_path: Path) -> None:
+    result = run_cli("tune", "toy", "--case", "small", "--case", "b*o", "--kernel", "f*", "--out", tmp_path, "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert [(r["case"], r["config"]) for r in document["rows"]] == [("small", config(1)), ("big-too", config(1))]
+    assert document["device"] == "toy9"
+    assert document["versions"] == VERSIONS
+    assert len(read_entries(tmp_path, "toy", "toy9")) == 2
+
+
+def test_command_ends_with_1_if_nothing_is_right(toy_gpu: Toy, tmp_path: Path) -> None:
+    toy_gpu.all_candidates = [config(0, WRONG)]
+    result = run_cli("tune", "toy", "--case", "small", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "no candidate is right" in result.stdout
+
+
+def test_command_says_what_is_wrong(toy_gpu: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, message in (
+        (["softmax"], "no op 'softmax'; there is: toy"),
+        (["toy", "--case", "nope"], "--case 'nope' matches nothing; there is: small, big, big-too"),
+    ):
+        result = run_cli("tune", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run_cli("tune", "toy")
+    assert result.exit_code == 2
+    assert "tune needs a CUDA device, and PyTorch sees none here" in result.stderr
+
+
+def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    versions = run._versions()
+    assert torch.__version__.startswith(versions["torch"])
+    assert set(versions) <= {"torch", "triton"}
+
+
+def test_info_tells_which_configs_are_tuned(toy_gpu: Toy) -> None:
+    tune(toy_gpu, None, kernels=["forward"])
+    tuned = json.loads(run_cli("info", "--json").stdout)["tuned"]
+    assert tuned["notes"] == []
+    assert len(tuned["rows"]) == 8  # two kernels, cases and dtypes; of the two equal devices, one
+    rows = {(r["kernel"], r["case"], r["dtype"]): r for r in tuned["rows"]}
+    exact, near, none = (
+        rows[key]
+        for key in (("forward", "small", "bfloat16"), ("forward", "big", "bfloat16"), ("backward", "big", "float32"))
+    )
+    assert (exact["how"], exact["config"], exact["device"]) == ("exact", config(1), "toy9")
+    assert (near["how"], near["config"]) == ("nearest", config(1))
+    assert near["source"].startswith("tokens=10 (")
+    assert (none["how"], none["config"]) == ("heuristic", config(20))
+    printed = run_cli("info").stdout
+    assert "tuned configs" in printed
+    assert all(how in printed for how in ("exact", "nearest", "heuristic", "bfloat16, float32"))
+
+
+def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tuned = json.loads(run_cli("info", "--json").stdout)["tuned"]
+    assert tuned["rows"] == []
+    (note,) = tuned["notes"]
+    assert note.startswith("none apply, as there is no CUDA device here (")
+    assert note in run_cli("info").stdout
+
+
+def test_a_module_that_cannot_be_imported_is_a_note(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
+    tuned = tuned_configs({"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}, ["toy9"])
+    assert tuned["notes"] == ["gone: ModuleNotFoundError: No module named 'onchip.ops.no_such_op'"]
+    assert {r["op"] for r in tuned["rows"]} == {"toy"}
+
+
+def test_a_broken_file_is_a_note(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
+    path = configs.config_path(configs.user_folder(), "toy", "toy9")
+    path.parent.mkdir(parents=True)
+    path.write_text("[]")
+    (note,) = tuned_configs({"toy": "toy_tuning"}, ["toy9"])["notes"]
+    assert note.startswith(f"toy: ValueError: {path} is not a file of tuned configs")
