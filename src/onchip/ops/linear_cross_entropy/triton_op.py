@@ -6,6 +6,7 @@ place; autograd clones them first where the graph is retained.  What is launched
 """
 
 import contextlib
+import math
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -69,9 +70,11 @@ class Arguments(NamedTuple):
     check_inputs: bool
     token_chunk: int
     vocab_chunk: int
+    weight_chunk: int
     stashed: int
     overflow: int
     splits: int
+    again_splits: int
     grad_hidden: bool
     grad_weight: bool
     grad_bias: bool
@@ -79,7 +82,15 @@ class Arguments(NamedTuple):
 
     @property
     def config(self) -> TritonConfig:
-        return TritonConfig(self.token_chunk, self.vocab_chunk, self.stashed, self.overflow, self.splits)
+        return TritonConfig(
+            self.token_chunk,
+            self.vocab_chunk,
+            self.weight_chunk,
+            self.stashed,
+            self.overflow,
+            self.splits,
+            self.again_splits,
+        )
 
     @property
     def any_grad(self) -> bool:
@@ -90,17 +101,16 @@ class Saved(NamedTuple):
     """What forward leaves for backward; see `triton_walks`."""
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
-    weight_memory: Tensor  # of weight's gradient: exponentials
-    overflow: Tensor
-    maximum: Tensor
+    weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
+    overflow: Tensor  # more of them
     vectors: Tensor
 
 
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
 _OPTIONS = (
     "ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
-    "float logit_scale, float temperature, bool check_inputs, SymInt token_chunk, SymInt vocab_chunk, SymInt stashed, "
-    "SymInt overflow, int splits, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
+    "float logit_scale, float temperature, bool check_inputs, SymInt token_chunk, SymInt vocab_chunk, "
+    "SymInt weight_chunk, SymInt stashed, SymInt overflow, int splits, int again_splits, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
 )
 _TENSORS = (
     "Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer"
@@ -110,7 +120,7 @@ _TENSORS = (
 @torch.library.custom_op(
     "onchip::linear_cross_entropy_triton",
     mutates_args=(),
-    schema=f"(Tensor hidden, {_TENSORS}, Tensor? weight_grad_out, {_OPTIONS}) -> ({', '.join(['Tensor'] * 10)})",
+    schema=f"(Tensor hidden, {_TENSORS}, Tensor? weight_grad_out, {_OPTIONS}) -> ({', '.join(['Tensor'] * 9)})",
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct and `Saved`; what isn't asked for is empty."""
@@ -128,8 +138,8 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         if a.token_temperature is not None:
             temperature = a.token_temperature.expand(shape).reshape(-1).to(torch.float32)
         saved = _saved(a)
-        stash = _stash(walks, a, saved) if a.any_grad and a.config.held > 0 else None
-        out, vectors, partials = walks.forward(
+        kept = _exponentials(walks, a, saved) if a.any_grad and a.config.held > 0 else None
+        out, vectors = walks.forward(
             run,
             hidden,
             target,
@@ -139,7 +149,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             _rows(saved.hidden_memory, tokens, run.hidden, a.dtype)
             if a.any_grad
             else hidden.new_empty((min(a.token_chunk, tokens), run.hidden), dtype=a.dtype),
-            stash,
+            kept,
             stats=a.stats,
         )
         loss = out.loss.view(shape)
@@ -147,8 +157,6 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             loss = out.loss.sum() * _inverse_count(a.reduction, a.normalizer, vectors.count)
         if a.any_grad:
             saved = saved._replace(vectors=vectors.packed)
-            if stash is not None:
-                saved = saved._replace(maximum=partials.maximum)
         blank = hidden.new_empty(0, dtype=torch.float32)
         return (
             loss,
@@ -178,19 +186,33 @@ def _saved(a: Arguments) -> Saved:
     """The tensors of `Saved`, not yet filled."""
     tokens, (vocab, hidden) = a.target.numel(), a.weight.shape
     tiles = -(-vocab // triton_spec.VOCAB_TILE)
-    blank = a.hidden.new_empty(0, dtype=a.dtype)
+
+    def blank() -> Tensor:
+        return a.hidden.new_empty(0, dtype=a.dtype)
+
     if not a.any_grad:
-        return Saved(blank, blank.clone(), blank.clone(), blank.float(), blank.int())
-    ragged = a.stashed if vocab % triton_spec.VOCAB_TILE else 0
-    in_place = a.grad_weight and a.weight_grad_out is None
-    held = triton_spec.may_hold_any(a.config)
+        return Saved(blank(), blank(), blank(), a.target.new_empty(0, dtype=torch.int32))
+    in_place = triton_spec.may_hold_any(a.stashed)
     return Saved(
         a.hidden.new_empty(a.hidden.shape, dtype=a.hidden.dtype if a.grad_hidden else a.dtype),
-        a.weight.new_empty((vocab, hidden)) if in_place and held else blank,
-        a.hidden.new_empty(triton_spec.VOCAB_TILE * (tiles * a.overflow + ragged), dtype=a.dtype),
-        a.hidden.new_empty((tiles, tokens) if held else (0, 0), dtype=torch.float32),
-        a.target.new_empty(4 * tokens + 1 if a.any_grad else 0, dtype=torch.int32),
+        # A chunk more than the gradient takes: each chunk of that is written where the exponentials of the one before
+        # were, while those of its own are being read.
+        _aligned(a.weight, (tiles * triton_spec.VOCAB_TILE + a.weight_chunk, hidden), a.weight.dtype)
+        if in_place
+        else blank(),
+        _aligned(a.hidden, (triton_spec.VOCAB_TILE * tiles * a.overflow,), a.dtype),
+        a.target.new_empty(6 * tokens + 1, dtype=torch.int32),
     )
+
+
+def _aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Not yet filled, from a multiple of 512 bytes on, as CUDA's allocations are and the CPU's are not."""
+    if like.device.type != "cpu":
+        return like.new_empty(shape, dtype=dtype)
+    size = math.prod(shape)
+    memory = like.new_empty(size + 512 // dtype.itemsize, dtype=dtype)
+    offset = -memory.data_ptr() % 512 // dtype.itemsize
+    return memory[offset : offset + size].view(shape)
 
 
 def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tuple[Any, ...]) -> tuple[Arguments, bool]:
@@ -202,7 +224,7 @@ def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tupl
     "onchip::linear_cross_entropy_triton_backward",
     mutates_args=("hidden_memory", "weight_memory"),
     schema=(
-        "(Tensor(a!) hidden_memory, Tensor(b!) weight_memory, Tensor overflow_memory, Tensor maximum, Tensor vectors, "
+        "(Tensor(a!) hidden_memory, Tensor(b!) weight_memory, Tensor overflow_memory, Tensor vectors, "
         f"Tensor grad_loss, Tensor lse, Tensor log_prob, {_TENSORS}, {_OPTIONS}, bool add) -> Tensor"
     ),
 )
@@ -210,7 +232,6 @@ def _backward_op(
     hidden_memory: Tensor,
     weight_memory: Tensor,
     overflow_memory: Tensor,
-    maximum: Tensor,
     packed: Tensor,
     grad_loss: Tensor,
     lse: Tensor,
@@ -227,7 +248,7 @@ def _backward_op(
     with _device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
         run = _run(a, a.weight.to(a.dtype), tokens)
         vectors = walks.Vectors.unpack(packed)
-        saved = Saved(hidden_memory, weight_memory, overflow_memory, maximum, packed)
+        saved = Saved(hidden_memory, weight_memory, overflow_memory, packed)
         row = vectors.factor * (run.head.logit_scale / run.outer_scale)
         if a.reduction == "none":
             row = row * grad_loss.reshape(-1).float()[vectors.order]
@@ -243,17 +264,17 @@ def _backward_op(
             if a.grad_weight and not add:
                 weight_memory.zero_()
         else:
+            again = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - a.stashed - a.overflow
             walks.backward(
                 run,
                 vectors,
-                walks.Upstream(lse.reshape(-1), log_prob.reshape(-1), row, shrink),
+                walks.Upstream(lse.reshape(-1), log_prob.reshape(-1), row, row.clone(), shrink),
                 _rows(hidden_memory, tokens, run.hidden, a.dtype),
-                maximum,
-                _stash(walks, a, saved),
-                a.vocab_chunk // triton_spec.VOCAB_TILE,
-                a.splits,
+                _exponentials(walks, a, saved, _aligned(packed, (max(0, again) * a.vocab_chunk,), a.dtype), again),
+                (a.vocab_chunk // triton_spec.VOCAB_TILE, a.weight_chunk // triton_spec.VOCAB_TILE),
+                (a.splits, a.again_splits),
                 grad_hidden=hidden_memory.view(tokens, run.hidden) if a.grad_hidden else None,
-                grad_weight=weight_memory if a.grad_weight else None,
+                grad_weight=weight_memory[: run.vocab] if a.grad_weight else None,
                 grad_bias=grad_bias if a.grad_bias else None,
                 add=add,
             )
@@ -262,7 +283,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
-    a, _ = _backward_arguments(hidden_memory, weight_memory, args[6:])
+    a, _ = _backward_arguments(hidden_memory, weight_memory, args[5:])
     like = a.weight if a.bias is None else a.bias
     return like.new_empty(a.weight.shape[0] if a.grad_bias else 0)
 
@@ -306,11 +327,18 @@ def _rows(memory: Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> Tenso
     return memory.view(-1).view(dtype)[: tokens * hidden].view(tokens, hidden)
 
 
-def _stash(walks: Any, a: Arguments, saved: Saved) -> Any:
-    in_place = a.stashed > 0
-    memory = saved.weight_memory.view(-1).view(a.dtype) if in_place else saved.overflow[:0]
-    stride = memory.numel() // a.weight.shape[0]
-    return walks.Stash(memory, a.stashed, stride, saved.overflow, a.overflow)
+def _exponentials(walks: Any, a: Arguments, saved: Saved, again: Tensor | None = None, again_tokens: int = 0) -> Any:
+    nothing = saved.overflow[:0]
+    return walks.exponentials(
+        saved.weight_memory.view(-1).view(a.dtype) if a.stashed > 0 else nothing,
+        a.weight_chunk // triton_spec.VOCAB_TILE,
+        a.weight.shape[1] * a.weight.element_size() // a.dtype.itemsize,
+        a.stashed,
+        saved.overflow,
+        a.overflow,
+        nothing if again is None else again,
+        again_tokens,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -372,7 +400,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(Arguments._fields) - 3)
     if grad_loss is None:
         return (None, None, None, *nothing)
-    hidden_memory, weight_memory, overflow, maximum, vectors, lse, log_prob, *tensors = ctx.saved_tensors
+    hidden_memory, weight_memory, overflow, vectors, lse, log_prob, *tensors = ctx.saved_tensors
     a = Arguments(hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options)
     kept = graph_is_kept()
     if kept:
@@ -384,13 +412,13 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     elif kept:
         weight_memory = weight_memory.clone()
     grad_bias = _backward_op(
-        hidden_memory, weight_memory, overflow, maximum, vectors, grad_loss, lse, log_prob, *a[1:7], *a[8:],
+        hidden_memory, weight_memory, overflow, vectors, grad_loss, lse, log_prob, *a[1:7], *a[8:],
         a.weight_grad_out is not None,
     )  # fmt: skip
     grads = differentiable_once(
         (
             hidden_memory if a.grad_hidden else None,
-            weight_memory if a.grad_weight and a.weight_grad_out is None else None,
+            weight_memory[: a.weight.shape[0]] if a.grad_weight and a.weight_grad_out is None else None,
             grad_bias if a.grad_bias else None,
         )
     )

@@ -20,7 +20,7 @@ from onchip.ops.linear_cross_entropy.spec import (
 TOKEN_TILE = 128
 VOCAB_TILE = 256
 # Tiles of the vocabulary in the smallest chunk of the gradients, and in the smallest that costs little.
-SMALLEST_CHUNK, USEFUL_CHUNK = 4, 16
+SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
 FORWARD_SCRATCH = 64 * MIB
 
 
@@ -31,22 +31,26 @@ class TritonConfig:
     token_chunk: int
     """Tokens whose logits are taken at a time in forward: all of them, unless no gradient is wanted."""
     vocab_chunk: int = 0
-    """Columns of the logits' gradient that are made at a time, a multiple of 256."""
+    """Columns of the logits' gradient that are computed again at a time, a multiple of 256."""
+    weight_chunk: int = 0
+    """Rows of the weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
     stashed: int = 0
     """Tokens, rounded up to 128, whose exponentials wait in the memory of the weight's gradient."""
     overflow: int = 0
     """Tokens, in multiples of 128, whose exponentials wait in scratch."""
     splits: int = 1
-    """Sums of the hidden gradient that are kept apart, so that its tiles fill the last wave."""
+    """Sums of the hidden gradient that are kept apart, so that its tiles fill the last wave; of the tokens held."""
+    again_splits: int = 1
+    """The same of the others."""
 
     @property
     def held(self) -> int:
         return self.stashed + self.overflow
 
 
-def may_hold_any(c: TritonConfig) -> bool:
-    """Whether a plan keeps any exponentials (no comparison of the sum: sizes may be symbols)."""
-    return not (isinstance(c.stashed, int) and c.stashed == 0 and c.overflow == 0)
+def may_hold_any(stashed: int) -> bool:
+    """Whether a plan keeps exponentials in the gradient's memory (unless it can be seen to be 0: it may be a symbol)."""
+    return not (isinstance(stashed, int) and stashed == 0)
 
 
 def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
@@ -79,8 +83,10 @@ def up(size: int, multiple: int) -> int:
 
 
 def may_hold(p: Problem) -> bool:
-    """Softcap's derivative is read off the exponential; where that vanishes, label smoothing still needs it."""
-    return not (p.softcap and p.smoothing)
+    """Whether exponentials are all that the gradients need: not with softcap, whose derivative can't be read off them
+    in 16 bits, nor with label smoothing, which adds to every entry.
+    """
+    return not (p.softcap or p.smoothing)
 
 
 def capacity(p: Problem) -> int:
@@ -95,26 +101,26 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     element = DTYPE_BYTES[p.dtype]
     tiles = -(-p.vocab // VOCAB_TILE)
-    ragged = p.vocab % VOCAB_TILE > 0
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
-    per_tile = 4 * tiles * c.token_chunk
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    sums = per_tile * (1 + int(p.smoothing) + 2 * int(p.stats))
-    parts = {"weight in the products' dtype": cast, "vectors": 64 * p.tokens + 4 * MIB // 256}
+    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
+    parts = {"weight in the products' dtype": cast, "vectors": 96 * p.tokens + MIB // 64}
     if not p.any_grad:
-        return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": per_tile + sums}
-    columns, rows = c.vocab_chunk, up(p.tokens, TOKEN_TILE)
-    gradient = element * p.tokens * columns
-    hidden_sums = 4 * c.splits * rows * p.hidden if p.grad_hidden else 0
-    # Sums over tiles are gone before the gradients are begun.
-    later = gradient + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
+        return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax}
+    rows = up(p.tokens, TOKEN_TILE)
+    more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.stashed else 0
+    again = element * max(0, rows - c.held) * c.vocab_chunk
+    summed = c.splits * min(rows, c.held) + c.again_splits * max(0, rows - c.held)
+    hidden_sums = 4 * summed * p.hidden if p.grad_hidden else 0
+    # The softmax of each tile is gone before the gradients are begun.
+    later = again + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
     return parts | {
         "hidden rows": 0 if p.grad_hidden else element * p.tokens * p.hidden,
-        "exponentials in scratch": 2 * VOCAB_TILE * (tiles * c.overflow + (c.stashed if ragged else 0)),
-        "maximum of each tile": per_tile if c.held else 0,
-        "logits' gradient": gradient,
+        "one more chunk of the weight's gradient": DTYPE_BYTES[p.weight_dtype] * more * p.hidden,
+        "exponentials in scratch": element * VOCAB_TILE * tiles * c.overflow,
+        "logits' gradient made again": again,
         "hidden gradient in float32": hidden_sums,
-        "softmax of each tile": max(0, sums + (0 if c.held else per_tile) - later),
+        "softmax of each tile": max(0, softmax - later),
     }
 
 
@@ -134,14 +140,12 @@ class Rates:
     """TFLOP/s of the products."""
     softmax: float
     """ps per logit: what the epilogue of the forward product adds."""
-    stash: float
+    keep: float
     """ps per logit: what storing its exponential adds."""
-    normalise: float
-    """ps per logit: reading it back and writing its gradient."""
     again: float
     """ps per logit: what the epilogue that makes the gradient adds to the product."""
     add: float
-    """ps per element of the hidden gradient and chunk: adding to its sum."""
+    """ps per element of the hidden gradient that is added to, or scaled and rounded."""
     launch: float
     """us per kernel: filling and draining the device."""
     programs: int
@@ -149,9 +153,7 @@ class Rates:
 
 
 RATES = {
-    "h100": Rates(
-        product=745, softmax=0.35, stash=0.9, normalise=1.55, again=0.9, add=2.0, launch=12.0, programs=132
-    ),
+    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, launch=15.0, programs=132),
 }
 
 
@@ -164,22 +166,45 @@ def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by the cost model."""
     product = 2e-9 * p.tokens * p.hidden * p.vocab / rates.product
     logits = 1e-9 * p.tokens * p.vocab
-    time = product + logits * rates.softmax + 5e-3 * rates.launch
+    launch = 1e-3 * rates.launch
+    time = product + logits * rates.softmax + 4 * launch
     if not p.any_grad:
-        return time + 3e-3 * rates.launch * (-(-p.tokens // max(1, c.token_chunk)) - 1)
+        return time + 3 * launch * (-(-p.tokens // max(1, c.token_chunk)) - 1)
     held = min(1.0, c.held / max(1, p.tokens))
-    chunks = -(-p.vocab // c.vocab_chunk)
-    time += held * logits * (rates.stash + rates.normalise) + (1 - held) * (product + logits * rates.again)
-    kernels = (1 if held > 0 else 0) + (1 if held < 1 else 0)
+    again = 1 - held
     blocks = -(-p.hidden // 256)
+    rows = up(p.tokens, TOKEN_TILE) // TOKEN_TILE
+    kept = min(rows, c.held // TOKEN_TILE)
+    time += held * logits * rates.keep + 4 * launch
+    chunks = _chunk_sizes(_columns(p), c.vocab_chunk)
+    if rows > kept:
+        time += again * (product * _waves(chunks, (rows - kept) / VOCAB_TILE, rates) + logits * rates.again)
+        time += launch * len(chunks)
     if p.grad_weight:
-        time += product * waves(c.vocab_chunk // 128 * blocks, rates.programs)
-        kernels += 1
+        parts = [part for chunk in chunks for part in _chunk_sizes(chunk, c.weight_chunk)]
+        time += product * _waves(parts, blocks / TOKEN_TILE, rates) + launch * len(parts)
     if p.grad_hidden:
-        time += product * waves(-(-p.tokens // TOKEN_TILE) * blocks * c.splits, rates.programs)
-        time += 1e-9 * rates.add * chunks * c.splits * p.tokens * p.hidden
-        kernels += 1
-    return time + 1e-3 * rates.launch * kernels * chunks
+        finished = c.splits * held + c.again_splits * again
+        if kept:
+            time += held * product * waves(kept * blocks * c.splits, rates.programs) + launch
+        if rows > kept:
+            part = (rows - kept) * blocks * c.again_splits
+            time += again * product * waves(part, rates.programs) + launch * len(chunks)
+            time += 1e-9 * rates.add * len(chunks) * c.again_splits * again * p.tokens * p.hidden
+        time += 1e-9 * rates.add * finished * p.tokens * p.hidden + launch
+    return time
+
+
+def _chunk_sizes(columns: int, chunk: int) -> list[int]:
+    """`columns` in chunks: all but the last are whole."""
+    return [chunk] * (columns // chunk) + ([columns % chunk] if columns % chunk else [])
+
+
+def _waves(chunks: list[int], tiles_per_column: float, rates: Rates) -> float:
+    """Time of one launch for each chunk, over that of the same work spread evenly.  All but the last are equal."""
+    whole, last = (waves(round(x * tiles_per_column), rates.programs) for x in (chunks[0], chunks[-1]))
+    share = chunks[-1] / sum(chunks)
+    return (1 - share) * whole + share * last
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -191,7 +216,8 @@ def default_scratch(p: Problem) -> int:
     """
     if not p.any_grad:
         return max(FORWARD_SCRATCH, _least(p, strategy="recompute"))
-    useful = TritonConfig(p.tokens, min(USEFUL_CHUNK * VOCAB_TILE, up(p.vocab, VOCAB_TILE)))
+    size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
+    useful = TritonConfig(p.tokens, size, size)
     return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_bytes(p, useful))
 
 
@@ -199,7 +225,8 @@ def _least(p: Problem, strategy: str) -> int:
     """Bytes of scratch that `strategy` needs to run at all."""
     if not p.any_grad:
         return scratch_bytes(p, TritonConfig(min(p.tokens, TOKEN_TILE)))
-    return scratch_bytes(p, replace(_held(p, strategy), vocab_chunk=min(SMALLEST_CHUNK * VOCAB_TILE, _columns(p))))
+    size = min(SMALLEST_CHUNK * VOCAB_TILE, _columns(p))
+    return scratch_bytes(p, replace(_held(p, strategy), vocab_chunk=size, weight_chunk=size))
 
 
 def _columns(p: Problem) -> int:
@@ -215,19 +242,19 @@ def _held(p: Problem, strategy: str) -> TritonConfig:
     return TritonConfig(p.tokens, stashed=stashed, overflow=tokens - stashed)
 
 
-def plan_for_shapes(p: Problem, strategy: str, budget: int | None) -> tuple[int, int, int, int, int]:
+def plan_for_shapes(p: Problem, strategy: str, budget: int | None) -> tuple[int, ...]:
     """The plan as plain numbers; where torch.compile traces for sizes that change, one that follows from them without
     comparing them: all tokens' exponentials kept in the weight gradient's memory as far as that goes.
     """
     if isinstance(p.tokens, int):
-        c = plan(p, strategy, budget)
-        return c.token_chunk, c.vocab_chunk, c.stashed, c.overflow, c.splits
+        return tuple(vars(plan(p, strategy, budget)).values())
     stashed: int = 0
     if strategy != "recompute" and capacity(p) > 0:
         import torch  # sizes are symbols: it is loaded
 
         stashed = torch.sym_min(up(p.tokens, TOKEN_TILE), capacity(p))
-    return p.tokens, min(USEFUL_CHUNK * VOCAB_TILE, _columns(p)), stashed, 0, 1
+    size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
+    return p.tokens, size, size, stashed, 0, 1, 1
 
 
 @lru_cache(maxsize=1024)
@@ -252,22 +279,34 @@ def plan(p: Problem, strategy: str = "auto", budget: int | None = None, rates: R
             return TritonConfig(p.tokens)
         chunks = -(-p.tokens // fit)
         return TritonConfig(min(fit, up(-(-p.tokens // chunks), TOKEN_TILE)))
-    fits = [c for c in _candidates(p, strategy, budget) if scratch_bytes(p, c) <= budget]
-    return min(fits, key=lambda c: (predict(p, c, rates), scratch_bytes(p, c)))
+    fits = [c for c in _candidates(p, strategy, budget, rates) if scratch_bytes(p, c) <= budget]
+    return min(fits, key=lambda c: (predict(p, c, rates), scratch_bytes(p, c), c.splits, c.again_splits))
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> list[TritonConfig]:
-    """Even chunks of the vocabulary, one or two sums of the hidden gradient, and as many tokens held as fit."""
+def _candidates(p: Problem, strategy: str, budget: int, rates: Rates) -> list[TritonConfig]:
+    """Chunks that fill whole waves and some that are even, one or two sums of the hidden gradient, and as many tokens
+    held as fit.
+    """
     tiles = -(-p.vocab // VOCAB_TILE)
-    sizes = {min(SMALLEST_CHUNK, tiles)}
-    sizes |= {-(-tiles // n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)}
+    per_tile = VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
+    for_weight = {n * rates.programs // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
+    again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
+    for_weight |= {-(-tiles // n) for n in (1, 2, 4, 8, 16, 32, 64)}
+    for_weight = {size for size in for_weight if 0 < size <= tiles} | {SMALLEST_CHUNK}
     found = []
-    for size in sorted(sizes):
-        for splits in (1, 2) if p.grad_hidden else (1,):
-            c = replace(_held(p, strategy), vocab_chunk=size * VOCAB_TILE, splits=splits)
-            if strategy == "auto" and may_hold(p):
-                c = _hold_what_fits(p, c, budget)
-            found.append(c)
+    for weight in for_weight:
+        for chunk in {up(size, weight) for size in again} | {weight}:
+            for splits, again_splits in ((1, 1), (1, 2), (2, 1), (2, 2)) if p.grad_hidden else ((1, 1),):
+                c = replace(
+                    _held(p, strategy),
+                    vocab_chunk=min(chunk, up(tiles, weight)) * VOCAB_TILE,
+                    weight_chunk=weight * VOCAB_TILE,
+                    splits=splits,
+                    again_splits=again_splits,
+                )
+                if strategy == "auto" and may_hold(p):
+                    c = _hold_what_fits(p, c, budget)
+                found.append(c)
     return found
 
 
@@ -279,6 +318,4 @@ def _hold_what_fits(p: Problem, c: TritonConfig, budget: int) -> TritonConfig:
         return c
     each = max(1, scratch_bytes(p, replace(home, overflow=TOKEN_TILE)) - scratch_bytes(p, home))
     fit = (budget - scratch_bytes(p, home)) // each * TOKEN_TILE
-    if stashed == 0 and fit > 0:  # the first one kept needs the maxima as well
-        fit = max(0, fit - TOKEN_TILE * -(-4 * -(-p.vocab // VOCAB_TILE) * p.tokens // each))
     return replace(home, overflow=min(tokens - stashed, fit))

@@ -4,7 +4,7 @@
 waits for the device: how many tokens are not ignored is known to the kernels alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ VOCAB_TILE = kernels.VOCAB_TILE.value
 TOKEN_TILE = 128
 # A float16 stash holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
 _FLOAT16_EXPONENTIAL = 32768.0
-# float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
+# float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product, and to
+# 1 where they are scaled rows of hidden instead.
 _FLOAT16_ROW = 256.0
 
 
@@ -56,22 +57,24 @@ class Launch:
 class Vectors(NamedTuple):
     """What is known of each token; by position where not said otherwise."""
 
-    packed: Tensor  # int32: all that follow
+    packed: Tensor  # int32, all that follow in one
     position: Tensor  # [T] int32, by token: -1 for ignored ones
     order: Tensor  # [T] int32: the token
     label: Tensor  # [T] int32: -1 if out of range
     count: Tensor  # [1] int32: tokens that are not ignored
-    factor: Tensor  # [T] float32
+    factor: Tensor  # [T] float32: of the logits, after softcap's tanh
+    shift: Tensor  # [T] float32: what a tile's exponentials are stored relative to, unless they are far above it
+    base: Tensor  # [T] float32: what they are relative to in the end
 
     @staticmethod
     def empty(tokens: int, device: torch.device) -> "Vectors":
-        packed = torch.zeros(4 * tokens + 1, dtype=torch.int32, device=device)
-        return Vectors.unpack(packed)
+        return Vectors.unpack(torch.zeros(6 * tokens + 1, dtype=torch.int32, device=device))
 
     @staticmethod
     def unpack(packed: Tensor) -> "Vectors":
-        position, order, label, factor, count = packed.split([*[(packed.numel() - 1) // 4] * 4, 1])
-        return Vectors(packed, position, order, label, count, factor.view(torch.float32))
+        position, order, label, factor, shift, base, count = packed.split([*[(packed.numel() - 1) // 6] * 6, 1])
+        floats = (x.view(torch.float32) for x in (factor, shift, base))
+        return Vectors(packed, position, order, label, count, *floats)
 
 
 @dataclass(frozen=True)
@@ -114,30 +117,82 @@ class Run:
             return x
         if x.shape[0] == 0:  # no descriptor of nothing: this one is never read
             x = x.new_empty(1, max(x.shape[1], 8))
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+        # Of the exponentials' matrix the stride is that of its columns: see `exponentials`.
+        stride = x.stride(0) or x.shape[1]
+        return TensorDescriptor(x, list(x.shape), [stride, 1], [rows, columns])
 
     def cut(self, name: str) -> dict[str, Any]:
         t = self.tiles[name]
         return {"BLOCK_K": t.depth, "GROUP": t.group, "PROGRAMS": self.programs, "PARTS": t.parts, "TMA": self.tma}
 
 
-@dataclass(frozen=True)
-class Stash:
-    """Exponentials of the first `tokens + overflow_tokens` positions."""
+_PLACES = ("home", "home_stride", "home_tokens", "spill", "spill_tokens")
 
-    memory: Tensor  # flat; tile j's positions from element j * stride * VOCAB_TILE on
-    tokens: int
-    stride: int
-    overflow: Tensor  # flat
-    overflow_tokens: int
+
+@dataclass(frozen=True)
+class Exponentials:
+    """Where the exponentials of the logits are, as `_exponential_row` counts: rows of VOCAB_TILE from one address on.
+
+    The pieces are allocations of their own.  The matrix spans them all and what lies between, of which nothing is ever
+    read or written.
+    """
+
+    pieces: tuple[Tensor, ...]  # kept from being freed
+    matrix: Tensor  # [rows, VOCAB_TILE]
+    home: int
+    home_stride: int
+    home_tokens: int
+    spill: int
+    spill_tokens: int
+    again: int
+    again_tokens: int
 
     @property
     def held(self) -> int:
-        return self.tokens + self.overflow_tokens
+        return self.home_tokens + self.spill_tokens
 
-    def views(self) -> tuple[Tensor, Tensor]:
-        whole = self.memory[: self.memory.numel() // VOCAB_TILE * VOCAB_TILE]
-        return whole.view(-1, VOCAB_TILE), self.overflow.view(-1, VOCAB_TILE)
+    def arguments(self, *, again: bool) -> dict[str, int]:
+        """As kernels take them, with or without what is computed again."""
+        return {name: getattr(self, name) for name in (*_PLACES, *(("again", "again_tokens") if again else ()))}
+
+
+def exponentials(
+    home: Tensor,  # flat; from `pad` tiles on
+    pad: int,
+    home_stride: int,
+    home_tokens: int,
+    spill: Tensor,  # flat
+    spill_tokens: int,
+    again: Tensor,  # flat
+    again_tokens: int,
+) -> Exponentials:
+    """The matrix that spans the three pieces, each of which begins at a multiple of a row's bytes."""
+    row = VOCAB_TILE * home.element_size()
+    pieces = [x for x in (home, spill, again) if x.numel() > 0]
+    first = min(pieces, key=Tensor.data_ptr)
+    end = max(x.data_ptr() + x.numel() * x.element_size() for x in pieces)
+
+    def start(x: Tensor) -> int:
+        if x.numel() == 0:
+            return 0
+        offset = x.data_ptr() - first.data_ptr()
+        assert offset % row == 0, "allocations begin at multiples of 512 bytes"
+        return offset // row
+
+    rows = (end - first.data_ptr()) // row
+    if rows >= 1 << 31:
+        raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
+    return Exponentials(
+        tuple(pieces),
+        first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(rows, VOCAB_TILE),
+        start(home) + pad * home_stride,
+        home_stride,
+        home_tokens,
+        start(spill),
+        spill_tokens,
+        start(again),
+        again_tokens,
+    )
 
 
 def compact(run: Run, target: Tensor, ignore_index: int, vectors: Vectors) -> Launch:
@@ -176,6 +231,7 @@ def gather(
         "label": vectors.label,
         "factor": vectors.factor,
         "target_logit": target_logit,
+        "shift": vectors.shift,
         "first": first,
         "hidden_stride_t": hidden.stride(0),
         "hidden_stride_h": hidden.stride(1),
@@ -188,6 +244,7 @@ def gather(
         "BIAS": run.head.bias is not None,
         "SOFTCAP": run.head.softcap is not None,
         "TEMPERATURE": per_token,
+        "SHIFT": run.head.weight.dtype != torch.float16,  # whose exponents don't reach
         "BLOCK": 1024,
         "PAD": TOKEN_TILE,
     }
@@ -212,7 +269,7 @@ class Partials(NamedTuple):
 
 
 def softmax(
-    run: Run, rows: Tensor, vectors: Vectors, partials: Partials, stash: Stash | None, first: int, *, stats: bool
+    run: Run, rows: Tensor, vectors: Vectors, partials: Partials, kept: Exponentials | None, first: int, *, stats: bool
 ) -> Launch:
     t = run.tiles["softmax_tiles"]
     arguments = {
@@ -223,7 +280,10 @@ def softmax(
         "factor": vectors.factor[first:],
         "count": vectors.count,
         **partials._asdict(),
-        **_stash_arguments(run, stash, (t.rows, VOCAB_TILE // t.parts)),
+        "shift": vectors.shift[first:],
+        "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
+        "exponential_rows": 0 if kept is None else len(kept.matrix),
+        **(dict.fromkeys(_PLACES, 0) if kept is None else kept.arguments(again=False)),
         "first": first,
         "rows_stride": rows.stride(0),
         "weight_stride": run.head.weight.stride(0),
@@ -237,31 +297,11 @@ def softmax(
         "SOFTCAP": run.head.softcap is not None,
         "SMOOTHING": run.head.label_smoothing > 0,
         "STATS": stats,
-        "stash_rows": 0 if stash is None else len(stash.views()[0]),
-        "overflow_rows": 0 if stash is None else len(stash.views()[1]),
-        "STASH": stash is not None,
-        "OVERFLOW": stash is not None and stash.overflow.numel() > 0,
+        "KEEP": kept is not None,
         "BLOCK_T": t.rows,
         **run.cut("softmax_tiles"),
     }
     return Launch(kernels.softmax_tiles, (run.programs,), arguments, t.warps, t.stages)
-
-
-def _stash_arguments(run: Run, stash: Stash | None, block: tuple[int, int] | None) -> dict[str, Any]:
-    if stash is None:
-        return dict.fromkeys(("stash", "overflow")) | dict.fromkeys(
-            ("stash_tokens", "stash_stride", "overflow_tokens"), 0
-        )
-    memory, overflow = stash.views()
-    if block is not None:
-        memory, overflow = run.operand(memory, *block), run.operand(overflow, *block)
-    return {
-        "stash": memory,
-        "overflow": overflow,
-        "stash_tokens": stash.tokens,
-        "stash_stride": stash.stride,
-        "overflow_tokens": stash.overflow_tokens,
-    }
 
 
 class PerToken(NamedTuple):
@@ -288,6 +328,8 @@ def merge(
         "label": vectors.label,
         "target_logit": target_logit,
         **partials._asdict(),
+        "shift": vectors.shift,
+        "base": vectors.base,
         "token_weight": token_weight,
         **out._asdict(),
         "T": run.tokens,
@@ -302,24 +344,82 @@ def merge(
         "SMOOTHING": run.head.label_smoothing > 0,
         "STATS": out.entropy is not None,
         "BLOCK_T": 16,
-        "BLOCK": 64,
+        "BLOCK": 256,
     }
-    return Launch(kernels.merge_tiles, (-(-run.tokens // 16),), arguments)
+    return Launch(kernels.merge_tiles, (-(-run.tokens // 16),), arguments, warps=8)
+
+
+def settle(run: Run, kept: Exponentials, vectors: Vectors, maximum: Tensor) -> Launch:
+    arguments = {
+        "exponentials": kept.matrix,
+        "count": vectors.count,
+        "maximum": maximum,
+        "shift": vectors.shift,
+        "base": vectors.base,
+        "partial_stride": maximum.stride(0),
+        "tiles": run.vocab_tiles,
+        **kept.arguments(again=False),
+        "TILES": 16,
+        "BLOCK_T": TOKEN_TILE,
+    }
+    grid = (-(-run.vocab_tiles // 16), kept.held // TOKEN_TILE)
+    return Launch(kernels.settle_exponentials, grid, arguments, warps=8)
+
+
+def put_targets(run: Run, kept: Exponentials, vectors: Vectors, out: PerToken) -> Launch:
+    arguments = {
+        "exponentials": kept.matrix,
+        "order": vectors.order,
+        "count": vectors.count,
+        "label": vectors.label,
+        "base": vectors.base,
+        "lse": out.lse,
+        "log_prob": out.log_prob,
+        **kept.arguments(again=False),
+        "z_loss": run.head.z_loss,
+        "exponential_scale": run.exponential_scale,
+        "BLOCK": TOKEN_TILE,
+    }
+    return Launch(kernels.replace_targets, (-(-run.tokens // TOKEN_TILE),), arguments)
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """What backward knows of each token; lse and log_prob by token, row by position."""
+    """What backward knows of each token; lse and log_prob by token, the others by position."""
 
     lse: Tensor
     log_prob: Tensor
     row: Tensor  # [T] float32: factor of the position's row of the gradient
+    scale: Tensor  # [T] float32: the same times exp(base - lse), where exponentials are kept
     shrink: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled up for float16
 
 
-def _gradient_arguments(run: Run, vectors: Vectors, upstream: Upstream, gradient: Any, stride: int) -> dict[str, Any]:
-    return {
-        "gradient": gradient,
+def scale_hidden(run: Run, rows: Tensor, vectors: Vectors, upstream: Upstream, held: int) -> Launch:
+    arguments = {
+        "rows": rows,
+        "scale": upstream.scale,
+        "order": vectors.order,
+        "count": vectors.count,
+        "lse": upstream.lse,
+        "base": vectors.base,
+        "held": held,
+        "H": run.hidden,
+        "z_loss": run.head.z_loss,
+        "inverse_exponential_scale": 1 / run.exponential_scale,
+        "BLOCK": 1024,
+    }
+    return Launch(kernels.scale_rows, (min(held, run.tokens),), arguments)
+
+
+def gradient_again(
+    run: Run, rows: Tensor, vectors: Vectors, upstream: Upstream, places: Exponentials, first_tile: int, tiles: int
+) -> Launch:
+    t = run.tiles["gradient_tiles"]
+    arguments = {
+        "rows": run.operand(rows, t.rows, t.depth),
+        "weight": run.operand(run.head.weight, VOCAB_TILE, t.depth),
+        "bias": run.head.bias,
+        "exponentials": run.operand(places.matrix, t.rows, VOCAB_TILE // t.parts),
         "order": vectors.order,
         "count": vectors.count,
         "label": vectors.label,
@@ -327,66 +427,24 @@ def _gradient_arguments(run: Run, vectors: Vectors, upstream: Upstream, gradient
         "lse": upstream.lse,
         "log_prob": upstream.log_prob,
         "row": upstream.row,
-        "gradient_stride": stride,
+        "first": places.held,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
+        "exponential_rows": len(places.matrix),
+        "again": places.again,
+        "again_tokens": places.again_tokens,
+        "rows_stride": rows.stride(0),
+        "weight_stride": run.head.weight.stride(0),
         "T": run.tokens,
+        "H": run.hidden,
         "V": run.vocab,
+        "inner_scale": run.inner_scale,
         "label_smoothing": run.head.label_smoothing,
         "z_loss": run.head.z_loss,
+        "BIAS": run.head.bias is not None,
         "SOFTCAP": run.head.softcap is not None,
         "SMOOTHING": run.head.label_smoothing > 0,
         "Z_LOSS": run.head.z_loss > 0,
-    }
-
-
-def normalise(
-    run: Run,
-    vectors: Vectors,
-    upstream: Upstream,
-    maximum: Tensor,
-    stash: Stash,
-    gradient: Tensor,
-    first_tile: int,
-    chunk_tiles: int,
-) -> Launch:
-    block = 16
-    arguments = {
-        **_stash_arguments(run, stash, None),
-        **_gradient_arguments(run, vectors, upstream, gradient, gradient.stride(0)),
-        "maximum": maximum,
-        "first_tile": first_tile,
-        "partial_stride": maximum.stride(0),
-        "inverse_exponential_scale": 1 / run.exponential_scale,
-        "BLOCK_T": block,
-        "PAD": TOKEN_TILE,
-    }
-    return Launch(kernels.normalise_stash, (chunk_tiles, -(-min(stash.held, run.tokens) // block)), arguments)
-
-
-def gradient_again(
-    run: Run,
-    rows: Tensor,
-    vectors: Vectors,
-    upstream: Upstream,
-    gradient: Tensor,
-    first: int,
-    first_tile: int,
-    chunk_tiles: int,
-) -> Launch:
-    t = run.tiles["gradient_tiles"]
-    into = run.operand(gradient, t.rows, VOCAB_TILE // t.parts)
-    arguments = {
-        **_gradient_arguments(run, vectors, upstream, into, gradient.stride(0)),
-        "rows": run.operand(rows, t.rows, t.depth),
-        "weight": run.operand(run.head.weight, VOCAB_TILE, t.depth),
-        "bias": run.head.bias,
-        "first": first,
-        "first_tile": first_tile,
-        "chunk_tiles": chunk_tiles,
-        "rows_stride": rows.stride(0),
-        "weight_stride": run.head.weight.stride(0),
-        "H": run.hidden,
-        "inner_scale": run.inner_scale,
-        "BIAS": run.head.bias is not None,
         "BLOCK_T": t.rows,
         **run.cut("gradient_tiles"),
     }
@@ -395,32 +453,35 @@ def gradient_again(
 
 def weight_product(
     run: Run,
-    gradient: Tensor,
+    places: Exponentials,
     rows: Tensor,
     vectors: Vectors,
     out: Tensor,
     shrink: Tensor | None,
+    again_from: int,
     first_tile: int,
-    chunk_tiles: int,
+    tiles: int,
     *,
     add: bool,
 ) -> Launch:
     t = run.tiles["weight_gradient"]
-    parts = t.parts * out.element_size() // gradient.element_size()  # the same bytes in shared memory
+    parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
     arguments = {
-        "gradient": run.operand(gradient, t.depth, t.rows),
+        "exponentials": run.operand(places.matrix, t.depth, t.rows),
         "rows": run.operand(rows, t.depth, t.columns),
         "out": run.operand(out, t.rows, t.columns // parts),
         "count": vectors.count,
         "shrink": shrink,
-        "first_row": first_tile * VOCAB_TILE,
-        "gradient_stride": gradient.stride(0),
+        "again_from": again_from,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
+        "exponential_rows": len(places.matrix),
+        **places.arguments(again=True),
         "rows_stride": rows.stride(0),
         "out_stride": out.stride(0),
         "T": run.tokens,
         "H": run.hidden,
         "V": run.vocab,
-        "chunk": chunk_tiles * VOCAB_TILE,
         "SHRINK": shrink is not None,
         "ADD": add,
         "BLOCK_V": t.rows,
@@ -432,25 +493,37 @@ def weight_product(
 
 
 def hidden_product(
-    run: Run, gradient: Tensor, vectors: Vectors, sums: Tensor, first_tile: int, chunk_tiles: int, splits: int
+    run: Run,
+    places: Exponentials,
+    vectors: Vectors,
+    scale: Tensor | None,
+    sums: "Sums",
+    again: bool,
+    first_tile: int,
+    tiles: int,
 ) -> Launch:
     t = run.tiles["hidden_gradient"]
+    out, splits = (sums.again, sums.again_splits) if again else (sums.held, sums.splits)
     arguments = {
-        "gradient": run.operand(gradient, t.rows, t.depth),
+        "exponentials": run.operand(places.matrix, t.rows, t.depth),
         "weight": run.operand(run.head.weight, t.depth, t.columns),
-        "out": run.operand(sums, t.rows, t.columns // t.parts),
+        "out": run.operand(out, t.rows, t.columns // t.parts),
         "count": vectors.count,
-        "first_row": first_tile * VOCAB_TILE,
-        "gradient_stride": gradient.stride(0),
+        "scale": scale,
+        "first": places.held if again else 0,
+        "last": run.tokens if again else places.held,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
+        "split_tiles": -(-tiles // splits),
+        "split_rows": len(out) // splits,
+        "exponential_rows": len(places.matrix),
+        **places.arguments(again=True),
         "weight_stride": run.head.weight.stride(0),
-        "out_stride": sums.stride(0),
-        "T": run.tokens,
+        "out_stride": out.stride(0),
         "H": run.hidden,
         "V": run.vocab,
-        "chunk": chunk_tiles * VOCAB_TILE,
-        "part": -(-chunk_tiles // splits) * VOCAB_TILE,
-        "split_rows": len(sums) // splits,
         "ADD": first_tile > 0,
+        "SCALE": scale is not None,
         "SPLITS": splits,
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
@@ -460,33 +533,51 @@ def hidden_product(
 
 
 def bias_sums(
-    run: Run, gradient: Tensor, vectors: Vectors, out: Tensor, shrink: Tensor | None, first_tile: int, chunk_tiles: int
+    run: Run, places: Exponentials, vectors: Vectors, upstream: Upstream, out: Tensor, first_tile: int, tiles: int
 ) -> Launch:
     arguments = {
-        "gradient": gradient,
+        "exponentials": places.matrix,
         "out": out,
         "count": vectors.count,
-        "shrink": shrink,
-        "first_row": first_tile * VOCAB_TILE,
-        "gradient_stride": gradient.stride(0),
+        "scale": upstream.scale,
+        "shrink": upstream.shrink,
+        "first_tile": first_tile,
+        **places.arguments(again=True),
         "V": run.vocab,
-        "SHRINK": shrink is not None,
+        "SHRINK": upstream.shrink is not None,
         "BLOCK_T": 64,
         "BLOCK_V": 64,
     }
-    return Launch(kernels.bias_gradient, (chunk_tiles * VOCAB_TILE // 64,), arguments)
+    return Launch(kernels.bias_gradient, (tiles, VOCAB_TILE // 64), arguments)
 
 
-def finish(run: Run, sums: Tensor, vectors: Vectors, shrink: Tensor | None, out: Tensor, splits: int) -> Launch:
+class Sums(NamedTuple):
+    """The hidden gradient in float32, by position: of the tokens whose exponentials are held, and of the others."""
+
+    held: Tensor  # [splits * positions, H]
+    again: Tensor  # [again_splits * positions, H]
+    splits: int
+    again_splits: int
+
+    @staticmethod
+    def empty(like: Tensor, hidden: int, held: int, again: int, splits: int, again_splits: int) -> "Sums":
+        memory = like.new_empty((splits * held + again_splits * again, hidden), dtype=torch.float32)
+        return Sums(memory[: splits * held], memory[splits * held :], splits, again_splits)
+
+
+def finish(run: Run, sums: Sums, vectors: Vectors, shrink: Tensor | None, out: Tensor) -> Launch:
     block = 1024
     arguments = {
-        "sums": sums,
+        "held": sums.held,
+        "again": sums.again,
         "position": vectors.position,
         "shrink": shrink,
         "out": out,
         "H": run.hidden,
-        "split_rows": len(sums) // splits,
-        "SPLITS": splits,
+        "held_rows": len(sums.held) // sums.splits,
+        "again_rows": len(sums.again) // sums.again_splits,
+        "SPLITS": sums.splits,
+        "AGAIN_SPLITS": sums.again_splits,
         "SHRINK": shrink is not None,
         "BLOCK": block,
     }
@@ -514,12 +605,12 @@ def forward(
     temperature: Tensor | float,  # [T] float32, or one for all
     ignore_index: int,
     rows: Tensor,  # [T or fewer, H]: so many tokens at a time
-    stash: Stash | None,
+    kept: Exponentials | None,
     *,
     stats: bool,
-) -> tuple[PerToken, Vectors, Partials]:
-    """The loss and the statistics of each token; `rows`, the vectors and the partial maxima are as the last chunk left
-    them, which is to say whole where `rows` holds all tokens.
+) -> tuple[PerToken, Vectors]:
+    """The loss and the statistics of each token.  `rows` and `kept` are filled in for backward; with `kept`, `rows` takes
+    all tokens at once.
     """
     device, tokens, chunk = hidden.device, run.tokens, len(rows)
     vectors = Vectors.empty(tokens, device)
@@ -532,13 +623,16 @@ def forward(
     smoothing = run.head.label_smoothing > 0
     partials = Partials.empty(run.vocab_tiles, chunk, device, smoothing=smoothing, stats=stats)
     if tokens == 0:
-        return out, vectors, partials
+        return out, vectors
     compact(run, target, ignore_index, vectors).run()
     for first in range(0, tokens, chunk):
         gather(run, hidden, target, temperature, vectors, target_logit, rows, first).run()
-        softmax(run, rows, vectors, partials, stash, first, stats=stats).run()
+        softmax(run, rows, vectors, partials, kept, first, stats=stats).run()
         merge(run, vectors, target_logit, partials, token_weight, out, first).run()
-    return out, vectors, partials
+    if kept is not None:
+        settle(run, kept, vectors, partials.maximum).run()
+        put_targets(run, kept, vectors, out).run()
+    return out, vectors
 
 
 def backward(
@@ -546,36 +640,43 @@ def backward(
     vectors: Vectors,
     upstream: Upstream,
     rows: Tensor,  # [T, H]
-    maximum: Tensor,  # [tiles, T]
-    stash: Stash,
-    chunk_tiles: int,
-    splits: int,
+    places: Exponentials,
+    chunk_tiles: tuple[int, int],
+    splits: tuple[int, int],
     *,
     grad_hidden: Tensor | None,  # [T, H] out; its memory may be that of `rows`
-    grad_weight: Tensor | None,  # [V, H] out; its memory may be the stash's
+    grad_weight: Tensor | None,  # [V, H] out; its memory may be the exponentials', if those begin a chunk further on
     grad_bias: Tensor | None,  # [V] float32 out
     add: bool = False,
 ) -> None:
-    """Fill in the gradients, a chunk of `chunk_tiles` tiles of the vocabulary at a time."""
-    tokens, device = run.tokens, rows.device
-    gradient = torch.empty((tokens, chunk_tiles * VOCAB_TILE), dtype=rows.dtype, device=device)
+    """Fill in the gradients, in chunks of so many tiles of the vocabulary: of logits computed again, and of the weight's
+    gradient.
+    """
+    tokens, held = run.tokens, min(places.held, run.tokens)
     sums = None
     if grad_hidden is not None:
-        padded = -(-tokens // TOKEN_TILE) * TOKEN_TILE
-        sums = torch.empty((splits * padded, run.hidden), dtype=torch.float32, device=device)
-    for first_tile in range(0, run.vocab_tiles, chunk_tiles):
-        count = min(chunk_tiles, run.vocab_tiles - first_tile)
-        if stash.held > 0:
-            normalise(run, vectors, upstream, maximum, stash, gradient, first_tile, count).run()
-        if stash.held < tokens:
-            gradient_again(run, rows, vectors, upstream, gradient, stash.held, first_tile, count).run()
-        if grad_weight is not None:
-            weight_product(
-                run, gradient, rows, vectors, grad_weight, upstream.shrink, first_tile, count, add=add
-            ).run()
-        if sums is not None:
-            hidden_product(run, gradient, vectors, sums, first_tile, count, splits).run()
+        sums = Sums.empty(rows, run.hidden, places.held, places.again_tokens, *splits)
+    if held > 0:
+        scale_hidden(run, rows, vectors, upstream, held).run()
+    if sums is not None and held > 0:
+        # Before weight's gradient takes the exponentials' place.
+        hidden_product(run, places, vectors, upstream.scale, sums, False, 0, run.vocab_tiles).run()
+    for chunk in _chunks(0, run.vocab_tiles, chunk_tiles[0]):
+        if held < tokens:
+            gradient_again(run, rows, vectors, upstream, places, *chunk).run()
+            if sums is not None:
+                hidden_product(run, places, vectors, None, sums, True, *chunk).run()
         if grad_bias is not None:
-            bias_sums(run, gradient, vectors, grad_bias, upstream.shrink, first_tile, count).run()
+            bias_sums(run, places, vectors, upstream, grad_bias, *chunk).run()
+        if grad_weight is not None:
+            for part in _chunks(*chunk, chunk_tiles[1]):
+                weight_product(
+                    run, places, rows, vectors, grad_weight, upstream.shrink, chunk[0], *part, add=add
+                ).run()
     if sums is not None and grad_hidden is not None:
-        finish(run, sums, vectors, upstream.shrink, grad_hidden, splits).run()
+        finish(run, sums, vectors, upstream.shrink, grad_hidden).run()
+
+
+def _chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
+    """First tile and number of tiles of each chunk."""
+    return ((start, min(size, first + count - start)) for start in range(first, first + count, size))
