@@ -11,9 +11,14 @@ chunk of the vocabulary.  One descriptor spans all three: rows are counted from 
 
 What is kept is exp(z - shift), with a shift of each token that is known beforehand, its target's logit plus 30.  16-bit
 floats with 8 bits of exponent hold that exactly as well as any, unless a logit is more than 90 above the target's;
-`settle_exponentials` mends such tokens, and costs nothing where there are none.  With the target's entry replaced by
-what p - 1 is in that measure, the gradients are plain products of what is kept, and the factor exp(shift - lse) of each
-token goes into the rows of hidden (for the weight's gradient) and into the result's rows (for hidden's).
+`settle_exponentials` mends such tokens, and costs nothing where there are none.  So the gradients are plain products of
+what is kept: the factor exp(shift - lse) of each token goes into the rows of hidden (for the weight's gradient) and into
+the result's rows (for hidden's).
+
+A target's entry, p - 1, is the largest of its row by far, and would carry the roundings of the exponential and of the
+scaled row into both gradients.  For the first two tokens that have a vocabulary entry as their target it is left out of
+the products and added to their results, from the weight's and hidden's own rows; that of further ones, whose roundings
+average out, takes the place of their exponential.
 
 Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else through pointers.
 The persistent loop over tiles with its flattened product is that of Triton's matrix multiplication tutorial.
@@ -28,6 +33,8 @@ LOWEST = tl.constexpr(-8.0e37)
 VOCAB_TILE = tl.constexpr(256)
 # Logits up to so much above a token's shift are stored relative to it.
 REACH = tl.constexpr(60.0)
+# An owner that there isn't; see `replace_targets`.
+NOBODY = tl.constexpr(2**31 - 1)
 # Triton's interpreter has no reduction through a descriptor.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -144,6 +151,8 @@ def gather_tokens(
     factor,  # [T] float32 out: z = x * factor
     target_logit,  # [T] float32 out: z of the target
     shift,  # [T] float32 out
+    owners,  # [2, V] int32, filled with NOBODY; out: the first position that has an entry as its target
+    held,
     first,
     hidden_stride_t,
     hidden_stride_h,
@@ -157,6 +166,7 @@ def gather_tokens(
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     SHIFT: tl.constexpr,
+    KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
     PAD: tl.constexpr,
 ):
@@ -192,6 +202,8 @@ def gather_tokens(
         # Without a shift every token is one to be settled.
         tl.store(shift + at, z + 30.0 if SHIFT else -3.0e38)
         tl.store(label + at, tl.where(good, y, -1).to(tl.int32))
+        if KEEP:
+            tl.atomic_min(owners + y, at, mask=good & (at < tl.minimum(n, held)))
 
 
 @triton.jit
@@ -229,6 +241,7 @@ def softmax_tiles(
     SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
     KEEP: tl.constexpr,
+    RAGGED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -258,7 +271,8 @@ def softmax_tiles(
         y = tl.load(label + t, mask=inside, other=-1)
         k_z = tl.load(factor + t, mask=inside, other=1.0)
         x = _unscaled(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
-        x = tl.where((v < V)[None, :], x, float("-inf"))
+        if RAGGED:
+            x = tl.where((v < V)[None, :], x, float("-inf"))
         top = tl.maximum(tl.max(x, 1), LOWEST)
         at = j.to(tl.int64) * partial_stride + t
         tl.store(maximum + at, top * k_z, mask=inside)
@@ -267,7 +281,7 @@ def softmax_tiles(
         k_2 = k_z * LOG2E
         if SMOOTHING:
             tl.store(offset_sum + at, tl.sum(tl.where((v < V)[None, :], x - top[:, None], 0.0), 1) * k_z, mask=inside)
-        e = tl.exp2((x - top[:, None]) * k_2[:, None])
+        e = tl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
         tl.store(others + at, tl.sum(tl.where(v[None, :] == y[:, None], 0.0, e), 1), mask=inside)
         if STATS:
             # p log p is 0 at p = 0, and 0 * -inf is not.
@@ -296,6 +310,8 @@ def merge_tiles(
     argmax,
     shift,
     base,  # [T] float32 out, by position: what the exponentials are relative to in the end
+    owners,  # [2, V] int32, the first known; out: the second
+    held,
     token_weight,  # [T] float32
     loss,  # [T] float32 out, and so on; all by token
     lse,
@@ -313,6 +329,7 @@ def merge_tiles(
     TOKEN_WEIGHT: tl.constexpr,
     SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
+    KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -321,6 +338,9 @@ def merge_tiles(
     at = tl.load(position + t, mask=t < T, other=-2)
     mine = (at >= first) & (at < last)
     y = tl.load(label + at, mask=mine, other=0)
+    if KEEP:
+        owned = mine & (y >= 0) & (at < held)
+        tl.atomic_min(owners + V + y, at, mask=owned & (tl.load(owners + y, mask=owned, other=0) != at))
     z = tl.where(y < 0, LOWEST, tl.load(target_logit + at, mask=mine, other=0.0))
     top = tl.full((BLOCK_T,), LOWEST, tl.float32)
     index = tl.zeros((BLOCK_T,), tl.int32)
@@ -393,15 +413,11 @@ def _log1p(x):
 def _to_gradient(
     p, v, y, lse, log_prob, row, V, label_smoothing, z_loss, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr
 ):
-    """row * d(loss) / dz from probabilities p [tokens, vocab]; the target's is made from its log-probability.
-
-    p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-    """
-    at_target = _expm1(log_prob)
+    """row * d(loss) / dz from probabilities p [tokens, vocab]; the target's is made from its log-probability."""
+    at_target = _at_target(lse, log_prob, z_loss)
     factor = row
     if Z_LOSS:
         factor = row * (1 + 2 * z_loss * lse)
-        at_target += 2 * z_loss * lse * tl.exp2(log_prob * LOG2E)
     g = p * factor[:, None]
     if SMOOTHING:
         even = label_smoothing / V
@@ -463,29 +479,50 @@ def replace_targets(
     base,
     lse,
     log_prob,
+    owners,  # [2, V] int32: the first two positions that have an entry as their target, else NOBODY
     home,
     home_stride,
     home_tokens,
     spill,
     spill_tokens,
+    V,
     z_loss,
     exponential_scale,
     BLOCK: tl.constexpr,
 ):
-    """Put (d loss / dz) / exp(base - lse), without the factor of z-loss, in the place of the target's exponential."""
+    """Take the targets' exponentials out, or put (d loss / dz) / exp(base - lse) in their place."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(label + t, mask=t < tl.minimum(tl.load(count), home_tokens + spill_tokens), other=-1)
     there = y >= 0
+    exact = _is_owner(owners, t, y, V)
     token = tl.load(order + t, mask=there, other=0)
     l = tl.load(lse + token, mask=there, other=0.0)
     lp = tl.load(log_prob + token, mask=there, other=0.0)
     b = tl.load(base + t, mask=there, other=0.0)
-    value = _expm1(lp) + 2 * z_loss * l * tl.exp2(lp * LOG2E)
-    value = value / _z_factor(l, z_loss) * tl.exp2((l - b) * LOG2E) * exponential_scale
-    row = _exponential_row(
-        y // VOCAB_TILE, t, home, home_stride, home_tokens, spill, spill_tokens, 0, 0, 0
-    ).to(tl.int64)
-    tl.store(exponentials + row * VOCAB_TILE + y % VOCAB_TILE, value.to(exponentials.dtype.element_ty), mask=there)
+    value = _at_target(l, lp, z_loss) / _z_factor(l, z_loss) * tl.exp2((l - b) * LOG2E) * exponential_scale
+    value = tl.where(exact, 0.0, value)
+    row = tl.cast(
+        _exponential_row(y // VOCAB_TILE, t, home, home_stride, home_tokens, spill, spill_tokens, 0, 0, 0), tl.int64
+    )
+    column = y - y // VOCAB_TILE * VOCAB_TILE
+    tl.store(exponentials + row * VOCAB_TILE + column, value.to(exponentials.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _is_owner(owners, t, y, V):
+    """Whether the target's term of position t is added to the products' results."""
+    first = tl.load(owners + y, mask=y >= 0, other=NOBODY)
+    second = tl.load(owners + V + y, mask=y >= 0, other=NOBODY)
+    return (y >= 0) & ((first == t) | (second == t))
+
+
+@triton.jit
+def _at_target(lse, log_prob, z_loss):
+    """d loss / dz of the target, without label smoothing.
+
+    p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
+    """
+    return _expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E)
 
 
 @triton.jit
@@ -499,12 +536,17 @@ def _z_factor(lse, z_loss):
 def scale_rows(
     rows,  # [T, H] in and out
     scale,  # [T] float32 in: factor of each row of the gradient; out: of each row of the product for hidden's
+    at_target,  # [T] float32 out: the target's entry of the gradient, 0 where the exponentials have it
     order,
     count,
+    label,
+    owners,
     lse,
+    log_prob,
     base,
     held,
     H,
+    V,
     z_loss,
     inverse_exponential_scale,
     BLOCK: tl.constexpr,
@@ -512,9 +554,13 @@ def scale_rows(
     """Multiply hidden's rows by what kept exponentials lack: their token's factor times exp(base - lse)."""
     t = tl.program_id(0)
     if t < tl.minimum(tl.load(count), held):
-        l = tl.load(lse + tl.load(order + t))
+        token = tl.load(order + t)
+        l = tl.load(lse + token)
         b = tl.load(base + t)
-        r = tl.load(scale + t) * _z_factor(l, z_loss) * tl.exp2((b - l) * LOG2E) * inverse_exponential_scale
+        row = tl.load(scale + t)
+        exact = _is_owner(owners, t, tl.load(label + t), V)
+        tl.store(at_target + t, tl.where(exact, row * _at_target(l, tl.load(log_prob + token), z_loss), 0.0))
+        r = row * _z_factor(l, z_loss) * tl.exp2((b - l) * LOG2E) * inverse_exponential_scale
         for start in range(0, H, BLOCK):
             c = start + tl.arange(0, BLOCK)
             h = tl.load(rows + t.to(tl.int64) * H + c, mask=c < H, other=0).to(tl.float32)
@@ -658,13 +704,59 @@ def weight_gradient(
 
 
 @triton.jit
+def add_targets(
+    hidden,  # [T, H], any strides
+    out,  # [V, H] in and out
+    order,
+    count,
+    label,
+    owners,
+    at_target,
+    shrink,
+    hidden_stride_t,
+    hidden_stride_h,
+    held,
+    H,
+    V,
+    SHRINK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add to each row of the weight's gradient the targets' terms of the positions that own it."""
+    t = tl.program_id(0)
+    if t < tl.minimum(tl.load(count), held):
+        y = tl.load(label + t)
+        if y >= 0:
+            if tl.load(owners + y) == t:
+                second = tl.load(owners + V + y)
+                both = second != NOBODY
+                second = tl.where(both, second, t)
+                g = tl.load(at_target + t)
+                g2 = tl.where(both, tl.load(at_target + second), 0.0)
+                if SHRINK:
+                    g *= tl.load(shrink)
+                    g2 *= tl.load(shrink)
+                h = hidden + tl.load(order + t).to(tl.int64) * hidden_stride_t
+                h2 = hidden + tl.load(order + second).to(tl.int64) * hidden_stride_t
+                row = out + y.to(tl.int64) * H
+                for start in range(0, H, BLOCK):
+                    c = start + tl.arange(0, BLOCK)
+                    column = c.to(tl.int64) * hidden_stride_h
+                    a = tl.load(h + column, mask=c < H, other=0.0).to(OPERAND).to(tl.float32)
+                    b = tl.load(h2 + column, mask=(c < H) & both, other=0.0).to(OPERAND).to(tl.float32)
+                    value = tl.load(row + c, mask=c < H, other=0.0).to(tl.float32) + g * a + g2 * b
+                    tl.store(row + c, value.to(out.dtype.element_ty), mask=c < H)
+
+
+@triton.jit
 def _add_columns(
     into, stride, row, column, rows, columns, value,
     R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     if PARTS == 1:
         if TMA and not INTERPRETED:
-            into.atomic_add([row, column], value)  # each element once per launch, so the order is that of the launches
+            # Each element once per launch, so the order of additions is that of the launches.
+            into.atomic_add([row, column], value)
         else:
             before = _load(into, stride, row, column, rows, columns, R, C, TMA)
             _store(into, stride, row, column, rows, columns, before + value, R, C, TMA)
@@ -755,6 +847,8 @@ def bias_gradient(
     out,  # [V] float32 out
     count,
     scale,
+    owners,
+    at_target,
     shrink,
     first_tile,
     home,
@@ -765,6 +859,7 @@ def bias_gradient(
     again,
     again_tokens,
     V,
+    HELD: tl.constexpr,
     SHRINK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -773,7 +868,12 @@ def bias_gradient(
     n = tl.load(count)
     j = first_tile + tl.program_id(0)
     c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = j * VOCAB_TILE + c
     total = tl.zeros((BLOCK_V,), tl.float32)
+    if HELD:
+        for k in tl.static_range(2):
+            at = tl.load(owners + k * V + v, mask=v < V, other=NOBODY)
+            total += tl.load(at_target + at, mask=at != NOBODY, other=0.0)
     for start in range(0, n, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         row = _exponential_row(
@@ -786,7 +886,6 @@ def bias_gradient(
         total += tl.sum(g * r[:, None], 0)
     if SHRINK:
         total *= tl.load(shrink)
-    v = j * VOCAB_TILE + c
     tl.store(out + v, total, mask=v < V)
 
 
@@ -794,9 +893,13 @@ def bias_gradient(
 def finish_hidden(
     held,  # [SPLITS * held_rows, H] float32: sums of the first held_rows positions
     again,  # [AGAIN_SPLITS * again_rows, H] float32: of the others
+    weight,  # [V, H]
     position,
+    label,
+    at_target,
     shrink,
     out,  # [T, H] out, by token
+    weight_stride,
     H,
     held_rows,
     again_rows,
@@ -805,7 +908,7 @@ def finish_hidden(
     SHRINK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Round the hidden gradient, and put each row in its token's place; 0 for ignored tokens."""
+    """Add the target's term, round the hidden gradient, and put each row in its token's place; 0 for ignored tokens."""
     t = tl.program_id(0)
     at = tl.load(position + t)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -813,6 +916,10 @@ def finish_hidden(
     for split in tl.static_range(SPLITS):
         row = tl.cast(split * held_rows + at, tl.int64)
         value += tl.load(held + row * H + c, mask=(c < H) & (at >= 0) & (at < held_rows), other=0.0)
+    if (at >= 0) & (at < held_rows):
+        g = tl.load(at_target + at)
+        y = tl.maximum(tl.load(label + at), 0).to(tl.int64)
+        value += g * tl.load(weight + y * weight_stride + c, mask=c < H, other=0.0).to(tl.float32)
     for split in tl.static_range(AGAIN_SPLITS):
         row = tl.cast(split * again_rows + at - held_rows, tl.int64)
         value += tl.load(again + row * H + c, mask=(c < H) & (at >= held_rows), other=0.0)

@@ -201,7 +201,10 @@ def _saved(a: Arguments) -> Saved:
         if in_place
         else blank(),
         _aligned(a.hidden, (triton_spec.VOCAB_TILE * tiles * a.overflow,), a.dtype),
-        a.target.new_empty(6 * tokens + 1, dtype=torch.int32),
+        a.target.new_empty(
+            triton_spec.vector_elements(tokens, vocab, held=in_place or triton_spec.may_hold_any(a.overflow)),
+            dtype=torch.int32,
+        ),
     )
 
 
@@ -225,7 +228,7 @@ def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tupl
     mutates_args=("hidden_memory", "weight_memory"),
     schema=(
         "(Tensor(a!) hidden_memory, Tensor(b!) weight_memory, Tensor overflow_memory, Tensor vectors, "
-        f"Tensor grad_loss, Tensor lse, Tensor log_prob, {_TENSORS}, {_OPTIONS}, bool add) -> Tensor"
+        f"Tensor hidden, Tensor grad_loss, Tensor lse, Tensor log_prob, {_TENSORS}, {_OPTIONS}, bool add) -> Tensor"
     ),
 )
 def _backward_op(
@@ -233,6 +236,7 @@ def _backward_op(
     weight_memory: Tensor,
     overflow_memory: Tensor,
     packed: Tensor,
+    hidden: Tensor,
     grad_loss: Tensor,
     lse: Tensor,
     log_prob: Tensor,
@@ -247,7 +251,7 @@ def _backward_op(
     tokens = a.target.numel()
     with _device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
         run = _run(a, a.weight.to(a.dtype), tokens)
-        vectors = walks.Vectors.unpack(packed)
+        vectors = walks.Vectors.unpack(packed, tokens)
         saved = Saved(hidden_memory, weight_memory, overflow_memory, packed)
         row = vectors.factor * (run.head.logit_scale / run.outer_scale)
         if a.reduction == "none":
@@ -268,8 +272,9 @@ def _backward_op(
             walks.backward(
                 run,
                 vectors,
-                walks.Upstream(lse.reshape(-1), log_prob.reshape(-1), row, row.clone(), shrink),
+                walks.Upstream(lse.reshape(-1), log_prob.reshape(-1), row, row.clone(), torch.empty_like(row), shrink),
                 _rows(hidden_memory, tokens, run.hidden, a.dtype),
+                hidden.reshape(-1, run.hidden),
                 _exponentials(walks, a, saved, _aligned(packed, (max(0, again) * a.vocab_chunk,), a.dtype), again),
                 (a.vocab_chunk // triton_spec.VOCAB_TILE, a.weight_chunk // triton_spec.VOCAB_TILE),
                 (a.splits, a.again_splits),
@@ -283,7 +288,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
-    a, _ = _backward_arguments(hidden_memory, weight_memory, args[5:])
+    a, _ = _backward_arguments(hidden_memory, weight_memory, args[6:])
     like = a.weight if a.bias is None else a.bias
     return like.new_empty(a.weight.shape[0] if a.grad_bias else 0)
 
@@ -390,7 +395,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     a = Arguments(*inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[5:], output[1], output[2], *a[1:7])
+    ctx.save_for_backward(*output[5:], a.hidden, output[1], output[2], *a[1:7])
     # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
     ctx.weight_grad_out = a.weight_grad_out
     ctx.options = a[8:]
@@ -400,7 +405,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(Arguments._fields) - 3)
     if grad_loss is None:
         return (None, None, None, *nothing)
-    hidden_memory, weight_memory, overflow, vectors, lse, log_prob, *tensors = ctx.saved_tensors
+    hidden_memory, weight_memory, overflow, vectors, hidden, lse, log_prob, *tensors = ctx.saved_tensors
     a = Arguments(hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options)
     kept = graph_is_kept()
     if kept:
@@ -412,7 +417,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     elif kept:
         weight_memory = weight_memory.clone()
     grad_bias = _backward_op(
-        hidden_memory, weight_memory, overflow, vectors, grad_loss, lse, log_prob, *a[1:7], *a[8:],
+        hidden_memory, weight_memory, overflow, vectors, hidden, grad_loss, lse, log_prob, *a[1:7], *a[8:],
         a.weight_grad_out is not None,
     )  # fmt: skip
     grads = differentiable_once(

@@ -53,6 +53,11 @@ def may_hold_any(stashed: int) -> bool:
     return not (isinstance(stashed, int) and stashed == 0)
 
 
+def vector_elements(tokens: int, vocab: int, *, held: bool) -> int:
+    """int32 numbers that forward leaves: six of each token, one, and, with exponentials, two of each vocabulary entry."""
+    return 6 * tokens + 1 + (2 * vocab if held else 0)
+
+
 def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
     """The kernels' tiles where nothing was tuned, by the device's shared memory per block in bytes."""
     # Four stages of 48 KiB and a piece of the result: what was fastest on an H100 at all shapes, or within 2%.
@@ -104,7 +109,7 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
-    parts = {"weight in the products' dtype": cast, "vectors": 96 * p.tokens + MIB // 64}
+    parts = {"weight in the products' dtype": cast, "vectors": 96 * p.tokens + (8 * p.vocab if c.held else 0) + MIB // 64}
     if not p.any_grad:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax}
     rows = up(p.tokens, TOKEN_TILE)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.ops.linear_cross_entropy import triton_kernels as kernels
 from onchip.ops.linear_cross_entropy.torch_tiles import Head
+from onchip.ops.linear_cross_entropy.triton_spec import vector_elements
 
 VOCAB_TILE = kernels.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
@@ -65,16 +66,20 @@ class Vectors(NamedTuple):
     factor: Tensor  # [T] float32: of the logits, after softcap's tanh
     shift: Tensor  # [T] float32: what a tile's exponentials are stored relative to, unless they are far above it
     base: Tensor  # [T] float32: what they are relative to in the end
+    owners: Tensor  # [2 * V] int32: positions whose targets' terms are added to the products; empty if none are held
 
     @staticmethod
-    def empty(tokens: int, device: torch.device) -> "Vectors":
-        return Vectors.unpack(torch.zeros(6 * tokens + 1, dtype=torch.int32, device=device))
+    def empty(tokens: int, vocab: int, device: torch.device, *, held: bool) -> "Vectors":
+        packed = torch.zeros(vector_elements(tokens, vocab, held=held), dtype=torch.int32, device=device)
+        vectors = Vectors.unpack(packed, tokens)
+        vectors.owners.fill_(kernels.NOBODY.value)
+        return vectors
 
     @staticmethod
-    def unpack(packed: Tensor) -> "Vectors":
-        position, order, label, factor, shift, base, count = packed.split([*[(packed.numel() - 1) // 6] * 6, 1])
-        floats = (x.view(torch.float32) for x in (factor, shift, base))
-        return Vectors(packed, position, order, label, count, *floats)
+    def unpack(packed: Tensor, tokens: int) -> "Vectors":
+        *per_token, count, owners = packed.split([*[tokens] * 6, 1, packed.numel() - 6 * tokens - 1])
+        position, order, label, *floats = per_token
+        return Vectors(packed, position, order, label, count, *(x.view(torch.float32) for x in floats), owners)
 
 
 @dataclass(frozen=True)
@@ -217,6 +222,7 @@ def gather(
     target_logit: Tensor,
     rows: Tensor,
     first: int,
+    held: int,
 ) -> Launch:
     per_token = isinstance(temperature, Tensor)
     arguments = {
@@ -232,6 +238,8 @@ def gather(
         "factor": vectors.factor,
         "target_logit": target_logit,
         "shift": vectors.shift,
+        "owners": vectors.owners,
+        "held": held,
         "first": first,
         "hidden_stride_t": hidden.stride(0),
         "hidden_stride_h": hidden.stride(1),
@@ -244,6 +252,7 @@ def gather(
         "BIAS": run.head.bias is not None,
         "SOFTCAP": run.head.softcap is not None,
         "TEMPERATURE": per_token,
+        "KEEP": held > 0,
         "SHIFT": run.head.weight.dtype != torch.float16,  # whose exponents don't reach
         "BLOCK": 1024,
         "PAD": TOKEN_TILE,
@@ -298,6 +307,7 @@ def softmax(
         "SMOOTHING": run.head.label_smoothing > 0,
         "STATS": stats,
         "KEEP": kept is not None,
+        "RAGGED": run.vocab % VOCAB_TILE > 0,
         "BLOCK_T": t.rows,
         **run.cut("softmax_tiles"),
     }
@@ -322,6 +332,7 @@ def merge(
     token_weight: Tensor | None,
     out: PerToken,
     first: int,
+    held: int,
 ) -> Launch:
     arguments = {
         "position": vectors.position,
@@ -330,6 +341,8 @@ def merge(
         **partials._asdict(),
         "shift": vectors.shift,
         "base": vectors.base,
+        "owners": vectors.owners,
+        "held": held,
         "token_weight": token_weight,
         **out._asdict(),
         "T": run.tokens,
@@ -343,6 +356,7 @@ def merge(
         "TOKEN_WEIGHT": token_weight is not None,
         "SMOOTHING": run.head.label_smoothing > 0,
         "STATS": out.entropy is not None,
+        "KEEP": held > 0,
         "BLOCK_T": 16,
         "BLOCK": 256,
     }
@@ -375,7 +389,9 @@ def put_targets(run: Run, kept: Exponentials, vectors: Vectors, out: PerToken) -
         "base": vectors.base,
         "lse": out.lse,
         "log_prob": out.log_prob,
+        "owners": vectors.owners,
         **kept.arguments(again=False),
+        "V": run.vocab,
         "z_loss": run.head.z_loss,
         "exponential_scale": run.exponential_scale,
         "BLOCK": TOKEN_TILE,
@@ -391,6 +407,7 @@ class Upstream:
     log_prob: Tensor
     row: Tensor  # [T] float32: factor of the position's row of the gradient
     scale: Tensor  # [T] float32: the same times exp(base - lse), where exponentials are kept
+    at_target: Tensor  # [T] float32: the target's entry of the gradient, where exponentials are kept without it
     shrink: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled up for float16
 
 
@@ -398,12 +415,17 @@ def scale_hidden(run: Run, rows: Tensor, vectors: Vectors, upstream: Upstream, h
     arguments = {
         "rows": rows,
         "scale": upstream.scale,
+        "at_target": upstream.at_target,
         "order": vectors.order,
         "count": vectors.count,
+        "label": vectors.label,
+        "owners": vectors.owners,
         "lse": upstream.lse,
+        "log_prob": upstream.log_prob,
         "base": vectors.base,
         "held": held,
         "H": run.hidden,
+        "V": run.vocab,
         "z_loss": run.head.z_loss,
         "inverse_exponential_scale": 1 / run.exponential_scale,
         "BLOCK": 1024,
@@ -492,6 +514,30 @@ def weight_product(
     return Launch(kernels.weight_gradient, (run.programs,), arguments, t.warps, t.stages)
 
 
+def target_terms(
+    run: Run, hidden: Tensor, vectors: Vectors, upstream: Upstream, out: Tensor, held: int
+) -> Launch:
+    arguments = {
+        "hidden": hidden,
+        "out": out,
+        "order": vectors.order,
+        "count": vectors.count,
+        "label": vectors.label,
+        "owners": vectors.owners,
+        "at_target": upstream.at_target,
+        "shrink": upstream.shrink,
+        "hidden_stride_t": hidden.stride(0),
+        "hidden_stride_h": hidden.stride(1),
+        "held": held,
+        "H": run.hidden,
+        "V": run.vocab,
+        "SHRINK": upstream.shrink is not None,
+        "OPERAND": tl.float16 if run.head.weight.dtype == torch.float16 else tl.bfloat16,
+        "BLOCK": 1024,
+    }
+    return Launch(kernels.add_targets, (held,), arguments)
+
+
 def hidden_product(
     run: Run,
     places: Exponentials,
@@ -540,10 +586,13 @@ def bias_sums(
         "out": out,
         "count": vectors.count,
         "scale": upstream.scale,
+        "owners": vectors.owners,
+        "at_target": upstream.at_target,
         "shrink": upstream.shrink,
         "first_tile": first_tile,
         **places.arguments(again=True),
         "V": run.vocab,
+        "HELD": places.held > 0,
         "SHRINK": upstream.shrink is not None,
         "BLOCK_T": 64,
         "BLOCK_V": 64,
@@ -565,20 +614,24 @@ class Sums(NamedTuple):
         return Sums(memory[: splits * held], memory[splits * held :], splits, again_splits)
 
 
-def finish(run: Run, sums: Sums, vectors: Vectors, shrink: Tensor | None, out: Tensor) -> Launch:
+def finish(run: Run, sums: Sums, vectors: Vectors, upstream: Upstream, out: Tensor) -> Launch:
     block = 1024
     arguments = {
         "held": sums.held,
         "again": sums.again,
+        "weight": run.head.weight,
         "position": vectors.position,
-        "shrink": shrink,
+        "label": vectors.label,
+        "at_target": upstream.at_target,
+        "shrink": upstream.shrink,
         "out": out,
+        "weight_stride": run.head.weight.stride(0),
         "H": run.hidden,
         "held_rows": len(sums.held) // sums.splits,
         "again_rows": len(sums.again) // sums.again_splits,
         "SPLITS": sums.splits,
         "AGAIN_SPLITS": sums.again_splits,
-        "SHRINK": shrink is not None,
+        "SHRINK": upstream.shrink is not None,
         "BLOCK": block,
     }
     return Launch(kernels.finish_hidden, (run.tokens, -(-run.hidden // block)), arguments)
@@ -613,7 +666,7 @@ def forward(
     all tokens at once.
     """
     device, tokens, chunk = hidden.device, run.tokens, len(rows)
-    vectors = Vectors.empty(tokens, device)
+    vectors = Vectors.empty(tokens, run.vocab, device, held=kept is not None)
     out = PerToken(
         *(torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(3)),
         torch.empty(tokens, dtype=torch.float32, device=device) if stats else None,
@@ -625,10 +678,11 @@ def forward(
     if tokens == 0:
         return out, vectors
     compact(run, target, ignore_index, vectors).run()
+    held = 0 if kept is None else kept.held
     for first in range(0, tokens, chunk):
-        gather(run, hidden, target, temperature, vectors, target_logit, rows, first).run()
+        gather(run, hidden, target, temperature, vectors, target_logit, rows, first, held).run()
         softmax(run, rows, vectors, partials, kept, first, stats=stats).run()
-        merge(run, vectors, target_logit, partials, token_weight, out, first).run()
+        merge(run, vectors, target_logit, partials, token_weight, out, first, held).run()
     if kept is not None:
         settle(run, kept, vectors, partials.maximum).run()
         put_targets(run, kept, vectors, out).run()
@@ -639,7 +693,8 @@ def backward(
     run: Run,
     vectors: Vectors,
     upstream: Upstream,
-    rows: Tensor,  # [T, H]
+    rows: Tensor,  # [T, H] by position, for the products to use up
+    hidden: Tensor,  # [T, H] by token, any strides
     places: Exponentials,
     chunk_tiles: tuple[int, int],
     splits: tuple[int, int],
@@ -673,8 +728,10 @@ def backward(
                 weight_product(
                     run, places, rows, vectors, grad_weight, upstream.shrink, chunk[0], *part, add=add
                 ).run()
+    if grad_weight is not None and held > 0:
+        target_terms(run, hidden, vectors, upstream, grad_weight, held).run()
     if sums is not None and grad_hidden is not None:
-        finish(run, sums, vectors, upstream.shrink, grad_hidden).run()
+        finish(run, sums, vectors, upstream, grad_hidden).run()
 
 
 def _chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
