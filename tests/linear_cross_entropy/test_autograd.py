@@ -232,14 +232,14 @@ def test_the_module_is_the_function_and_owns_nothing():
 # ------------------------------------------------------------------------------------------- torch.library and compile
 
 
-def forward_arguments(strategy, reduction="mean", everything=False):
+def forward_arguments(strategy, reduction="mean", everything=False, weight_grad_out=None):
     h, w, y, b = small_problem(bias=True)
     y[0, 0] = -100
     per_token = torch.rand(2, 12) + 0.5
     extra = (per_token, per_token, torch.tensor(5.0) if reduction == "mean" else None) if everything else (None,) * 3
     numbers = (0.1, 1e-3, 5.0, 0.5, 1.0) if everything else (0.0, 0.0, None, 1.0, 1.0)
     return (
-        h, w, b if everything else None, y, *extra, torch.float32, -100, reduction, *numbers, False, None, strategy,
+        h, w, b if everything else None, y, *extra, weight_grad_out, torch.float32, -100, reduction, *numbers, False, None, strategy,
         True, True, everything, everything,
     )  # fmt: skip
 

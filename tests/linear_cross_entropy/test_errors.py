@@ -78,7 +78,7 @@ WRONG = {
     # options
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
-    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch'; got 'cublas'"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch', 'triton'; got 'cublas'"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
     # what would silently get no gradient
     "token_weight needs a gradient": ({"token_weight": torch.ones(2, 12, requires_grad=True)}, ValueError, "pass token_weight.detach()"),
@@ -114,7 +114,11 @@ def test_a_device_without_a_backend_says_why(monkeypatch):
     h, w, y, _ = small_problem()
     monkeypatch.setattr("onchip.ops.linear_cross_entropy.torch_op._DEVICES", ("cuda",))
     with pytest.raises(
-        ValueError, match=re.escape("no backend can run this call (torch: it runs on cuda tensors, not on 'cpu')")
+        ValueError,
+        match=re.escape(
+            "no backend can run this call (torch: it runs on cuda tensors, not on 'cpu'; "
+            "triton: its products are of bfloat16 or float16, not of float32)"
+        ),
     ):
         linear_cross_entropy(h, w, y)
     with pytest.raises(ValueError, match="backend 'torch' can't run this call: it runs on"):

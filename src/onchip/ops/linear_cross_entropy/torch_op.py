@@ -148,7 +148,7 @@ def linear_cross_entropy(
     check_weight_grad_out(weight_grad_out, weight)
     device = hidden.device.type
     refusals = {
-        "triton": triton_op.refusal(hidden, dtype),
+        "triton": triton_op.refusal(device, hidden.device.index, dtype),
         "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
     }
     order = ("triton", "torch") if device == "cuda" else ("torch", "triton")
@@ -556,10 +556,7 @@ def _scale_stash(
     # loss.backward() sends 1, which on the CPU can be seen for free: then the stash itself is the gradient, unless the
     # graph is retained and will need it again.  (While AOTAutograd traces, tensors are of a subclass.)
     as_is = (
-        type(grad_loss) is Tensor
-        and grad_loss.device.type == "cpu"
-        and float(grad_loss) == 1
-        and not graph_is_kept()
+        type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and float(grad_loss) == 1 and not graph_is_kept()
     )
     wanted = list(stash.grads)
     if weight_grad_out is not None and wanted[1]:

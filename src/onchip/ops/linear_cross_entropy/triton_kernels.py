@@ -1,4 +1,4 @@
-"""The Triton kernels of linear_cross_entropy.  Their launchers, and what happens in which order, are in triton_walks.py.
+"""The Triton kernels of linear_cross_entropy; their launchers, and in which order they run, are in triton_walks.py.
 
 Sizes: T tokens, H hidden, V vocab.  Tokens that are not ignored are compacted to the front: `count` of them, known to
 the device alone; a *position* is an index among those.  Every kernel works through `count` and skips the rest, so
@@ -12,20 +12,20 @@ chunk of the vocabulary.  One descriptor spans all three: rows are counted from 
 What is kept is exp(z - shift), with a shift of each token that is known beforehand, its target's logit plus 30.  16-bit
 floats with 8 bits of exponent hold that exactly as well as any, unless a logit is more than 90 above the target's;
 `settle_exponentials` mends such tokens, and costs nothing where there are none.  So the gradients are plain products of
-what is kept: the factor exp(shift - lse) of each token goes into the rows of hidden (for the weight's gradient) and into
-the result's rows (for hidden's).
+what is kept: the factor exp(shift - lse) of each token goes into the rows of hidden (for the weight's gradient) and
+into the result's rows (for hidden's).
 
 A target's entry, p - 1, is the largest of its row by far, and would carry the roundings of the exponential and of the
 scaled row into both gradients.  For the first two tokens that have a vocabulary entry as their target it is left out of
 the products and added to their results, from the weight's and hidden's own rows; that of further ones, whose roundings
 average out, takes the place of their exponential.
 
-Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else through pointers.
+Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else by pointers.
 The persistent loop over tiles with its flattened product is that of Triton's matrix multiplication tutorial.
 """
 
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Where every logit so far is -inf, the maximum is this: finite, so that a difference of two is never NaN.
@@ -44,7 +44,7 @@ def _load(x, stride, row, column, rows, columns, R: tl.constexpr, C: tl.constexp
     """The block [R, C] at (row, column) of a [rows, columns] matrix, 0 outside of it."""
     if TMA:
         return x.load([row, column])
-    else:  # noqa: RET505: without it, Triton compiles what follows for a descriptor too
+    else:  # noqa: RET505 - without it, Triton compiles what follows for a descriptor too
         r = row + tl.arange(0, R)
         c = column + tl.arange(0, C)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
@@ -333,7 +333,7 @@ def merge_tiles(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The softmax over all tiles, and the loss, of the tokens whose positions are in [first, last); 0 for ignored ones."""
+    """The softmax over all tiles, and the loss, of tokens with positions in [first, last); 0 for ignored ones."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     at = tl.load(position + t, mask=t < T, other=-2)
     mine = (at >= first) & (at < last)
@@ -351,7 +351,9 @@ def merge_tiles(
         best = tl.max(m, 0)
         if STATS:
             tile = start + tl.argmax(m, 0)
-            found = tl.load(argmax + tile.to(tl.int64) * partial_stride + at - first, mask=mine & (tile < tiles), other=0)
+            found = tl.load(
+                argmax + tile.to(tl.int64) * partial_stride + at - first, mask=mine & (tile < tiles), other=0
+            )
             index = tl.where(best > top, found, index)
         top = tl.maximum(top, best)
     far = top - tl.load(shift + at, mask=mine, other=0.0) > REACH
@@ -402,7 +404,7 @@ def merge_tiles(
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x >= 0: below 1/2 the series of 2 atanh(x / (2 + x)), since the instruction's error is absolute."""
+    """log(1 + x) for x >= 0: below 1/2 a series, of 2 atanh(x / (2 + x)), since the instruction's error is absolute."""
     s = x / (2 + x)
     q = s * s
     series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11))))))
@@ -496,10 +498,10 @@ def replace_targets(
     there = y >= 0
     exact = _is_owner(owners, t, y, V)
     token = tl.load(order + t, mask=there, other=0)
-    l = tl.load(lse + token, mask=there, other=0.0)
+    lse_t = tl.load(lse + token, mask=there, other=0.0)
     lp = tl.load(log_prob + token, mask=there, other=0.0)
     b = tl.load(base + t, mask=there, other=0.0)
-    value = _at_target(l, lp, z_loss) / _z_factor(l, z_loss) * tl.exp2((l - b) * LOG2E) * exponential_scale
+    value = _at_target(lse_t, lp, z_loss) / _z_factor(lse_t, z_loss) * tl.exp2((lse_t - b) * LOG2E) * exponential_scale
     value = tl.where(exact, 0.0, value)
     row = tl.cast(
         _exponential_row(y // VOCAB_TILE, t, home, home_stride, home_tokens, spill, spill_tokens, 0, 0, 0), tl.int64
@@ -555,12 +557,12 @@ def scale_rows(
     t = tl.program_id(0)
     if t < tl.minimum(tl.load(count), held):
         token = tl.load(order + t)
-        l = tl.load(lse + token)
+        lse_t = tl.load(lse + token)
         b = tl.load(base + t)
         row = tl.load(scale + t)
         exact = _is_owner(owners, t, tl.load(label + t), V)
-        tl.store(at_target + t, tl.where(exact, row * _at_target(l, tl.load(log_prob + token), z_loss), 0.0))
-        r = row * _z_factor(l, z_loss) * tl.exp2((b - l) * LOG2E) * inverse_exponential_scale
+        tl.store(at_target + t, tl.where(exact, row * _at_target(lse_t, tl.load(log_prob + token), z_loss), 0.0))
+        r = row * _z_factor(lse_t, z_loss) * tl.exp2((b - lse_t) * LOG2E) * inverse_exponential_scale
         for start in range(0, H, BLOCK):
             c = start + tl.arange(0, BLOCK)
             h = tl.load(rows + t.to(tl.int64) * H + c, mask=c < H, other=0).to(tl.float32)
@@ -624,14 +626,14 @@ def gradient_tiles(
         v = v0 + tl.arange(0, VOCAB_TILE)
         inside = t < n
         token = tl.load(order + t, mask=inside, other=0)
-        l = tl.load(lse + token, mask=inside, other=0.0)
+        lse_t = tl.load(lse + token, mask=inside, other=0.0)
         lp = tl.load(log_prob + token, mask=inside, other=0.0)
         r = tl.load(row + t, mask=inside, other=0.0)
         y = tl.load(label + t, mask=inside, other=-1)
         k_z = tl.load(factor + t, mask=inside, other=0.0)
         x = _unscaled(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
-        p = tl.exp2(x * (k_z * LOG2E)[:, None] - (l * LOG2E)[:, None])
-        g = _to_gradient(p, v, y, l, lp, r, V, label_smoothing, z_loss, SMOOTHING, Z_LOSS)
+        p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
+        g = _to_gradient(p, v, y, lse_t, lp, r, V, label_smoothing, z_loss, SMOOTHING, Z_LOSS)
         if SOFTCAP:
             g *= 1 - x * x
         g = tl.where(inside[:, None] & (v < V)[None, :], g, 0.0)
@@ -750,35 +752,47 @@ def add_targets(
 
 @triton.jit
 def _add_columns(
-    into, stride, row, column, rows, columns, value,
-    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    if PARTS == 1:
-        if TMA and not INTERPRETED:
-            # Each element once per launch, so the order of additions is that of the launches.
-            into.atomic_add([row, column], value)
-        else:
-            before = _load(into, stride, row, column, rows, columns, R, C, TMA)
-            _store(into, stride, row, column, rows, columns, before + value, R, C, TMA)
-    else:
+    into,
+    stride,
+    row,
+    column,
+    rows,
+    columns,
+    value,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Add value [R, C] to what is there, in one atomic addition per element."""
+    if PARTS > 1:
         left, right = _halves(value, R, C)
         _add_columns(into, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, TMA)
         _add_columns(into, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, TMA)
+    elif TMA and INTERPRETED:
+        into.store([row, column], into.load([row, column]) + value)
+    elif TMA:
+        into.atomic_add([row, column], value)
+    else:
+        r = row + tl.arange(0, R)
+        c = column + tl.arange(0, C)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        tl.atomic_add(into + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside, sem="relaxed")
 
 
 @triton.jit
 def hidden_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     weight,  # [V, H]
-    out,  # [SPLITS * split_rows, H] float32 out, or added to
+    out,  # [out_rows, H] float32, added to
     count,
     scale,  # [T] float32: what each row of the product is multiplied by
     first,
     last,
+    out_rows,
+    half_rows,
     first_tile,
     chunk_tiles,
-    split_tiles,
-    split_rows,
     exponential_rows,
     home,
     home_stride,
@@ -791,9 +805,8 @@ def hidden_gradient(
     out_stride,
     H,
     V,
-    ADD: tl.constexpr,
+    SHARE: tl.constexpr,
     SCALE: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -802,43 +815,58 @@ def hidden_gradient(
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), summed in float32.
+    """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), added up in float32.
 
-    The chunk is cut into SPLITS parts, each with sums of its own: more and shorter tiles, which fill the last wave
-    better (H2560, T4096 on an H100: 320 tiles on 132 multiprocessors took 0.56 ms where cuBLAS takes 0.47).
+    With SHARE the tiles of the last wave are cut in two along the vocabulary if that fills the device better: 320 tiles
+    on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add to a
+    tile of zeros, and 0 + a + b has the same bits in either order; or, with `half_rows`, to so many rows further on.  (Stream-K, Osama et al., arXiv:2301.03598, would cut
+    all tiles: its programs are in different places of the vocabulary at a time, and L2 serves none of them.)
     """
     n = tl.minimum(tl.load(count), last)
     tiles_t = tl.cdiv(tl.maximum(n - first, 0), BLOCK_T)
     tiles_h = tl.cdiv(H, BLOCK_H)
-    steps = split_tiles * VOCAB_TILE // BLOCK_K
-    per_split = tiles_t * tiles_h
-    for tile in tl.range(tl.program_id(0), per_split * SPLITS, PROGRAMS, flatten=True):
-        split = tile // per_split
-        i, j = _place(tile % per_split, tiles_t, tiles_h, GROUP)
+    steps = chunk_tiles * VOCAB_TILE // BLOCK_K
+    tiles = tiles_t * tiles_h
+    rest = tiles % PROGRAMS
+    whole = tiles - rest
+    cut = 1
+    if SHARE:
+        cut = tl.where(2 * rest <= PROGRAMS, 2, 1)
+    part = steps // cut
+    for item in tl.range(tl.program_id(0), whole + rest * cut, PROGRAMS, flatten=True):
+        over = tl.maximum(item - whole, 0)
+        tile = tl.minimum(item, whole) + over // cut
+        half = over % cut
+        begin = half * part
+        end = tl.where((item < whole) | (half == cut - 1), steps, part)
+        i, j = _place(tile, tiles_t, tiles_h, GROUP)
         t0 = first + i * BLOCK_T
         acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
-        for k in range(steps):
-            of_split = k * BLOCK_K // VOCAB_TILE
-            vocab_tile = first_tile + split * split_tiles + of_split
-            column = k * BLOCK_K - of_split * VOCAB_TILE
+        for k in range(begin, end):
+            of_chunk = k * BLOCK_K // VOCAB_TILE
+            column = k * BLOCK_K - of_chunk * VOCAB_TILE
             row = _exponential_row(
-                vocab_tile, t0, home, home_stride, home_tokens, spill, spill_tokens, again, again_tokens, first_tile
+                first_tile + of_chunk,
+                t0,
+                home,
+                home_stride,
+                home_tokens,
+                spill,
+                spill_tokens,
+                again,
+                again_tokens,
+                first_tile,
             )
-            # The parts of the last split may reach past the chunk.
-            row = tl.where(vocab_tile < first_tile + chunk_tiles, row, exponential_rows)
-            v = vocab_tile * VOCAB_TILE + column
+            v = first_tile * VOCAB_TILE + k * BLOCK_K
             a = _load(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
             b = _load(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TMA)
             acc = tl.dot(a, b, acc)
         if SCALE:
             t = t0 + tl.arange(0, BLOCK_T)
             acc *= tl.load(scale + t, mask=t < n, other=0.0)[:, None]
-        row = split * split_rows + t0 - first
-        rows = split_rows * SPLITS
-        if ADD:
-            _add_columns(out, out_stride, row, j * BLOCK_H, rows, H, acc, BLOCK_T, BLOCK_H, PARTS, TMA)
-        else:
-            _store_columns(out, out_stride, row, j * BLOCK_H, rows, H, acc, BLOCK_T, BLOCK_H, PARTS, TMA)
+        _add_columns(
+            out, out_stride, t0 - first + half * half_rows, j * BLOCK_H, out_rows, H, acc, BLOCK_T, BLOCK_H, PARTS, TMA
+        )
 
 
 @triton.jit
@@ -891,8 +919,7 @@ def bias_gradient(
 
 @triton.jit
 def finish_hidden(
-    held,  # [SPLITS * held_rows, H] float32: sums of the first held_rows positions
-    again,  # [AGAIN_SPLITS * again_rows, H] float32: of the others
+    sums,  # [T, H] float32, by position; with again_rows the others' are in two halves, so many rows apart
     weight,  # [V, H]
     position,
     label,
@@ -901,10 +928,8 @@ def finish_hidden(
     out,  # [T, H] out, by token
     weight_stride,
     H,
-    held_rows,
+    held,
     again_rows,
-    SPLITS: tl.constexpr,
-    AGAIN_SPLITS: tl.constexpr,
     SHRINK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -912,17 +937,13 @@ def finish_hidden(
     t = tl.program_id(0)
     at = tl.load(position + t)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        row = tl.cast(split * held_rows + at, tl.int64)
-        value += tl.load(held + row * H + c, mask=(c < H) & (at >= 0) & (at < held_rows), other=0.0)
-    if (at >= 0) & (at < held_rows):
+    value = tl.load(sums + tl.cast(at, tl.int64) * H + c, mask=(c < H) & (at >= 0), other=0.0)
+    if (at >= held) & (again_rows > 0):
+        value += tl.load(sums + tl.cast(at + again_rows, tl.int64) * H + c, mask=c < H, other=0.0)
+    if (at >= 0) & (at < held):
         g = tl.load(at_target + at)
         y = tl.maximum(tl.load(label + at), 0).to(tl.int64)
         value += g * tl.load(weight + y * weight_stride + c, mask=c < H, other=0.0).to(tl.float32)
-    for split in tl.static_range(AGAIN_SPLITS):
-        row = tl.cast(split * again_rows + at - held_rows, tl.int64)
-        value += tl.load(again + row * H + c, mask=(c < H) & (at >= held_rows), other=0.0)
     if SHRINK:
         value *= tl.load(shrink)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)

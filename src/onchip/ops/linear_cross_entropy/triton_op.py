@@ -22,25 +22,26 @@ from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 
 
-def refusal(hidden: Tensor, dtype: torch.dtype) -> str | None:
-    """Why the kernels can't serve this call, or None."""
+@torch.compiler.assume_constant_result  # torch.compile can't trace what asks the system
+def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
     if _interpreted():
         return None if dtype == torch.float16 else "Triton's interpreter computes bfloat16 wrongly"
-    if hidden.device.type != "cuda":
-        return f"it runs on CUDA tensors, not on {hidden.device.type!r}"
+    if device != "cuda":
+        return f"it runs on CUDA tensors, not on {device!r}"
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs"
-    major, minor = torch.cuda.get_device_capability(hidden.device)
+    major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
 
 
 @lru_cache(maxsize=1)
 def _interpreted() -> bool:
-    import triton
+    import triton  # type: ignore[import-untyped]
 
     return bool(triton.knobs.runtime.interpret)
 
@@ -73,8 +74,7 @@ class Arguments(NamedTuple):
     weight_chunk: int
     stashed: int
     overflow: int
-    splits: int
-    again_splits: int
+    halves: bool
     grad_hidden: bool
     grad_weight: bool
     grad_bias: bool
@@ -88,8 +88,7 @@ class Arguments(NamedTuple):
             self.weight_chunk,
             self.stashed,
             self.overflow,
-            self.splits,
-            self.again_splits,
+            self.halves,
         )
 
     @property
@@ -110,7 +109,7 @@ class Saved(NamedTuple):
 _OPTIONS = (
     "ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
     "float logit_scale, float temperature, bool check_inputs, SymInt token_chunk, SymInt vocab_chunk, "
-    "SymInt weight_chunk, SymInt stashed, SymInt overflow, int splits, int again_splits, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
+    "SymInt weight_chunk, SymInt stashed, SymInt overflow, bool halves, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
 )
 _TENSORS = (
     "Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer"
@@ -154,7 +153,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         )
         loss = out.loss.view(shape)
         if a.reduction != "none":
-            loss = out.loss.sum() * _inverse_count(a.reduction, a.normalizer, vectors.count)
+            loss = out.loss.sum() * _inverse_count(a.reduction, a.normalizer, vectors.number)
         if a.any_grad:
             saved = saved._replace(vectors=vectors.packed)
         blank = hidden.new_empty(0, dtype=torch.float32)
@@ -257,7 +256,7 @@ def _backward_op(
         if a.reduction == "none":
             row = row * grad_loss.reshape(-1).float()[vectors.order]
         else:
-            row = row * (grad_loss * _inverse_count(a.reduction, a.normalizer, vectors.count))
+            row = row * (grad_loss * _inverse_count(a.reduction, a.normalizer, vectors.number))
         weights = _flat(a.token_weight)
         if weights is not None:
             row = row * weights[vectors.order]
@@ -277,7 +276,7 @@ def _backward_op(
                 hidden.reshape(-1, run.hidden),
                 _exponentials(walks, a, saved, _aligned(packed, (max(0, again) * a.vocab_chunk,), a.dtype), again),
                 (a.vocab_chunk // triton_spec.VOCAB_TILE, a.weight_chunk // triton_spec.VOCAB_TILE),
-                (a.splits, a.again_splits),
+                a.halves,
                 grad_hidden=hidden_memory.view(tokens, run.hidden) if a.grad_hidden else None,
                 grad_weight=weight_memory[: run.vocab] if a.grad_weight else None,
                 grad_bias=grad_bias if a.grad_bias else None,

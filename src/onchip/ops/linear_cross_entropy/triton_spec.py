@@ -38,10 +38,9 @@ class TritonConfig:
     """Tokens, rounded up to 128, whose exponentials wait in the memory of the weight's gradient."""
     overflow: int = 0
     """Tokens, in multiples of 128, whose exponentials wait in scratch."""
-    splits: int = 1
-    """Sums of the hidden gradient that are kept apart, so that its tiles fill the last wave; of the tokens held."""
-    again_splits: int = 1
-    """The same of the others."""
+
+    halves: bool = False
+    """Whether the sums of the other tokens' hidden gradient are kept in two halves, so that tiles fill the last wave."""
 
     @property
     def held(self) -> int:
@@ -109,13 +108,14 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
-    parts = {"weight in the products' dtype": cast, "vectors": 96 * p.tokens + (8 * p.vocab if c.held else 0) + MIB // 64}
+    vectors = 96 * p.tokens + (8 * p.vocab if c.held else 0) + MIB // 64
+    parts = {"weight in the products' dtype": cast, "vectors": vectors}
     if not p.any_grad:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax}
     rows = up(p.tokens, TOKEN_TILE)
     more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.stashed else 0
     again = element * max(0, rows - c.held) * c.vocab_chunk
-    summed = c.splits * min(rows, c.held) + c.again_splits * max(0, rows - c.held)
+    summed = min(rows, c.held) + 2 * max(0, rows - c.held) if c.halves else p.tokens
     hidden_sums = 4 * summed * p.hidden if p.grad_hidden else 0
     # The softmax of each tile is gone before the gradients are begun.
     later = again + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
@@ -167,6 +167,13 @@ def waves(tiles: int, programs: int) -> float:
     return -(-tiles // programs) * programs / max(1, tiles)
 
 
+def _shared_waves(tiles: int, programs: int) -> float:
+    """The same where the tiles of the last wave are cut in two if that helps."""
+    rest = tiles % programs
+    last = 0.0 if rest == 0 else 0.5 if 2 * rest <= programs else 1.0
+    return (tiles // programs + last) * programs / max(1, tiles)
+
+
 def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by the cost model."""
     product = 2e-9 * p.tokens * p.hidden * p.vocab / rates.product
@@ -189,14 +196,13 @@ def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
         parts = [part for chunk in chunks for part in _chunk_sizes(chunk, c.weight_chunk)]
         time += product * _waves(parts, blocks / TOKEN_TILE, rates) + launch * len(parts)
     if p.grad_hidden:
-        finished = c.splits * held + c.again_splits * again
         if kept:
-            time += held * product * waves(kept * blocks * c.splits, rates.programs) + launch
+            time += held * product * _shared_waves(kept * blocks, rates.programs) + launch
         if rows > kept:
-            part = (rows - kept) * blocks * c.again_splits
-            time += again * product * waves(part, rates.programs) + launch * len(chunks)
-            time += 1e-9 * rates.add * len(chunks) * c.again_splits * again * p.tokens * p.hidden
-        time += 1e-9 * rates.add * finished * p.tokens * p.hidden + launch
+            cut = _shared_waves if c.halves else waves
+            time += again * product * cut((rows - kept) * blocks, rates.programs) + launch * len(chunks)
+            time += 1e-9 * rates.add * len(chunks) * again * p.tokens * p.hidden
+        time += 1e-9 * rates.add * p.tokens * p.hidden + launch
     return time
 
 
@@ -259,7 +265,7 @@ def plan_for_shapes(p: Problem, strategy: str, budget: int | None) -> tuple[int,
 
         stashed = torch.sym_min(up(p.tokens, TOKEN_TILE), capacity(p))
     size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
-    return p.tokens, size, size, stashed, 0, 1, 1
+    return p.tokens, size, size, stashed, 0, False
 
 
 @lru_cache(maxsize=1024)
@@ -284,14 +290,14 @@ def plan(p: Problem, strategy: str = "auto", budget: int | None = None, rates: R
             return TritonConfig(p.tokens)
         chunks = -(-p.tokens // fit)
         return TritonConfig(min(fit, up(-(-p.tokens // chunks), TOKEN_TILE)))
-    fits = [c for c in _candidates(p, strategy, budget, rates) if scratch_bytes(p, c) <= budget]
-    return min(fits, key=lambda c: (predict(p, c, rates), scratch_bytes(p, c), c.splits, c.again_splits))
+    times = {c: predict(p, c, rates) for c in _candidates(p, strategy, budget, rates) if scratch_bytes(p, c) <= budget}
+    # Of those that are as good as the fastest the smallest: the model isn't better than that.
+    good = [c for c, time in times.items() if time <= 1.01 * min(times.values())]
+    return min(good, key=lambda c: (scratch_bytes(p, c), times[c], c.vocab_chunk, c.halves))
 
 
 def _candidates(p: Problem, strategy: str, budget: int, rates: Rates) -> list[TritonConfig]:
-    """Chunks that fill whole waves and some that are even, one or two sums of the hidden gradient, and as many tokens
-    held as fit.
-    """
+    """Chunks that fill whole waves and some that are even, and as many tokens held as fit."""
     tiles = -(-p.vocab // VOCAB_TILE)
     per_tile = VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
     for_weight = {n * rates.programs // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
@@ -301,13 +307,12 @@ def _candidates(p: Problem, strategy: str, budget: int, rates: Rates) -> list[Tr
     found = []
     for weight in for_weight:
         for chunk in {up(size, weight) for size in again} | {weight}:
-            for splits, again_splits in ((1, 1), (1, 2), (2, 1), (2, 2)) if p.grad_hidden else ((1, 1),):
+            for halves in (False, True) if p.grad_hidden else (False,):
                 c = replace(
                     _held(p, strategy),
                     vocab_chunk=min(chunk, up(tiles, weight)) * VOCAB_TILE,
                     weight_chunk=weight * VOCAB_TILE,
-                    splits=splits,
-                    again_splits=again_splits,
+                    halves=halves,
                 )
                 if strategy == "auto" and may_hold(p):
                     c = _hold_what_fits(p, c, budget)

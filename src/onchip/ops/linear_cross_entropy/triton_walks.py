@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
 from onchip.ops.linear_cross_entropy import triton_kernels as kernels
 from onchip.ops.linear_cross_entropy.torch_tiles import Head
 from onchip.ops.linear_cross_entropy.triton_spec import vector_elements
 
-VOCAB_TILE = kernels.VOCAB_TILE.value
+VOCAB_TILE: int = kernels.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
 TOKEN_TILE = 128
 # A float16 stash holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
@@ -62,7 +62,7 @@ class Vectors(NamedTuple):
     position: Tensor  # [T] int32, by token: -1 for ignored ones
     order: Tensor  # [T] int32: the token
     label: Tensor  # [T] int32: -1 if out of range
-    count: Tensor  # [1] int32: tokens that are not ignored
+    number: Tensor  # [1] int32: how many tokens are not ignored
     factor: Tensor  # [T] float32: of the logits, after softcap's tanh
     shift: Tensor  # [T] float32: what a tile's exponentials are stored relative to, unless they are far above it
     base: Tensor  # [T] float32: what they are relative to in the end
@@ -205,7 +205,7 @@ def compact(run: Run, target: Tensor, ignore_index: int, vectors: Vectors) -> La
         "target": target,
         "position": vectors.position,
         "order": vectors.order,
-        "count": vectors.count,
+        "count": vectors.number,
         "T": run.tokens,
         "ignore_index": ignore_index,
         "BLOCK": 4096,
@@ -232,7 +232,7 @@ def gather(
         "target": target,
         "temperature": temperature if per_token else None,
         "order": vectors.order,
-        "count": vectors.count,
+        "count": vectors.number,
         "rows": rows,
         "label": vectors.label,
         "factor": vectors.factor,
@@ -287,7 +287,7 @@ def softmax(
         "bias": run.head.bias,
         "label": vectors.label[first:],
         "factor": vectors.factor[first:],
-        "count": vectors.count,
+        "count": vectors.number,
         **partials._asdict(),
         "shift": vectors.shift[first:],
         "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
@@ -366,7 +366,7 @@ def merge(
 def settle(run: Run, kept: Exponentials, vectors: Vectors, maximum: Tensor) -> Launch:
     arguments = {
         "exponentials": kept.matrix,
-        "count": vectors.count,
+        "count": vectors.number,
         "maximum": maximum,
         "shift": vectors.shift,
         "base": vectors.base,
@@ -384,7 +384,7 @@ def put_targets(run: Run, kept: Exponentials, vectors: Vectors, out: PerToken) -
     arguments = {
         "exponentials": kept.matrix,
         "order": vectors.order,
-        "count": vectors.count,
+        "count": vectors.number,
         "label": vectors.label,
         "base": vectors.base,
         "lse": out.lse,
@@ -417,7 +417,7 @@ def scale_hidden(run: Run, rows: Tensor, vectors: Vectors, upstream: Upstream, h
         "scale": upstream.scale,
         "at_target": upstream.at_target,
         "order": vectors.order,
-        "count": vectors.count,
+        "count": vectors.number,
         "label": vectors.label,
         "owners": vectors.owners,
         "lse": upstream.lse,
@@ -443,7 +443,7 @@ def gradient_again(
         "bias": run.head.bias,
         "exponentials": run.operand(places.matrix, t.rows, VOCAB_TILE // t.parts),
         "order": vectors.order,
-        "count": vectors.count,
+        "count": vectors.number,
         "label": vectors.label,
         "factor": vectors.factor,
         "lse": upstream.lse,
@@ -492,7 +492,7 @@ def weight_product(
         "exponentials": run.operand(places.matrix, t.depth, t.rows),
         "rows": run.operand(rows, t.depth, t.columns),
         "out": run.operand(out, t.rows, t.columns // parts),
-        "count": vectors.count,
+        "count": vectors.number,
         "shrink": shrink,
         "again_from": again_from,
         "first_tile": first_tile,
@@ -514,14 +514,12 @@ def weight_product(
     return Launch(kernels.weight_gradient, (run.programs,), arguments, t.warps, t.stages)
 
 
-def target_terms(
-    run: Run, hidden: Tensor, vectors: Vectors, upstream: Upstream, out: Tensor, held: int
-) -> Launch:
+def target_terms(run: Run, hidden: Tensor, vectors: Vectors, upstream: Upstream, out: Tensor, held: int) -> Launch:
     arguments = {
         "hidden": hidden,
         "out": out,
         "order": vectors.order,
-        "count": vectors.count,
+        "count": vectors.number,
         "label": vectors.label,
         "owners": vectors.owners,
         "at_target": upstream.at_target,
@@ -543,34 +541,35 @@ def hidden_product(
     places: Exponentials,
     vectors: Vectors,
     scale: Tensor | None,
-    sums: "Sums",
-    again: bool,
+    sums: Tensor,
+    halves: bool,
     first_tile: int,
     tiles: int,
 ) -> Launch:
+    """With `scale` of the positions that are held, else of the others."""
+    held = min(places.held, run.tokens)
+    out = sums[:held] if scale is not None else sums[held:]
     t = run.tiles["hidden_gradient"]
-    out, splits = (sums.again, sums.again_splits) if again else (sums.held, sums.splits)
     arguments = {
         "exponentials": run.operand(places.matrix, t.rows, t.depth),
         "weight": run.operand(run.head.weight, t.depth, t.columns),
         "out": run.operand(out, t.rows, t.columns // t.parts),
-        "count": vectors.count,
+        "count": vectors.number,
         "scale": scale,
-        "first": places.held if again else 0,
-        "last": run.tokens if again else places.held,
+        "first": 0 if scale is not None else held,
+        "last": held if scale is not None else run.tokens,
+        "out_rows": len(out),
+        "half_rows": places.again_tokens if scale is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "split_tiles": -(-tiles // splits),
-        "split_rows": len(out) // splits,
         "exponential_rows": len(places.matrix),
         **places.arguments(again=True),
         "weight_stride": run.head.weight.stride(0),
         "out_stride": out.stride(0),
         "H": run.hidden,
         "V": run.vocab,
-        "ADD": first_tile > 0,
+        "SHARE": scale is not None or halves,
         "SCALE": scale is not None,
-        "SPLITS": splits,
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
         **run.cut("hidden_gradient"),
@@ -584,7 +583,7 @@ def bias_sums(
     arguments = {
         "exponentials": places.matrix,
         "out": out,
-        "count": vectors.count,
+        "count": vectors.number,
         "scale": upstream.scale,
         "owners": vectors.owners,
         "at_target": upstream.at_target,
@@ -600,25 +599,12 @@ def bias_sums(
     return Launch(kernels.bias_gradient, (tiles, VOCAB_TILE // 64), arguments)
 
 
-class Sums(NamedTuple):
-    """The hidden gradient in float32, by position: of the tokens whose exponentials are held, and of the others."""
-
-    held: Tensor  # [splits * positions, H]
-    again: Tensor  # [again_splits * positions, H]
-    splits: int
-    again_splits: int
-
-    @staticmethod
-    def empty(like: Tensor, hidden: int, held: int, again: int, splits: int, again_splits: int) -> "Sums":
-        memory = like.new_empty((splits * held + again_splits * again, hidden), dtype=torch.float32)
-        return Sums(memory[: splits * held], memory[splits * held :], splits, again_splits)
-
-
-def finish(run: Run, sums: Sums, vectors: Vectors, upstream: Upstream, out: Tensor) -> Launch:
+def finish(
+    run: Run, sums: Tensor, vectors: Vectors, upstream: Upstream, out: Tensor, held: int, again_rows: int
+) -> Launch:
     block = 1024
     arguments = {
-        "held": sums.held,
-        "again": sums.again,
+        "sums": sums,
         "weight": run.head.weight,
         "position": vectors.position,
         "label": vectors.label,
@@ -627,10 +613,8 @@ def finish(run: Run, sums: Sums, vectors: Vectors, upstream: Upstream, out: Tens
         "out": out,
         "weight_stride": run.head.weight.stride(0),
         "H": run.hidden,
-        "held_rows": len(sums.held) // sums.splits,
-        "again_rows": len(sums.again) // sums.again_splits,
-        "SPLITS": sums.splits,
-        "AGAIN_SPLITS": sums.again_splits,
+        "held": held,
+        "again_rows": again_rows,
         "SHRINK": upstream.shrink is not None,
         "BLOCK": block,
     }
@@ -644,7 +628,7 @@ def scale_rows(row: Tensor, vectors: Vectors, dtype: torch.dtype) -> tuple[Tenso
     """Factors of the gradient's rows, scaled into float16's range, and what the products are to be multiplied by."""
     if dtype != torch.float16 or row.numel() == 0:
         return row, None
-    there = torch.arange(row.numel(), device=row.device) < vectors.count
+    there = torch.arange(row.numel(), device=row.device) < vectors.number
     largest = torch.where(there, row.abs().nan_to_num(nan=0), 0).amax()
     too_large = torch.where(largest > 0, _FLOAT16_ROW / largest, 1)
     return row * too_large, 1 / too_large
@@ -662,7 +646,7 @@ def forward(
     *,
     stats: bool,
 ) -> tuple[PerToken, Vectors]:
-    """The loss and the statistics of each token.  `rows` and `kept` are filled in for backward; with `kept`, `rows` takes
+    """The loss and the statistics of each token.  `rows` and `kept` are filled in for backward, for which `rows` takes
     all tokens at once.
     """
     device, tokens, chunk = hidden.device, run.tokens, len(rows)
@@ -697,20 +681,21 @@ def backward(
     hidden: Tensor,  # [T, H] by token, any strides
     places: Exponentials,
     chunk_tiles: tuple[int, int],
-    splits: tuple[int, int],
+    halves: bool,
     *,
     grad_hidden: Tensor | None,  # [T, H] out; its memory may be that of `rows`
     grad_weight: Tensor | None,  # [V, H] out; its memory may be the exponentials', if those begin a chunk further on
     grad_bias: Tensor | None,  # [V] float32 out
     add: bool = False,
 ) -> None:
-    """Fill in the gradients, in chunks of so many tiles of the vocabulary: of logits computed again, and of the weight's
+    """Fill in the gradients, in chunks of so many tiles of the vocabulary: of logits computed again, and of weight's
     gradient.
     """
     tokens, held = run.tokens, min(places.held, run.tokens)
     sums = None
     if grad_hidden is not None:
-        sums = Sums.empty(rows, run.hidden, places.held, places.again_tokens, *splits)
+        size = tokens if not halves else held + 2 * places.again_tokens
+        sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
     if held > 0:
         scale_hidden(run, rows, vectors, upstream, held).run()
     if sums is not None and held > 0:
@@ -720,18 +705,17 @@ def backward(
         if held < tokens:
             gradient_again(run, rows, vectors, upstream, places, *chunk).run()
             if sums is not None:
-                hidden_product(run, places, vectors, None, sums, True, *chunk).run()
+                hidden_product(run, places, vectors, None, sums, halves, *chunk).run()
         if grad_bias is not None:
             bias_sums(run, places, vectors, upstream, grad_bias, *chunk).run()
         if grad_weight is not None:
             for part in _chunks(*chunk, chunk_tiles[1]):
-                weight_product(
-                    run, places, rows, vectors, grad_weight, upstream.shrink, chunk[0], *part, add=add
-                ).run()
+                weight_product(run, places, rows, vectors, grad_weight, upstream.shrink, chunk[0], *part, add=add).run()
     if grad_weight is not None and held > 0:
         target_terms(run, hidden, vectors, upstream, grad_weight, held).run()
     if sums is not None and grad_hidden is not None:
-        finish(run, sums, vectors, upstream, grad_hidden).run()
+        again_rows = places.again_tokens if halves else 0
+        finish(run, sums, vectors, upstream, grad_hidden, held, again_rows).run()
 
 
 def _chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
