@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onchip
-from onchip.ops.linear_cross_entropy import cases, spec
+from onchip.ops.linear_cross_entropy import cases, spec, triton_op, triton_spec
 from onchip.ops.linear_cross_entropy.peers import PEERS, Loss, Peer
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
 from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
@@ -111,18 +111,21 @@ class Own:
     name: str
     strategy: str
     scratch_bytes: ScratchBytes = _default
+    only_cuda: bool = False
 
     def version(self) -> str:
         return onchip.__version__
 
     def unavailable(self, device: str, dtype: str) -> str | None:
-        return None
+        return "a budget for GPUs" if self.only_cuda and device != "cuda" else None
 
     def config(self, problem: Problem, mode: str) -> dict[str, Any]:
         p = problem.spec
         budget = self.scratch_bytes(p)
         if mode == "forward":
             p = replace(p, grad_hidden=False, grad_weight=False)
+        if triton_op.refusal(p.device, problem.hidden.device.index, problem.hidden.dtype) is None:
+            return {"backend": "triton", "scratch_bytes": budget, **vars(triton_spec.plan(p, self.strategy, budget))}
         plan = spec.plan(p, spec.choose_strategy(_at_worst(p), self.strategy, budget), budget)
         return {"scratch_bytes": budget, **vars(plan)}
 
@@ -165,6 +168,9 @@ class Other:
 
 IMPLEMENTATIONS = (
     Own("onchip auto", "auto"),
+    Own("onchip, 64 MiB + 4TH", "auto", lambda p: 64 * spec.MIB + 4 * p.tokens * p.hidden, only_cuda=True),
+    Own("onchip, an eighth of the logits", "auto", _part_of_logits(8, "recompute"), only_cuda=True),
+    Own("onchip, no bound", "auto", lambda p: 1 << 60, only_cuda=True),
     Own("onchip stash", "stash"),
     Own("onchip recompute", "recompute", _part_of_logits(16, "recompute")),
     *(Other(peer) for peer in PEERS),

@@ -14,6 +14,7 @@ from torch import Tensor
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
+from onchip.ops.linear_cross_entropy.triton_op import refusal
 
 # Rounding errors are taken to add up like a random walk; so many of its standard deviations are allowed.
 _DEVIATIONS = 4
@@ -36,11 +37,13 @@ class Check:
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
-    """All cases in all dtypes with both strategies on `device`, to be run one by one."""
+    """All cases on `device` in all dtypes, with both strategies and each backend that can run them, one by one."""
     dtypes, strategies = (torch.float32, torch.bfloat16, torch.float16), ("stash", "recompute")
+    index = torch.cuda.current_device() if device == "cuda" else None
     return [
-        partial(check_case, case, dtype, device, strategy=strategy)
-        for case, dtype, strategy in product(CHECK_CASES, dtypes, strategies)
+        partial(check_case, case, dtype, device, strategy=strategy, backend=backend)
+        for case, dtype, strategy, backend in product(CHECK_CASES, dtypes, strategies, ("torch", "triton"))
+        if backend == "torch" or refusal(device, index, dtype) is None
     ]
 
 
@@ -59,14 +62,25 @@ def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) ->
 
 
 def check_case(
-    case: Case, dtype: torch.dtype, device: str, *, strategy: str = "auto", scratch_bytes: int | None = None
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    strategy: str = "auto",
+    scratch_bytes: int | None = None,
+    backend: str = "torch",
 ) -> list[Check]:
     """Run the op on `case`, forward and backward, and compare all that it returns with the oracle."""
     inputs = make_inputs(case)
     arguments, keywords = as_arguments(case, inputs, dtype, device)
     oracle = run_oracle(arguments, keywords, inputs.grad_loss)
     loss, stats = linear_cross_entropy(
-        *arguments, **keywords, strategy=strategy, scratch_bytes=scratch_bytes, return_stats=True
+        *arguments,
+        **keywords,
+        strategy=strategy,
+        scratch_bytes=scratch_bytes,
+        backend=backend,
+        return_stats=True,
     )
     loss.backward(torch.from_numpy(np.asarray(inputs.grad_loss)).to(device))
     grads = [x.grad for x in (arguments[0], arguments[1], arguments[3]) if x is not None]
@@ -82,7 +96,7 @@ def check_case(
         plain = plain_errors(arguments, keywords, inputs.grad_loss, oracle)
         bounds |= {name: max(bounds[name], 2 * error) for name, error in plain.items() if np.isfinite(error)}
     name = str(dtype).removeprefix("torch.")
-    implementation = f"torch {strategy}"
+    implementation = f"{backend} {strategy}"
     checks = [Check(case.name, name, implementation, q, e, bounds[q]) for q, e in errors.items()]
     return [*checks, Check(case.name, name, implementation, "correct", wrong, 0.02 if case.tokens > 50 else 0.0)]
 

@@ -537,7 +537,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         grads = _scale_stash(ctx.stash, ctx.saved_tensors, grad_loss, ctx.weight_grad_out)
     else:
         lse, log_prob, *tensors = ctx.saved_tensors
-        a = _Arguments(*tensors, ctx.weight_grad_out, *ctx.options)
+        a = _Arguments._make((*tensors, ctx.weight_grad_out, *ctx.options))
         made = _backward_op(grad_loss, lse, log_prob, *a)
         grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
         if a.weight_grad_out is not None:

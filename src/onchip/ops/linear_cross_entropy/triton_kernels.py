@@ -287,7 +287,8 @@ def softmax_tiles(
             # p log p is 0 at p = 0, and 0 * -inf is not.
             tl.store(moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside)
         if KEEP:
-            above = top * k_z - tl.load(shift + t, mask=inside, other=0.0)
+            # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.
+            above = top * k_z - tl.load(shift + t, mask=inside, other=float("inf"))
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
             # No branch, around which Triton 3.6 can't flatten a loop: a row past the end is not stored.
             row = _exponential_row(j, t0, home, home_stride, home_tokens, spill, spill_tokens, 0, 0, 0)

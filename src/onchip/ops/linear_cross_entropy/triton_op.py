@@ -219,7 +219,7 @@ def _aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tuple[Any, ...]) -> tuple[Arguments, bool]:
     *rest, add = args
-    return Arguments(hidden_memory, *rest[:6], weight_memory if add else None, *rest[6:]), add
+    return Arguments._make((hidden_memory, *rest[:6], weight_memory if add else None, *rest[6:])), add
 
 
 @torch.library.custom_op(
@@ -352,7 +352,7 @@ def _device(index: int) -> tuple[str, int, int, tuple[int, int]]:
     return (
         configs.device_slug(p.name),
         p.multi_processor_count,
-        p.shared_memory_per_block_optin,
+        p.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         (p.major, p.minor),
     )
 
@@ -405,7 +405,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_loss is None:
         return (None, None, None, *nothing)
     hidden_memory, weight_memory, overflow, vectors, hidden, lse, log_prob, *tensors = ctx.saved_tensors
-    a = Arguments(hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options)
+    a = Arguments._make((hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options))
     kept = graph_is_kept()
     if kept:
         hidden_memory = hidden_memory.clone()
@@ -414,7 +414,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     elif a.grad_weight and weight_memory.numel() == 0:
         weight_memory = torch.empty(a.weight.shape, dtype=a.weight.dtype, device=a.weight.device)
     elif kept:
-        weight_memory = weight_memory.clone()
+        weight_memory = _aligned(weight_memory, weight_memory.shape, weight_memory.dtype).copy_(weight_memory)
     grad_bias = _backward_op(
         hidden_memory, weight_memory, overflow, vectors, hidden, grad_loss, lse, log_prob, *a[1:7], *a[8:],
         a.weight_grad_out is not None,

@@ -257,7 +257,8 @@ def plan_for_shapes(p: Problem, strategy: str, budget: int | None) -> tuple[int,
     """The plan as plain numbers; where torch.compile traces for sizes that change, one that follows from them without
     comparing them: all tokens' exponentials kept in the weight gradient's memory as far as that goes.
     """
-    if isinstance(p.tokens, int):
+    tokens: object = p.tokens
+    if isinstance(tokens, int):
         return tuple(vars(plan(p, strategy, budget)).values())
     stashed: int = 0
     if strategy != "recompute" and capacity(p) > 0:
@@ -292,7 +293,7 @@ def plan(p: Problem, strategy: str = "auto", budget: int | None = None, rates: R
         return TritonConfig(min(fit, up(-(-p.tokens // chunks), TOKEN_TILE)))
     times = {c: predict(p, c, rates) for c in _candidates(p, strategy, budget, rates) if scratch_bytes(p, c) <= budget}
     # Of those that are as good as the fastest the smallest: the model isn't better than that.
-    good = [c for c, time in times.items() if time <= 1.01 * min(times.values())]
+    good = [c for c, time in times.items() if time <= 1.007 * min(times.values())]
     return min(good, key=lambda c: (scratch_bytes(p, c), times[c], c.vocab_chunk, c.halves))
 
 
@@ -306,18 +307,30 @@ def _candidates(p: Problem, strategy: str, budget: int, rates: Rates) -> list[Tr
     for_weight = {size for size in for_weight if 0 < size <= tiles} | {SMALLEST_CHUNK}
     found = []
     for weight in for_weight:
-        for chunk in {up(size, weight) for size in again} | {weight}:
+        for size in again | {weight}:
             for halves in (False, True) if p.grad_hidden else (False,):
-                c = replace(
-                    _held(p, strategy),
-                    vocab_chunk=min(chunk, up(tiles, weight)) * VOCAB_TILE,
-                    weight_chunk=weight * VOCAB_TILE,
-                    halves=halves,
-                )
-                if strategy == "auto" and may_hold(p):
-                    c = _hold_what_fits(p, c, budget)
+                c = _with_chunks(p, strategy, budget, size, weight, tiles, halves)
                 found.append(c)
+                rows = up(p.tokens, TOKEN_TILE) - c.held
+                if strategy == "auto" and 0 < rows < p.tokens:
+                    # Now that it is known how many are left: chunks whose tiles fill whole waves.
+                    for n in (1, 2, 4):
+                        filling = n * rates.programs * TOKEN_TILE // rows // weight * weight
+                        if filling > 0:
+                            found.append(_with_chunks(p, strategy, budget, filling, weight, tiles, halves))
     return found
+
+
+def _with_chunks(
+    p: Problem, strategy: str, budget: int, size: int, weight: int, tiles: int, halves: bool
+) -> TritonConfig:
+    c = replace(
+        _held(p, strategy),
+        vocab_chunk=min(up(size, weight), up(tiles, weight)) * VOCAB_TILE,
+        weight_chunk=weight * VOCAB_TILE,
+        halves=halves,
+    )
+    return _hold_what_fits(p, c, budget) if strategy == "auto" and may_hold(p) else c
 
 
 def _hold_what_fits(p: Problem, c: TritonConfig, budget: int) -> TritonConfig:

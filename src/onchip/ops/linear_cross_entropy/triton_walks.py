@@ -79,7 +79,8 @@ class Vectors(NamedTuple):
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
         *per_token, count, owners = packed.split([*[tokens] * 6, 1, packed.numel() - 6 * tokens - 1])
         position, order, label, *floats = per_token
-        return Vectors(packed, position, order, label, count, *(x.view(torch.float32) for x in floats), owners)
+        factor, shift, base = (x.view(torch.float32) for x in floats)
+        return Vectors(packed, position, order, label, count, factor, shift, base, owners)
 
 
 @dataclass(frozen=True)
@@ -651,11 +652,9 @@ def forward(
     """
     device, tokens, chunk = hidden.device, run.tokens, len(rows)
     vectors = Vectors.empty(tokens, run.vocab, device, held=kept is not None)
-    out = PerToken(
-        *(torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(3)),
-        torch.empty(tokens, dtype=torch.float32, device=device) if stats else None,
-        torch.empty(tokens, dtype=torch.bool, device=device) if stats else None,
-    )
+    loss, lse, log_prob = (torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(3))
+    entropy = torch.empty_like(loss) if stats else None
+    out = PerToken(loss, lse, log_prob, entropy, torch.empty_like(loss, dtype=torch.bool) if stats else None)
     target_logit = torch.empty(tokens, dtype=torch.float32, device=device)
     smoothing = run.head.label_smoothing > 0
     partials = Partials.empty(run.vocab_tiles, chunk, device, smoothing=smoothing, stats=stats)

@@ -1,0 +1,333 @@
+"""The Triton backend under Triton's interpreter, on the CPU: what test_triton_interpreter.py starts in processes.
+
+Triton reads TRITON_INTERPRET when it is imported, so these checks need processes of their own.  All are in float16: the
+interpreter computes bfloat16 wrongly.  What nobody wrote is NaN, so a result that depends on it is NaN too.
+
+    TRITON_INTERPRET=1 python interpreted.py NAME ...     prints a line of JSON for each check
+"""
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import assert_right, gradients, small_problem
+
+from onchip.ops.linear_cross_entropy import triton_spec
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, float32_bounds, relative_error, run_oracle
+from onchip.torch import linear_cross_entropy
+
+STRATEGIES = ("stash", "recompute")
+# The interpreter takes 18 s for it.
+TOO_LARGE = ("gpt-2 vocab",)
+CHECKS = {}
+op = partial(linear_cross_entropy, backend="triton")
+right = partial(assert_right, dtype=torch.float16, device="cpu", backend="triton")
+
+
+def check(*arguments):
+    """Register a function, once for each of `arguments` if there are any."""
+
+    def register(f):
+        for x in arguments or ((),):
+            parts = x if isinstance(x, tuple) else (x,)
+            CHECKS["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
+        return f
+
+    return register
+
+
+for _case, _strategy in product((case for case in CHECK_CASES if case.name not in TOO_LARGE), STRATEGIES):
+    CHECKS[f"case-{_case}-{_strategy}"] = partial(right, _case, strategy=_strategy)
+
+
+def mixed_budget(problem):
+    """Scratch with which some tokens' exponentials are kept in the weight's gradient, some in scratch, some nowhere."""
+    least, most = (
+        triton_spec.scratch_bytes(problem, triton_spec.plan(problem, s, 1 << 40)) for s in ("recompute", "stash")
+    )
+    for budget in range(min(least, most) // 2, 2 * max(least, most), 4096):
+        try:
+            c = triton_spec.plan(problem, "auto", budget)
+        except ValueError:
+            continue
+        if c.stashed and c.overflow and c.held < problem.tokens:
+            return budget
+    raise AssertionError(f"no budget gives a mixed plan for {problem}")
+
+
+def half_problem(tokens, hidden, vocab, **changes):
+    return Problem(tokens, hidden, vocab, "float16", device="cuda", **changes)
+
+
+MIXED = {
+    # 136 is a multiple of 8, for descriptors; 131 is none.
+    "descriptors": Case("mixed", 400, 136, 600),
+    "pointers": Case("mixed", 400, 131, 600),
+    "everything held": Case(
+        "mixed", 400, 136, 600, bias=True, ignored=0.1, token_weight=True, token_temperature=True,
+        options={"z_loss": 1e-3, "logit_scale": 0.5, "normalizer": 100},
+    ),
+    "per token": Case("mixed", 400, 136, 600, ignored=0.1, zipf=True, options={"reduction": "none"}),
+    "large logits": Case("mixed", 400, 136, 600, logit_std=30.0),
+    "few tokens left": Case("mixed", 400, 136, 600, ignored=0.8),
+}  # fmt: skip
+
+
+@check(*MIXED)
+def mixed(name):
+    case = MIXED[name]
+    bias = case.bias
+    per_token = case.options.get("reduction") == "none"
+    problem = half_problem(case.tokens, case.hidden, case.vocab, grad_bias=bias, stats=True, per_token_loss=per_token)
+    right(case, scratch_bytes=mixed_budget(problem))
+
+
+@check("softcap", "label_smoothing")
+def many_chunks_computed_again(option):
+    case = Case("chunks", 200, 40, 1100, bias=True, ignored=0.2, options={option: {"softcap": 5.0}.get(option, 0.1)})
+    problem = half_problem(
+        200, 40, 1100, grad_bias=True, stats=True, softcap=option == "softcap", smoothing=option != "softcap"
+    )
+    least = triton_spec.scratch_bytes(problem, triton_spec.TritonConfig(200, 256, 256))
+    assert triton_spec.plan(problem, "auto", least).vocab_chunk == 256
+    right(case, scratch_bytes=least)
+
+
+@check(*product((0, 1), STRATEGIES))
+def few_tokens(tokens, strategy):
+    right(Case("few", tokens, 31, 123), strategy=strategy)
+
+
+def float64(h, w, y, b=None, **options):
+    """Leaves in float64 with the same numbers, and F.cross_entropy of them."""
+    leaves = [x.detach().double().requires_grad_() for x in (h, w, b) if x is not None]
+    logits = F.linear(*leaves)
+    return leaves, F.cross_entropy(logits.flatten(0, -2), y.flatten(), **options)
+
+
+def relative(made, expected):
+    return float((made.double() - expected).norm() / expected.norm())
+
+
+def assert_gradients(made, expected, bound=1e-3):
+    """float16 gradients: one rounding each of the exponentials, of the operand rows and of the result."""
+    for g, q in zip(made, expected, strict=True):
+        assert relative(g, q) < bound, (relative(g, q), bound)
+
+
+@check(*STRATEGIES)
+def a_bad_label(strategy):
+    h, w, y, _ = small_problem(dtype=torch.float16)
+    good = op(h, w, y, reduction="none", return_stats=True)
+    y[1, 7] = 70
+    loss, stats = op(h, w, y, reduction="none", strategy=strategy, return_stats=True)
+    others = torch.ones_like(y, dtype=torch.bool)
+    others[1, 7] = False
+    assert loss[1, 7].isnan()
+    assert stats.log_prob[1, 7].isnan()
+    assert not stats.correct[1, 7]
+    assert torch.equal(loss[others], good[0][others])
+    # Without a target its tile's sum is rounded in another order.
+    assert torch.allclose(stats.lse, good[1].lse, rtol=1e-6)
+    grads = gradients(loss, h, w, grad=torch.ones_like(loss))
+    assert grads[0][1, 7].isnan().all()
+    assert grads[0][others].isfinite().all()
+    assert op(h, w, y, strategy=strategy).isnan()
+    try:
+        op(h, w, y, strategy=strategy, check_inputs=True)
+    except ValueError as e:
+        assert "target[1, 7] is 70" in str(e)
+    else:
+        raise AssertionError("check_inputs raised nothing")
+
+
+@check(*product(STRATEGIES, (16, 19)))
+def weight_grad_out(strategy, hidden):
+    """Each micro-batch adds to it; weight itself gets nothing."""
+    total, expected = torch.full((70, hidden), 0.5), torch.full((70, hidden), 0.5, dtype=torch.float64)
+    first = True
+    for seed in (0, 1):
+        h, w, y, b = small_problem(hidden=hidden, dtype=torch.float16, bias=True, seed=seed)
+        (op(h, w, y, b, weight_grad_out=total, strategy=strategy) * (1 if first else 3)).backward()
+        leaves, loss = float64(h, w, y, b)
+        grads = gradients(loss * (1 if first else 3), *leaves)
+        assert w.grad is None
+        assert_gradients((h.grad, b.grad), (grads[0], grads[2]))
+        expected += grads[1]
+        first = False
+    assert relative(total - 0.5, expected - 0.5) < 1e-3
+
+
+@check("stash", "recompute", "mixed")
+def a_retained_graph(strategy):
+    case = Case("retained", 400, 136, 600, bias=True)
+    (h, w, y, b), _ = as_arguments(case, make_inputs(case), torch.float16, "cpu")
+    how = (
+        {"scratch_bytes": mixed_budget(half_problem(400, 136, 600, grad_bias=True))}
+        if strategy == "mixed"
+        else {"strategy": strategy}
+    )
+    loss = op(h, w, y, b, **how)
+    first = torch.autograd.grad(loss, (h, w, b), retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.mul_(3)  # what a caller does with its gradients must not reach the graph
+    second = torch.autograd.grad(loss, (h, w, b), retain_graph=True)
+    third = torch.autograd.grad(loss, (h, w, b))
+    assert all(torch.equal(p, q) and torch.equal(p, r) for p, q, r in zip(kept, second, third, strict=True))
+
+
+@check(*STRATEGIES, "out")
+def repeated_labels(how):
+    """The first two tokens of a vocabulary entry have their target's term added apart, further ones don't."""
+    case = Case("repeated", 260, 136, 600)
+    (h, w, _, _), _ = as_arguments(case, make_inputs(case), torch.float16, "cpu")
+    # One, two, three and many tokens, in one block of them and across blocks, and none where the first is ignored.
+    y = torch.arange(260)
+    y[1] = y[2] = 1
+    y[3] = y[130] = y[259] = 259
+    y[10:60] = 7
+    y[200:250] = 7
+    y[70], y[71] = -100, 70
+    out = torch.zeros(600, 136) if how == "out" else None
+    loss = op(h, w, y, weight_grad_out=out, strategy="auto" if how == "out" else how)
+    loss.backward()
+    leaves, expected = float64(h, w, y)
+    assert abs(float(loss - expected)) < 1e-5
+    grads = gradients(expected, *leaves)
+    got = w.grad if out is None else out
+    assert_gradients((h.grad, got), grads)
+    for label in (1, 7, 70, 100, 259):
+        assert relative(got[label], grads[1][label]) < 1e-3
+        assert relative(h.grad[y == label], grads[0][y == label]) < 1e-3
+
+
+@check("everything", "plain")
+def forward_in_chunks_of_tokens(options):
+    everything = options == "everything"
+    case = Case(
+        "forward", 300, 40, 600, bias=everything, ignored=0.2, token_weight=everything, token_temperature=everything,
+        options={"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"} if everything else {},
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    arguments, keywords = as_arguments(case, inputs, torch.float16, "cpu")
+    problem = half_problem(
+        300, 40, 600, grad_hidden=False, grad_weight=False, stats=True, softcap=everything, smoothing=everything
+    )
+    budget = triton_spec.scratch_bytes(problem, triton_spec.TritonConfig(128))
+    assert triton_spec.plan(problem, "auto", budget).token_chunk == 128
+    with torch.no_grad():
+        loss, stats = op(*arguments, **keywords, return_stats=True, scratch_bytes=budget)
+    oracle = run_oracle(arguments, keywords, inputs.grad_loss)
+    bounds = float32_bounds(case, oracle)
+    made = {"loss": loss} | stats._asdict()
+    for name in ("loss", "lse", "log_prob", "entropy"):
+        assert relative_error(made[name], getattr(oracle, name)) <= bounds[name]
+    assert (stats.correct.numpy() == oracle.correct).all()
+
+
+@check(*product(STRATEGIES, ("none", "mean")))
+def nothing_leaks_from_ignored_tokens(strategy, reduction):
+    h, w, y, b = small_problem(dtype=torch.float16, bias=True)
+    y[0, 3] = y[1, 5] = -100
+    zeroed = h.detach().masked_fill((y == -100)[..., None], 0).requires_grad_()
+    with torch.no_grad():
+        h[0, 3], h[1, 5] = np.nan, np.inf
+    upstream = torch.ones(y.shape if reduction == "none" else ())
+    if reduction == "none":
+        upstream[0, 3] = np.nan
+    made, clean = (
+        gradients(op(x, w, y, b, reduction=reduction, strategy=strategy), x, w, b, grad=upstream) for x in (h, zeroed)
+    )
+    assert (made[0][y == -100] == 0).all()
+    assert all(torch.equal(p, q) and p.isfinite().all() for p, q in zip(made, clean, strict=True))
+
+
+@check(*STRATEGIES)
+def any_strides_and_inputs_left_alone(strategy):
+    h, w, y, b = small_problem(tokens=60, dtype=torch.float16, bias=True)
+    dense = gradients(op(h, w, y, b, strategy=strategy), h, w, b)
+    columns = h.detach().permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
+    wide = torch.cat([w.detach(), torch.full_like(w, np.nan)], 1)[:, :16].requires_grad_()
+    for x, weight in ((columns, wide), (h, w.detach().T.contiguous().T.requires_grad_())):
+        constants = {"token_weight": torch.ones(2, 30), "temperature": torch.ones(())}
+        tensors = [x, weight, y, b, *constants.values()]
+        before = [(t.detach().clone(), t._version) for t in tensors]
+        loss = op(x, weight, y, b, strategy=strategy, **constants)
+        assert all(torch.equal(p, q) for p, q in zip(gradients(loss, x, weight, b), dense, strict=True))
+        assert all(torch.equal(t, old) and t._version == v for t, (old, v) in zip(tensors, before, strict=True))
+
+
+@check(*product(STRATEGIES, ("mean", "none")))
+def only_what_needs_a_gradient_gets_one(strategy, reduction):
+    for needs in product((False, True), repeat=3):
+        h, w, y, b = small_problem(dtype=torch.float16, bias=True)
+        leaves = [x.requires_grad_(need) for x, need in zip((h, w, b), needs, strict=True)]
+        loss = op(h, w, y, b, reduction=reduction, strategy=strategy)
+        assert loss.requires_grad == any(needs)
+        wanted = [x for x in leaves if x.requires_grad]
+        if wanted:
+            exact, expected = float64(h, w, y, b, reduction="mean" if reduction == "mean" else "sum")
+            kept = [x for x, need in zip(exact, needs, strict=True) if need]
+            assert_gradients(gradients(loss.sum(), *wanted), gradients(expected, *kept), 2e-3)
+
+
+@check("stash", "recompute", "mixed")
+def autocast(strategy):
+    """Float32 parameters: their gradients hold twice the tokens' exponentials, and are not rounded."""
+    case = Case("autocast", 400, 72, 600, bias=True)
+    (h, w, y, b), _ = as_arguments(case, make_inputs(case), torch.float32, "cpu")
+    how = {"strategy": strategy}
+    if strategy == "mixed":
+        wide = {"hidden_dtype": "float32", "weight_dtype": "float32"}
+        how = {"scratch_bytes": mixed_budget(half_problem(400, 72, 600, grad_bias=True, **wide))}
+    with torch.autocast("cpu", torch.float16):
+        loss = op(h, w, y, b, **how)
+    leaves, expected = float64(*(x.half() if x.is_floating_point() else x for x in (h, w, y, b)))
+    assert abs(float(loss - expected)) < 1e-5
+    made = gradients(loss, h, w, b)
+    assert all(g.dtype == torch.float32 for g in made)
+    assert_gradients(made, gradients(expected, *leaves))
+
+
+@check(*STRATEGIES)
+def the_schema_is_true(strategy):
+    """The operators change what they say they change, and alias nothing."""
+    from onchip.ops.linear_cross_entropy import triton_op
+
+    h, w, y, b = small_problem(dtype=torch.float16, bias=True)
+    plan = triton_spec.plan_for_shapes(half_problem(24, 16, 70, grad_bias=True, stats=True), strategy, None)
+    numbers = (torch.float16, -100, "mean", 0.0, 1e-3, None, 1.0, 1.0, False)
+    arguments = (h, w, b, y, None, None, None, None, *numbers, *plan, True, True, True, True)
+    for name in ("test_schema", "test_autograd_registration"):
+        torch.library.opcheck(triton_op._forward_op, arguments, test_utils=name)
+
+
+def main(names):
+    warnings.simplefilter("ignore")  # the interpreter's NumPy overflows where kernels do on purpose
+    torch.set_num_threads(1)
+    # Fills what torch.empty and its kin return with NaN, and with the largest integer.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    for name in names:
+        torch.manual_seed(0)
+        error, start = "", time.perf_counter()
+        try:
+            CHECKS[name]()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"name": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or CHECKS)
