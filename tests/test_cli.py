@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import onchip
 from onchip import cli
-from onchip.ops.linear_cross_entropy import spec, torch_checks
+from onchip.ops.linear_cross_entropy import spec, torch_checks, triton_spec
 from onchip.ops.linear_cross_entropy.torch_checks import Check
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
@@ -25,15 +25,33 @@ def test_help_lists_the_commands():
     assert all(command in result.stdout for command in ("demo", "plan", "check", "bench", "info"))
 
 
+def plan_json(*arguments):
+    return json.loads(run(*LLAMA, *arguments, "--json").stdout)
+
+
 def test_plan_prints_a_table():
     result = run(*LLAMA)
     assert result.exit_code == 0
     assert "8016 MiB in float32 or 4008 MiB in bfloat16" in result.stdout
-    assert "recompute *" in result.stdout
+    assert all(budget in result.stdout for budget in ("default", "320*", "1002**", "16384", "no bound"))
+    assert "predicted for an h100" in result.stdout
+    assert "Without gradients" in result.stdout
+    with_torch = run(*LLAMA, "--backend", "torch")
+    assert "8016 MiB in float32 or 4008 MiB in bfloat16" in with_torch.stdout
+    assert "recompute *" in with_torch.stdout
 
 
-def test_plan_json_is_what_the_op_will_do():
-    document = json.loads(run(*LLAMA, "--json", "--scratch-mib", "1024").stdout)
+def test_plan_fits_a_narrow_terminal():
+    long = ["plan", "--tokens", "131072", "--model", "deepseek-v3"]
+    for arguments in (LLAMA, long, [*LLAMA, "--backend", "torch"]):
+        result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, arguments)
+        assert "…" not in result.stdout
+        assert all(len(line.rstrip()) <= 80 for line in result.stdout.splitlines())
+
+
+def test_plan_json_is_what_the_torch_backend_will_do():
+    document = plan_json("--scratch-mib", "1024", "--backend", "torch")
+    assert document["backend"] == "torch"
     assert document["logits_bytes"] == {"float32": 4 * 16384 * 128256, "bfloat16": 2 * 16384 * 128256}
     problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
     assert [(p["strategy"], p["budget_bytes"]) for p in document["plans"]] == [
@@ -49,6 +67,57 @@ def test_plan_json_is_what_the_op_will_do():
             assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
         else:
             assert plan["smallest_scratch_bytes"] > plan["budget_bytes"]
+
+
+def test_plan_json_is_what_the_triton_backend_will_do():
+    document = plan_json()
+    assert document["backend"] == "triton"
+    problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+    budgets = {plan["budget"]: plan["budget_bytes"] for plan in document["plans"]}
+    assert list(budgets) == ["default", "64", "256", "320*", "1002**", "1024", "4096", "16384", "no bound"]
+    assert budgets["320*"] == (64 << 20) + 4 * 16384 * 4096
+    assert budgets["1002**"] == 4 * 16384 * 128256 // 8
+    for plan in document["plans"]:
+        budget = 1 << 60 if plan["budget"] == "no bound" else plan["budget_bytes"]
+        if not plan["fits"]:
+            with pytest.raises(ValueError, match=f"needs {plan['smallest_scratch_bytes']} bytes"):
+                triton_spec.plan(problem, plan["strategy"], budget)
+            continue
+        config = triton_spec.plan(problem, plan["strategy"], budget)
+        assert {name: plan[name] for name in vars(config)} == vars(config)
+        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
+        assert budget is None or plan["scratch_bytes"] <= budget
+        assert plan["products"] == 3 + (16384 - config.held) / 16384
+        assert plan["flops"] == 2 * 16384 * 4096 * 128256 * plan["products"]
+        assert plan["predicted_ms"] > document["three_products_ms"]
+    by_name = {(plan["budget"], plan["strategy"]): plan for plan in document["plans"]}
+    assert by_name["no bound", "stash"]["products"] == 3
+    assert by_name["no bound", "recompute"]["products"] == 4
+    assert 3 < by_name["1024", "auto"]["products"] < 4
+    forward = document["forward"]
+    assert forward["scratch_bytes"] <= 64 << 20
+    assert forward["predicted_ms"] > forward["product_ms"] == pytest.approx(document["three_products_ms"] / 3)
+
+
+def test_plan_with_bounds_of_ones_own():
+    plans = plan_json("--scratch-mib", "300", "--scratch-mib", "500")["plans"]
+    assert [(p["budget"], p["budget_bytes"]) for p in plans[::3]] == [
+        ("default", None), ("300", 300 << 20), ("500", 500 << 20),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend"),
+    [
+        (["--dtype", "float16"], "triton"),
+        (["--dtype", "float32"], "torch"),
+        (["--device", "cpu"], "torch"),
+        (["--backend", "torch"], "torch"),
+    ],
+    ids=" ".join,
+)
+def test_plan_is_of_the_backend_that_the_op_takes(arguments, backend):
+    assert plan_json(*arguments)["backend"] == backend
 
 
 def test_plan_by_model():
@@ -70,6 +139,8 @@ def test_plan_by_model():
         ([*LLAMA[:-1], "int8"], "--dtype must be one of float32, bfloat16, float16; got 'int8'"),
         ([*LLAMA, "--weight-dtype", "fp8"], "--weight-dtype must be one of"),
         ([*LLAMA, "--device", "tpu"], "--device must be cuda or cpu; got 'tpu'"),
+        ([*LLAMA, "--backend", "cuda"], "backend must be one of 'auto', 'triton', 'torch'; got 'cuda'"),
+        ([*LLAMA, "--device", "cpu", "--backend", "triton"], "its kernels don't run in bfloat16 on cpu"),
         ([*LLAMA, "--scratch-mib", "0"], "--scratch-mib must be 1 or more; got 0"),
         (["check", "--device", "tpu"], "--device must be auto, cpu or cuda; got 'tpu'"),
         (["bench", "softmax"], "no op 'softmax'; there is: linear_cross_entropy"),
@@ -96,10 +167,31 @@ def test_info():
     document = json.loads(run("info", "--json").stdout)
     assert document["onchip"] == onchip.__version__
     assert document["versions"]["torch"]
-    assert {(b["backend"], b["device"]) for b in document["backends"]} == {("torch", "cpu"), ("torch", "cuda")}
+    assert {(b["backend"], b["device"]) for b in document["backends"]} == {
+        ("torch", "cpu"), ("torch", "cuda"), ("triton", "cuda"),
+    }  # fmt: skip
     assert all(b["why"] for b in document["backends"])
     assert next(b for b in document["backends"] if b["device"] == "cpu")["usable"]
     assert onchip.__version__ in run("info").stdout
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "usable", "why"),
+    [
+        ((9, 0), True, True, "TMA kernels (compute capability 9.0)"),
+        ((8, 6), True, True, "pointer kernels (compute capability 8.6)"),
+        ((7, 5), True, False, "it needs compute capability 8.0 or later; this is 7.5"),
+        ((9, 0), False, False, "Triton is not installed"),
+    ],
+)
+def test_info_on_the_triton_backend(monkeypatch, capability, installed, usable, why):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr(cli, "find_spec", lambda name: object() if installed else None)
+    rows = json.loads(run("info", "--json").stdout)["backends"]
+    (row,) = (row for row in rows if row["backend"] == "triton")
+    assert (row["usable"], row["why"]) == (usable, why)
 
 
 def test_info_without_torch_says_what_to_install(monkeypatch):

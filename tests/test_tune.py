@@ -1,7 +1,10 @@
 """Tuning with a toy op on the CPU: what is measured, stored, taken up again and told."""
 
 import json
+import math
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +22,10 @@ from typer.testing import CliRunner
 from onchip import cli
 from onchip.core import configs
 from onchip.core.configs import find_config, read_entries
+from onchip.ops.linear_cross_entropy import triton_spec, tuning
 from onchip.tune import harness, run
 from onchip.tune.harness import Machine
+from onchip.tune.log import config_key
 from onchip.tune.run import tune_op
 from onchip.tune.status import tuned_configs
 
@@ -472,3 +477,58 @@ def test_a_broken_file_is_a_note(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> N
     path.write_text("[]")
     (note,) = tuned_configs({"toy": "toy_tuning"}, ["toy9"])["notes"]
     assert note.startswith(f"toy: ValueError: {path} is not a file of tuned configs")
+
+
+# ------------------------------------------------------------------------------------------ linear_cross_entropy's own
+
+
+def test_candidates_of_linear_cross_entropy() -> None:
+    heuristic = triton_spec.heuristic_tiles(tuning.HOPPER_SHARED)
+    assert set(tuning.KERNELS) == set(heuristic)
+    for kernel in tuning.KERNELS:
+        for case in tuning.CASES.values():
+            for dtype in tuning.DTYPES:
+                tried = tuning.candidates(kernel, case, dtype)
+                assert tried[0] == heuristic[kernel]
+                assert len({config_key(c) for c in tried}) == len(tried) <= 25
+                assert {tuple(sorted(c)) for c in tried} == {tuple(sorted(heuristic[kernel]))}
+                needed = [tuning.shared_bytes(kernel, c, dtype) for c in tried]
+                assert max(needed) <= tuning.HOPPER_SHARED
+                assert min(needed) <= 100 * 1024  # something for smaller devices
+    assert all(min(tuning.sizes(case).values()) >= 1 for case in tuning.CASES.values())
+
+
+# Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own; float16, since the interpreter
+# computes bfloat16 wrongly.  The vocabulary's last tile is not full, nor is the last block of tokens.
+INTERPRETED = """
+import json, torch
+from onchip.ops.linear_cross_entropy import tuning
+from onchip.ops.linear_cross_entropy.cases import Case
+
+said = {}
+for kernel in tuning.KERNELS:
+    case = Case("tiny", 200, 72, 600)
+    problem = tuning.make_problem(kernel, case, "cpu", "float16")
+    reference = tuning.reference(kernel, problem)
+    tried = tuning.candidates(kernel, case, "float16")
+    steps = [tuning.step(kernel, problem, config) for config in (tried[0], tried[-1])]
+    poisoned = tuning.check(kernel, reference, tuning._outputs(kernel, problem))
+    right = [tuning.check(kernel, reference, step()) for step in (steps[0], *steps)]
+    wrong = tuning.check(kernel, reference, [1.05 * out for out in steps[0]()])
+    said[kernel] = [poisoned, right, wrong]
+print(json.dumps(said))
+"""
+
+
+def test_every_kernel_of_linear_cross_entropy_is_right_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout)
+    assert list(said) == list(tuning.KERNELS)
+    for kernel, (poisoned, right, wrong) in said.items():
+        assert math.isnan(poisoned[0]), kernel
+        assert all(error <= bound / 10 for error, bound in right), kernel
+        assert wrong[0] > wrong[1], kernel

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,6 +87,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu: what to plan for, not what is here.")] = "cuda",
+    backend: Annotated[str, typer.Option(help="triton, torch, or auto: the one that the op would take.")] = "auto",
     scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -101,6 +103,7 @@ def plan(
             dtype=dtype,
             weight_dtype=weight_dtype,
             device=device,
+            backend=backend,
             scratch_mib=scratch_mib,
         )
     if as_json:
@@ -132,6 +135,7 @@ def bench(
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on the CPU, bfloat16 on a GPU.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
+    add: Annotated[bool, typer.Option("--add", help="Keep what an earlier run of the day found of others.")] = False,
     as_json: Json = False,
 ) -> None:
     """Time an op beside its competitors, after checking that each is right."""
@@ -150,6 +154,7 @@ def bench(
             repeats=repeats,
             out=out,
             console=_console(as_json),
+            add=add,
         )
     if as_json:
         _print_json(document)
@@ -249,17 +254,24 @@ def _info() -> dict[str, Any]:
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             machine[f"cuda:{i}"] = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute {p.major}.{p.minor}"
+    no_triton, kernels = no_cuda, ""
+    if no_triton is None:
+        no_triton, kernels = _triton_kernels()
     backends = [
         {
             "op": op,
             "framework": "torch",
-            "backend": "torch",
+            "backend": backend,
             "device": device,
             "usable": reason is None,
-            "why": reason or "the framework's own matrix products",
+            "why": reason or what,
         }
         for op in CHECKS
-        for device, reason in (("cpu", no_torch), ("cuda", no_cuda))
+        for backend, device, reason, what in (
+            ("torch", "cpu", no_torch, "the framework's own matrix products"),
+            ("torch", "cuda", no_cuda, "the framework's own matrix products"),
+            ("triton", "cuda", no_triton, kernels),
+        )
     ]
     return {
         "onchip": onchip.__version__,
@@ -268,6 +280,18 @@ def _info() -> dict[str, Any]:
         "backends": backends,
         "tuned": _tuned(no_cuda),
     }
+
+
+def _triton_kernels() -> tuple[str | None, str]:
+    """Why the Triton backend can't be used on the current CUDA device, or None; and which kernels it has there."""
+    if find_spec("triton") is None:
+        return "Triton is not installed", ""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"it needs compute capability 8.0 or later; this is {major}.{minor}", ""
+    return None, f"{'TMA' if major >= 9 else 'pointer'} kernels (compute capability {major}.{minor})"
 
 
 def _tuned(no_cuda: str | None) -> dict[str, Any]:

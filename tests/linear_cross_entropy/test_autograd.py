@@ -200,6 +200,60 @@ def test_autocast(dtypes, strategy):
         assert float((g - q).norm() / q.norm()) < (1e-6 if x.dtype == torch.float32 else 2**-8)
 
 
+@both_strategies
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+def test_weight_grad_out_is_added_to(upstream, reduction, strategy):
+    total, expected = torch.full((70, 16), 0.5), torch.full((70, 16), 0.5)
+    for seed in (0, 1, 2):
+        h, w, y, b = small_problem(bias=True, seed=seed)
+        y[0, seed] = -100
+        options = {"reduction": reduction, "strategy": strategy}
+        loss = linear_cross_entropy(h, w, y, b, weight_grad_out=total, **options)
+        grad = torch.rand_like(loss) * upstream
+        loss.backward(grad)
+        assert w.grad is None
+        grads = gradients(linear_cross_entropy(h, w, y, b, **options), h, w, b, grad=grad)
+        expected += grads[1]
+        assert_same(h.grad, grads[0])
+        assert_same(b.grad, grads[2])
+    assert_same(total, expected)
+
+
+@both_strategies
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_grad_out_under_autocast_and_in_16_bits_is_not_rounded(dtype, strategy):
+    h, w, y, _ = small_problem(dtype=dtype)
+    total = torch.zeros(70, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        linear_cross_entropy(h, w, y, weight_grad_out=total, strategy=strategy).backward()
+    rounded = [x.detach().bfloat16().float().requires_grad_() for x in (h, w)]
+    expected = gradients(plain(*rounded, y), *rounded)
+    assert float((total - expected[1]).norm() / expected[1].norm()) < 1e-6
+    assert float((h.grad - expected[0]).norm() / expected[0].norm()) < (1e-6 if dtype == torch.float32 else 2**-8)
+
+
+@both_strategies
+def test_weight_grad_out_and_a_retained_graph(strategy):
+    h, w, y, _ = small_problem()
+    total = torch.zeros(70, 16)
+    loss = linear_cross_entropy(h, w, y, weight_grad_out=total, strategy=strategy)
+    assert not total.any()
+    loss.backward(retain_graph=True)
+    once = total.clone()
+    loss.backward()
+    assert_same(once, gradients(plain(h, w, y), w)[0])
+    assert_same(total, 2 * once)
+
+
+@both_strategies
+def test_weight_grad_out_of_a_frozen_weight_is_left_alone(strategy):
+    h, w, y, _ = small_problem()
+    total = torch.zeros(70, 16)
+    linear_cross_entropy(h, w.requires_grad_(False), y, weight_grad_out=total, strategy=strategy).backward()
+    assert not total.any()
+
+
 def test_stats_are_detached_and_float32():
     h, w, y, _ = small_problem(dtype=torch.bfloat16)
     loss, stats = linear_cross_entropy(h, w, y, return_stats=True)
@@ -239,8 +293,8 @@ def forward_arguments(strategy, reduction="mean", everything=False, weight_grad_
     extra = (per_token, per_token, torch.tensor(5.0) if reduction == "mean" else None) if everything else (None,) * 3
     numbers = (0.1, 1e-3, 5.0, 0.5, 1.0) if everything else (0.0, 0.0, None, 1.0, 1.0)
     return (
-        h, w, b if everything else None, y, *extra, weight_grad_out, torch.float32, -100, reduction, *numbers, False, None, strategy,
-        True, True, everything, everything,
+        h, w, b if everything else None, y, *extra, weight_grad_out, torch.float32, -100, reduction, *numbers, False,
+        None, strategy, True, True, everything, everything,
     )  # fmt: skip
 
 
@@ -253,6 +307,14 @@ def test_opcheck(strategy, reduction, everything):
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         loss, lse, log_prob, *_ = torch_op._forward_op(*detached)
         torch.library.opcheck(torch_op._backward_op, (torch.ones_like(loss), lse, log_prob, *detached))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_opcheck_of_weight_grad_out(reduction):
+    arguments = forward_arguments("recompute", reduction, weight_grad_out=torch.zeros(70, 16))
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    loss, lse, log_prob, *_ = torch_op._forward_op(*detached)
+    torch.library.opcheck(torch_op._backward_op, (torch.ones_like(loss), lse, log_prob, *detached))
 
 
 def test_the_stash_is_only_for_gradients_and_the_fake_agrees():

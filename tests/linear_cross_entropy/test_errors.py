@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -80,6 +81,17 @@ WRONG = {
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
     "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch', 'triton'; got 'cublas'"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
+    "backend can't": ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: its products are of bfloat16 or float16, not of float32"),
+    # weight_grad_out
+    "weight_grad_out is a list": ({"weight_grad_out": [0.0]}, TypeError, "weight_grad_out must be a torch.Tensor; got list"),
+    "weight_grad_out is True": ({"weight_grad_out": True}, TypeError, "weight_grad_out must be a torch.Tensor; got bool"),
+    "weight_grad_out is bfloat16": ({"weight_grad_out": torch.zeros(70, 16, dtype=torch.bfloat16)}, TypeError, "weight_grad_out must be float32; got bfloat16"),
+    "weight_grad_out is float64": ({"weight_grad_out": torch.zeros(70, 16).double()}, TypeError, "weight_grad_out must be float32; got float64"),
+    "weight_grad_out is transposed": ({"weight_grad_out": torch.zeros(16, 70)}, ValueError, "weight_grad_out must be contiguous, of weight's shape, [70, 16]; got shape [16, 70]"),
+    "weight_grad_out is flat": ({"weight_grad_out": torch.zeros(1120)}, ValueError, "of weight's shape, [70, 16]; got shape [1120]"),
+    "weight_grad_out is strided": ({"weight_grad_out": torch.zeros(16, 70).T}, ValueError, "got shape [70, 16], strides [1, 70]"),
+    "weight_grad_out elsewhere": ({"weight_grad_out": torch.zeros(70, 16, device="meta")}, ValueError, "weight_grad_out is on meta but weight is on cpu"),
+    "weight_grad_out needs a gradient": ({"weight_grad_out": torch.zeros(70, 16, requires_grad=True)}, ValueError, "pass weight_grad_out.detach()"),
     # what would silently get no gradient
     "token_weight needs a gradient": ({"token_weight": torch.ones(2, 12, requires_grad=True)}, ValueError, "pass token_weight.detach()"),
     "temperature needs a gradient": ({"temperature": torch.ones(2, 12, requires_grad=True)}, ValueError, "pass temperature.detach()"),
@@ -123,6 +135,33 @@ def test_a_device_without_a_backend_says_why(monkeypatch):
         linear_cross_entropy(h, w, y)
     with pytest.raises(ValueError, match="backend 'torch' can't run this call: it runs on"):
         linear_cross_entropy(h, w, y, backend="torch")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        (torch.float32, "its products are of bfloat16 or float16, not of float32"),
+        (torch.bfloat16, "it runs on CUDA tensors, not on 'cpu'"),
+        (torch.float16, "it runs on CUDA tensors, not on 'cpu'"),
+    ],
+    ids=str,
+)
+def test_the_triton_backend_says_why_it_can_not_run(dtype, reason):
+    h, w, y, _ = small_problem(dtype=dtype)
+    for call in (linear_cross_entropy, LinearCrossEntropyLoss):
+        run = partial(call, backend="triton") if call is linear_cross_entropy else call(backend="triton")
+        with pytest.raises(ValueError, match=re.escape(f"backend 'triton' can't run this call: {reason}")):
+            run(h, w, y)
+
+
+def test_weight_grad_out_is_refused_by_torch_compile():
+    h, w, y, _ = small_problem()
+    out = torch.zeros(70, 16)
+    compiled = torch.compile(
+        lambda h, w, y: linear_cross_entropy(h, w, y, weight_grad_out=out), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Exception, match="weight_grad_out is not supported inside torch"):
+        compiled(h, w, y)
 
 
 @pytest.mark.parametrize(

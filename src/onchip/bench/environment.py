@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onchip
+from onchip.core import configs
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -38,9 +39,7 @@ def device_slug(device: str) -> str:
         # "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "AMD EPYC 7B13 64-Core Processor"
         model = re.sub(r"\((R|TM)\)|\bCPU\b|@.*|\b\d+-Core\b|\bProcessor\b", " ", _cpu_model(), flags=re.I)
         return f"cpu-{_slug(model)}-{_cores()}c"
-    # "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "NVIDIA GeForce RTX 4090"
-    name: str = _gpu()["gpu"]
-    return _slug(re.sub(r"NVIDIA|GeForce|Tesla|\b\d+ ?GB\b|\bHBM\w*|\bSXM\w*|\bPCIe\b", " ", name, flags=re.I))
+    return configs.device_slug(_gpu()["gpu"])
 
 
 def _slug(text: str) -> str:

@@ -1,8 +1,7 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from onchip.bench import environment, harness, report
 from onchip.core.machine import require_packages, resolve_device
+from onchip.core.names import matching
 
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -26,9 +26,10 @@ def run_bench(
     impls: Sequence[str] | None,
     out: Path,
     console: Console,
+    add: bool = False,
 ) -> dict[str, Any]:
     """Benchmark the op called `op`, whose benchmark module is `module`, and write `<date>-<device>-<op>.json` and
-    `.html` into the folder `out`, over those of an earlier run on the same day.
+    `.html` into the folder `out`, over those of an earlier run on the same day, or with `add` added to them.
 
     Args:
         op: name for the record.
@@ -40,6 +41,7 @@ def run_bench(
         impls: patterns against the implementations' names; None for all.
         out: folder of the files, made if need be.
         console: where progress and tables go.
+        add: keep what an earlier run of the same day, device and versions found of other cases and implementations.
 
     Returns:
         What the JSON file holds.
@@ -58,9 +60,9 @@ def run_bench(
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
-    chosen = _matching("--case", cases, target.CASES) if cases else list(target.DEFAULT_CASES[device])
+    chosen = matching("--case", cases, target.CASES) if cases else list(target.DEFAULT_CASES[device])
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
-    implementations = [by_name[name] for name in (_matching("--impl", impls, by_name) if impls else by_name)]
+    implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
 
     described = {"op": op, **environment.describe(device), "repeats": repeats}
     if device == "cpu" and described["busy_cores"] > 0.2:
@@ -81,6 +83,9 @@ def run_bench(
     report.print_report(document, console)
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"{described['date'][:10]}-{described['device']}-{op}"
+    earlier = stem.with_name(f"{stem.name}.json")
+    if add and earlier.exists():
+        document = _added(json.loads(earlier.read_text(encoding="utf-8")), document, earlier)
     for path, text in (
         (stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, allow_nan=False) + "\n"),
         (stem.with_name(f"{stem.name}.html"), report.html_page(document)),
@@ -90,10 +95,14 @@ def run_bench(
     return document
 
 
-def _matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The names that match a pattern, in their own order; each pattern must match one."""
-    names = list(names)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{option} {pattern!r} matches nothing; there is: {', '.join(names)}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+def _added(earlier: dict[str, Any], now: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The earlier document with this one's rows in the place of those that they repeat."""
+    for name in ("gpu", "cpu", "torch", "triton", "onchip"):
+        if earlier["environment"][name] != now["environment"][name]:
+            raise ValueError(f"--add: {path} was made with {name} {earlier['environment'][name]}; choose another --out")
+    done = {(row["case"], row["mode"], row["impl"]) for row in now["rows"]}
+    kept = [row for row in earlier["rows"] if (row["case"], row["mode"], row["impl"]) not in done]
+    order = list(dict.fromkeys((row["case"], row["mode"]) for row in [*kept, *now["rows"]]))
+    rows = sorted([*kept, *now["rows"]], key=lambda row: order.index((row["case"], row["mode"])))
+    not_run = [entry for entry in earlier["not_run"] if entry not in now["not_run"]]
+    return {"environment": now["environment"], "rows": rows, "not_run": [*not_run, *now["not_run"]]}

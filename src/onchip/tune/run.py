@@ -6,9 +6,8 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from rich.text import Text
 from onchip.bench.units import format_ms
 from onchip.core import configs
 from onchip.core.machine import require_packages
+from onchip.core.names import matching
 from onchip.tune import log
 from onchip.tune.harness import DeviceLostError, Machine, Op, Search, one_line
 
@@ -109,8 +109,8 @@ def tune_op(
     folder = out if out is not None else configs.user_folder()
     path = configs.config_path(folder, name, machine.slug)
     log_path = path.with_suffix(".tune.jsonl")
-    chosen_kernels = _matching("--kernel", kernels, op.KERNELS) if kernels else list(op.KERNELS)
-    chosen_cases = _matching("--case", cases, op.CASES) if cases else list(op.DEFAULT_CASES)
+    chosen_kernels = matching("--kernel", kernels, op.KERNELS) if kernels else list(op.KERNELS)
+    chosen_cases = matching("--case", cases, op.CASES) if cases else list(op.DEFAULT_CASES)
     # Hours of work must not end in a file that can't be read or a folder that can't be written.
     configs.read_entries(folder, name, machine.slug)
     try:
@@ -245,12 +245,3 @@ def _print_rows(rows: Sequence[Row], console: Console) -> None:
             "stored before" if row.status == "stored before" else f"{dropped} of {row.candidates}",
         )
     console.print(table)
-
-
-def _matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The names that match a pattern, in their own order; each pattern must match one."""
-    names = list(names)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{option} {pattern!r} matches nothing; there is: {', '.join(names)}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy import spec, torch_tiles, triton_op, triton_spec
+from onchip.ops.linear_cross_entropy import spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once, graph_is_kept
 from onchip.ops.linear_cross_entropy.torch_inputs import (
@@ -181,7 +181,7 @@ def linear_cross_entropy(
     )
     budget = None if options.scratch_bytes is None else int(options.scratch_bytes)
     if chosen == "triton":
-        config = triton_spec.plan_for_shapes(problem, options.strategy, budget)
+        config = triton_op.plan(problem, options.strategy, budget)
         loss, *stats = triton_op.forward(*tensors, *numbers, *config, *grads, options.return_stats)
     else:
         strategy = spec.choose_strategy(problem, options.strategy, budget)
@@ -316,8 +316,8 @@ def _problem(
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, "
-    "Tensor? normalizer, Tensor? weight_grad_out, ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, "
-    "float? softcap, float logit_scale, float temperature, bool check_inputs, int? scratch_bytes, str strategy, "
+    "Tensor? normalizer, Tensor? weight_grad_out, ScalarType dtype, int ignore_index, str reduction, "
+    "float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature, bool check_inputs, int? scratch_bytes, str strategy, "
     "bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
 )
 

@@ -820,8 +820,9 @@ def hidden_gradient(
 
     With SHARE the tiles of the last wave are cut in two along the vocabulary if that fills the device better: 320 tiles
     on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add to a
-    tile of zeros, and 0 + a + b has the same bits in either order; or, with `half_rows`, to so many rows further on.  (Stream-K, Osama et al., arXiv:2301.03598, would cut
-    all tiles: its programs are in different places of the vocabulary at a time, and L2 serves none of them.)
+    tile of zeros, and 0 + a + b has the same bits in either order; or, with `half_rows`, they add that many rows apart.
+    (Stream-K, Osama et al., arXiv:2301.03598, would cut all tiles: its programs are in different places of the
+    vocabulary at a time, and L2 serves none of them.)
     """
     n = tl.minimum(tl.load(count), last)
     tiles_t = tl.cdiv(tl.maximum(n - first, 0), BLOCK_T)

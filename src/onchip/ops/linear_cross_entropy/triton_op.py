@@ -7,6 +7,7 @@ place; autograd clones them first where the graph is retained.  What is launched
 
 import contextlib
 import math
+from dataclasses import fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from onchip.core import configs
 from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
-from onchip.ops.linear_cross_entropy.spec import DTYPE_BYTES, OP
+from onchip.ops.linear_cross_entropy.spec import DTYPE_BYTES, OP, Problem
 from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once, graph_is_kept
 from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
@@ -37,6 +38,29 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
         return "it is written for NVIDIA GPUs"
     major, minor = torch.cuda.get_device_capability(index)
     return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
+
+
+def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]:
+    """The plan as the operators take it.  Inside torch.compile sizes may be symbols: a budget makes numbers of them, and a
+    graph for each.
+    """
+    if torch.compiler.is_compiling() and budget is None:
+        return _numbers(triton_spec.plan_for_symbols(problem, strategy))
+    problem = replace(problem, tokens=int(problem.tokens))
+    found: tuple[Any, ...] = _plan(strategy, budget, *[getattr(problem, name) for name in _FIELDS])
+    return found
+
+
+_FIELDS = tuple(field.name for field in fields(Problem))
+
+
+@torch.compiler.assume_constant_result  # or it would trace the search for it
+def _plan(strategy: str, budget: int | None, *of_problem: Any) -> tuple[Any, ...]:
+    return _numbers(triton_spec.plan(Problem(*of_problem), strategy, budget))
+
+
+def _numbers(c: TritonConfig) -> tuple[Any, ...]:
+    return c.token_chunk, c.vocab_chunk, c.weight_chunk, c.stashed, c.overflow, c.halves
 
 
 @lru_cache(maxsize=1)
@@ -109,7 +133,8 @@ class Saved(NamedTuple):
 _OPTIONS = (
     "ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
     "float logit_scale, float temperature, bool check_inputs, SymInt token_chunk, SymInt vocab_chunk, "
-    "SymInt weight_chunk, SymInt stashed, SymInt overflow, bool halves, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
+    "SymInt weight_chunk, SymInt stashed, SymInt overflow, bool halves, bool grad_hidden, bool grad_weight, "
+    "bool grad_bias, bool stats"
 )
 _TENSORS = (
     "Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer"
@@ -128,14 +153,13 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     a = Arguments(*args)
     shape, tokens = a.target.shape, a.target.numel()
     with _device_of(a.hidden), torch.autocast(a.hidden.device.type, enabled=False):
-        target = a.target.reshape(-1).to(torch.int64)
+        target = a.target.reshape(-1).to(torch.int64).contiguous()
         if a.check_inputs:
             _check_values(a)
         run = _run(a, a.weight.to(a.dtype), tokens)
         hidden = a.hidden.reshape(-1, run.hidden)
-        temperature: Tensor | float = a.temperature
-        if a.token_temperature is not None:
-            temperature = a.token_temperature.expand(shape).reshape(-1).to(torch.float32)
+        per_token = None if a.token_temperature is None else _flat(a.token_temperature.expand(shape))
+        temperature = a.temperature if per_token is None else per_token
         saved = _saved(a)
         kept = _exponentials(walks, a, saved) if a.any_grad and a.config.held > 0 else None
         out, vectors = walks.forward(
@@ -177,11 +201,11 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         per_token[2],
         per_token[3] if a.stats else a.hidden.new_empty(0, dtype=torch.float32),
         a.target.new_empty(a.target.shape if a.stats else 0, dtype=torch.bool),
-        *_saved(a),
+        *_saved(a, fake=True),
     )
 
 
-def _saved(a: Arguments) -> Saved:
+def _saved(a: Arguments, *, fake: bool = False) -> Saved:
     """The tensors of `Saved`, not yet filled."""
     tokens, (vocab, hidden) = a.target.numel(), a.weight.shape
     tiles = -(-vocab // triton_spec.VOCAB_TILE)
@@ -192,14 +216,15 @@ def _saved(a: Arguments) -> Saved:
     if not a.any_grad:
         return Saved(blank(), blank(), blank(), a.target.new_empty(0, dtype=torch.int32))
     in_place = triton_spec.may_hold_any(a.stashed)
+    empty = _empty if fake else _aligned
     return Saved(
         a.hidden.new_empty(a.hidden.shape, dtype=a.hidden.dtype if a.grad_hidden else a.dtype),
         # A chunk more than the gradient takes: each chunk of that is written where the exponentials of the one before
         # were, while those of its own are being read.
-        _aligned(a.weight, (tiles * triton_spec.VOCAB_TILE + a.weight_chunk, hidden), a.weight.dtype)
+        empty(a.weight, (tiles * triton_spec.VOCAB_TILE + a.weight_chunk, hidden), a.weight.dtype)
         if in_place
         else blank(),
-        _aligned(a.hidden, (triton_spec.VOCAB_TILE * tiles * a.overflow,), a.dtype),
+        empty(a.hidden, (triton_spec.VOCAB_TILE * tiles * a.overflow,), a.dtype),
         a.target.new_empty(
             triton_spec.vector_elements(tokens, vocab, held=in_place or triton_spec.may_hold_any(a.overflow)),
             dtype=torch.int32,
@@ -207,10 +232,14 @@ def _saved(a: Arguments) -> Saved:
     )
 
 
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
 def _aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Not yet filled, from a multiple of 512 bytes on, as CUDA's allocations are and the CPU's are not."""
     if like.device.type != "cpu":
-        return like.new_empty(shape, dtype=dtype)
+        return _empty(like, shape, dtype)
     size = math.prod(shape)
     memory = like.new_empty(size + 512 // dtype.itemsize, dtype=dtype)
     offset = -memory.data_ptr() % 512 // dtype.itemsize
@@ -292,7 +321,7 @@ def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
     return like.new_empty(a.weight.shape[0] if a.grad_bias else 0)
 
 
-# ------------------------------------------------------------------------------------------------------------ their parts
+# ------------------------------------------------------------------------------------------------------- their parts
 
 
 def _device_of(x: Tensor) -> Any:
@@ -301,7 +330,7 @@ def _device_of(x: Tensor) -> Any:
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.reshape(-1).to(torch.float32)
+    return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
 
 
 def _check_values(a: Arguments) -> None:
@@ -361,7 +390,7 @@ def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
     """The call as the walks take it: its head, and its kernels' tiles from the stored configs."""
     from onchip.ops.linear_cross_entropy import triton_walks as walks
 
-    if weight.stride(1) != 1:
+    if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:  # rows may be far apart, but not overlap
         weight = weight.contiguous()
     head = torch_tiles.Head(
         weight,
@@ -387,7 +416,7 @@ def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
     return walks.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned)
 
 
-# --------------------------------------------------------------------------------------------------------------- autograd
+# ---------------------------------------------------------------------------------------------------------- autograd
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -40,7 +40,7 @@ class TritonConfig:
     """Tokens, in multiples of 128, whose exponentials wait in scratch."""
 
     halves: bool = False
-    """Whether the sums of the other tokens' hidden gradient are kept in two halves, so that tiles fill the last wave."""
+    """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
 
     @property
     def held(self) -> int:
@@ -48,12 +48,12 @@ class TritonConfig:
 
 
 def may_hold_any(stashed: int) -> bool:
-    """Whether a plan keeps exponentials in the gradient's memory (unless it can be seen to be 0: it may be a symbol)."""
+    """Whether so many tokens are any: unless it can be seen to be 0, for it may be a symbol."""
     return not (isinstance(stashed, int) and stashed == 0)
 
 
 def vector_elements(tokens: int, vocab: int, *, held: bool) -> int:
-    """int32 numbers that forward leaves: six of each token, one, and, with exponentials, two of each vocabulary entry."""
+    """int32 numbers that forward leaves: six of each token, one, and, with exponentials, two of each class."""
     return 6 * tokens + 1 + (2 * vocab if held else 0)
 
 
@@ -253,20 +253,17 @@ def _held(p: Problem, strategy: str) -> TritonConfig:
     return TritonConfig(p.tokens, stashed=stashed, overflow=tokens - stashed)
 
 
-def plan_for_shapes(p: Problem, strategy: str, budget: int | None) -> tuple[int, ...]:
-    """The plan as plain numbers; where torch.compile traces for sizes that change, one that follows from them without
-    comparing them: all tokens' exponentials kept in the weight gradient's memory as far as that goes.
+def plan_for_symbols(p: Problem, strategy: str) -> TritonConfig:
+    """A plan that follows from sizes without comparing them, for torch.compile where they change from call to call: the
+    exponentials of all tokens kept as far as the weight gradient's memory goes.
     """
-    tokens: object = p.tokens
-    if isinstance(tokens, int):
-        return tuple(vars(plan(p, strategy, budget)).values())
-    stashed: int = 0
-    if strategy != "recompute" and capacity(p) > 0:
-        import torch  # sizes are symbols: it is loaded
+    import torch  # sizes are its symbols: it is loaded
 
+    stashed = 0
+    if strategy != "recompute" and capacity(p) > 0:
         stashed = torch.sym_min(up(p.tokens, TOKEN_TILE), capacity(p))
     size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
-    return p.tokens, size, size, stashed, 0, False
+    return TritonConfig(p.tokens, size, size, stashed)
 
 
 @lru_cache(maxsize=1024)
@@ -285,10 +282,10 @@ def plan(p: Problem, strategy: str = "auto", budget: int | None = None, rates: R
             f"strategy {strategy!r} needs {least} bytes; raise scratch_bytes"
         )
     if not p.any_grad:
+        if scratch_bytes(p, TritonConfig(p.tokens)) <= budget:
+            return TritonConfig(p.tokens)
         fixed, slope = (scratch_bytes(p, TritonConfig(t)) for t in (0, TOKEN_TILE))
         fit = (budget - fixed) // max(1, slope - fixed) * TOKEN_TILE
-        if fit >= p.tokens:
-            return TritonConfig(p.tokens)
         chunks = -(-p.tokens // fit)
         return TritonConfig(min(fit, up(-(-p.tokens // chunks), TOKEN_TILE)))
     times = {c: predict(p, c, rates) for c in _candidates(p, strategy, budget, rates) if scratch_bytes(p, c) <= budget}

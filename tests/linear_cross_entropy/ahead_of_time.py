@@ -1,0 +1,139 @@
+"""Compile the Triton backend's kernels for a GPU that isn't there, as the op would launch them on it."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from onchip.ops.linear_cross_entropy import triton_op, triton_spec, triton_walks
+from onchip.torch import linear_cross_entropy
+
+PRODUCTS = ("softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient")
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    kernel: str
+    constants: Mapping[str, object]
+    ptx: str
+    shared: int
+    """Bytes of shared memory of a block."""
+    registers: int
+    stack: int
+    """Bytes of a thread's stack: what registers don't hold is spilled there."""
+
+
+def launches(
+    device,
+    *,
+    tiles=None,
+    plan=None,
+    hidden=512,
+    dtype=torch.bfloat16,
+    parameters=None,
+    tokens=300,
+    vocab=1000,
+    **options,
+):
+    """What the op launches, forward and backward, on a device given as (compute capability, shared memory per block).
+
+    `tiles` replaces the tiles of some kernels, `plan` what was planned; `parameters` is hidden's and weight's dtype
+    under autocast.
+    """
+    capability, shared = device
+    found = []
+    wanted = triton_spec.heuristic_tiles(shared) | dict(tiles or {})
+    bias = options.pop("bias", False)
+    out = torch.zeros(vocab, hidden) if options.pop("weight_grad_out", False) else None
+    make_run = triton_walks.Run
+
+    def run(*arguments, tma, **more):
+        return make_run(*arguments, tma=tma and capability >= 90, **more)
+
+    def leaf(*shape):
+        return torch.zeros(shape, dtype=parameters or dtype, requires_grad=True)
+
+    with (
+        mock.patch.object(triton_op, "refusal", return_value=None),
+        mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
+        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else [plan]),
+        mock.patch.object(triton_walks, "Run", run),
+        mock.patch.object(triton_walks.Launch, "run", lambda launch: found.append(launch)),
+        torch.autocast("cpu", dtype, enabled=parameters is not None),
+    ):
+        b = leaf(vocab) if bias else None
+        target = torch.zeros(tokens, dtype=torch.int64)
+        loss = linear_cross_entropy(
+            leaf(tokens, hidden), leaf(vocab, hidden), target, b, backend="triton", weight_grad_out=out, **options
+        )
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
+    return found
+
+
+def _source(launch):
+    """The kernel with its arguments' types, and what Triton specialises on: 1, and multiples of 16."""
+    signature, constants, attributes = {}, {}, {}
+    for i, p in enumerate(launch.kernel.params):
+        value = launch.arguments[p.name]
+        if p.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[p.name], constants[p.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[p.name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, torch.Tensor):
+            signature[p.name] = f"*{_TYPES[value.dtype]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]  # as CUDA's allocations; slices may not be
+        elif isinstance(value, int):
+            signature[p.name] = "i32"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[p.name] = "fp32"
+        else:
+            raise TypeError(f"{launch.kernel.__name__}: {p.name} is {value!r}")
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compile_all(found, capability):
+    """Compile what differs among the launches."""
+    sources = {}
+    for launch in found:
+        source = _source(launch)
+        key = (launch.kernel.__name__, str(source.signature), str(source.constants), launch.warps, launch.stages)
+        sources.setdefault(key, (source, launch))
+    return [_compile(*pair, capability) for pair in sources.values()]
+
+
+def _compile(source, launch, capability):
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack = _resources(kernel.asm["cubin"])
+    constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
+    return Compiled(launch.kernel.__name__, constants, kernel.asm["ptx"], kernel.metadata.shared, registers, stack)
+
+
+def _resources(cubin):
+    """Registers, and bytes of stack, of a thread."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr).groups()
+    return int(registers), int(stack)

@@ -1,0 +1,103 @@
+"""The kernels compile for each kind of GPU, fit its shared memory, and spill nothing.  No GPU is needed for that."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ahead_of_time import PRODUCTS, compile_all, launches
+
+from onchip.core import configs
+from onchip.ops.linear_cross_entropy import triton_kernels, triton_spec
+from onchip.ops.linear_cross_entropy.spec import OP
+
+# Compute capability, and bytes of shared memory that a block may use: H100, A100, and GeForce from Ampere on.
+HOPPER, AMPERE, CONSUMER = (90, 232448), (80, 166912), (86, 101376)
+# Exponentials in the weight gradient's memory, in scratch, and computed again in two chunks.
+MIXED = {"plan": triton_spec.TritonConfig(300, 512, 256, stashed=128, overflow=128)}
+OPTIONS = {
+    "held": {"strategy": "stash"},
+    "mixed": {"bias": True, "z_loss": 1e-3} | MIXED,
+    "in halves": {"plan": replace(MIXED["plan"], halves=True)},
+    "everything": {
+        "bias": True, "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "temperature": torch.ones(300),
+        "token_weight": torch.ones(300), "return_stats": True,
+    },
+    "added": {"weight_grad_out": True, "strategy": "recompute"},
+}  # fmt: skip
+
+
+def assert_fits(found, limit):
+    for k in found:
+        assert k.shared <= limit, (k.kernel, k.constants, k.shared)
+
+
+def assert_no_spills(found):
+    """But for what a logit's epilogue needs beyond the plain one: there the product has taken most registers."""
+    for k in found:
+        wanted = [name for name in ("SMOOTHING", "STATS", "SOFTCAP") if k.constants.get(name)]
+        allowed = 512 if wanted else 16 if k.constants.get("BIAS") else 0
+        assert k.stack <= allowed, (k.kernel, k.constants, k.stack)
+
+
+def products(found):
+    return [k for k in found if k.kernel in PRODUCTS]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_hopper(options):
+    found = compile_all(launches(HOPPER, **OPTIONS[options]), HOPPER[0])
+    assert {k.kernel for k in products(found)} >= set(PRODUCTS) - {"gradient_tiles"}
+    assert_fits(found, HOPPER[1])
+    assert_no_spills(found)
+    for k in products(found):
+        assert "wgmma.mma_async" in k.ptx, k.kernel
+        assert k.constants["TMA"]
+        assert "cp.async.bulk.tensor" in k.ptx, k.kernel
+
+
+def test_the_options_reach_every_kernel_and_both_of_its_ways():
+    made = [(x.kernel.__name__, x.arguments) for options in OPTIONS.values() for x in launches(HOPPER, **options)]
+    in_file = {name for name, f in vars(triton_kernels).items() if hasattr(f, "params") and not name.startswith("_")}
+    assert {name for name, _ in made} == in_file
+    for name, switch in (("softmax_tiles", "KEEP"), ("weight_gradient", "ADD"), ("hidden_gradient", "SCALE")):
+        assert {bool(arguments[switch]) for kernel, arguments in made if kernel == name} == {True, False}, name
+
+
+@pytest.mark.parametrize("options", ["held", "everything"])
+@pytest.mark.parametrize(("device", "hidden"), [(HOPPER, 515), (AMPERE, 512), (CONSUMER, 512)], ids=str)
+def test_pointers(device, hidden, options):
+    found = compile_all(launches(device, hidden=hidden, **OPTIONS[options]), device[0])
+    assert_fits(found, device[1])
+    for k in products(found):
+        assert not k.constants["TMA"]
+        assert "cp.async.bulk.tensor" not in k.ptx
+        assert ("wgmma" if device == HOPPER else "mma.sync") in k.ptx
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"parameters": torch.float32}], ids=str)
+def test_other_dtypes(options):
+    """float16, and float32 parameters under autocast, whose gradients leave in twice the bytes."""
+    found = compile_all(launches(HOPPER, **options, **OPTIONS["mixed"]), HOPPER[0])
+    assert_fits(found, HOPPER[1])
+    assert_no_spills(found)
+
+
+# What a device of a shipped config has; a new device needs a row.
+DEVICES = {"h100": HOPPER, "h200": HOPPER, "a100": AMPERE}
+STORED = {
+    f"{path.parent.name} {entry.kernel} {configs.format_config(entry.config)}": (path.parent.name, entry)
+    for path in sorted(configs.SHIPPED_FOLDER.glob(f"*/{OP}.json"))
+    for entry in configs.read_entries(configs.SHIPPED_FOLDER, OP, path.parent.name)
+}
+
+
+def test_every_stored_config():
+    """Each compiles where every place of the exponentials is in use."""
+    for name, (device, entry) in STORED.items():
+        capability, shared = DEVICES[device]
+        how = {"tiles": {entry.kernel: dict(entry.config)}, "dtype": getattr(torch, entry.dtype)} | OPTIONS["mixed"]
+        found = [x for x in launches((capability, shared), **how) if x.kernel.__name__ == entry.kernel]
+        compiled = compile_all(found, capability)
+        assert compiled, name
+        assert_fits(compiled, shared)
+        assert_no_spills(compiled)
