@@ -147,7 +147,8 @@ def _triton_plans(problem: Problem, scratch_mib: Sequence[int] | None) -> dict[s
     product_ms = spec.flops(problem, "forward") / rates.product / 1e9
     return {
         "default_scratch_bytes": {
-            s: max(triton_spec.default_scratch(problem), triton_spec._least(problem, s)) for s in TRITON_STRATEGIES
+            s: max(triton_spec.default_scratch(problem), triton_spec.least_scratch(problem, s))
+            for s in TRITON_STRATEGIES
         },
         "rates_of": RATES_OF,
         "three_products_ms": 3 * product_ms,
@@ -172,7 +173,7 @@ def _triton_budgets(problem: Problem, scratch_mib: Sequence[int] | None) -> list
 
 
 def _triton_row(problem: Problem, strategy: str, name: str, budget: int | None) -> dict[str, Any]:
-    need = triton_spec._least(problem, strategy)
+    need = triton_spec.least_scratch(problem, strategy)
     row: dict[str, Any] = {
         "strategy": strategy,
         "budget": name,

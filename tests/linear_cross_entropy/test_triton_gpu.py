@@ -164,8 +164,8 @@ def test_logits_far_above_the_targets(way):
     with torch.no_grad():
         z = F.linear(h.float(), w.float())
         far = z.amax(1) - z.gather(1, y[:, None])[:, 0]
-    assert float(far.max()) > 150
-    assert float(far.min()) < 250
+    assert (far > 100).any()
+    assert (far < 80).any()
     reference, eager = float32_reference(h, w, y)
     loss = op(h, w, y, **keywords(way, problem(600, 256, 3001)))
     made = (loss.detach(), *gradients(loss, h, w))

@@ -317,8 +317,8 @@ def _problem(
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, "
     "Tensor? normalizer, Tensor? weight_grad_out, ScalarType dtype, int ignore_index, str reduction, "
-    "float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature, bool check_inputs, int? scratch_bytes, str strategy, "
-    "bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
+    "float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature, bool check_inputs, "
+    "int? scratch_bytes, str strategy, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
 )
 
 

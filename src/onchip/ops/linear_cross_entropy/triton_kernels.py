@@ -729,7 +729,7 @@ def add_targets(
     t = tl.program_id(0)
     if t < tl.minimum(tl.load(count), held):
         y = tl.load(label + t)
-        if y >= 0:
+        if y >= 0:  # noqa: SIM102 - a scalar `and` would load owners[-1]
             if tl.load(owners + y) == t:
                 second = tl.load(owners + V + y)
                 both = second != NOBODY

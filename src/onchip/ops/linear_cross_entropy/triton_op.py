@@ -7,6 +7,8 @@ place; autograd clones them first where the graph is retained.  What is launched
 
 import contextlib
 import math
+import mmap
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -23,7 +25,13 @@ from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 
 
-@torch.compiler.assume_constant_result  # torch.compile can't trace what asks the system
+def _constant_to_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compiler.assume_constant_result does, which would import the compiler just to say so."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_to_compiler  # it asks the system
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
     if find_spec("triton") is None:
@@ -41,8 +49,9 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
 
 
 def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]:
-    """The plan as the operators take it.  Inside torch.compile sizes may be symbols: a budget makes numbers of them, and a
-    graph for each.
+    """The plan as the operators take it.
+
+    Inside torch.compile sizes may be symbols: a budget makes numbers of them, and a graph for each.
     """
     if torch.compiler.is_compiling() and budget is None:
         return _numbers(triton_spec.plan_for_symbols(problem, strategy))
@@ -54,7 +63,7 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]
 _FIELDS = tuple(field.name for field in fields(Problem))
 
 
-@torch.compiler.assume_constant_result  # or it would trace the search for it
+@_constant_to_compiler  # or the search for a plan would be traced
 def _plan(strategy: str, budget: int | None, *of_problem: Any) -> tuple[Any, ...]:
     return _numbers(triton_spec.plan(Problem(*of_problem), strategy, budget))
 
@@ -237,13 +246,15 @@ def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled, from a multiple of 512 bytes on, as CUDA's allocations are and the CPU's are not."""
+    """Not yet filled, from a multiple of 512 bytes on and near the others, as CUDA's allocations are.
+
+    The CPU's, for the interpreter, are pages of their own.
+    """
     if like.device.type != "cpu":
         return _empty(like, shape, dtype)
     size = math.prod(shape)
-    memory = like.new_empty(size + 512 // dtype.itemsize, dtype=dtype)
-    offset = -memory.data_ptr() % 512 // dtype.itemsize
-    return memory[offset : offset + size].view(shape)
+    pages = mmap.mmap(-1, max(1, size) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype, count=max(1, size))[:size].view(shape)
 
 
 def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tuple[Any, ...]) -> tuple[Arguments, bool]:

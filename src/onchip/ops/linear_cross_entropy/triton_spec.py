@@ -221,22 +221,21 @@ def _waves(chunks: list[int], tiles_per_column: float, rates: Rates) -> float:
 # ---------------------------------------------------------------------------------------------------------------- plan
 
 
-def default_scratch(p: Problem) -> int:
-    """Without gradients 64 MiB; else 256 MiB or an eighth of the float32 logits, whichever is less, and at least what
-    one useful chunk needs.
+def default_scratch(p: Problem, strategy: str = "auto") -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what `strategy` needs with one useful
+    chunk; without gradients 64 MiB, above a copy of the weight in the products' dtype where that differs.
     """
     if not p.any_grad:
-        return max(FORWARD_SCRATCH, _least(p, strategy="recompute"))
-    size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
-    useful = TritonConfig(p.tokens, size, size)
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_bytes(p, useful))
+        cast = scratch_parts(p, TritonConfig(0))["weight in the products' dtype"]
+        return max(FORWARD_SCRATCH + cast, least_scratch(p, strategy))
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), least_scratch(p, strategy, USEFUL_CHUNK))
 
 
-def _least(p: Problem, strategy: str) -> int:
-    """Bytes of scratch that `strategy` needs to run at all."""
+def least_scratch(p: Problem, strategy: str, tiles: int = SMALLEST_CHUNK) -> int:
+    """Bytes of scratch that `strategy` needs with chunks of so many tiles of the vocabulary; by default, at all."""
     if not p.any_grad:
         return scratch_bytes(p, TritonConfig(min(p.tokens, TOKEN_TILE)))
-    size = min(SMALLEST_CHUNK * VOCAB_TILE, _columns(p))
+    size = min(tiles * VOCAB_TILE, _columns(p))
     return scratch_bytes(p, replace(_held(p, strategy), vocab_chunk=size, weight_chunk=size))
 
 
@@ -273,9 +272,9 @@ def plan(p: Problem, strategy: str = "auto", budget: int | None = None, rates: R
     Raises:
         ValueError: nothing fits.
     """
-    least = _least(p, strategy)
+    least = least_scratch(p, strategy)
     if budget is None:
-        budget = max(default_scratch(p), least)
+        budget = default_scratch(p, strategy)
     if least > budget:
         raise ValueError(
             f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
