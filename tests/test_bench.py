@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from onchip.bench import environment, plots, units
+from onchip.bench import environment, plots, run, units
 from onchip.bench.run import run_bench
 from onchip.ops.linear_cross_entropy import benchmark, cases, peers
 
@@ -425,7 +425,9 @@ def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
     not_run = [n["impl"] for n in document["not_run"]]
     older = [] if hasattr(torch.nn.functional, "linear_cross_entropy") else [n for n in names if n.startswith("F.")]
     need_gpu = [n for n in names if n.startswith(("liger", "cut-cross-entropy", "quack"))]
-    assert not_run == (["torch eager, float32 logits"] if dtype == "float32" else []) + older + need_gpu
+    budgets = [n for n in names if n.startswith("onchip,")]
+    same = ["torch eager, float32 logits"] if dtype == "float32" else []
+    assert not_run == budgets + same + older + need_gpu
     ran = [plots.short_name(r["impl"]) for r in document["rows"] if r["mode"] == "forward"]
     assert ran == [name for name in names if name not in not_run]
     wrong = {plots.short_name(r["impl"]) for r in document["rows"] if not r["ok"]}
@@ -434,6 +436,20 @@ def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
     strategies = {plots.short_name(r["impl"]): r["config"].get("strategy") for r in document["rows"]}
     assert strategies["onchip recompute"] == "recompute"
     assert strategies["onchip stash"] == "stash"
+
+
+def test_add_keeps_the_rows_of_an_earlier_run() -> None:
+    def document(impl: str, ms: float, gpu: str = "H100") -> dict[str, Any]:
+        row = {"case": "a", "mode": "forward", "impl": impl, "median_ms": ms}
+        environment = {"gpu": gpu, "cpu": "x", "torch": "2", "triton": "3", "onchip": "0"}
+        return {"environment": environment, "rows": [row], "not_run": []}
+
+    both = run._added(document("one", 1.0), document("two", 2.0), Path("r.json"))
+    assert [r["impl"] for r in both["rows"]] == ["one", "two"]
+    again = run._added(both, document("one", 3.0), Path("r.json"))
+    assert {r["impl"]: r["median_ms"] for r in again["rows"]} == {"one": 3.0, "two": 2.0}
+    with pytest.raises(ValueError, match="made with gpu H100"):
+        run._added(both, document("one", 1.0, gpu="H200"), Path("r.json"))
 
 
 def test_small_scratch_of_the_cpu_case() -> None:

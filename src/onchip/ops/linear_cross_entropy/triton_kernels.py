@@ -16,9 +16,9 @@ what is kept: the factor exp(shift - lse) of each token goes into the rows of hi
 into the result's rows (for hidden's).
 
 A target's entry, p - 1, is the largest of its row by far, and would carry the roundings of the exponential and of the
-scaled row into both gradients.  For the first two tokens that have a vocabulary entry as their target it is left out of
-the products and added to their results, from the weight's and hidden's own rows; that of further ones, whose roundings
-average out, takes the place of their exponential.
+scaled row into both gradients.  For the first two tokens that have a vocabulary entry as their target it is left out
+of the products and added to their results, from the weight's and hidden's own rows; that of further ones takes the place
+of their exponential, and hidden's gradient is given back what its rounding took.
 
 Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else by pointers.
 The persistent loop over tiles with its flattened product is that of Triton's matrix multiplication tutorial.
@@ -539,31 +539,39 @@ def _z_factor(lse, z_loss):
 def scale_rows(
     rows,  # [T, H] in and out
     scale,  # [T] float32 in: factor of each row of the gradient; out: of each row of the product for hidden's
-    at_target,  # [T] float32 out: the target's entry of the gradient, 0 where the exponentials have it
+    at_target,  # [T] float32 out: what the product lacks of the target's entry of the gradient
+    exponentials,
     order,
     count,
     label,
-    owners,
     lse,
     log_prob,
     base,
-    held,
+    home,
+    home_stride,
+    home_tokens,
+    spill,
+    spill_tokens,
     H,
-    V,
     z_loss,
     inverse_exponential_scale,
     BLOCK: tl.constexpr,
 ):
     """Multiply hidden's rows by what kept exponentials lack: their token's factor times exp(base - lse)."""
     t = tl.program_id(0)
-    if t < tl.minimum(tl.load(count), held):
+    if t < tl.minimum(tl.load(count), home_tokens + spill_tokens):
         token = tl.load(order + t)
         lse_t = tl.load(lse + token)
         b = tl.load(base + t)
-        row = tl.load(scale + t)
-        exact = _is_owner(owners, t, tl.load(label + t), V)
-        tl.store(at_target + t, tl.where(exact, row * _at_target(lse_t, tl.load(log_prob + token), z_loss), 0.0))
-        r = row * _z_factor(lse_t, z_loss) * tl.exp2((b - lse_t) * LOG2E) * inverse_exponential_scale
+        scale_t = tl.load(scale + t)
+        r = scale_t * _z_factor(lse_t, z_loss) * tl.exp2((b - lse_t) * LOG2E) * inverse_exponential_scale
+        y = tl.load(label + t)
+        tile = tl.maximum(y, 0) // VOCAB_TILE
+        row = _exponential_row(tile, t, home, home_stride, home_tokens, spill, spill_tokens, 0, 0, 0)
+        # Zero, or the entry as it was rounded: see `replace_targets`.
+        kept = tl.load(exponentials + tl.cast(row, tl.int64) * VOCAB_TILE + tl.maximum(y, 0) - tile * VOCAB_TILE)
+        entry = scale_t * _at_target(lse_t, tl.load(log_prob + token), z_loss)
+        tl.store(at_target + t, tl.where(y >= 0, entry - r * kept.to(tl.float32), 0.0))
         for start in range(0, H, BLOCK):
             c = start + tl.arange(0, BLOCK)
             h = tl.load(rows + t.to(tl.int64) * H + c, mask=c < H, other=0).to(tl.float32)

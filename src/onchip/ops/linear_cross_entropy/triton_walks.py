@@ -408,30 +408,29 @@ class Upstream:
     log_prob: Tensor
     row: Tensor  # [T] float32: factor of the position's row of the gradient
     scale: Tensor  # [T] float32: the same times exp(base - lse), where exponentials are kept
-    at_target: Tensor  # [T] float32: the target's entry of the gradient, where exponentials are kept without it
+    at_target: Tensor  # [T] float32: what products of kept exponentials lack of the target's entry of the gradient
     shrink: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled up for float16
 
 
-def scale_hidden(run: Run, rows: Tensor, vectors: Vectors, upstream: Upstream, held: int) -> Launch:
+def scale_hidden(run: Run, rows: Tensor, places: Exponentials, vectors: Vectors, upstream: Upstream) -> Launch:
     arguments = {
         "rows": rows,
         "scale": upstream.scale,
         "at_target": upstream.at_target,
+        "exponentials": places.matrix,
         "order": vectors.order,
         "count": vectors.number,
         "label": vectors.label,
-        "owners": vectors.owners,
         "lse": upstream.lse,
         "log_prob": upstream.log_prob,
         "base": vectors.base,
-        "held": held,
+        **places.arguments(again=False),
         "H": run.hidden,
-        "V": run.vocab,
         "z_loss": run.head.z_loss,
         "inverse_exponential_scale": 1 / run.exponential_scale,
         "BLOCK": 1024,
     }
-    return Launch(kernels.scale_rows, (min(held, run.tokens),), arguments)
+    return Launch(kernels.scale_rows, (min(places.held, run.tokens),), arguments)
 
 
 def gradient_again(
@@ -696,7 +695,7 @@ def backward(
         size = tokens if not halves else held + 2 * places.again_tokens
         sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
     if held > 0:
-        scale_hidden(run, rows, vectors, upstream, held).run()
+        scale_hidden(run, rows, places, vectors, upstream).run()
     if sums is not None and held > 0:
         # Before weight's gradient takes the exponentials' place.
         hidden_product(run, places, vectors, upstream.scale, sums, False, 0, run.vocab_tiles).run()
