@@ -17,8 +17,8 @@ into the result's rows (for hidden's).
 
 A target's entry, p - 1, is the largest of its row by far, and would carry the roundings of the exponential and of the
 scaled row into both gradients.  For the first two tokens that have a vocabulary entry as their target it is left out
-of the products and added to their results, from the weight's and hidden's own rows; that of further ones takes the place
-of their exponential, and hidden's gradient is given back what its rounding took.
+of the products and added to their results, from the weight's and hidden's own rows; that of further ones takes the
+place of their exponential, and hidden's gradient is given back what its rounding took.
 
 Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else by pointers.
 The persistent loop over tiles with its flattened product is that of Triton's matrix multiplication tutorial.

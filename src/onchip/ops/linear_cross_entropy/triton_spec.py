@@ -298,10 +298,18 @@ def _candidates(p: Problem, strategy: str, budget: int, rates: Rates) -> list[Tr
     tiles = -(-p.vocab // VOCAB_TILE)
     per_tile = VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
     for_weight = {n * rates.programs // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
-    again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
+    again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)} | {
+        1,
+        min(2, tiles),
+        min(3, tiles),
+    }
     for_weight |= {-(-tiles // n) for n in (1, 2, 4, 8, 16, 32, 64)}
     for_weight = {size for size in for_weight if 0 < size <= tiles} | {SMALLEST_CHUNK}
-    found = []
+    # With nothing held, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
+    found = [
+        replace(_held(p, strategy), vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
+        for size in again | for_weight
+    ]
     for weight in for_weight:
         for size in again | {weight}:
             for halves in (False, True) if p.grad_hidden else (False,):
