@@ -313,9 +313,9 @@ def the_schema_is_true(strategy):
     h, w, y, b = small_problem(dtype=torch.float16, bias=True)
     plan = vars(triton_spec.plan(half_problem(24, 16, 70, grad_bias=True, stats=True), strategy)).values()
     numbers = (torch.float16, -100, "mean", 0.0, 1e-3, None, 1.0, 1.0, False)
-    arguments = (h, w, b, y, None, None, None, None, *numbers, *plan, True, True, True, True)
+    arguments = triton_op.Arguments(h, w, b, y, None, None, None, None, *numbers, *plan, True, True, True, True)
     for name in ("test_schema", "test_autograd_registration"):
-        torch.library.opcheck(triton_op._forward_op, arguments, test_utils=name)
+        torch.library.opcheck(triton_op._forward_op, triton_op.pack(arguments), test_utils=name)
 
 
 def main(names):

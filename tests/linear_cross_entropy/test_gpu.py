@@ -259,7 +259,7 @@ def test_compile_and_opcheck(strategy, backend):
         torch.library.opcheck(torch_op._forward_op, (*tensors, *numbers, None, strategy, *wanted))
         return
     config = triton_spec.plan(Problem(64, 16, 1000, "bfloat16", device="cuda"), strategy)
-    arguments = (*tensors, *numbers, *vars(config).values(), *wanted)
+    arguments = triton_op.pack(triton_op.Arguments(*tensors, *numbers, *vars(config).values(), *wanted))
     # What it leaves for backward is not filled in everywhere, so two runs differ there.
     torch.library.opcheck(triton_op._forward_op, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -83,7 +83,7 @@ def _interpreted() -> bool:
 
 
 class Arguments(NamedTuple):
-    """The arguments of `_forward_op`, in order."""
+    """What the operators are told."""
 
     hidden: Tensor  # [..., H]
     weight: Tensor  # [V, H]
@@ -139,15 +139,28 @@ class Saved(NamedTuple):
 
 
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
-_OPTIONS = (
-    "ScalarType dtype, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, "
-    "float logit_scale, float temperature, bool check_inputs, SymInt token_chunk, SymInt vocab_chunk, "
-    "SymInt weight_chunk, SymInt stashed, SymInt overflow, bool halves, bool grad_hidden, bool grad_weight, "
-    "bool grad_bias, bool stats"
-)
+# What isn't a tensor goes in lists, since what torch.library does in Python grows with the square of the arguments:
+# with one for each number it took 0.24 ms per call.
+_OPTIONS = "ScalarType dtype, int ignore_index, str reduction, float[] numbers, SymInt[] sizes, bool[] flags"
 _TENSORS = (
     "Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer"
 )
+
+
+def pack(a: Arguments) -> tuple[Any, ...]:
+    """The arguments as `_forward_op` takes them."""
+    numbers = [a.label_smoothing, a.z_loss, a.softcap or 0.0, a.logit_scale, a.temperature]
+    sizes = [a.token_chunk, a.vocab_chunk, a.weight_chunk, a.stashed, a.overflow]
+    flags = [a.check_inputs, a.halves, a.grad_hidden, a.grad_weight, a.grad_bias, a.stats]
+    return (*a[:11], numbers, sizes, flags)
+
+
+def _unpack(packed: tuple[Any, ...]) -> Arguments:
+    *first, numbers, sizes, flags = packed
+    label_smoothing, z_loss, softcap, logit_scale, temperature = numbers
+    check_inputs, halves, *wanted = flags
+    numbers = (label_smoothing, z_loss, softcap or None, logit_scale, temperature)
+    return Arguments._make((*first, *numbers, check_inputs, *sizes, halves, *wanted))
 
 
 @torch.library.custom_op(
@@ -159,7 +172,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct and `Saved`; what isn't asked for is empty."""
     from onchip.ops.linear_cross_entropy import triton_walks as walks
 
-    a = Arguments(*args)
+    a = _unpack(args)
     shape, tokens = a.target.shape, a.target.numel()
     with _device_of(a.hidden), torch.autocast(a.hidden.device.type, enabled=False):
         target = a.target.reshape(-1).to(torch.int64).contiguous()
@@ -202,7 +215,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 
 @_forward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    a = Arguments(*args)
+    a = _unpack(args)
     per_token = [a.target.new_empty(a.target.shape, dtype=torch.float32) for _ in range(4)]
     return (
         per_token[0] if a.reduction == "none" else a.hidden.new_empty((), dtype=torch.float32),
@@ -259,7 +272,7 @@ def _aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tuple[Any, ...]) -> tuple[Arguments, bool]:
     *rest, add = args
-    return Arguments._make((hidden_memory, *rest[:6], weight_memory if add else None, *rest[6:])), add
+    return _unpack((hidden_memory, *rest[:6], weight_memory if add else None, *rest[6:])), add
 
 
 @torch.library.custom_op(
@@ -431,21 +444,21 @@ def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = Arguments(*inputs)
+    a = _unpack(inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[5:], a.hidden, output[1], output[2], *a[1:7])
     # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
     ctx.weight_grad_out = a.weight_grad_out
-    ctx.options = a[8:]
+    ctx.options = inputs[8:]
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (len(Arguments._fields) - 3)
+    nothing = (None,) * (5 + len(ctx.options))
     if grad_loss is None:
         return (None, None, None, *nothing)
     hidden_memory, weight_memory, overflow, vectors, hidden, lse, log_prob, *tensors = ctx.saved_tensors
-    a = Arguments._make((hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options))
+    a = _unpack((hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options))
     kept = graph_is_kept()
     if kept:
         hidden_memory = hidden_memory.clone()
@@ -456,7 +469,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     elif kept:
         weight_memory = _aligned(weight_memory, weight_memory.shape, weight_memory.dtype).copy_(weight_memory)
     grad_bias = _backward_op(
-        hidden_memory, weight_memory, overflow, vectors, hidden, grad_loss, lse, log_prob, *a[1:7], *a[8:],
+        hidden_memory, weight_memory, overflow, vectors, hidden, grad_loss, lse, log_prob, *tensors, *ctx.options,
         a.weight_grad_out is not None,
     )  # fmt: skip
     grads = differentiable_once(
@@ -474,4 +487,4 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 def forward(*args: Any) -> tuple[Tensor, ...]:
     """Loss, lse, log_prob, entropy and correct, for the arguments that `Arguments` lists."""
-    return tuple(_forward_op(*args)[:5])
+    return tuple(_forward_op(*pack(Arguments(*args)))[:5])
