@@ -14,14 +14,21 @@ with eps = label_smoothing, and with p = softmax(z), for an upstream gradient g_
 
 Sources: the loss over chunks of tokens is that of Liger Kernel (arXiv:2410.10989), the recomputation from the
 log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009), and the running softmax that of Milakov and Gimelshein
-(arXiv:1805.02867).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
+(arXiv:1805.02867).  That the softmax of a tile is taken in the epilogue of its product is from Cut Cross-Entropy too.
+z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
 
     spec.py           options, memory formulas, choice of strategy and chunks; no framework
     reference.py      the contract in NumPy float64, with gradients
-    torch_op.py       PyTorch: the public function and module, torch.library and autograd
+    torch_op.py       PyTorch: the public function and module; the operators and autograd of the 'torch' backend
     torch_inputs.py   what the public function checks
     torch_tiles.py    the computation with PyTorch's own matrix products
+    torch_autograd.py what both backends' autograd formulas share
+    triton_op.py      the operators and autograd of the 'triton' backend
+    triton_spec.py    its memory formulas, cost model and plans; no framework
+    triton_walks.py   what is launched, in which order, on what memory
+    triton_kernels.py the kernels
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py   the comparison with the oracle that tests and `onchip check` run
     benchmark.py, peers.py   what `onchip bench` runs
+    tuning.py         what `onchip tune` tries
 """

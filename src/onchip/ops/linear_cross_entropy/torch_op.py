@@ -1,8 +1,9 @@
 """linear_cross_entropy for PyTorch: the public function and module, torch.library and autograd.
 
-Read from the top: the public function has its inputs checked (torch_inputs.py) and calls one registered operator,
-`_forward_op`, which walks the logits in tiles (torch_tiles.py).  In backward, autograd scales what 'stash' left behind,
-or calls `_backward_op`, which walks the tiles again.  The maths is in the package's docstring.
+Read from the top: the public function has its inputs checked (torch_inputs.py), chooses a backend and calls one
+registered operator: that of triton_op.py, or `_forward_op` here, which walks the logits in tiles (torch_tiles.py).  In
+backward, autograd scales what 'stash' left behind, or calls `_backward_op`, which walks the tiles again.  The maths is
+in the package's docstring.
 """
 
 from collections.abc import Sequence
@@ -89,12 +90,14 @@ def linear_cross_entropy(
         temperature: above 0: divides the logits, after softcap; a number, or a [...] tensor with one per token.
         check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
-            eighth of the float32 logits, whichever is less, and at least what one chunk needs.
-        strategy: "stash" computes gradients in forward, chunk by chunk of tokens (3 products in all, with float32
-            gradients kept until backward); "recompute" computes logits again in backward, chunk by chunk of the
-            vocabulary (4 products, less memory); "auto" takes "stash" where that fits scratch_bytes in chunks of a
-            useful size.  With reduction="none" a gradient of weight or bias is always made by "recompute", since the
-            upstream gradient of each token isn't known before backward.
+            eighth of the float32 logits, whichever is less, and at least what one chunk needs; without gradients
+            "triton" takes 64 MiB.
+        strategy: "stash" does 3 products in all: backend "triton" keeps the exponentials of the logits until backward,
+            in the memory of the weight's gradient and what more it needs; "torch" computes gradients in forward,
+            chunk by chunk of tokens, in float32.  "recompute" computes logits again in backward, chunk by chunk of the
+            vocabulary (4 products, less memory).  "auto" is the fastest that fits scratch_bytes: with "triton" as
+            many tokens' exponentials as fit, with "torch" one of the two.  There, with reduction="none", a gradient of
+            weight or bias is always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
             matrix products) or "auto": the first of these that can run.
         return_stats: also return float32 per-token statistics.
@@ -112,8 +115,9 @@ def linear_cross_entropy(
             check_inputs such a target makes its token's loss, and the gradients that it enters, NaN.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: `onchip plan` prints it; `onchip.ops.linear_cross_entropy.spec.scratch_parts` is the formula.  In float32
-    it is about 4 * chunk * V bytes for "stash" and 4 * token_chunk * vocab_chunk for "recompute".
+    Memory: `onchip plan` prints it; `scratch_parts` of `onchip.ops.linear_cross_entropy.spec` ("torch") and
+    `.triton_spec` ("triton") are the formulas.  In float32 it is about 4 * chunk * V bytes for "stash" and
+    4 * token_chunk * vocab_chunk for "recompute"; for "triton" about 4 * T * H where T <= H.
 
     Example:
         >>> import torch
