@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip.ops.linear_cross_entropy import triton_op, triton_spec, triton_walks
+from onchip.ops.linear_cross_entropy import triton_launches, triton_op, triton_spec
 from onchip.torch import linear_cross_entropy
 
 PRODUCTS = ("softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient")
@@ -62,7 +62,7 @@ def launches(
     wanted = triton_spec.heuristic_tiles(shared) | dict(tiles or {})
     bias = options.pop("bias", False)
     out = torch.zeros(vocab, hidden) if options.pop("weight_grad_out", False) else None
-    make_run = triton_walks.Run
+    make_run = triton_launches.Run
 
     def run(*arguments, tma, **more):
         return make_run(*arguments, tma=tma and capability >= 90, **more)
@@ -74,8 +74,8 @@ def launches(
         mock.patch.object(triton_op, "refusal", return_value=None),
         mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
         mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else [plan]),
-        mock.patch.object(triton_walks, "Run", run),
-        mock.patch.object(triton_walks.Launch, "run", lambda launch: found.append(launch)),
+        mock.patch.object(triton_launches, "Run", run),
+        mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),
         torch.autocast("cpu", dtype, enabled=parameters is not None),
     ):
         b = leaf(vocab) if bias else None

@@ -38,3 +38,16 @@ def assert_same(a, b, scale=1.0):
     a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
     eps = torch.finfo(torch.float32).eps
     assert float((a - b).norm()) <= 32 * eps * scale * max(1.0, float(b.norm())), (a, b)
+
+
+def capture(step):
+    """A CUDA graph of `step`, and what that returns each time the graph is replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # compiles what there is to compile
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured

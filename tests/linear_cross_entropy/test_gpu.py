@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_right, assert_same, gradients, small_problem
+from common import assert_right, assert_same, capture, gradients, small_problem
 
 from onchip.bench.measure import peak_extra_bytes
 from onchip.ops.linear_cross_entropy import spec, torch_op, triton_op, triton_spec
@@ -213,14 +213,7 @@ def test_cuda_graph(strategy, backend):
         loss = linear_cross_entropy(h, w, y, strategy=strategy, backend=backend)
         return [loss.detach(), *gradients(loss, h, w)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         h.copy_(torch.randn_like(h))
     graph.replay()

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_right, gradients
+from common import assert_right, capture, gradients
 
 from onchip.bench.measure import peak_extra_bytes
 from onchip.ops.linear_cross_entropy import triton_spec
@@ -259,14 +259,7 @@ def test_a_mixed_cuda_graph_without_synchronisation(way):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         h.copy_(torch.randn_like(h))
         y[::3] = -100

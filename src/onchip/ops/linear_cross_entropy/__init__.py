@@ -25,8 +25,9 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     torch_autograd.py what both backends' autograd formulas share
     triton_op.py      the operators and autograd of the 'triton' backend
     triton_spec.py    its memory formulas, cost model and plans; no framework
-    triton_walks.py   what is launched, in which order, on what memory
-    triton_kernels.py the kernels
+    triton_walks.py   what is launched, in which order
+    triton_launches.py   each launch, and the memory that it works on
+    triton_softmax.py, triton_gradients.py   the kernels of forward and of backward; triton_blocks.py, what they share
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py   the comparison with the oracle that tests and `onchip check` run
     benchmark.py, peers.py   what `onchip bench` runs

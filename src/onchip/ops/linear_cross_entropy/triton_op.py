@@ -183,7 +183,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         per_token = None if a.token_temperature is None else _flat(a.token_temperature.expand(shape))
         temperature = a.temperature if per_token is None else per_token
         saved = _saved(a)
-        kept = _exponentials(walks, a, saved) if a.any_grad and a.config.held > 0 else None
+        kept = _exponentials(a, saved) if a.any_grad and a.config.held > 0 else None
         out, vectors = walks.forward(
             run,
             hidden,
@@ -297,13 +297,14 @@ def _backward_op(
     """Turn hidden's and weight's memory into their gradients, and return that of bias; with `add`, weight's is added to
     what is there.
     """
+    from onchip.ops.linear_cross_entropy import triton_launches as launches
     from onchip.ops.linear_cross_entropy import triton_walks as walks
 
     a, add = _backward_arguments(hidden_memory, weight_memory, args)
     tokens = a.target.numel()
     with _device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
         run = _run(a, a.weight.to(a.dtype), tokens)
-        vectors = walks.Vectors.unpack(packed, tokens)
+        vectors = launches.Vectors.unpack(packed, tokens)
         saved = Saved(hidden_memory, weight_memory, overflow_memory, packed)
         row = vectors.factor * (run.head.logit_scale / run.outer_scale)
         if a.reduction == "none":
@@ -314,7 +315,7 @@ def _backward_op(
         if weights is not None:
             row = row * weights[vectors.order]
         row = row.masked_fill(vectors.label < 0, float("nan"))
-        row, shrink = walks.scale_rows(row, vectors, a.dtype)
+        row, shrink = walks.scale_for_float16(row, vectors, a.dtype)
         grad_bias = a.weight.new_zeros(run.vocab if a.grad_bias else 0, dtype=torch.float32)
         if tokens == 0:
             if a.grad_weight and not add:
@@ -324,10 +325,12 @@ def _backward_op(
             walks.backward(
                 run,
                 vectors,
-                walks.Upstream(lse.reshape(-1), log_prob.reshape(-1), row, row.clone(), torch.empty_like(row), shrink),
+                launches.Upstream(
+                    lse.reshape(-1), log_prob.reshape(-1), row, row.clone(), torch.empty_like(row), shrink
+                ),
                 _rows(hidden_memory, tokens, run.hidden, a.dtype),
                 hidden.reshape(-1, run.hidden),
-                _exponentials(walks, a, saved, _aligned(packed, (max(0, again) * a.vocab_chunk,), a.dtype), again),
+                _exponentials(a, saved, _aligned(packed, (max(0, again) * a.vocab_chunk,), a.dtype), again),
                 (a.vocab_chunk // triton_spec.VOCAB_TILE, a.weight_chunk // triton_spec.VOCAB_TILE),
                 a.halves,
                 grad_hidden=hidden_memory.view(tokens, run.hidden) if a.grad_hidden else None,
@@ -384,9 +387,11 @@ def _rows(memory: Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> Tenso
     return memory.view(-1).view(dtype)[: tokens * hidden].view(tokens, hidden)
 
 
-def _exponentials(walks: Any, a: Arguments, saved: Saved, again: Tensor | None = None, again_tokens: int = 0) -> Any:
+def _exponentials(a: Arguments, saved: Saved, again: Tensor | None = None, again_tokens: int = 0) -> Any:
+    from onchip.ops.linear_cross_entropy import triton_launches as launches
+
     nothing = saved.overflow[:0]
-    return walks.exponentials(
+    return launches.exponentials(
         saved.weight_memory.view(-1).view(a.dtype) if a.stashed > 0 else nothing,
         a.weight_chunk // triton_spec.VOCAB_TILE,
         a.weight.shape[1] * a.weight.element_size() // a.dtype.itemsize,
@@ -412,7 +417,7 @@ def _device(index: int) -> tuple[str, int, int, tuple[int, int]]:
 
 def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
     """The call as the walks take it: its head, and its kernels' tiles from the stored configs."""
-    from onchip.ops.linear_cross_entropy import triton_walks as walks
+    from onchip.ops.linear_cross_entropy import triton_launches as launches
 
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:  # rows may be far apart, but not overlap
         weight = weight.contiguous()
@@ -429,7 +434,7 @@ def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
     heuristic = triton_spec.heuristic_tiles(shared)
     tiles = {
-        kernel: walks.Tiles(**configs.find_config(OP, kernel, slug, DTYPES[a.dtype], sizes, default).config)
+        kernel: launches.Tiles(**configs.find_config(OP, kernel, slug, DTYPES[a.dtype], sizes, default).config)
         for kernel, default in heuristic.items()
     }
     step = 16 // DTYPE_BYTES[DTYPES[a.dtype]]
@@ -437,7 +442,7 @@ def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
     out = a.weight_grad_out
     if out is not None:
         aligned = aligned and out.data_ptr() % 16 == 0
-    return walks.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned)
+    return launches.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned)
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd

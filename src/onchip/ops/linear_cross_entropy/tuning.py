@@ -20,7 +20,7 @@ from onchip.ops.linear_cross_entropy.spec import DTYPE_BYTES
 from onchip.ops.linear_cross_entropy.triton_spec import TOKEN_TILE, VOCAB_TILE, up
 
 if TYPE_CHECKING:
-    from onchip.ops.linear_cross_entropy import triton_walks as walks
+    from onchip.ops.linear_cross_entropy import triton_launches as launches
 
 # The shared memory per block of the devices that the kernels are written for, in bytes.
 HOPPER_SHARED = 232448
@@ -91,20 +91,20 @@ def shared_bytes(kernel: str, config: Mapping[str, int], dtype: str) -> int:
 class Problem:
     """One kernel's inputs and outputs, for T tokens and a chunk of the vocabulary."""
 
-    run: "walks.Run"
+    run: "launches.Run"
     rows: Tensor  # [T, H]
-    vectors: "walks.Vectors"
-    upstream: "walks.Upstream"
+    vectors: "launches.Vectors"
+    upstream: "launches.Upstream"
     exponentials: Tensor  # [tiles, T up to a multiple of 128, VOCAB_TILE]
-    places: "walks.Exponentials"
-    partials: "walks.Partials"
+    places: "launches.Exponentials"
+    partials: "launches.Partials"
     grad_weight: Tensor  # [V, H]
     sums: Tensor  # [T, H] float32
 
 
 def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     """Seeded inputs on the device; on the CPU for Triton's interpreter."""
-    from onchip.ops.linear_cross_entropy import triton_walks as walks
+    from onchip.ops.linear_cross_entropy import triton_launches as launches
 
     generator = torch.Generator(device).manual_seed(0)
     kind: torch.dtype = getattr(torch, dtype)
@@ -120,11 +120,13 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     vocab = min(case.vocab, CHUNK_TILES * VOCAB_TILE - -case.vocab % VOCAB_TILE)
     tiles, padded = -(-vocab // VOCAB_TILE), up(tokens, TOKEN_TILE)
     weight = (normal(vocab, hidden) / math.sqrt(hidden)).to(kind)
-    run = walks.Run(torch_tiles.Head(weight, None, 0.0, 0.0, None, 1.0), tokens, {}, *_programs_and_tma(device, hidden))
+    run = launches.Run(
+        torch_tiles.Head(weight, None, 0.0, 0.0, None, 1.0), tokens, {}, *_programs_and_tma(device, hidden)
+    )
     heuristic = triton_spec.heuristic_tiles(HOPPER_SHARED)
-    run = replace(run, tiles={name: walks.Tiles(**tile) for name, tile in heuristic.items()})
+    run = replace(run, tiles={name: launches.Tiles(**tile) for name, tile in heuristic.items()})
 
-    vectors = walks.Vectors.empty(tokens, vocab, torch.device(device), held=True)
+    vectors = launches.Vectors.empty(tokens, vocab, torch.device(device), held=True)
     for by_position in (vectors.position, vectors.order):
         by_position.copy_(torch.arange(tokens, device=device))
     vectors.label.copy_(torch.randint(vocab, (tokens,), generator=generator, device=device))
@@ -132,7 +134,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     vectors.factor.fill_(1.0)
     vectors.shift.fill_(_SHIFT)
     lse = torch.full((tokens,), _LSE, device=device)
-    upstream = walks.Upstream(
+    upstream = launches.Upstream(
         lse=lse,
         log_prob=-lse,
         row=torch.ones_like(lse),
@@ -146,7 +148,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
         tile.copy_(normal(padded, VOCAB_TILE).exp_())
     memory, nothing = exponentials.view(-1), exponentials.view(-1)[:0]
     again = kernel == "gradient_tiles"
-    places = walks.exponentials(
+    places = launches.exponentials(
         nothing if again else memory,
         0,
         padded,
@@ -163,7 +165,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
         upstream,
         exponentials,
         places,
-        walks.Partials.empty(tiles, tokens, torch.device(device), smoothing=False, stats=False),
+        launches.Partials.empty(tiles, tokens, torch.device(device), smoothing=False, stats=False),
         blank(kernel == "weight_gradient", vocab, hidden, dtype=kind),
         blank(kernel == "hidden_gradient", tokens, hidden),
     )
@@ -188,18 +190,18 @@ def _outputs(kernel: str, p: Problem) -> tuple[Tensor, ...]:
 
 def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[], tuple[Tensor, ...]]:
     """A launch of the kernel with these tiles.  Its outputs are NaN until it first runs."""
-    from onchip.ops.linear_cross_entropy import triton_walks as walks
+    from onchip.ops.linear_cross_entropy import triton_launches as launches
 
     p, outputs = problem, _outputs(kernel, problem)
-    run = replace(p.run, tiles={**p.run.tiles, kernel: walks.Tiles(**config)})
+    run = replace(p.run, tiles={**p.run.tiles, kernel: launches.Tiles(**config)})
     tiles = run.vocab_tiles
     launch = {
-        "softmax_tiles": lambda: walks.softmax(run, p.rows, p.vectors, p.partials, p.places, 0, stats=False),
-        "gradient_tiles": lambda: walks.gradient_again(run, p.rows, p.vectors, p.upstream, p.places, 0, tiles),
-        "weight_gradient": lambda: walks.weight_product(
+        "softmax_tiles": lambda: launches.softmax(run, p.rows, p.vectors, p.partials, p.places, 0, stats=False),
+        "gradient_tiles": lambda: launches.gradient_again(run, p.rows, p.vectors, p.upstream, p.places, 0, tiles),
+        "weight_gradient": lambda: launches.weight_product(
             run, p.places, p.rows, p.vectors, p.grad_weight, None, 0, 0, tiles, add=False
         ),
-        "hidden_gradient": lambda: walks.hidden_product(
+        "hidden_gradient": lambda: launches.hidden_product(
             run, p.places, p.vectors, p.upstream.scale, p.sums, False, 0, tiles
         ),
     }[kernel]()

@@ -1,0 +1,195 @@
+"""What the Triton kernels of linear_cross_entropy share; the kernels are in triton_softmax.py and triton_gradients.py.
+
+Sizes: T tokens, H hidden, V vocab.  Tokens that are not ignored are compacted to the front: `count` of them, known to
+the device alone; a *position* is an index among those.  Every kernel works through `count` and skips the rest, so
+nothing waits for the host.  VOCAB_TILE columns of logits of one block of positions make a tile; per tile and position
+the forward kernel stores the maximum and the sum of exponentials, [tiles, T], and on request the exponentials.
+
+Exponentials are matrices of VOCAB_TILE columns with a row for each tile and position, in up to three places
+(`exponential_row`): the memory of the weight's gradient, scratch, and, computed again in backward, a buffer for one
+chunk of the vocabulary.  One descriptor spans all three: rows are counted from the lowest of their addresses.
+
+What is kept is exp(z - shift), with a shift of each token that is known beforehand, its target's logit plus 30.  16-bit
+floats with 8 bits of exponent hold that exactly as well as any, unless a logit is more than 90 above the target's;
+`settle_exponentials` mends such tokens, and costs nothing where there are none.  So the gradients are plain products of
+what is kept: the factor exp(shift - lse) of each token goes into the rows of hidden (for the weight's gradient) and
+into the result's rows (for hidden's).
+
+A target's entry, p - 1, is the largest of its row by far, and would carry the roundings of the exponential and of the
+scaled row into both gradients.  For the first two tokens that have a vocabulary entry as their target it is left out
+of the products and added to their results, from the weight's and hidden's own rows; that of further ones takes the
+place of their exponential, and hidden's gradient is given back what its rounding took.
+
+Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else by pointers.
+The persistent loop over tiles with its flattened product is that of Triton's matrix multiplication tutorial.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Where every logit so far is -inf, the maximum is this: finite, so that a difference of two is never NaN.
+LOWEST = tl.constexpr(-8.0e37)
+VOCAB_TILE = tl.constexpr(256)
+# Logits up to so much above a token's shift are stored relative to it.
+REACH = tl.constexpr(60.0)
+# An owner that there isn't; see `replace_targets`.
+NOBODY = tl.constexpr(2**31 - 1)
+# Triton's interpreter has no reduction through a descriptor.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def load_block(x, stride, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
+    """The block [R, C] at (row, column) of a [rows, columns] matrix, 0 outside of it."""
+    if TMA:
+        return x.load([row, column])
+    else:  # noqa: RET505 - without it, Triton compiles what follows for a descriptor too
+        r = row + tl.arange(0, R)
+        c = column + tl.arange(0, C)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        return tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def store_block(x, stride, row, column, rows, columns, value, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
+    """Store a block [R, C] at (row, column) of a [rows, columns] matrix, and nothing outside of it."""
+    if TMA:
+        x.store([row, column], value)
+    else:
+        r = row + tl.arange(0, R)
+        c = column + tl.arange(0, C)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        tl.store(x + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside)
+
+
+@triton.jit
+def place_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles at a time, column by column, so that L2 serves the operands."""
+    per_group = GROUP * tiles_n
+    first = (tile // per_group) * GROUP
+    height = min(tiles_m - first, GROUP)
+    within = tile % per_group
+    return first + within % height, within // height
+
+
+@triton.jit
+def exponential_row(
+    j, t, stash, stash_stride, stash_tokens, overflow, overflow_tokens, again, again_tokens, first_tile
+):
+    """Row of tile j's exponentials of the positions from t on, a multiple of the blocks that they are handled in.
+
+    The first `stash_tokens` positions live in the weight gradient's memory, the next `overflow_tokens` in scratch, and
+    the rest, for the tiles from `first_tile` on, in the buffer for what is computed again.
+    """
+    in_stash = stash + j * stash_stride + t
+    in_overflow = overflow + j * overflow_tokens + t - stash_tokens
+    in_again = again + (j - first_tile) * again_tokens + t - stash_tokens - overflow_tokens
+    kept = tl.where(t < stash_tokens, in_stash, in_overflow)
+    return tl.where(t < stash_tokens + overflow_tokens, kept, in_again)
+
+
+@triton.jit
+def halves(x, M: tl.constexpr, N: tl.constexpr):
+    """The left and the right half of x [M, N]."""
+    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def store_columns(
+    into, stride, row, column, rows, columns, value,
+    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    if PARTS == 1:
+        store_block(into, stride, row, column, rows, columns, value, R, C, TMA)
+    else:
+        left, right = halves(value, R, C)
+        store_columns(into, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, TMA)
+        store_columns(into, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, TMA)
+
+
+@triton.jit
+def add_columns(
+    into,
+    stride,
+    row,
+    column,
+    rows,
+    columns,
+    value,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Add value [R, C] to what is there, in one atomic addition per element."""
+    if PARTS > 1:
+        left, right = halves(value, R, C)
+        add_columns(into, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, TMA)
+        add_columns(into, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, TMA)
+    elif TMA and INTERPRETED:
+        into.store([row, column], into.load([row, column]) + value)
+    elif TMA:
+        into.atomic_add([row, column], value)
+    else:
+        r = row + tl.arange(0, R)
+        c = column + tl.arange(0, C)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        tl.atomic_add(into + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def tanh(x):
+    # The approximate instruction has 11 bits; this has 22, and its own limits at both ends.
+    return 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0: below 1/2 a series, of 2 atanh(x / (2 + x)), since the instruction's error is absolute."""
+    s = x / (2 + x)
+    q = s * s
+    series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11))))))
+    return tl.where(x < 0.5, series, tl.log(1 + x))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0: Taylor's series near 0."""
+    series = x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))))
+    return tl.where(x > -0.3, series, tl.exp2(x * LOG2E) - 1)
+
+
+@triton.jit
+def unscaled_logits(product, bias, v, inner_scale, V, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+    """The logits up to a factor of each token: x with z = x * factor."""
+    x = product
+    if BIAS:
+        x += tl.load(bias + v, mask=v < V, other=0.0)[None, :]
+    if SOFTCAP:
+        x = tanh(x * inner_scale)
+    return x
+
+
+@triton.jit
+def target_gradient(lse, log_prob, z_loss):
+    """d loss / dz of the target, without label smoothing.
+
+    p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
+    """
+    return expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E)
+
+
+@triton.jit
+def z_factor(lse, z_loss):
+    """1 + 2 z_loss lse, kept from 0, since a target's entry is divided by it."""
+    factor = 1 + 2 * z_loss * lse
+    return tl.where(tl.abs(factor) < 1e-6, 1e-6, factor)
+
+
+@triton.jit
+def owns_target(owners, t, y, V):
+    """Whether the target's term of position t is added to the products' results."""
+    first = tl.load(owners + y, mask=y >= 0, other=NOBODY)
+    second = tl.load(owners + V + y, mask=y >= 0, other=NOBODY)
+    return (y >= 0) & ((first == t) | (second == t))

@@ -1,0 +1,441 @@
+"""The kernels of backward: both gradients, from exponentials that were kept and from logits computed again.
+
+Sizes, positions and the matrix of exponentials are explained in triton_blocks.py.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.ops.linear_cross_entropy.triton_blocks import (
+    LOG2E,
+    NOBODY,
+    VOCAB_TILE,
+    add_columns,
+    exponential_row,
+    load_block,
+    place_tile,
+    store_columns,
+    target_gradient,
+    unscaled_logits,
+    z_factor,
+)
+
+
+@triton.jit
+def scale_rows(
+    rows,  # [T, H] in and out
+    scale,  # [T] float32 in: factor of each row of the gradient; out: of each row of the product for hidden's
+    at_target,  # [T] float32 out: what the product lacks of the target's entry of the gradient
+    exponentials,
+    order,
+    count,
+    label,
+    lse,
+    log_prob,
+    base,
+    stash,
+    stash_stride,
+    stash_tokens,
+    overflow,
+    overflow_tokens,
+    H,
+    z_loss,
+    inverse_exponential_scale,
+    BLOCK: tl.constexpr,
+):
+    """Multiply hidden's rows by what kept exponentials lack: their token's factor times exp(base - lse)."""
+    t = tl.program_id(0)
+    if t < tl.minimum(tl.load(count), stash_tokens + overflow_tokens):
+        token = tl.load(order + t)
+        lse_t = tl.load(lse + token)
+        b = tl.load(base + t)
+        scale_t = tl.load(scale + t)
+        r = scale_t * z_factor(lse_t, z_loss) * tl.exp2((b - lse_t) * LOG2E) * inverse_exponential_scale
+        y = tl.load(label + t)
+        tile = tl.maximum(y, 0) // VOCAB_TILE
+        row = exponential_row(tile, t, stash, stash_stride, stash_tokens, overflow, overflow_tokens, 0, 0, 0)
+        # Zero, or the entry as it was rounded: see `replace_targets`.
+        kept = tl.load(exponentials + tl.cast(row, tl.int64) * VOCAB_TILE + tl.maximum(y, 0) - tile * VOCAB_TILE)
+        entry = scale_t * target_gradient(lse_t, tl.load(log_prob + token), z_loss)
+        tl.store(at_target + t, tl.where(y >= 0, entry - r * kept.to(tl.float32), 0.0))
+        for start in range(0, H, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            h = tl.load(rows + t.to(tl.int64) * H + c, mask=c < H, other=0).to(tl.float32)
+            tl.store(rows + t.to(tl.int64) * H + c, (h * r).to(rows.dtype.element_ty), mask=c < H)
+        tl.store(scale + t, r)
+
+
+@triton.jit
+def _to_gradient(
+    p, v, y, lse, log_prob, row, V, label_smoothing, z_loss, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr
+):
+    """row * d(loss) / dz from probabilities p [tokens, vocab]; the target's is made from its log-probability."""
+    at_target = target_gradient(lse, log_prob, z_loss)
+    factor = row
+    if Z_LOSS:
+        factor = row * (1 + 2 * z_loss * lse)
+    g = p * factor[:, None]
+    if SMOOTHING:
+        even = label_smoothing / V
+        at_target += label_smoothing - even
+        g -= (row * even)[:, None]
+    return tl.where(v[None, :] == y[:, None], (row * at_target)[:, None], g)
+
+
+@triton.jit
+def gradient_tiles(
+    rows,
+    weight,
+    bias,
+    exponentials,  # [rows, VOCAB_TILE] out
+    order,
+    count,
+    label,
+    factor,
+    lse,
+    log_prob,
+    row,
+    first,  # position
+    first_tile,
+    chunk_tiles,
+    exponential_rows,
+    again,
+    again_tokens,
+    rows_stride,
+    weight_stride,
+    T,
+    H,
+    V,
+    inner_scale,
+    label_smoothing,
+    z_loss,
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Logits computed again, and their gradient, of the positions from `first` on, for a chunk of the vocabulary."""
+    n = tl.load(count)
+    tiles_t = tl.cdiv(tl.maximum(tl.maximum(n, 1) - first, 0), BLOCK_T)
+    steps = tl.cdiv(H, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles_t * chunk_tiles, PROGRAMS, flatten=True):
+        i, j = place_tile(tile, tiles_t, chunk_tiles, GROUP)
+        t0 = first + i * BLOCK_T
+        v0 = (first_tile + j) * VOCAB_TILE
+        z = tl.zeros((BLOCK_T, VOCAB_TILE), tl.float32)
+        for k in range(steps):
+            a = load_block(rows, rows_stride, t0, k * BLOCK_K, T, H, BLOCK_T, BLOCK_K, TMA)
+            b = load_block(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TMA)
+            z = tl.dot(a, b.T, z)
+
+        t = t0 + tl.arange(0, BLOCK_T)
+        v = v0 + tl.arange(0, VOCAB_TILE)
+        inside = t < n
+        token = tl.load(order + t, mask=inside, other=0)
+        lse_t = tl.load(lse + token, mask=inside, other=0.0)
+        lp = tl.load(log_prob + token, mask=inside, other=0.0)
+        r = tl.load(row + t, mask=inside, other=0.0)
+        y = tl.load(label + t, mask=inside, other=-1)
+        k_z = tl.load(factor + t, mask=inside, other=0.0)
+        x = unscaled_logits(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
+        p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
+        g = _to_gradient(p, v, y, lse_t, lp, r, V, label_smoothing, z_loss, SMOOTHING, Z_LOSS)
+        if SOFTCAP:
+            g *= 1 - x * x
+        g = tl.where(inside[:, None] & (v < V)[None, :], g, 0.0)
+        value = g.to(rows.dtype if TMA else rows.dtype.element_ty)
+        into = again + j * again_tokens + t0 - first
+        store_columns(
+            exponentials, VOCAB_TILE, into, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+        )
+
+
+@triton.jit
+def weight_gradient(
+    exponentials,  # [rows, VOCAB_TILE]
+    rows,  # [T, H]
+    out,  # [V, H] out, or added to
+    count,
+    shrink,  # [] float32: what the product is multiplied by
+    again_from,  # the first tile that was computed again
+    first_tile,
+    chunk_tiles,
+    exponential_rows,
+    stash,
+    stash_stride,
+    stash_tokens,
+    overflow,
+    overflow_tokens,
+    again,
+    again_tokens,
+    rows_stride,
+    out_stride,
+    T,
+    H,
+    V,
+    SHRINK: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """exponentials.T @ rows for a chunk of the vocabulary, each element rounded once."""
+    steps = tl.cdiv(tl.maximum(tl.load(count), 1), BLOCK_K)
+    tiles_v = chunk_tiles * VOCAB_TILE // BLOCK_V
+    tiles_h = tl.cdiv(H, BLOCK_H)
+    for tile in tl.range(tl.program_id(0), tiles_v * tiles_h, PROGRAMS, flatten=True):
+        i, j = place_tile(tile, tiles_v, tiles_h, GROUP)
+        of_chunk = i * BLOCK_V // VOCAB_TILE
+        vocab_tile = first_tile + of_chunk
+        column = i * BLOCK_V - of_chunk * VOCAB_TILE
+        acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
+        for k in range(steps):
+            t = k * BLOCK_K
+            row = exponential_row(
+                vocab_tile,
+                t,
+                stash,
+                stash_stride,
+                stash_tokens,
+                overflow,
+                overflow_tokens,
+                again,
+                again_tokens,
+                again_from,
+            )
+            a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
+            b = load_block(rows, rows_stride, t, j * BLOCK_H, T, H, BLOCK_K, BLOCK_H, TMA)
+            acc = tl.dot(a.T, b, acc)
+        if SHRINK:
+            acc *= tl.load(shrink)
+        v = vocab_tile * VOCAB_TILE + column
+        if ADD:
+            add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
+        else:
+            value = acc.to(out.dtype if TMA else out.dtype.element_ty)
+            store_columns(out, out_stride, v, j * BLOCK_H, V, H, value, BLOCK_V, BLOCK_H, PARTS, TMA)
+
+
+@triton.jit
+def add_targets(
+    hidden,  # [T, H], any strides
+    out,  # [V, H] in and out
+    order,
+    count,
+    label,
+    owners,
+    at_target,
+    shrink,
+    hidden_stride_t,
+    hidden_stride_h,
+    held,
+    H,
+    V,
+    SHRINK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add to each row of the weight's gradient the targets' terms of the positions that own it."""
+    t = tl.program_id(0)
+    if t < tl.minimum(tl.load(count), held):
+        y = tl.load(label + t)
+        if y >= 0:  # noqa: SIM102 - a scalar `and` would load owners[-1]
+            if tl.load(owners + y) == t:
+                second = tl.load(owners + V + y)
+                both = second != NOBODY
+                second = tl.where(both, second, t)
+                g = tl.load(at_target + t)
+                g2 = tl.where(both, tl.load(at_target + second), 0.0)
+                if SHRINK:
+                    g *= tl.load(shrink)
+                    g2 *= tl.load(shrink)
+                h = hidden + tl.load(order + t).to(tl.int64) * hidden_stride_t
+                h2 = hidden + tl.load(order + second).to(tl.int64) * hidden_stride_t
+                row = out + y.to(tl.int64) * H
+                for start in range(0, H, BLOCK):
+                    c = start + tl.arange(0, BLOCK)
+                    column = c.to(tl.int64) * hidden_stride_h
+                    a = tl.load(h + column, mask=c < H, other=0.0).to(OPERAND).to(tl.float32)
+                    b = tl.load(h2 + column, mask=(c < H) & both, other=0.0).to(OPERAND).to(tl.float32)
+                    value = tl.load(row + c, mask=c < H, other=0.0).to(tl.float32) + g * a + g2 * b
+                    tl.store(row + c, value.to(out.dtype.element_ty), mask=c < H)
+
+
+@triton.jit
+def hidden_gradient(
+    exponentials,  # [rows, VOCAB_TILE]
+    weight,  # [V, H]
+    out,  # [out_rows, H] float32, added to
+    count,
+    scale,  # [T] float32: what each row of the product is multiplied by
+    first,
+    last,
+    out_rows,
+    half_rows,
+    first_tile,
+    chunk_tiles,
+    exponential_rows,
+    stash,
+    stash_stride,
+    stash_tokens,
+    overflow,
+    overflow_tokens,
+    again,
+    again_tokens,
+    weight_stride,
+    out_stride,
+    H,
+    V,
+    SHARE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), added up in float32.
+
+    With SHARE the tiles of the last wave are cut in two along the vocabulary if that fills the device better: 320 tiles
+    on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add to a
+    tile of zeros, and 0 + a + b has the same bits in either order; or, with `half_rows`, they add that many rows apart.
+    (Stream-K, Osama et al., arXiv:2301.03598, would cut all tiles: its programs are in different places of the
+    vocabulary at a time, and L2 serves none of them.)
+    """
+    n = tl.minimum(tl.load(count), last)
+    tiles_t = tl.cdiv(tl.maximum(n - first, 0), BLOCK_T)
+    tiles_h = tl.cdiv(H, BLOCK_H)
+    steps = chunk_tiles * VOCAB_TILE // BLOCK_K
+    tiles = tiles_t * tiles_h
+    rest = tiles % PROGRAMS
+    whole = tiles - rest
+    cut = 1
+    if SHARE:
+        cut = tl.where(2 * rest <= PROGRAMS, 2, 1)
+    part = steps // cut
+    for item in tl.range(tl.program_id(0), whole + rest * cut, PROGRAMS, flatten=True):
+        over = tl.maximum(item - whole, 0)
+        tile = tl.minimum(item, whole) + over // cut
+        half = over % cut
+        begin = half * part
+        end = tl.where((item < whole) | (half == cut - 1), steps, part)
+        i, j = place_tile(tile, tiles_t, tiles_h, GROUP)
+        t0 = first + i * BLOCK_T
+        acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+        for k in range(begin, end):
+            of_chunk = k * BLOCK_K // VOCAB_TILE
+            column = k * BLOCK_K - of_chunk * VOCAB_TILE
+            row = exponential_row(
+                first_tile + of_chunk,
+                t0,
+                stash,
+                stash_stride,
+                stash_tokens,
+                overflow,
+                overflow_tokens,
+                again,
+                again_tokens,
+                first_tile,
+            )
+            v = first_tile * VOCAB_TILE + k * BLOCK_K
+            a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
+            b = load_block(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TMA)
+            acc = tl.dot(a, b, acc)
+        if SCALE:
+            t = t0 + tl.arange(0, BLOCK_T)
+            acc *= tl.load(scale + t, mask=t < n, other=0.0)[:, None]
+        add_columns(
+            out, out_stride, t0 - first + half * half_rows, j * BLOCK_H, out_rows, H, acc, BLOCK_T, BLOCK_H, PARTS, TMA
+        )
+
+
+@triton.jit
+def bias_gradient(
+    exponentials,
+    out,  # [V] float32 out
+    count,
+    scale,
+    owners,
+    at_target,
+    shrink,
+    first_tile,
+    stash,
+    stash_stride,
+    stash_tokens,
+    overflow,
+    overflow_tokens,
+    again,
+    again_tokens,
+    V,
+    HELD: tl.constexpr,
+    SHRINK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Column sums of the logits' gradient over a chunk of the vocabulary."""
+    n = tl.load(count)
+    j = first_tile + tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = j * VOCAB_TILE + c
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    if HELD:
+        for k in tl.static_range(2):
+            at = tl.load(owners + k * V + v, mask=v < V, other=NOBODY)
+            total += tl.load(at_target + at, mask=at != NOBODY, other=0.0)
+    for start in range(0, n, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        row = exponential_row(
+            j, start, stash, stash_stride, stash_tokens, overflow, overflow_tokens, again, again_tokens, first_tile
+        ).to(tl.int64)
+        where = (row + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE + c[None, :]
+        g = tl.load(exponentials + where, mask=(t < n)[:, None], other=0.0).to(tl.float32)
+        held = t < stash_tokens + overflow_tokens
+        r = tl.where(held, tl.load(scale + t, mask=(t < n) & held, other=0.0), 1.0)
+        total += tl.sum(g * r[:, None], 0)
+    if SHRINK:
+        total *= tl.load(shrink)
+    tl.store(out + v, total, mask=v < V)
+
+
+@triton.jit
+def finish_hidden(
+    sums,  # [T, H] float32, by position; with again_rows the others' are in two halves, so many rows apart
+    weight,  # [V, H]
+    position,
+    label,
+    at_target,
+    shrink,
+    out,  # [T, H] out, by token
+    weight_stride,
+    H,
+    held,
+    again_rows,
+    SHRINK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the target's term, round the hidden gradient, and put each row in its token's place; 0 for ignored tokens."""
+    t = tl.program_id(0)
+    at = tl.load(position + t)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + tl.cast(at, tl.int64) * H + c, mask=(c < H) & (at >= 0), other=0.0)
+    if (at >= held) & (again_rows > 0):
+        value += tl.load(sums + tl.cast(at + again_rows, tl.int64) * H + c, mask=c < H, other=0.0)
+    if (at >= 0) & (at < held):
+        g = tl.load(at_target + at)
+        y = tl.maximum(tl.load(label + at), 0).to(tl.int64)
+        value += g * tl.load(weight + y * weight_stride + c, mask=c < H, other=0.0).to(tl.float32)
+    if SHRINK:
+        value *= tl.load(shrink)
+    tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)
