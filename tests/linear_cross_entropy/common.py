@@ -1,7 +1,10 @@
 """What the tests of linear_cross_entropy share."""
 
+from unittest import mock
+
 import torch
 
+from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.torch_checks import check_case
 
 
@@ -51,3 +54,9 @@ def capture(step):
     with torch.cuda.graph(graph):
         captured = step()
     return graph, captured
+
+
+def mixed_plan(tokens, *, halves=False):
+    """Some tokens' exponentials are kept in the weight's gradient, some in scratch, and some are computed again."""
+    config = triton_spec.TritonConfig(tokens, 512, 256, stashed=128, overflow=128, halves=halves)
+    return mock.patch.object(triton_spec, "plan", return_value=config)

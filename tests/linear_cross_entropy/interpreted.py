@@ -14,13 +14,12 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_right, gradients, small_problem
+from common import assert_right, gradients, mixed_plan, small_problem
 
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
@@ -50,12 +49,6 @@ def check(*arguments):
 
 for _case, _strategy in product((case for case in CHECK_CASES if case.name not in TOO_LARGE), STRATEGIES):
     CHECKS[f"case-{_case}-{_strategy}"] = partial(right, _case, strategy=_strategy)
-
-
-def mixed_plan(tokens, *, halves=False):
-    """Some tokens' exponentials are kept in the weight's gradient, some in scratch, and some are computed again."""
-    config = triton_spec.TritonConfig(tokens, 512, 256, stashed=128, overflow=128, halves=halves)
-    return mock.patch.object(triton_spec, "plan", return_value=config)
 
 
 def half_problem(tokens, hidden, vocab, **changes):

@@ -16,9 +16,8 @@ what is kept: the factor exp(shift - lse) of each token goes into the rows of hi
 into the result's rows (for hidden's).
 
 A target's entry, p - 1, is the largest of its row by far, and would carry the roundings of the exponential and of the
-scaled row into both gradients.  For the first two tokens that have a vocabulary entry as their target it is left out
-of the products and added to their results, from the weight's and hidden's own rows; that of further ones takes the
-place of their exponential, and hidden's gradient is given back what its rounding took.
+scaled row into both gradients.  So where exponentials are kept it is left out of the products, and added to their
+results from the weight's and hidden's own rows: in float32, the tokens of each vocabulary entry together.
 
 Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else by pointers.
 The persistent loop over tiles with its flattened product is that of Triton's matrix multiplication tutorial.
@@ -33,8 +32,8 @@ LOWEST = tl.constexpr(-8.0e37)
 VOCAB_TILE = tl.constexpr(256)
 # Logits up to so much above a token's shift are stored relative to it.
 REACH = tl.constexpr(60.0)
-# An owner that there isn't; see `replace_targets`.
-NOBODY = tl.constexpr(2**31 - 1)
+# What stands for the target of a position that has none, where targets are sorted.
+NO_LABEL = tl.constexpr(2**31 - 1)
 # Triton's interpreter has no reduction through a descriptor.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -65,10 +64,14 @@ def store_block(x, stride, row, column, rows, columns, value, R: tl.constexpr, C
 
 @triton.jit
 def place_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows of tiles at a time, column by column, so that L2 serves the operands."""
-    per_group = GROUP * tiles_n
-    first = (tile // per_group) * GROUP
-    height = min(tiles_m - first, GROUP)
+    """Row and column of a tile: up to GROUP rows of tiles at a time, column by column, so that L2 serves the operands.
+
+    The groups are even: of 17 rows as 16 and 1, the last took as long as reading all of the weight for one row does.
+    """
+    size = tl.cdiv(tiles_m, tl.cdiv(tiles_m, GROUP))
+    per_group = size * tiles_n
+    first = (tile // per_group) * size
+    height = min(tiles_m - first, size)
     within = tile % per_group
     return first + within % height, within // height
 
@@ -178,18 +181,3 @@ def target_gradient(lse, log_prob, z_loss):
     p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
     """
     return expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E)
-
-
-@triton.jit
-def z_factor(lse, z_loss):
-    """1 + 2 z_loss lse, kept from 0, since a target's entry is divided by it."""
-    factor = 1 + 2 * z_loss * lse
-    return tl.where(tl.abs(factor) < 1e-6, 1e-6, factor)
-
-
-@triton.jit
-def owns_target(owners, t, y, V):
-    """Whether the target's term of position t is added to the products' results."""
-    first = tl.load(owners + y, mask=y >= 0, other=NOBODY)
-    second = tl.load(owners + V + y, mask=y >= 0, other=NOBODY)
-    return (y >= 0) & ((first == t) | (second == t))

@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.ops.linear_cross_entropy.triton_blocks import (
     LOG2E,
-    NOBODY,
+    NO_LABEL,
     VOCAB_TILE,
     add_columns,
     exponential_row,
@@ -17,7 +17,6 @@ from onchip.ops.linear_cross_entropy.triton_blocks import (
     store_columns,
     target_gradient,
     unscaled_logits,
-    z_factor,
 )
 
 
@@ -25,19 +24,14 @@ from onchip.ops.linear_cross_entropy.triton_blocks import (
 def scale_rows(
     rows,  # [T, H] in and out
     scale,  # [T] float32 in: factor of each row of the gradient; out: of each row of the product for hidden's
-    at_target,  # [T] float32 out: what the product lacks of the target's entry of the gradient
-    exponentials,
+    at_target,  # [T] float32 out: the target's entry of the gradient
     order,
     count,
     label,
     lse,
     log_prob,
     base,
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
+    held,
     H,
     z_loss,
     inverse_exponential_scale,
@@ -45,32 +39,39 @@ def scale_rows(
 ):
     """Multiply hidden's rows by what kept exponentials lack: their token's factor times exp(base - lse)."""
     t = tl.program_id(0)
-    if t < tl.minimum(tl.load(count), stash_tokens + overflow_tokens):
+    if t < tl.load(count):
         token = tl.load(order + t)
         lse_t = tl.load(lse + token)
-        b = tl.load(base + t)
         scale_t = tl.load(scale + t)
-        r = scale_t * z_factor(lse_t, z_loss) * tl.exp2((b - lse_t) * LOG2E) * inverse_exponential_scale
-        y = tl.load(label + t)
-        tile = tl.maximum(y, 0) // VOCAB_TILE
-        row = exponential_row(tile, t, stash, stash_stride, stash_tokens, overflow, overflow_tokens, 0, 0, 0)
-        # Zero, or the entry as it was rounded: see `replace_targets`.
-        kept = tl.load(exponentials + tl.cast(row, tl.int64) * VOCAB_TILE + tl.maximum(y, 0) - tile * VOCAB_TILE)
         entry = scale_t * target_gradient(lse_t, tl.load(log_prob + token), z_loss)
-        tl.store(at_target + t, tl.where(y >= 0, entry - r * kept.to(tl.float32), 0.0))
-        for start in range(0, H, BLOCK):
-            c = start + tl.arange(0, BLOCK)
-            h = tl.load(rows + t.to(tl.int64) * H + c, mask=c < H, other=0).to(tl.float32)
-            tl.store(rows + t.to(tl.int64) * H + c, (h * r).to(rows.dtype.element_ty), mask=c < H)
-        tl.store(scale + t, r)
+        tl.store(at_target + t, tl.where(tl.load(label + t) >= 0, entry, 0.0))
+        if t < held:
+            r = scale_t * (1 + 2 * z_loss * lse_t) * tl.exp2((tl.load(base + t) - lse_t) * LOG2E)
+            r *= inverse_exponential_scale
+            for start in range(0, H, BLOCK):
+                c = start + tl.arange(0, BLOCK)
+                h = tl.load(rows + t.to(tl.int64) * H + c, mask=c < H, other=0).to(tl.float32)
+                tl.store(rows + t.to(tl.int64) * H + c, (h * r).to(rows.dtype.element_ty), mask=c < H)
+            tl.store(scale + t, r)
 
 
 @triton.jit
 def _to_gradient(
-    p, v, y, lse, log_prob, row, V, label_smoothing, z_loss, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr
+    p,
+    v,
+    y,
+    lse,
+    log_prob,
+    row,
+    V,
+    label_smoothing,
+    z_loss,
+    TARGETS: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
 ):
-    """row * d(loss) / dz from probabilities p [tokens, vocab]; the target's is made from its log-probability."""
-    at_target = target_gradient(lse, log_prob, z_loss)
+    """row * d(loss) / dz from probabilities p [tokens, vocab]; the target's is 0, or made from its log-probability."""
+    at_target = target_gradient(lse, log_prob, z_loss) if TARGETS else tl.zeros_like(lse)
     factor = row
     if Z_LOSS:
         factor = row * (1 + 2 * z_loss * lse)
@@ -109,6 +110,7 @@ def gradient_tiles(
     inner_scale,
     label_smoothing,
     z_loss,
+    TARGETS: tl.constexpr,
     BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
@@ -120,7 +122,10 @@ def gradient_tiles(
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Logits computed again, and their gradient, of the positions from `first` on, for a chunk of the vocabulary."""
+    """Logits computed again, and their gradient, of the positions from `first` on, for a chunk of the vocabulary.
+
+    Without TARGETS the targets' entries are 0.
+    """
     n = tl.load(count)
     tiles_t = tl.cdiv(tl.maximum(tl.maximum(n, 1) - first, 0), BLOCK_T)
     steps = tl.cdiv(H, BLOCK_K)
@@ -145,7 +150,7 @@ def gradient_tiles(
         k_z = tl.load(factor + t, mask=inside, other=0.0)
         x = unscaled_logits(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
         p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
-        g = _to_gradient(p, v, y, lse_t, lp, r, V, label_smoothing, z_loss, SMOOTHING, Z_LOSS)
+        g = _to_gradient(p, v, y, lse_t, lp, r, V, label_smoothing, z_loss, TARGETS, SMOOTHING, Z_LOSS)
         if SOFTCAP:
             g *= 1 - x * x
         g = tl.where(inside[:, None] & (v < V)[None, :], g, 0.0)
@@ -229,46 +234,56 @@ def weight_gradient(
 @triton.jit
 def add_targets(
     hidden,  # [T, H], any strides
-    out,  # [V, H] in and out
+    grad_weight,  # [V, H] in and out
+    grad_bias,  # [V] float32 in and out
     order,
-    count,
-    label,
-    owners,
+    sorted_label,  # [T] int32: the targets in ascending order, NO_LABEL at the end
+    sorted_position,  # [T] int64: whose they are
     at_target,
     shrink,
     hidden_stride_t,
     hidden_stride_h,
-    held,
+    T,
     H,
-    V,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
     SHRINK: tl.constexpr,
     OPERAND: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add to each row of the weight's gradient the targets' terms of the positions that own it."""
-    t = tl.program_id(0)
-    if t < tl.minimum(tl.load(count), held):
-        y = tl.load(label + t)
-        if y >= 0:  # noqa: SIM102 - a scalar `and` would load owners[-1]
-            if tl.load(owners + y) == t:
-                second = tl.load(owners + V + y)
-                both = second != NOBODY
-                second = tl.where(both, second, t)
-                g = tl.load(at_target + t)
-                g2 = tl.where(both, tl.load(at_target + second), 0.0)
-                if SHRINK:
-                    g *= tl.load(shrink)
-                    g2 *= tl.load(shrink)
-                h = hidden + tl.load(order + t).to(tl.int64) * hidden_stride_t
-                h2 = hidden + tl.load(order + second).to(tl.int64) * hidden_stride_t
-                row = out + y.to(tl.int64) * H
-                for start in range(0, H, BLOCK):
-                    c = start + tl.arange(0, BLOCK)
-                    column = c.to(tl.int64) * hidden_stride_h
-                    a = tl.load(h + column, mask=c < H, other=0.0).to(OPERAND).to(tl.float32)
-                    b = tl.load(h2 + column, mask=(c < H) & both, other=0.0).to(OPERAND).to(tl.float32)
-                    value = tl.load(row + c, mask=c < H, other=0.0).to(tl.float32) + g * a + g2 * b
-                    tl.store(row + c, value.to(out.dtype.element_ty), mask=c < H)
+    """Add the targets' terms to the weight's gradient, and the bias's: for each entry those of its tokens, in order."""
+    i = tl.program_id(0)
+    y = tl.load(sorted_label + i)
+    before = tl.load(sorted_label + tl.maximum(i - 1, 0))
+    if (y != NO_LABEL) & ((i == 0) | (before != y)):
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        sum_g = tl.zeros((), tl.float32)
+        more = True
+        while more:
+            j = i + tl.arange(0, TOKENS)
+            mine = (j < T) & (tl.load(sorted_label + j, mask=j < T, other=NO_LABEL) == y)
+            t = tl.load(sorted_position + j, mask=mine, other=0)
+            g = tl.load(at_target + t, mask=mine, other=0.0)
+            sum_g += tl.sum(g, 0)
+            if WEIGHT:
+                token = tl.load(order + t, mask=mine, other=0).to(tl.int64)
+                at = token[:, None] * hidden_stride_t + c.to(tl.int64)[None, :] * hidden_stride_h
+                h = tl.load(hidden + at, mask=mine[:, None] & (c < H)[None, :], other=0.0).to(OPERAND).to(tl.float32)
+                total += tl.sum(h * g[:, None], 0)
+            more = tl.sum(mine.to(tl.int32), 0) == TOKENS
+            i += TOKENS
+        if SHRINK:
+            total *= tl.load(shrink)
+            sum_g *= tl.load(shrink)
+        if WEIGHT:
+            row = grad_weight + y.to(tl.int64) * H + c
+            value = tl.load(row, mask=c < H, other=0.0).to(tl.float32) + total
+            tl.store(row, value.to(grad_weight.dtype.element_ty), mask=c < H)
+        if BIAS:
+            once = tl.program_id(1) == 0
+            tl.store(grad_bias + y, tl.load(grad_bias + y) + sum_g, mask=once)
 
 
 @triton.jit
@@ -367,8 +382,6 @@ def bias_gradient(
     out,  # [V] float32 out
     count,
     scale,
-    owners,
-    at_target,
     shrink,
     first_tile,
     stash,
@@ -379,7 +392,6 @@ def bias_gradient(
     again,
     again_tokens,
     V,
-    HELD: tl.constexpr,
     SHRINK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -390,10 +402,6 @@ def bias_gradient(
     c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     v = j * VOCAB_TILE + c
     total = tl.zeros((BLOCK_V,), tl.float32)
-    if HELD:
-        for k in tl.static_range(2):
-            at = tl.load(owners + k * V + v, mask=v < V, other=NOBODY)
-            total += tl.load(at_target + at, mask=at != NOBODY, other=0.0)
     for start in range(0, n, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         row = exponential_row(
@@ -422,20 +430,24 @@ def finish_hidden(
     H,
     held,
     again_rows,
+    TARGETS: tl.constexpr,
     SHRINK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the target's term, round the hidden gradient, and put each row in its token's place; 0 for ignored tokens."""
+    """Round the hidden gradient, and put each row in its token's place; 0 for ignored tokens.
+
+    Without TARGETS, the targets' terms aren't in the sums yet.
+    """
     t = tl.program_id(0)
     at = tl.load(position + t)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(sums + tl.cast(at, tl.int64) * H + c, mask=(c < H) & (at >= 0), other=0.0)
     if (at >= held) & (again_rows > 0):
         value += tl.load(sums + tl.cast(at + again_rows, tl.int64) * H + c, mask=c < H, other=0.0)
-    if (at >= 0) & (at < held):
-        g = tl.load(at_target + at)
-        y = tl.maximum(tl.load(label + at), 0).to(tl.int64)
-        value += g * tl.load(weight + y * weight_stride + c, mask=c < H, other=0.0).to(tl.float32)
+    if not TARGETS:
+        g = tl.load(at_target + at, mask=at >= 0, other=0.0)
+        y = tl.maximum(tl.load(label + at, mask=at >= 0, other=0), 0).to(tl.int64)
+        value += g * tl.load(weight + y * weight_stride + c, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
     if SHRINK:
         value *= tl.load(shrink)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)

@@ -247,10 +247,7 @@ def _saved(a: Arguments, *, fake: bool = False) -> Saved:
         if in_place
         else blank(),
         empty(a.hidden, (triton_spec.VOCAB_TILE * tiles * a.overflow,), a.dtype),
-        a.target.new_empty(
-            triton_spec.vector_elements(tokens, vocab, held=in_place or triton_spec.may_hold_any(a.overflow)),
-            dtype=torch.int32,
-        ),
+        a.target.new_empty(triton_spec.vector_elements(tokens), dtype=torch.int32),
     )
 
 

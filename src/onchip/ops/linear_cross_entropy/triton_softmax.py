@@ -14,13 +14,10 @@ from onchip.ops.linear_cross_entropy.triton_blocks import (
     exponential_row,
     load_block,
     log1p,
-    owns_target,
     place_tile,
     store_columns,
     tanh,
-    target_gradient,
     unscaled_logits,
-    z_factor,
 )
 
 
@@ -52,8 +49,6 @@ def gather_tokens(
     factor,  # [T] float32 out: z = x * factor
     target_logit,  # [T] float32 out: z of the target
     shift,  # [T] float32 out
-    owners,  # [2, V] int32, filled with NOBODY; out: the first position that has an entry as its target
-    held,
     first,
     hidden_stride_t,
     hidden_stride_h,
@@ -67,7 +62,6 @@ def gather_tokens(
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     SHIFT: tl.constexpr,
-    KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
     PAD: tl.constexpr,
 ):
@@ -103,8 +97,6 @@ def gather_tokens(
         # Without a shift every token is one to be settled.
         tl.store(shift + at, z + 30.0 if SHIFT else -3.0e38)
         tl.store(label + at, tl.where(good, y, -1).to(tl.int32))
-        if KEEP:
-            tl.atomic_min(owners + y, at, mask=good & (at < tl.minimum(n, held)))
 
 
 @triton.jit
@@ -183,10 +175,11 @@ def softmax_tiles(
         if SMOOTHING:
             tl.store(offset_sum + at, tl.sum(tl.where((v < V)[None, :], x - top[:, None], 0.0), 1) * k_z, mask=inside)
         e = tl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
-        tl.store(others + at, tl.sum(tl.where(v[None, :] == y[:, None], 0.0, e), 1), mask=inside)
         if STATS:
             # p log p is 0 at p = 0, and 0 * -inf is not.
             tl.store(moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside)
+        e = tl.where(v[None, :] == y[:, None], 0.0, e)
+        tl.store(others + at, tl.sum(e, 1), mask=inside)
         if KEEP:
             # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.
             above = top * k_z - tl.load(shift + t, mask=inside, other=float("inf"))
@@ -212,8 +205,6 @@ def merge_tiles(
     argmax,
     shift,
     base,  # [T] float32 out, by position: what the exponentials are relative to in the end
-    owners,  # [2, V] int32, the first known; out: the second
-    held,
     token_weight,  # [T] float32
     loss,  # [T] float32 out, and so on; all by token
     lse,
@@ -231,7 +222,6 @@ def merge_tiles(
     TOKEN_WEIGHT: tl.constexpr,
     SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
-    KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -240,9 +230,6 @@ def merge_tiles(
     at = tl.load(position + t, mask=t < T, other=-2)
     mine = (at >= first) & (at < last)
     y = tl.load(label + at, mask=mine, other=0)
-    if KEEP:
-        owned = mine & (y >= 0) & (at < held)
-        tl.atomic_min(owners + V + y, at, mask=owned & (tl.load(owners + y, mask=owned, other=0) != at))
     z = tl.where(y < 0, LOWEST, tl.load(target_logit + at, mask=mine, other=0.0))
     top = tl.full((BLOCK_T,), LOWEST, tl.float32)
     index = tl.zeros((BLOCK_T,), tl.int32)
@@ -339,44 +326,3 @@ def settle_exponentials(
             e = tl.load(exponentials + where, mask=moved[:, None], other=0.0).to(tl.float32)
             e *= tl.exp2((used - after) * LOG2E)[:, None]
             tl.store(exponentials + where, e.to(exponentials.dtype.element_ty), mask=moved[:, None])
-
-
-@triton.jit
-def replace_targets(
-    exponentials,
-    order,
-    count,
-    label,
-    base,
-    lse,
-    log_prob,
-    owners,  # [2, V] int32: the first two positions that have an entry as their target, else NOBODY
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
-    V,
-    z_loss,
-    exponential_scale,
-    BLOCK: tl.constexpr,
-):
-    """Take the targets' exponentials out, or put (d loss / dz) / exp(base - lse) in their place."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(label + t, mask=t < tl.minimum(tl.load(count), stash_tokens + overflow_tokens), other=-1)
-    there = y >= 0
-    exact = owns_target(owners, t, y, V)
-    token = tl.load(order + t, mask=there, other=0)
-    lse_t = tl.load(lse + token, mask=there, other=0.0)
-    lp = tl.load(log_prob + token, mask=there, other=0.0)
-    b = tl.load(base + t, mask=there, other=0.0)
-    value = (
-        target_gradient(lse_t, lp, z_loss) / z_factor(lse_t, z_loss) * tl.exp2((lse_t - b) * LOG2E) * exponential_scale
-    )
-    value = tl.where(exact, 0.0, value)
-    row = tl.cast(
-        exponential_row(y // VOCAB_TILE, t, stash, stash_stride, stash_tokens, overflow, overflow_tokens, 0, 0, 0),
-        tl.int64,
-    )
-    column = y - y // VOCAB_TILE * VOCAB_TILE
-    tl.store(exponentials + row * VOCAB_TILE + column, value.to(exponentials.dtype.element_ty), mask=there)

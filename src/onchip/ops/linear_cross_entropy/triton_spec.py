@@ -52,9 +52,9 @@ def may_hold_any(stashed: int) -> bool:
     return not (isinstance(stashed, int) and stashed == 0)
 
 
-def vector_elements(tokens: int, vocab: int, *, held: bool) -> int:
-    """int32 numbers that forward leaves: six of each token, one, and, with exponentials, two of each class."""
-    return 6 * tokens + 1 + (2 * vocab if held else 0)
+def vector_elements(tokens: int) -> int:
+    """int32 numbers that forward leaves: six of each token, and one."""
+    return 6 * tokens + 1
 
 
 def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
@@ -108,7 +108,8 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
-    vectors = 96 * p.tokens + (8 * p.vocab if c.held else 0) + MIB // 64
+    # With exponentials kept, targets are sorted.
+    vectors = (160 if c.held else 96) * p.tokens + MIB // 64
     parts = {"weight in the products' dtype": cast, "vectors": vectors}
     if not p.any_grad:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax}

@@ -24,7 +24,6 @@ from onchip.ops.linear_cross_entropy.triton_launches import (
     gradient_again,
     hidden_product,
     merge,
-    put_targets,
     scale_hidden,
     settle,
     softmax,
@@ -63,7 +62,7 @@ def forward(
     all tokens at once.
     """
     device, tokens, chunk = hidden.device, run.tokens, len(rows)
-    vectors = Vectors.empty(tokens, run.vocab, device, held=kept is not None)
+    vectors = Vectors.empty(tokens, device)
     loss, lse, log_prob = (torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(3))
     entropy = torch.empty_like(loss) if stats else None
     out = PerToken(loss, lse, log_prob, entropy, torch.empty_like(loss, dtype=torch.bool) if stats else None)
@@ -73,14 +72,12 @@ def forward(
     if tokens == 0:
         return out, vectors
     compact(run, target, ignore_index, vectors).run()
-    held = 0 if kept is None else kept.held
     for first in range(0, tokens, chunk):
-        gather(run, hidden, target, temperature, vectors, target_logit, rows, first, held).run()
+        gather(run, hidden, target, temperature, vectors, target_logit, rows, first).run()
         softmax(run, rows, vectors, partials, kept, first, stats=stats).run()
-        merge(run, vectors, target_logit, partials, token_weight, out, first, held).run()
+        merge(run, vectors, target_logit, partials, token_weight, out, first).run()
     if kept is not None:
         settle(run, kept, vectors, partials.maximum).run()
-        put_targets(run, kept, vectors, out).run()
     return out, vectors
 
 
@@ -122,8 +119,8 @@ def backward(
         if grad_weight is not None:
             for part in _chunks(*chunk, chunk_tiles[1]):
                 weight_product(run, places, rows, vectors, grad_weight, upstream.shrink, chunk[0], *part, add=add).run()
-    if grad_weight is not None and held > 0:
-        target_terms(run, hidden, vectors, upstream, grad_weight, held).run()
+    if held > 0 and (grad_weight is not None or grad_bias is not None):
+        target_terms(run, hidden, vectors, upstream, grad_weight, grad_bias).run()
     if sums is not None and grad_hidden is not None:
         again_rows = places.again_tokens if halves else 0
         finish(run, sums, vectors, upstream, grad_hidden, held, again_rows).run()

@@ -126,7 +126,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     heuristic = triton_spec.heuristic_tiles(HOPPER_SHARED)
     run = replace(run, tiles={name: launches.Tiles(**tile) for name, tile in heuristic.items()})
 
-    vectors = launches.Vectors.empty(tokens, vocab, torch.device(device), held=True)
+    vectors = launches.Vectors.empty(tokens, torch.device(device))
     for by_position in (vectors.position, vectors.order):
         by_position.copy_(torch.arange(tokens, device=device))
     vectors.label.copy_(torch.randint(vocab, (tokens,), generator=generator, device=device))
