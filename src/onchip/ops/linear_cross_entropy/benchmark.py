@@ -75,7 +75,8 @@ def _draw(case: cases.Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
         chosen = weight[target]
         missing = cases.target_logit(case) - (hidden * chosen).sum(1, keepdim=True)
         hidden += missing / chosen.square().sum(1, keepdim=True) * chosen
-    target[torch.rand(case.tokens, generator=rng, device=device) < case.ignored] = IGNORED
+    shuffled = torch.randperm(case.tokens, generator=rng, device=device)
+    target[shuffled[: round(case.ignored * case.tokens)]] = IGNORED
     return hidden, weight, target
 
 

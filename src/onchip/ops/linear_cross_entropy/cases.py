@@ -82,7 +82,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         bias = rng.standard_normal(vocab, dtype=np.float32) * np.float32(case.bias) + np.float32(case.logit_offset)
         bias[:first] = -np.inf
     ignore_index = case.options.get("ignore_index", -100)
-    target[rng.random(tokens) < case.ignored] = ignore_index
+    target[rng.permutation(tokens)[: round(case.ignored * tokens)]] = ignore_index
     per_token = case.options.get("reduction") == "none"
     return Inputs(
         hidden=hidden,
