@@ -178,7 +178,7 @@ def softmax_tiles(
         if STATS:
             # p log p is 0 at p = 0, and 0 * -inf is not.
             tl.store(moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside)
-        e = tl.where(v[None, :] == y[:, None], 0.0, e)
+        e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
         tl.store(others + at, tl.sum(e, 1), mask=inside)
         if KEEP:
             # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.

@@ -242,10 +242,10 @@ def _logits(p: Problem) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _softmax(z: Tensor, at_target: Tensor, exponential_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a tile: the maximum, the sum of exponentials without the target's, and the exponentials to be kept."""
+    """Of a tile: the maximum, and without the target's the sum of exponentials, and the exponentials to be kept."""
     top = z.amax(1)
     others = (z - top[:, None]).exp().masked_fill(at_target, 0.0).sum(1)
-    return top, others, (z - _SHIFT).exp() * exponential_scale
+    return top, others, (z - _SHIFT).exp().masked_fill(at_target, 0.0) * exponential_scale
 
 
 def check(kernel: str, reference: Sequence[Tensor], returned: Sequence[Tensor]) -> tuple[float, float]:
