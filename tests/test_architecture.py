@@ -21,10 +21,13 @@ def test_arrows_go_one_way():
     [
         ("onchip", ["torch", "jax", "numpy"]),
         ("onchip.torch", ["jax", "triton", "matplotlib", "typer"]),
+        ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
         ("onchip.plan", ["torch", "jax"]),
         ("onchip.ops.linear_cross_entropy.spec", ["torch", "jax", "numpy"]),
+        ("onchip.ops.linear_cross_entropy.jax_spec", ["torch", "jax", "numpy"]),
         ("onchip.ops.linear_cross_entropy.reference", ["torch", "jax"]),
+        ("onchip.ops.linear_cross_entropy.checks", ["torch", "jax"]),
     ],
 )
 def test_import_loads_no_more_than_needed(imported, unwanted):

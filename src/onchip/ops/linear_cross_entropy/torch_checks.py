@@ -1,7 +1,6 @@
 """Compare the PyTorch op with the float64 oracle: what `onchip check` and the tests run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,29 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops.linear_cross_entropy import reference
+from onchip.ops.linear_cross_entropy import checks, reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
+from onchip.ops.linear_cross_entropy.checks import Check, compare
 from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
 from onchip.ops.linear_cross_entropy.triton_op import refusal
-
-# Rounding errors are taken to add up like a random walk; so many of its standard deviations are allowed.
-_DEVIATIONS = 4
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison with the oracle.  The error of `quantity` is ||out - ref|| / ||ref||, `bound` its limit."""
-
-    case: str
-    dtype: str
-    implementation: str
-    quantity: str
-    error: float
-    bound: float
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.bound  # False for NaN
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
@@ -84,21 +65,10 @@ def check_case(
     )
     loss.backward(torch.from_numpy(np.asarray(inputs.grad_loss)).to(device))
     grads = [x.grad for x in (arguments[0], arguments[1], arguments[3]) if x is not None]
-    quantities = ("loss", "lse", "log_prob", "entropy", "grad_hidden", "grad_weight", "grad_bias")
-    errors = {
-        name: relative_error(out, getattr(oracle, name))
-        for name, out in zip(quantities, (loss, stats.lse, stats.log_prob, stats.entropy, *grads), strict=False)
-    }
-    # What ties in float64 or nearly so may come out either way; a wrong index anywhere else does not.
-    wrong = float(np.mean(stats.correct.cpu().numpy() != oracle.correct)) if oracle.correct.size else 0.0
-    bounds = float32_bounds(case, oracle)
-    if dtype != torch.float32:
-        plain = plain_errors(arguments, keywords, inputs.grad_loss, oracle)
-        bounds |= {name: max(bounds[name], 2 * error) for name, error in plain.items() if np.isfinite(error)}
-    name = str(dtype).removeprefix("torch.")
-    implementation = f"{backend} {strategy}"
-    checks = [Check(case.name, name, implementation, q, e, bounds[q]) for q, e in errors.items()]
-    return [*checks, Check(case.name, name, implementation, "correct", wrong, 0.02 if case.tokens > 50 else 0.0)]
+    quantities = ("loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "grad_weight", "grad_bias")
+    results = {name: _array(x) for name, x in zip(quantities, (loss, *stats, *grads), strict=False)}
+    plain = {} if dtype == torch.float32 else plain_errors(arguments, keywords, inputs.grad_loss, oracle)
+    return compare(case, str(dtype).removeprefix("torch."), f"{backend} {strategy}", results, oracle, plain)
 
 
 def run_oracle(arguments: list[Any], keywords: Mapping[str, Any], grad_loss: Any) -> reference.Result:
@@ -119,46 +89,13 @@ def run_oracle(arguments: list[Any], keywords: Mapping[str, Any], grad_loss: Any
 
 
 def relative_error(out: Tensor, ref: Any) -> float:
-    """||out - ref|| / ||ref||, or ||out|| where ref is 0.  Infinities must be the same ones, and count as 0."""
-    got = out.detach().double().cpu().numpy()
-    if got.shape != ref.shape:
-        raise AssertionError(f"shape {got.shape} where {ref.shape} is right")
-    same_infinity = np.isinf(ref) & (got == ref)
-    norm = float(np.linalg.norm(np.where(same_infinity, 0, ref)))
-    error = float(np.linalg.norm(np.where(same_infinity, 0, got - np.where(same_infinity, 0, ref))))
-    return error / norm if norm > 0 else error
+    """||out - ref|| / ||ref||, as `checks.relative_error`."""
+    return checks.relative_error(_array(out), ref)
 
 
-def float32_bounds(case: Case, oracle: reference.Result) -> dict[str, float]:
-    """Limits of the relative errors in float32, from its precision and from the lengths of the sums.
-
-    A logit is a sum of H products: its error is a random walk of H steps (H / 24 in units of variance, since partial
-    sums grow as they go) plus one rounding at its size.  Exponentials turn it into a relative error of probabilities.
-    """
-    eps = float(np.finfo(np.float32).eps)
-    scale = float(case.options.get("logit_scale", 1.0)) / float(case.options.get("temperature", 0.5))
-    spread = case.logit_std * scale
-    largest = abs(case.logit_offset) * scale + spread * float(np.sqrt(2 * np.log(case.vocab + 1)))
-    if case.target_prob is not None:
-        largest = max(largest, float(np.abs(oracle.lse).max(initial=0)))
-    logit = eps * (1 + largest + spread * float(np.sqrt(case.hidden / 24)))
-
-    def per_token(ref: Any, error: float) -> float:
-        rms = float(np.sqrt(np.mean(np.square(ref[np.isfinite(ref)])))) if np.isfinite(ref).any() else 0.0
-        return _DEVIATIONS * (eps + error / rms) if rms > 0 else _DEVIATIONS * error
-
-    sums = eps * float(np.sqrt((case.tokens + case.vocab) / 24))
-    gradient = _DEVIATIONS * (logit + sums)
-    return {
-        "loss": per_token(oracle.loss, logit),
-        "lse": per_token(oracle.lse, logit),
-        "log_prob": per_token(oracle.log_prob, logit),
-        # d entropy / d logit is up to about log V times a probability.
-        "entropy": per_token(oracle.entropy, logit * float(1 + np.log(case.vocab))),
-        "grad_hidden": gradient,
-        "grad_weight": gradient,
-        "grad_bias": gradient,
-    }
+def _array(x: Tensor) -> Any:
+    x = x.detach()
+    return (x.double() if x.is_floating_point() else x).cpu().numpy()
 
 
 def plain_errors(

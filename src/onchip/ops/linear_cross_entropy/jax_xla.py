@@ -1,0 +1,250 @@
+"""The 'xla' backend: linear_cross_entropy in plain JAX, tile by tile, on any device.
+
+Three walks over the [tokens, vocab] matrix: without gradients, 'stash' and 'recompute'.  The tokens that are not
+ignored are moved to the front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from onchip.ops.linear_cross_entropy import jax_spec
+from onchip.ops.linear_cross_entropy.jax_call import (
+    LinearCrossEntropyStats,
+    Needs,
+    Outputs,
+    Static,
+    Tensors,
+)
+from onchip.ops.linear_cross_entropy.jax_tiles import (
+    Columns,
+    PerToken,
+    Rows,
+    Softmax,
+    Tokens,
+    complete,
+    cut,
+    gradient_rows,
+    logits,
+    logits_gradient,
+    over_tokens,
+    over_vocab,
+    product,
+    select_tokens,
+    sum_kept,
+    take_rows,
+    vocab_rows,
+    weight_product,
+    write,
+)
+from onchip.ops.linear_cross_entropy.spec import Config, Problem
+
+Array = jax.Array
+
+
+def refusal(static: Static, problem: Problem) -> str | None:
+    """Why this backend can't serve the call: it always can."""
+    return None
+
+
+def plan(problem: Problem, strategy: str, budget: int | None) -> Config:
+    """The strategy and chunks; raises ValueError where the budget is too small."""
+    return jax_spec.plan(problem, jax_spec.choose_strategy(problem, strategy, budget), budget)
+
+
+class _Stashed(NamedTuple):
+    """What 'stash' keeps: gradients in float32 for an upstream gradient of 1, before division by `too_large`."""
+
+    hidden: Array | None  # [P, H], the kept tokens first
+    weight: Array | None  # as weight
+    bias: Array | None  # [V]
+    too_large: Array | None  # [] float32
+    kept: Array  # [T] bool
+    place: Array  # [T] int32
+
+
+class _Recomputed(NamedTuple):
+    """What 'recompute' keeps."""
+
+    tensors: Tensors
+    tokens: Tokens
+    lse: Array  # [P] float32
+    log_prob: Array  # [P] float32
+
+
+def forward(static: Static, config: Config, tensors: Tensors, needs: Needs) -> tuple[Outputs, Any]:
+    """The loss with its statistics, and what backward needs."""
+    tokens = select_tokens(static, tensors, config.token_chunk)
+    residuals: Any = None
+    if config.strategy == "stash":
+        per_token, residuals = _stash(static, config, tensors, tokens, needs)
+    else:
+        per_token = _forward_only(static, config, tensors, tokens)
+        if config.strategy == "recompute":
+            residuals = _Recomputed(tensors, tokens, per_token.lse, per_token.log_prob)
+    loss = per_token.loss * tokens.weight
+    loss = tokens.spread(loss) if static.reduction == "none" else sum_kept(loss, tokens) * tokens.inverse_count
+    stats = None
+    if per_token.entropy is not None and per_token.correct is not None:
+        columns = (per_token.lse, per_token.log_prob, per_token.entropy, per_token.correct)
+        stats = LinearCrossEntropyStats(*map(tokens.spread, columns))
+    return Outputs(loss, stats), residuals
+
+
+def backward(
+    static: Static, config: Config, residuals: Any, grad_loss: Array, needs: Needs
+) -> tuple[Array | None, Array | None, Array | None]:
+    """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
+    if config.strategy == "stash":
+        return _scale_stash(static, residuals, grad_loss)
+    return _recompute(static, config, residuals, grad_loss, needs)
+
+
+# ---------------------------------------------------------------------------------------------------------- the walks
+
+
+def _softmax(static: Static, config: Config, tensors: Tensors, rows: Rows) -> Softmax:
+    vocab = tensors.weight.shape[static.vocab_axis]
+
+    def step(columns: Columns, softmax: Softmax) -> Softmax:
+        z, _ = logits(static, tensors, rows, vocab_rows(static, tensors, columns), columns)
+        return softmax.absorb(z, columns, rows.label)
+
+    empty = Softmax.empty(rows.label.shape[0], smoothing=tensors.label_smoothing is not None, stats=static.return_stats)
+    return over_vocab(vocab, config.vocab_chunk, step, empty)  # type: ignore[no-any-return]
+
+
+def _forward_only(static: Static, config: Config, tensors: Tensors, tokens: Tokens) -> PerToken:
+    """The softmax of every token; one product."""
+    vocab = tensors.weight.shape[static.vocab_axis]
+
+    def step(start: Any, made: PerToken) -> PerToken:
+        rows = take_rows(tensors, tokens, start, config.token_chunk)
+        softmax = _softmax(static, config, tensors, rows)
+        return made.put(complete(softmax, rows.label, tensors, rows.cut(tokens.bad), vocab), start)
+
+    made = PerToken.empty(tokens.source.shape[0], stats=static.return_stats)
+    return over_tokens(tokens, config.token_chunk, step, made)  # type: ignore[no-any-return]
+
+
+def _stash(static: Static, config: Config, tensors: Tensors, tokens: Tokens, needs: Needs) -> tuple[PerToken, _Stashed]:
+    """The softmax, and the gradients in float32 for an upstream gradient of 1, chunk by chunk of tokens."""
+    vocab, size = tensors.weight.shape[static.vocab_axis], tensors.hidden.shape[1]
+    padded, columns = tokens.source.shape[0], Columns(0, vocab, None)
+    factors, too_large = gradient_rows(tokens, tensors, jnp.ones((), jnp.float32))
+
+    def step(start: Any, carry: Any) -> Any:
+        made, grad_hidden, grad_weight, grad_bias = carry
+        rows = take_rows(tensors, tokens, start, config.token_chunk)
+        z, slope = logits(static, tensors, rows, tensors.weight, columns)
+        softmax = Softmax.empty(z.shape[0], smoothing=tensors.label_smoothing is not None, stats=static.return_stats)
+        softmax = softmax.absorb(z, columns, rows.label)
+        part = complete(softmax, rows.label, tensors, rows.cut(tokens.bad), vocab)
+        scale, row = 1 / softmax.total, rows.cut(factors)
+        g = logits_gradient(z, slope, softmax.max, scale, row, part, rows.label, columns, tensors, vocab)
+        if needs.bias:
+            grad_bias += jnp.sum(g, 0)
+        g = g.astype(tensors.hidden.dtype)
+        if needs.hidden:
+            grad_hidden = write(grad_hidden, product(g, tensors.weight, (1, static.vocab_axis)), start)
+        if needs.weight:
+            grad_weight += weight_product(static, g, rows.hidden)
+        return made.put(part, start), grad_hidden, grad_weight, grad_bias
+
+    carry = (
+        PerToken.empty(padded, stats=static.return_stats),
+        jnp.zeros((padded, size), jnp.float32) if needs.hidden else None,
+        jnp.zeros(tensors.weight.shape, jnp.float32) if needs.weight else None,
+        jnp.zeros(vocab, jnp.float32) if needs.bias else None,
+    )
+    made, grad_hidden, grad_weight, grad_bias = over_tokens(tokens, config.token_chunk, step, carry)
+    return made, _Stashed(grad_hidden, grad_weight, grad_bias, too_large, tokens.kept, tokens.place)
+
+
+def _scale_stash(
+    static: Static, stashed: _Stashed, grad_loss: Array
+) -> tuple[Array | None, Array | None, Array | None]:
+    dtype = jnp.dtype(static.dtype)
+    upstream = grad_loss.astype(jnp.float32)
+    grad_hidden = None
+    if stashed.too_large is not None:
+        upstream /= stashed.too_large
+    if stashed.hidden is not None:
+        factor = upstream[:, None] if static.reduction == "none" else upstream
+        rows = stashed.hidden.at[stashed.place].get(mode="clip")
+        grad_hidden = jnp.where(stashed.kept[:, None], rows * factor, 0).astype(dtype)
+    # With reduction "none" only hidden has a gradient here: choose_strategy sees to it.
+    grad_weight = None if stashed.weight is None else (stashed.weight * upstream).astype(dtype)
+    grad_bias = None if stashed.bias is None else (stashed.bias * upstream).astype(dtype)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _recompute(
+    static: Static, config: Config, residuals: _Recomputed, grad_loss: Array, needs: Needs
+) -> tuple[Array | None, Array | None, Array | None]:
+    """The gradients, chunk by chunk of the vocabulary, each chunk's logits computed again."""
+    tensors, tokens = residuals.tensors, residuals.tokens
+    dtype, size = tensors.hidden.dtype, tensors.hidden.shape[1]
+    vocab = tensors.weight.shape[static.vocab_axis]
+    padded = tokens.source.shape[0]
+    upstream = grad_loss.astype(jnp.float32)
+    if static.reduction == "none":
+        upstream = upstream.at[tokens.source].get(mode="fill", fill_value=0)
+    factors, too_large = gradient_rows(tokens, tensors, upstream)
+
+    def shrink(x: Array) -> Array:
+        return x if too_large is None else x / too_large
+
+    def put(x: Array, part: Array, columns: Columns, axis: int = 0) -> Array:
+        part = shrink(part).astype(dtype)
+        if columns.done is not None:
+            # What was done before is 0 in `part` and has its value in `x`, the rest is 0 there.
+            part += cut(x, columns.start, columns.size, axis)
+        return write(x, part, columns.start, axis)
+
+    def tile(start: Any, carry: Any, *, columns: Columns, weight: Array) -> Any:
+        """Add what the tokens from `start` on give with a chunk of the vocabulary."""
+        grad_hidden, weight_part, bias_part = carry
+        rows = take_rows(tensors, tokens, start, config.token_chunk)
+        lse, row = rows.cut(residuals.lse), rows.cut(factors)
+        part = PerToken(lse, lse, rows.cut(residuals.log_prob), None, None)
+        z, slope = logits(static, tensors, rows, weight, columns)
+        one = jnp.ones((), jnp.float32)
+        g = logits_gradient(z, slope, lse, one, row, part, rows.label, columns, tensors, vocab)
+        if needs.bias:
+            bias_part += jnp.sum(g, 0)
+        g = g.astype(dtype)
+        if needs.hidden:
+            made = product(g, weight, (1, static.vocab_axis))
+            grad_hidden = write(grad_hidden, rows.cut(grad_hidden) + made, start)
+        if needs.weight:
+            weight_part += weight_product(static, g, rows.hidden)
+        return grad_hidden, weight_part, bias_part
+
+    def step(columns: Columns, carry: Any) -> Any:
+        grad_hidden, grad_weight, grad_bias = carry
+        weight = vocab_rows(static, tensors, columns)
+        parts = (
+            grad_hidden,
+            jnp.zeros(weight.shape, jnp.float32) if needs.weight else None,
+            jnp.zeros(columns.size, jnp.float32) if needs.bias else None,
+        )
+        add = partial(tile, columns=columns, weight=weight)
+        grad_hidden, weight_part, bias_part = over_tokens(tokens, config.token_chunk, add, parts)
+        if needs.weight:
+            grad_weight = put(grad_weight, weight_part, columns, static.vocab_axis)
+        if needs.bias:
+            grad_bias = put(grad_bias, bias_part, columns)
+        return grad_hidden, grad_weight, grad_bias
+
+    carry = (
+        jnp.zeros((padded, size), jnp.float32) if needs.hidden else None,
+        jnp.zeros(tensors.weight.shape, dtype) if needs.weight else None,
+        jnp.zeros(vocab, dtype) if needs.bias else None,
+    )
+    grad_hidden, grad_weight, grad_bias = over_vocab(vocab, config.vocab_chunk, step, carry)
+    if grad_hidden is not None:
+        grad_hidden = tokens.spread(shrink(grad_hidden)).astype(dtype)
+    return grad_hidden, grad_weight, grad_bias

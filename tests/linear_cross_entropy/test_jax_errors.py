@@ -1,0 +1,140 @@
+"""Every way to call the JAX op wrongly: the exception's type, and that it names the argument.  All of it is seen while
+tracing, so each call is made under `jax.eval_shape` too."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common_jax import small_problem
+
+from onchip.jax import linear_cross_entropy
+from onchip.ops.linear_cross_entropy import jax_op, jax_xla
+
+
+def call(**changes):
+    h, w, y, b = small_problem()
+    arguments = {"hidden": h, "weight": w, "labels": y, "bias": b} | changes
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
+    rest = {name: x for name, x in arguments.items() if name not in arrays}
+    return arrays, lambda arrays: linear_cross_entropy(**arrays, **rest)
+
+
+ones = jnp.ones
+WRONG = {
+    # shapes
+    "weight is transposed": ({"weight": ones((16, 70))}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]; or pass weight_layout='hv'"),
+    "weight of another H": ({"weight": ones((70, 17))}, ValueError, "hidden has H=16 but weight has H=17; weight must be [V, H]"),
+    "layout of the transposed": ({"weight_layout": "hv"}, ValueError, "hidden has H=16 but weight has H=70; weight must be [H, V] with weight_layout='hv'; or pass weight_layout='vh'"),
+    "weight is 1-d": ({"weight": ones(16)}, ValueError, "weight must be [V, H]"),
+    "weight is 3-d": ({"weight": ones((2, 70, 16))}, ValueError, "weight must be [V, H]"),
+    "weight has no rows": ({"weight": ones((0, 16))}, ValueError, "weight must be [V, H], V, H >= 1"),
+    "H is 0": ({"hidden": ones((2, 12, 0)), "weight": ones((70, 0))}, ValueError, "V, H >= 1"),
+    "hidden is 0-d": ({"hidden": ones(())}, ValueError, "hidden must be [..., H]"),
+    "labels too short": ({"labels": jnp.zeros((2, 11), int)}, ValueError, "labels has shape [2, 11]"),
+    "labels are flat": ({"labels": jnp.zeros(24, int)}, ValueError, "labels must have hidden's leading dimensions, [2, 12]"),
+    "bias too long": ({"bias": ones(71)}, ValueError, "bias has shape [71] but weight has V=70"),
+    "bias is 2-d": ({"bias": ones((1, 70))}, ValueError, "bias must be [V]"),
+    "token_weight is flat": ({"token_weight": ones(24)}, ValueError, "token_weight has shape [24]; it must have labels' shape, [2, 12]"),
+    "temperature is flat": ({"temperature": ones(24)}, ValueError, "temperature has shape [24]"),
+    "normalizer is 1-d": ({"normalizer": ones(1)}, ValueError, "normalizer must be a number or a 0-d array; got shape [1]"),
+    "z_loss is 1-d": ({"z_loss": ones(24)}, ValueError, "z_loss must be a number or a 0-d array"),
+    "label_smoothing is 2-d": ({"label_smoothing": ones((2, 12))}, ValueError, "label_smoothing must be a number or a 0-d array"),
+    # dtypes and types
+    "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a jax.Array or numpy.ndarray; got list"),
+    "weight is None": ({"weight": None}, TypeError, "weight must be a jax.Array or numpy.ndarray; got NoneType"),
+    "labels is None": ({"labels": None}, TypeError, "labels must be a jax.Array"),
+    "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a jax.Array or numpy.ndarray; got float"),
+    "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a jax.Array"),
+    "hidden is float64": ({"hidden": np.ones((2, 12, 16))}, TypeError, "hidden must be float32, bfloat16 or float16; got float64"),
+    "hidden is int": ({"hidden": ones((2, 12, 16), int)}, TypeError, "hidden must be float32"),
+    "weight is float8": ({"weight": ones((70, 16), "float8_e4m3fn")}, TypeError, "weight must be float32, bfloat16 or float16; got float8_e4m3fn"),
+    "dtypes differ": ({"weight": ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16; cast one of them"),
+    "bias dtype differs": ({"bias": ones(70, "bfloat16")}, TypeError, "hidden is float32 but bias is bfloat16"),
+    "labels are float": ({"labels": ones((2, 12))}, TypeError, "labels must hold integers; got float32"),
+    "labels are bool": ({"labels": ones((2, 12), bool)}, TypeError, "labels must hold integers; got bool"),
+    "token_weight is complex": ({"token_weight": ones((2, 12), "complex64")}, TypeError, "token_weight must be real"),
+    "normalizer is complex": ({"normalizer": ones((), "complex64")}, TypeError, "normalizer must be a real number"),
+    "softcap is a bool array": ({"softcap": ones((), bool)}, TypeError, "softcap must be a real number; got bool"),
+    "normalizer is a string": ({"normalizer": "12"}, TypeError, "normalizer must be a number; got str"),
+    "normalizer is True": ({"normalizer": True}, TypeError, "normalizer must be a number; got bool"),
+    "softcap is a string": ({"softcap": "30"}, TypeError, "softcap must be a number"),
+    "label_smoothing is None": ({"label_smoothing": None}, TypeError, "label_smoothing must be a number"),
+    "ignore_index is a float": ({"ignore_index": -100.0}, TypeError, "ignore_index must be an int"),
+    "ignore_index is True": ({"ignore_index": True}, TypeError, "ignore_index must be an int"),
+    "scratch_bytes is a float": ({"scratch_bytes": 1e9}, TypeError, "scratch_bytes must be an int"),
+    "return_stats is 'yes'": ({"return_stats": "yes"}, TypeError, "return_stats must be True or False"),
+    # ranges
+    "label_smoothing 1.1": ({"label_smoothing": 1.1}, ValueError, "label_smoothing must be in [0, 1]; got 1.1"),
+    "z_loss < 0": ({"z_loss": -1e-4}, ValueError, "z_loss must be 0 or more"),
+    "z_loss is nan": ({"z_loss": math.nan}, ValueError, "z_loss must be finite"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap must be above 0; got 0.0; pass None for no softcap"),
+    "logit_scale 0": ({"logit_scale": 0}, ValueError, "logit_scale must be above 0"),
+    "temperature 0": ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
+    "normalizer 0": ({"normalizer": 0}, ValueError, "normalizer must be above 0"),
+    "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
+    "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, H=16, V=70 in float32: the smallest chunk needs"),
+    # options
+    "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
+    "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto'"),
+    "weight_layout": ({"weight_layout": "nt"}, ValueError, "weight_layout must be one of 'vh', 'hv'; got 'nt'"),
+    "weight_layout is a list": ({"weight_layout": ["vh"]}, ValueError, "weight_layout must be one of 'vh', 'hv'; got list"),
+    "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_call(name):
+    changes, kind, message = WRONG[name]
+    arrays, function = call(**changes)
+    for run in (function, lambda arrays: jax.eval_shape(function, arrays)):
+        with pytest.raises(kind, match=re.escape(message)) as caught:
+            run(arrays)
+        assert str(caught.value).startswith("linear_cross_entropy: ")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "stash", "recompute"])
+def test_a_scratch_that_is_too_small_names_one_that_is_not(strategy):
+    h, w, y, _ = small_problem(tokens=200, vocab=3000)
+
+    def step(budget):
+        op = lambda h, w: linear_cross_entropy(h, w, y, strategy=strategy, scratch_bytes=budget)  # noqa: E731
+        return jax.eval_shape(jax.grad(op, (0, 1)), h, w)
+
+    with pytest.raises(ValueError, match="raise scratch_bytes") as caught:
+        step(300_000)
+    for number in re.findall(r"(\d+) bytes for strategy", str(caught.value)):
+        step(int(number))
+
+
+def test_an_unknown_argument():
+    arrays, function = call(smoothing=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        function(arrays)
+
+
+def test_a_refused_backend_says_why(monkeypatch):
+    monkeypatch.setattr(jax_xla, "refusal", lambda platform, problem: f"not on {platform} in {problem.dtype}")
+    arrays, function = call()
+    with pytest.raises(ValueError, match=re.escape("no backend can run this call (xla: not on cpu in float32)")):
+        function(arrays)
+    with pytest.raises(ValueError, match="backend 'xla' can't run this call: not on cpu"):
+        call(backend="xla")[1](arrays)
+
+
+def test_the_platform_is_the_default_devices():
+    assert jax_op._platform() == jax.default_backend()
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert jax_op._platform() == "cpu"
+
+
+def test_traced_values_are_not_checked():
+    h, w, y, b = small_problem()
+    shape = jax.eval_shape(
+        lambda x: linear_cross_entropy(h, w, y, b, label_smoothing=x, normalizer=x, softcap=x, temperature=x), 2.0
+    )
+    assert shape.shape == ()
+    assert shape.dtype == jnp.float32

@@ -1,0 +1,91 @@
+"""The documented memory formula against what XLA says that it allocates."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from onchip.jax import linear_cross_entropy
+from onchip.ops.linear_cross_entropy import jax_spec
+from onchip.ops.linear_cross_entropy.spec import DEFAULT_SCRATCH, MIB, Problem, logits_bytes
+
+
+def temporary_bytes(problem, **options):
+    shapes = ((problem.tokens, problem.hidden), (problem.vocab, problem.hidden))
+    h, w = (jax.ShapeDtypeStruct(s, problem.dtype) for s in shapes)
+    step = partial(linear_cross_entropy, **options)
+    wanted = tuple(i for i, grad in enumerate((problem.grad_hidden, problem.grad_weight)) if grad)
+    if wanted:
+        step = jax.value_and_grad(step, wanted)
+    labels = jax.ShapeDtypeStruct((problem.tokens,), jnp.int32)
+    return jax.jit(step).lower(h, w, labels).compile().memory_analysis().temp_size_in_bytes
+
+
+FORWARD = {"grad_hidden": False, "grad_weight": False}
+
+
+@pytest.mark.parametrize("extra", [0, 8 * MIB, 64 * MIB], ids=lambda x: f"{x // MIB}MiB")
+@pytest.mark.parametrize(
+    ("shape", "strategy", "changes", "options"),
+    [
+        ((2048, 256, 16384), "forward", FORWARD, {}),
+        ((2048, 256, 16384), "stash", {}, {}),
+        ((2048, 256, 16384), "recompute", {}, {}),
+        ((777, 520, 5001), "stash", {"softcap": True}, {"softcap": 5.0}),
+        ((777, 520, 5001), "recompute", {"softcap": True}, {"softcap": 5.0}),
+        ((777, 520, 5001), "recompute", {"grad_weight": False}, {}),
+        ((4096, 64, 4096), "stash", {"grad_hidden": False}, {}),
+        ((4096, 64, 4096), "recompute", {"smoothing": True}, {"label_smoothing": 0.1, "z_loss": 1e-3}),
+    ],
+    ids=str,
+)
+def test_the_formula_holds(shape, strategy, changes, options, extra):
+    problem = Problem(*shape, compacted=True, **changes)
+    budget = jax_spec.scratch_at_least(problem, strategy) + extra
+    formula = jax_spec.scratch_bytes(problem, jax_spec.plan(problem, strategy, budget))
+    asked = {} if strategy == "forward" else {"strategy": strategy}
+    measured = temporary_bytes(problem, scratch_bytes=budget, **asked, **options)
+    assert formula <= budget
+    assert measured <= formula
+    assert measured >= formula / 3 - MIB, "the formula promises far more than is used"
+
+
+@pytest.mark.parametrize("strategy", ["stash", "recompute"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_the_cpu_widens_what_products_read(dtype, strategy):
+    problem = Problem(777, 520, 5001, dtype, compacted=True)
+    budget = jax_spec.scratch_at_least(problem, strategy) + 8 * MIB
+    assert temporary_bytes(problem, scratch_bytes=budget, strategy=strategy) <= budget
+
+
+def test_the_default_is_an_eighth_of_the_logits():
+    problem = Problem(4096, 64, 16384)
+    assert temporary_bytes(problem) <= logits_bytes(problem) // 8
+    large = Problem(1 << 16, 4096, 1 << 17, "bfloat16", device="cuda", compacted=True)
+    assert jax_spec.default_scratch(large, "recompute") >= DEFAULT_SCRATCH
+    assert jax_spec.choose_strategy(large) == "recompute"
+
+
+@pytest.mark.parametrize("strategy", ["stash", "recompute"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (63, 31, 7), (4097, 520, 50257), (1 << 17, 4096, 128256)], ids=str)
+def test_plans_fit_their_budget(shape, device, strategy):
+    problem = Problem(*shape, "bfloat16", device=device, compacted=True, softcap=True)
+    least = jax_spec.scratch_at_least(problem, strategy)
+    for budget in (least, least + 1, 2 * least, 1 << 33):
+        config = jax_spec.plan(problem, strategy, budget)
+        assert jax_spec.scratch_bytes(problem, config) <= max(budget, least)
+        assert 1 <= config.token_chunk <= shape[0]
+        assert 1 <= config.vocab_chunk <= shape[2]
+        assert strategy == "recompute" or config.vocab_chunk == shape[2]
+
+
+def test_stash_is_taken_where_it_fits():
+    small = Problem(4096, 64, 4096, compacted=True)
+    assert jax_spec.choose_strategy(small, budget=64 * MIB) == "stash"
+    assert jax_spec.choose_strategy(small, budget=jax_spec.scratch_at_least(small, "recompute")) == "recompute"
+    per_token = Problem(4096, 64, 4096, compacted=True, per_token_loss=True)
+    assert jax_spec.choose_strategy(per_token, "stash") == "recompute"
+    frozen = Problem(4096, 64, 4096, compacted=True, per_token_loss=True, grad_weight=False)
+    assert jax_spec.choose_strategy(frozen, "stash") == "stash"
