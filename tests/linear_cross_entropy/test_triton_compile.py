@@ -93,6 +93,7 @@ STORED = {
     f"{path.parent.name} {entry.kernel} {configs.format_config(entry.config)}": (path.parent.name, entry)
     for path in sorted(configs.SHIPPED_FOLDER.glob(f"*/{OP}.json"))
     for entry in configs.read_entries(configs.SHIPPED_FOLDER, OP, path.parent.name)
+    if entry.kernel in PRODUCTS
 }
 
 

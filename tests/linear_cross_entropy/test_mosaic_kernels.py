@@ -1,0 +1,478 @@
+"""The Mosaic GPU kernels on the CPU: lowered for CUDA at the sizes of models, and interpreted on small ones.
+
+The first finds illegal operands and too much shared memory, the second wrong results and races; neither notices a
+missing commit_smem or wgmma_wait, and the interpreter's products are not WGMMA's.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.ops.linear_cross_entropy import mosaic_kernels as kernels
+from onchip.ops.linear_cross_entropy import mosaic_settle as settle
+from onchip.ops.linear_cross_entropy.mosaic_blocks import NO_LABEL, Places
+from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig, Work, place_tile
+
+LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
+
+
+# ------------------------------------------------------------------------------------------------ lowered for CUDA
+
+MODELS = {
+    "llama-3.1-8b": (4096, 4096, 128256),
+    "gemma-3-4b": (4096, 2560, 262144),
+    "gpt-oss-20b": (4096, 2880, 201088),
+    "deepseek-v3": (4096, 7168, 129280),
+    "qwen-3-4b": (8192, 2560, 151936),
+}
+
+LOWERED = pytest.mark.parametrize(
+    ("model", "semantics"), [*((model, "lane") for model in MODELS), ("gpt-oss-20b", "warpgroup")]
+)
+
+
+def compile_only(f, *shapes):
+    """StableHLO of f for CUDA; shapes: (shape, dtype) of each argument."""
+    arguments = [jax.ShapeDtypeStruct(*x) for x in shapes]
+    return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def at(entry):
+    return jnp.full(1, entry, jnp.int32)
+
+
+def aliases(text):
+    return text.count("output_operand_alias<")
+
+
+class Sizes:
+    def __init__(self, model, vocab_major, dtype=jnp.bfloat16):
+        tokens, self.hidden, self.vocab = MODELS[model]
+        self.tokens = min(tokens, self.hidden // 128 * 128)
+        self.chunk = 8192
+        self.places = Places(self.chunk, self.vocab // 256 * 256 - self.chunk)
+        self.entries = -(-self.vocab // 256) * 256 - self.places.split
+        self.dtype = dtype
+        self.rows = ((self.tokens, self.hidden), dtype)
+        self.weight = ((self.vocab, self.hidden) if vocab_major else (self.hidden, self.vocab), dtype)
+        self.spare = ((self.entries, self.tokens) if vocab_major else (self.tokens, self.entries), dtype)
+        self.again = ((self.chunk, self.tokens) if vocab_major else (self.tokens, self.chunk), dtype)
+        self.vector = ((self.tokens,), jnp.float32)
+        self.label = ((self.tokens,), jnp.int32)
+        self.bias = ((-(-self.vocab // 256) * 256,), jnp.float32)
+        self.count = ((1,), jnp.int32)
+        self.inner = ((1,), jnp.float32)
+
+
+@LAYOUTS
+@LOWERED
+def test_softmax_lowers(model, semantics, vocab_major):
+    s = Sizes(model, vocab_major)
+    f = partial(kernels.softmax_tiles, vocab_major=vocab_major, config=MosaicConfig(semantics=semantics))
+    inputs = (s.rows, s.weight, s.label, s.vector, s.count)
+    compile_only(f, *inputs)
+    compile_only(
+        lambda *x: f(*x[:-2], bias=x[-2], inner_scale=x[-1], smoothing=True, stats=True), *inputs, s.bias, s.inner
+    )
+
+    def keep(*x):
+        stash, spare = (jax.new_ref(lax.empty(*shape)) for shape in (s.weight, s.spare))
+        made = f(*x[:-1], shift=x[-1], stash=stash, spare=spare, places=s.places)
+        return made, jax.freeze(stash), jax.freeze(spare)
+
+    text = compile_only(keep, *inputs, s.vector)
+    assert aliases(text) == 2
+    assert "stablehlo.copy" not in text
+
+
+@LAYOUTS
+@LOWERED
+def test_gradients_lower(model, semantics, vocab_major):
+    s = Sizes(model, vocab_major)
+    config = MosaicConfig(semantics=semantics)
+    common = {"vocab_major": vocab_major, "config": config}
+    f = partial(kernels.gradient_tiles, first=at(s.chunk), size=s.chunk, **common)
+    inputs = (s.rows, s.weight, s.label, *[s.vector] * 4, s.count)
+    compile_only(f, *inputs)
+    compile_only(lambda *x: f(*x[:-3], even=x[-3], bias=x[-2], inner_scale=x[-1]), *inputs, s.vector, s.bias, s.inner)
+
+    def walk(stash, spare, rows, weight, scale, count):
+        ref, sums = jax.new_ref(stash), jax.new_ref(jnp.zeros((s.tokens, s.hidden), jnp.float32))
+        places = {"places": s.places, **common}
+        kernels.hidden_product(
+            weight, count, tokens=s.tokens, stash=ref, spare=spare, scale=scale, add_to=sums, halves=True, **places
+        )
+        hidden = jax.freeze(sums)
+        kernels.weight_product(ref, rows, count, first=at(0), size=s.chunk, after=hidden, **places)
+        split = at(s.places.split)
+        kernels.weight_product(ref, rows, count, first=split, size=s.entries, spare=spare, shrink=scale[:1], **places)
+        return hidden, jax.freeze(ref)
+
+    text = compile_only(walk, s.weight, s.spare, s.rows, s.weight, s.vector, s.count)
+    assert "stablehlo.copy" not in text
+    assert aliases(text) >= 3
+
+    def again(sums, gradient, chunk, weight, rows, count):
+        out, into = jax.new_ref(sums), jax.new_ref(gradient)
+        kernels.hidden_product(weight, count, tokens=s.tokens, again=chunk, first=at(s.chunk), add_to=out, **common)
+        kernels.weight_product(into, rows, count, first=at(s.chunk), size=s.chunk, kept_tokens=0, again=chunk, **common)
+        return jax.freeze(out), jax.freeze(into)
+
+    sums = ((s.tokens, s.hidden), jnp.float32)
+    compile_only(again, sums, s.weight, s.again, s.weight, s.rows, s.count)
+
+
+@LAYOUTS
+@LOWERED
+def test_settling_lowers(model, semantics, vocab_major):
+    s = Sizes(model, vocab_major)
+    config = MosaicConfig(semantics=semantics)
+
+    def run(stash, spare, maximum, before, after, count):
+        refs = jax.new_ref(stash), jax.new_ref(spare)
+        settle.settle_exponentials(
+            *refs, maximum, before, after, count,
+            vocab_major=vocab_major, places=s.places, vocab=s.vocab, config=config,
+        )  # fmt: skip
+        return [jax.freeze(x) for x in refs]
+
+    partials = ((-(-s.vocab // 256), s.tokens), jnp.float32)
+    text = compile_only(run, s.weight, s.spare, partials, s.vector, s.vector, s.count)
+    assert aliases(text) == 2
+
+
+@LAYOUTS
+@pytest.mark.parametrize("model", MODELS)
+def test_targets_lower(model, vocab_major):
+    s = Sizes(model, vocab_major)
+
+    def run(gradient, *x):
+        ref = jax.new_ref(gradient)
+        settle.add_targets(ref, *x, vocab_major=vocab_major)
+        return jax.freeze(ref)
+
+    text = compile_only(run, s.weight, s.rows, s.label, s.label, s.label, s.vector)
+    assert aliases(text) == vocab_major
+
+
+@pytest.mark.parametrize("hidden", [128, 136, 192, 2560, 2880, 4072, 4096, 5120, 7168])
+def test_strips_cover_a_row(hidden):
+    share, strip = settle._strips(hidden)
+    assert hidden % share == share % 8 == strip % 128 == 0
+    assert strip <= share
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MosaicConfig(split="n"),
+        MosaicConfig(tile_m=256, tile_n=128),
+        MosaicConfig(in_flight=0, stages=3),
+        MosaicConfig(tile_m=128, tile_n=192),
+    ],
+    ids=str,
+)
+def test_configs_lower(config):
+    s = Sizes("gpt-oss-20b", False, jnp.float16)
+    inputs = (s.rows, s.weight, s.label, *[s.vector] * 4, s.count)
+    size = s.chunk // config.tile_n * config.tile_n
+    compile_only(partial(kernels.gradient_tiles, vocab_major=False, first=at(0), size=size, config=config), *inputs)
+
+
+def test_too_much_shared_memory():
+    s = Sizes("llama-3.1-8b", True)
+    config = MosaicConfig(stages=5)
+    assert config.shared_bytes(stores=True) > SHARED_BYTES
+    with pytest.raises(AssertionError, match="bytes of shared memory"):
+        kernels.gradient_tiles(
+            *(jnp.zeros((128, 64) if i < 2 else (128,)) for i in range(7)),
+            jnp.zeros(1, jnp.int32),
+            vocab_major=True, first=at(0), size=256, config=config,
+        )  # fmt: skip
+    del s
+
+
+# -------------------------------------------------------------------------------------------------- order of tiles
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("tiles_m", "tiles_n"), [(1, 1), (3, 5), (20, 10), (17, 9), (2, 66), (32, 10)])
+def test_work_is_done_once(tiles_m, tiles_n, halves):
+    programs, steps = 132, 5
+    work = Work(jnp.int32(tiles_m), jnp.int32(tiles_n), jnp.int32(steps), programs, 8, halves)
+    i, j, first, count = (np.asarray(x) for x in jax.vmap(work.item)(jnp.arange(int(work.items))))
+    done = np.zeros((tiles_m, tiles_n, steps), int)
+    for place in zip(i, j, first, count, strict=True):
+        done[place[0], place[1], place[2] : place[2] + place[3]] += 1
+    assert (done == 1).all()
+    # Only a program's last item may be a half.
+    assert (count[: (len(count) - 1) // programs * programs] == steps).all()
+    assert len(count) == tiles_m * tiles_n or (halves and len(count) <= -(-tiles_m * tiles_n // programs) * programs)
+
+
+def test_groups_of_rows_are_even():
+    row, _ = place_tile(jnp.arange(17 * 4), jnp.int32(17), jnp.int32(4), 16)
+    assert (np.asarray(row) < 9).tolist() == [True] * 36 + [False] * 32
+
+
+# ---------------------------------------------------------------------------------------------------- interpreted
+
+CONFIG = MosaicConfig(tile_m=128, tile_n=128, stages=2, group=2)
+TOKENS, COUNT, HIDDEN, SPLIT = 256, 150, 192, 256
+PLACES = Places(128, SPLIT)
+PADDED = 512  # vocabulary entries
+
+
+class Small:
+    """Tensors with `COUNT` tokens that count, and what is to come out, in float64."""
+
+    def __init__(self, vocab_major, vocab):
+        rng = np.random.default_rng(0)
+        self.vocab_major, self.vocab = vocab_major, vocab
+        n = self.n = COUNT
+
+        def padded(x, fill):
+            return np.concatenate([x, np.full((TOKENS - n, *x.shape[1:]), fill)])
+
+        def narrow(x):
+            return jnp.asarray(x, jnp.bfloat16)
+
+        rows = narrow(padded(rng.normal(size=(n, HIDDEN)), 0))
+        weight = narrow(rng.normal(size=(vocab, HIDDEN)) * 0.3)
+        self.rows, self.weight = rows, weight if vocab_major else weight.T
+        self.rows64, self.weight64 = (np.asarray(x, np.float64) for x in (rows[:n], weight))
+        self.label = padded(rng.integers(0, vocab, n), -1).astype(np.int32)
+        self.factor = padded(rng.uniform(0.5, 1.5, n), 1).astype(np.float32)
+        self.bias = np.pad(rng.normal(size=vocab), (0, PADDED - vocab)).astype(np.float32)
+        self.x = self.rows64 @ self.weight64.T
+        z = self.x * self.factor[:n, None]
+        self.z = np.pad(z, ((0, 0), (0, PADDED - vocab)), constant_values=-np.inf)
+        target = z[np.arange(n), self.label[:n]]
+        self.shift = padded(target + 30, np.inf).astype(np.float32)
+        self.count = jnp.asarray([n], jnp.int32)
+        self.exponentials = np.exp(self.z - self.shift[:n, None])
+        self.scale = padded(rng.uniform(0.5, 1.5, n), 0).astype(np.float32)
+
+    def matrix(self, values, shape, first):
+        """`values` [tokens, entries] as they are kept, from entry `first` of a matrix of that shape on."""
+        out = np.full(shape if self.vocab_major else shape[::-1], np.nan)
+        for t in range(0, min(len(values), shape[1]), 64):
+            for v in range(0, values.shape[1], 64):
+                row, column = (first + v, t) if self.vocab_major else (t, first + v)
+                out[row : row + 64, column : column + 64] = values[t : t + 64, v : v + 64]
+        return jnp.asarray(out, jnp.bfloat16)
+
+    def values(self, matrix, first, entries, tokens):
+        """The reverse."""
+        out = np.zeros((tokens, entries))
+        for t in range(0, tokens, 64):
+            for v in range(0, entries, 64):
+                row, column = (first + v, t) if self.vocab_major else (t, first + v)
+                out[t : t + 64, v : v + 64] = matrix[row : row + 64, column : column + 64]
+        return out
+
+    def kept(self, stash, spare):
+        """Exponentials of the tokens that there is room for."""
+        stashed = self.values(np.asarray(stash, np.float64), PLACES.shift, SPLIT, HIDDEN)
+        spared = self.values(np.asarray(spare, np.float64), 0, PADDED - SPLIT, HIDDEN)
+        return np.concatenate([stashed, spared], 1)
+
+
+def relative(value, expected):
+    return np.linalg.norm(np.asarray(value, np.float64) - expected) / np.linalg.norm(expected)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    # What TMA does outside of a matrix: read zeros.
+    return InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+
+
+def reference_to(x):
+    return jax.new_ref(x, memory_space=plgpu.GMEM)  # the interpreter wants to know where
+
+
+@LAYOUTS
+def test_softmax(vocab_major, interpreter):
+    s = Small(vocab_major, vocab=448)
+
+    @jax.jit
+    def run():
+        stash = reference_to(jnp.full(s.weight.shape, jnp.nan, jnp.bfloat16))
+        spare = reference_to(jnp.full((PADDED - SPLIT, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
+        made = kernels.softmax_tiles(
+            s.rows, s.weight, s.label, s.factor, s.count,
+            vocab_major=vocab_major, shift=s.shift, stash=stash, spare=spare, places=PLACES,
+            smoothing=True, stats=True, config=CONFIG, interpret=interpreter,
+        )  # fmt: skip
+        return made, jax.freeze(stash), jax.freeze(spare)
+
+    made, stash, spare = run()
+    made = [np.asarray(x)[:, : s.n].T for x in made]
+    z = s.z.reshape(s.n, -1, CONFIG.part_n)
+    top = z.max(2)
+    below = z - top[:, :, None]
+    e = np.exp(below)
+    own = (np.arange(PADDED) == s.label[: s.n, None]).reshape(z.shape)
+    np.testing.assert_allclose(made[0], top, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(made[1], np.where(own, 0, e).sum(2), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(made[2], np.where(np.isinf(below), 0, below).sum(2), rtol=1e-5)
+    np.testing.assert_allclose(made[3], (e * np.maximum(below, -1e30)).sum(2), rtol=1e-4, atol=1e-5)
+    assert (made[4] == z.argmax(2) + CONFIG.part_n * np.arange(z.shape[1])).all()
+    values = s.kept(stash, spare)
+    expected = np.where(own.reshape(s.n, PADDED), 0, s.exponentials)
+    assert relative(values[: s.n], expected) < 2**-8
+    assert (values[: s.n][own.reshape(s.n, PADDED)] == 0).all()
+    assert (values[s.n :] == 0).all()
+
+
+@LAYOUTS
+def test_products(vocab_major, interpreter):
+    s = Small(vocab_major, vocab=512)
+    values = np.zeros((192, PADDED))
+    values[: s.n] = s.exponentials
+    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), PLACES.shift)
+    spare = s.matrix(values[:, SPLIT:], (PADDED - SPLIT, TOKENS), 0)
+    values = np.asarray(jnp.asarray(values[: s.n], jnp.bfloat16), np.float64)
+    common = {"vocab_major": vocab_major, "places": PLACES, "config": CONFIG, "interpret": interpreter}
+
+    @jax.jit
+    def run():
+        ref = reference_to(stash)
+        hidden = kernels.hidden_product(
+            s.weight, s.count, tokens=TOKENS, stash=ref, spare=spare, scale=s.scale, **common
+        )
+        for first in range(0, SPLIT, PLACES.shift):
+            kernels.weight_product(ref, s.rows, s.count, first=at(first), size=PLACES.shift, after=hidden, **common)
+        kernels.weight_product(ref, s.rows, s.count, first=at(SPLIT), size=PADDED - SPLIT, spare=spare, **common)
+        return hidden, jax.freeze(ref)
+
+    hidden, gradient = run()
+    expected = values @ s.weight64 * s.scale[: s.n, None]
+    assert relative(np.asarray(hidden)[: s.n], expected) < 1e-6
+    gradient = gradient if vocab_major else gradient.T
+    assert relative(gradient, values.T @ s.rows64) < 2**-8
+
+
+@LAYOUTS
+def test_gradient_again(vocab_major, interpreter):
+    """With bias, softcap, and label smoothing's part; half of the tokens' weight gradient is from kept exponentials."""
+    s = Small(vocab_major, vocab=448)
+    rng = np.random.default_rng(1)
+    inner, first, size, kept = 0.3, SPLIT, PADDED - SPLIT, 128
+    x = np.tanh((s.x + s.bias[: s.vocab]) * inner)
+    lse = np.log(np.exp(x * s.factor[: s.n, None]).sum(1))
+    at_target, even = rng.normal(size=s.n), rng.uniform(0, 0.01, s.n)
+    g = np.exp(x * s.factor[: s.n, None] - lse[:, None]) * s.scale[: s.n, None] - even[:, None]
+    g[np.arange(s.n), s.label[: s.n]] = at_target
+    g = np.pad(g * (1 - x * x), ((0, 0), (0, PADDED - s.vocab)))[:, first:]
+
+    def padded(x, fill=0):
+        return np.pad(x, (0, TOKENS - s.n), constant_values=fill).astype(np.float32)
+
+    common = {"vocab_major": vocab_major, "first": at(first), "config": CONFIG, "interpret": interpreter}
+    stash = jnp.zeros(s.weight.shape, jnp.bfloat16)
+    spare = s.matrix(s.exponentials[:kept, SPLIT:], (size, TOKENS), 0)
+
+    @jax.jit
+    def run():
+        again = kernels.gradient_tiles(
+            s.rows, s.weight, s.label, s.factor, padded(lse, np.inf), s.scale, padded(at_target), s.count,
+            size=size, even=padded(even), bias=s.bias, inner_scale=jnp.full(1, inner), **common,
+        )  # fmt: skip
+        hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, again=again, **common)
+        others = again[:, kept:] if vocab_major else again[kept:]
+        ref = reference_to(stash)
+        kernels.weight_product(
+            ref, s.rows, s.count, size=size, places=PLACES, kept_tokens=kept, spare=spare, again=others, **common
+        )
+        return again, hidden, jax.freeze(ref)
+
+    again, hidden, gradient = run()
+    again = s.values(np.asarray(again, np.float64), 0, size, TOKENS)
+    assert relative(again[: s.n], g) < 2**-8
+    assert (again[s.n :] == 0).all()
+    assert relative(np.asarray(hidden)[: s.n], again[: s.n, : s.vocab - first] @ s.weight64[first:]) < 1e-6
+    gradient = np.asarray(gradient if vocab_major else gradient.T, np.float64)[first:]
+    mixed = np.concatenate([s.exponentials[:kept, SPLIT : s.vocab], again[kept : s.n, : s.vocab - first]])
+    assert relative(gradient, mixed.T @ s.rows64) < 2**-7
+
+
+@LAYOUTS
+def test_settle(vocab_major, interpreter):
+    """Of the first 128 tokens some have moved; past the last one that counts nothing may be looked at."""
+    s = Small(vocab_major, vocab=448)
+    rng = np.random.default_rng(2)
+    room = 128  # tokens, all of which count but the last few
+    n = room - 10
+    maximum = rng.normal(size=(PADDED // CONFIG.part_n, room)).astype(np.float32)
+    before = rng.normal(size=room).astype(np.float32)
+    after = before + np.where(rng.random(room) < 0.5, rng.normal(size=room), 0).astype(np.float32)
+    maximum[:, ::3] += 70  # beyond reach
+    maximum[:, n:] = before[n:] = np.nan
+    values = np.exp(rng.normal(size=(room, PADDED)))
+    values[n:] = values[:, s.vocab :] = 0
+    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), PLACES.shift)
+    spare = s.matrix(values[:, SPLIT:], (PADDED - SPLIT, TOKENS), 0)
+
+    @jax.jit
+    def run(after):
+        refs = reference_to(stash), reference_to(spare)
+        settle.settle_exponentials(
+            *refs, maximum, before, after, jnp.asarray([n]),
+            vocab_major=vocab_major, places=PLACES, vocab=s.vocab, config=CONFIG, interpret=interpreter,
+        )  # fmt: skip
+        return [jax.freeze(x) for x in refs]
+
+    got = s.kept(*run(after))[:room]
+    top = np.repeat(maximum.T, CONFIG.part_n, 1)[:n].astype(np.float64)
+    old, new = before[:n, None], after[:n, None]
+    factor = np.where(old == new, 1, np.exp(np.where(top - old > 60, top, old) - new))
+    assert relative(got[:n], values[:n] * factor) < 2**-8
+    rest = (old == new)[:, 0]
+    assert 0 < rest.sum() < n
+    assert (got[:n][rest] == s.kept(stash, spare)[:n][rest]).all()
+    assert (got[n:] == 0).all()
+    for x, y in zip(run(before), (stash, spare), strict=True):  # where none has moved
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("hidden", [192, 64])
+def test_targets(vocab_major, hidden, interpreter):
+    """Labels with one token, with two, with one more than are summed at a time, and with many."""
+    rng = np.random.default_rng(3)
+    tokens, count, vocab = 64, 50, 40
+    label = np.concatenate([[7] * 20, [39] * 10, [0] * 9, [8, 8, 30], rng.permutation(np.arange(10, 18))])
+    label = np.pad(rng.permutation(label), (0, tokens - count), constant_values=NO_LABEL).astype(np.int32)
+    order = rng.permutation(tokens).astype(np.int32)
+    at_target = rng.normal(size=tokens).astype(np.float32)
+    rows = rng.normal(size=(tokens, hidden)).astype(np.float32)
+    rows[order[count:]] = np.nan
+    gradient = rng.normal(size=(vocab, hidden))
+    position = np.argsort(label, stable=True).astype(np.int32)
+    rows, gradient = jnp.asarray(rows, jnp.bfloat16), jnp.asarray(gradient, jnp.bfloat16)
+
+    @jax.jit
+    def run():
+        ref = reference_to(gradient if vocab_major else gradient.T)
+        settle.add_targets(
+            ref, rows, order, label[position], position, at_target, vocab_major=vocab_major, interpret=interpreter
+        )
+        return jax.freeze(ref)
+
+    expected = np.asarray(gradient, np.float64)
+    wide = np.asarray(rows, np.float64)
+    for i in range(count):
+        expected[label[i]] += at_target[i] * wide[order[i]]
+    got = run() if vocab_major else run().T
+    # Rounded once: no farther from the sum than its own rounding.
+    assert (np.abs(np.asarray(got, np.float64) - expected) <= np.abs(expected) * 2**-8 + 1e-5).all()
+    untouched = np.setdiff1d(np.arange(vocab), label)
+    assert (got[untouched] == gradient[untouched]).all()

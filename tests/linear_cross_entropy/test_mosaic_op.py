@@ -1,0 +1,201 @@
+"""The 'mosaic_gpu' backend on the CPU: the whole op lowered for CUDA, its plans and its refusals."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from onchip.core import configs
+from onchip.jax import linear_cross_entropy
+from onchip.ops.linear_cross_entropy import jax_op, mosaic_op, mosaic_spec
+from onchip.ops.linear_cross_entropy.cases import MODELS
+from onchip.ops.linear_cross_entropy.jax_call import Static
+from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig
+from onchip.ops.linear_cross_entropy.spec import OP, Problem
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch):
+    monkeypatch.setattr(jax_op, "_platform", lambda: "gpu")
+    monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
+
+
+def lowered(tokens, hidden, vocab, *, dtype=jnp.bfloat16, layout="vh", argnums=(0, 1), bias=False, batch=(), **options):
+    """StableHLO for CUDA of the loss and its gradients, or with no argnums of the loss."""
+    shapes = [(*batch, tokens, hidden), (vocab, hidden) if layout == "vh" else (hidden, vocab), (*batch, tokens)]
+    dtypes = [dtype, dtype, jnp.int32]
+    if bias:
+        shapes.append((vocab,))
+        dtypes.append(dtype)
+    op = partial(linear_cross_entropy, backend="mosaic_gpu", weight_layout=layout, **options)
+    f = op
+    if options.get("reduction") == "none":
+        f = lambda *x: op(*x).sum()  # noqa: E731
+    if argnums:
+        f = jax.value_and_grad(f, argnums=argnums, has_aux=options.get("return_stats", False))
+    if batch:
+        f = jax.vmap(f, in_axes=(0, None, 0))
+    arguments = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True)]
+    return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def launches(text):
+    return text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("model", ["llama3.1-8b", "gemma3-4b"])
+def test_models_lower_and_nothing_is_copied(model, as_on_hopper):
+    text = lowered(4096, *MODELS[model])
+    # softmax, settle, hidden's product and the targets' terms once; weight's product for one chunk, some in a loop, and
+    # the last.  With more tokens than H another softmax, and for each kind of chunk logits again and hidden's product.
+    assert launches(text) == (7 if model == "llama3.1-8b" else 7 + 1 + 3 * 2)
+    assert "stablehlo.copy" not in text
+
+
+EVERYTHING = {
+    "bias": True, "argnums": (0, 1, 3), "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "return_stats": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "hv"},
+        {"dtype": jnp.float16},
+        EVERYTHING,
+        {"strategy": "recompute"},
+        {"argnums": (0,)},
+        {"argnums": (1,)},
+        {"argnums": ()},
+        {"reduction": "none", "z_loss": 1e-3},
+        {"batch": (3,)},
+    ],
+    ids=str,
+)
+def test_options_lower(options, as_on_hopper):
+    # More tokens than H, none of a multiple of 128, and a last tile of the vocabulary that isn't full.
+    assert launches(lowered(300, 192, 1088, **options)) >= (1 if options.get("argnums") == () else 3)
+
+
+def test_differentiated_twice(as_on_hopper):
+    def twice(h, w, y):
+        def f(h):
+            return linear_cross_entropy(h, w, y, backend="mosaic_gpu")
+
+        return jax.grad(lambda h: jax.grad(f)(h).sum())(h)
+
+    shapes = [((128, 256), jnp.bfloat16), ((1024, 256), jnp.bfloat16), ((128,), jnp.int32)]
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        jax.eval_shape(twice, *(jax.ShapeDtypeStruct(*x) for x in shapes))
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "layout", "hidden", "vocab", "reason"),
+    [
+        ("cpu", "bfloat16", "vh", 256, 1024, "NVIDIA GPUs, not on 'cpu'"),
+        ("gpu", "float32", "vh", 256, 1024, "rounded to tf32"),
+        ("gpu", "bfloat16", "vh", 264, 1024, "H to be a multiple of 64.*H=264"),
+        ("gpu", "bfloat16", "vh", 256, 1001, "V=1001"),
+        ("gpu", "bfloat16", "hv", 256, 1032, "of 64 with weight_layout='hv'.*V=1032"),
+        ("gpu", "bfloat16", "vh", 256, 1024, "compute capability 9.0"),
+    ],
+)
+def test_refusals(platform, dtype, layout, hidden, vocab, reason):
+    static = Static("auto", platform, dtype, layout, "mean", "auto", scratch_bytes=None, return_stats=False)
+    said = mosaic_op.refusal(static, Problem(8, hidden, vocab, dtype, device="cuda"))
+    assert said is not None
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(said)
+
+
+def test_a_named_backend_never_falls_back():
+    h, w, y = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros(8, jnp.int32)
+    with pytest.raises(ValueError, match="'mosaic_gpu' can't run this call: it runs on NVIDIA GPUs"):
+        linear_cross_entropy(h, w, y, backend="mosaic_gpu")
+
+
+def problem(tokens, hidden, vocab, **changes):
+    return Problem(tokens, hidden, vocab, "bfloat16", device="cuda", **changes)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tokens", [1000, 4096, 8192])
+def test_plans_keep_to_their_budgets(tokens, model):
+    p = problem(tokens, *MODELS[model])
+    for budget in (None, tokens * p.vocab // 2, 64 * MIB + 4 * tokens * p.hidden):
+        c = mosaic_spec.plan(p, "auto", budget)
+        bound = mosaic_spec.default_scratch(p, "auto") if budget is None else budget
+        assert mosaic_spec.scratch_bytes(p, c) <= bound
+        assert c.kept in (0, min(mosaic_spec.up(tokens, 128), p.hidden // 128 * 128))
+    assert mosaic_spec.plan(p, "stash").kept > 0
+    assert mosaic_spec.plan(p, "recompute").kept == 0
+    forward = problem(tokens, *MODELS[model], grad_hidden=False, grad_weight=False)
+    assert mosaic_spec.scratch_bytes(forward, mosaic_spec.plan(forward, "auto")) <= 64 * MIB
+
+
+def test_chunks_cover_the_vocabulary_once():
+    for vocab in (512, 1088, 50304, 128256):
+        for chunk in (256, 4096, 8192):
+            if 2 * chunk > vocab:
+                continue
+            c = mosaic_spec.MosaicPlan("stash", 256, 256, chunk)
+            equal, last = mosaic_op.chunks(vocab, c)
+            sizes = [(first + i * size, size) for first, size, times in equal for i in range(times)] + [last]
+            at = 0
+            for first, size in sizes:
+                assert first == at
+                assert size % 256 == 0
+                at += size
+            assert at == mosaic_spec.up(vocab, 256)
+            # What is kept a chunk further on still has room there.
+            assert last[0] + chunk <= vocab
+
+
+@pytest.mark.parametrize(
+    "changes", [{"softcap": True}, {"smoothing": True}, {"grad_bias": True}, {"grad_weight": False}]
+)
+def test_what_keeps_nothing(changes):
+    p = problem(512, 512, 8192, **changes)
+    assert mosaic_spec.plan(p, "stash").strategy == "recompute"
+
+
+def test_too_small_a_budget():
+    p = problem(512, 512, 8192)
+    with pytest.raises(ValueError, match="raise scratch_bytes") as said:
+        mosaic_spec.plan(p, "auto", 1000)
+    least = int(str(said.value).split(" needs ")[1].split()[0])
+    assert mosaic_spec.scratch_bytes(p, mosaic_spec.plan(p, "auto", least)) <= least
+    with pytest.raises(ValueError, match="too small"):
+        mosaic_spec.plan(p, "auto", least - 1)
+
+
+STORED = [
+    entry
+    for path in sorted(configs.SHIPPED_FOLDER.glob(f"*/{OP}.json"))
+    for entry in configs.read_entries(configs.SHIPPED_FOLDER, OP, path.parent.name)
+    if entry.kernel.startswith("mosaic_")
+]
+
+
+def test_every_stored_config_lowers(as_on_hopper, monkeypatch):
+    assert {entry.kernel for entry in STORED} == set(mosaic_spec.heuristic_tiles())
+    for entry in STORED:
+        config = MosaicConfig.from_numbers(entry.config)
+        assert config.shared_bytes(True) <= SHARED_BYTES
+        tiles = mosaic_spec.heuristic_tiles() | {entry.kernel: dict(entry.config)}
+        monkeypatch.setattr(mosaic_spec, "heuristic_tiles", lambda tiles=tiles: tiles)
+        jax.clear_caches()
+        lowered(300, 192, 1088)
+
+
+def test_too_much_shared_memory(as_on_hopper, monkeypatch):
+    large = {name: tile | {"stages": 6} for name, tile in mosaic_spec.heuristic_tiles().items()}
+    monkeypatch.setattr(mosaic_spec, "heuristic_tiles", lambda: large)
+    jax.clear_caches()
+    with pytest.raises(
+        ValueError, match=r"softmax_tiles.* needs \d+ bytes of shared memory, of which a block has 232448"
+    ):
+        lowered(300, 192, 1088)
