@@ -35,9 +35,9 @@ clean:
 	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.for-demo: $(INSTALL)
-	./tools/install.sh $(PYTHON) $(VENV) torch,bench
+	./tools/install.sh $(PYTHON) $(VENV) torch,jax,bench,demo-jax
 	@touch $@
 
 $(VENV)/.for-dev: $(INSTALL)
-	./tools/install.sh $(PYTHON) $(VENV) torch,bench,docs,dev
+	./tools/install.sh $(PYTHON) $(VENV) torch,jax,bench,demo-jax,docs,dev
 	@touch $@

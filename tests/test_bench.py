@@ -27,7 +27,7 @@ from onchip.ops.linear_cross_entropy import benchmark, cases, peers
 
 ROW = {
     "op", "case", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio_to_floor",
-    "extra_bytes", "error", "error_bound", "errors", "ok",
+    "compile_s", "extra_bytes", "error", "error_bound", "errors", "ok",
 }  # fmt: skip
 
 
@@ -276,6 +276,7 @@ def test_results_file_holds_the_document(bench: Callable[..., Run]) -> None:
     assert torch.__version__.startswith(described["torch"])  # one may carry "+cu130" where the other does not
     assert described["threads"] == torch.get_num_threads()
     assert described["repeats"] == 2
+    assert described["framework"] == "torch"
     assert {"python", "numpy", "os", "cpu", "cores", "gpu", "driver", "cuda", "onchip", "git_commit"} <= set(described)
 
 
@@ -380,7 +381,7 @@ def test_slug_of_a_cpu(model: str, slug: str, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_slug_of_a_gpu(model: str, slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_gpu", lambda: {"gpu": model})
+    monkeypatch.setattr(environment, "_gpu", lambda framework: {"gpu": model})
     assert environment.device_slug("cuda") == slug
 
 
@@ -450,6 +451,10 @@ def test_add_keeps_the_rows_of_an_earlier_run() -> None:
     assert {r["impl"]: r["median_ms"] for r in again["rows"]} == {"one": 3.0, "two": 2.0}
     with pytest.raises(ValueError, match="made with gpu H100"):
         run._added(both, document("one", 1.0, gpu="H200"), Path("r.json"))
+    jax = document("one", 1.0)
+    jax["environment"]["jax"] = "0.11"
+    with pytest.raises(ValueError, match="made with jax None"):
+        run._added(both, jax, Path("r.json"))
 
 
 def test_small_scratch_of_the_cpu_case() -> None:
@@ -634,8 +639,8 @@ def test_peers_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_peers_are_imported_only_when_asked_for() -> None:
     code = (
-        "import sys; from onchip.ops.linear_cross_entropy import peers; import onchip.bench.run;"
-        "heavy = ('torch', 'matplotlib', 'jinja2', 'liger_kernel', 'cut_cross_entropy', 'quack');"
+        "import sys; from onchip.ops.linear_cross_entropy import jax_peers, peers; import onchip.bench.run;"
+        "heavy = ('torch', 'jax', 'optax', 'matplotlib', 'jinja2', 'liger_kernel', 'cut_cross_entropy', 'quack');"
         "print([m for m in heavy if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

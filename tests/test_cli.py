@@ -2,13 +2,15 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import onchip
 from onchip import cli
-from onchip.ops.linear_cross_entropy import spec, torch_checks, triton_spec
+from onchip.core import machine
+from onchip.ops.linear_cross_entropy import jax_checks, jax_op, spec, torch_checks, triton_spec
 from onchip.ops.linear_cross_entropy.torch_checks import Check
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
@@ -143,6 +145,9 @@ def test_plan_by_model():
         ([*LLAMA, "--device", "cpu", "--backend", "triton"], "its kernels don't run in bfloat16 on cpu"),
         ([*LLAMA, "--scratch-mib", "0"], "--scratch-mib must be 1 or more; got 0"),
         (["check", "--device", "tpu"], "--device must be auto, cpu or cuda; got 'tpu'"),
+        (["check", "--framework", "numpy"], "--framework must be torch or jax; got 'numpy'"),
+        (["bench", "linear_cross_entropy", "--framework", "all"], "--framework must be torch or jax; got 'all'"),
+        (["bench", "linear_cross_entropy", "--framework", "jax", "--dtype", "int8"], "--dtype must be one of float32"),
         (["bench", "softmax"], "no op 'softmax'; there is: linear_cross_entropy"),
         (["bench", "linear_cross_entropy", "--case", "nope"], "--case 'nope' matches nothing"),
         (["demo", "--steps", "0"], "steps"),
@@ -163,16 +168,45 @@ def test_cuda_that_is_not_there(monkeypatch):
     assert "PyTorch sees no CUDA device here" in result.stderr
 
 
+@pytest.mark.parametrize("command", [["check"], ["bench", "linear_cross_entropy"]], ids=lambda x: x[0])
+def test_cuda_that_jax_does_not_see(monkeypatch, command):
+    monkeypatch.setattr("jax.devices", list)
+    result = run(*command, "--framework", "jax", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "JAX sees no CUDA device here" in result.stderr
+
+
 def test_info():
     document = json.loads(run("info", "--json").stdout)
     assert document["onchip"] == onchip.__version__
     assert document["versions"]["torch"]
-    assert {(b["backend"], b["device"]) for b in document["backends"]} == {
-        ("torch", "cpu"), ("torch", "cuda"), ("triton", "cuda"),
+    assert document["versions"]["jax"]
+    assert document["versions"]["jaxlib"]
+    assert any(name.startswith("jax ") for name in document["machine"])
+    assert {(b["framework"], b["backend"], b["device"]) for b in document["backends"]} == {
+        ("torch", "torch", "cpu"), ("torch", "torch", "cuda"), ("torch", "triton", "cuda"),
+        ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
     }  # fmt: skip
     assert all(b["why"] for b in document["backends"])
-    assert next(b for b in document["backends"] if b["device"] == "cpu")["usable"]
+    assert all(b["usable"] for b in document["backends"] if b["device"] == "cpu")
     assert onchip.__version__ in run("info").stdout
+
+
+@pytest.mark.parametrize(
+    ("capability", "usable", "why"),
+    [
+        ("9.0", True, "kernels for this device"),
+        ("8.0", False, "it is for compute capability 9.0 (Hopper); this is 8.0"),
+    ],
+)
+def test_info_on_the_jax_backends_of_a_gpu(monkeypatch, capability, usable, why):
+    gpu = SimpleNamespace(platform="gpu", id=0, device_kind="NVIDIA X100", compute_capability=capability)
+    monkeypatch.setattr("jax.devices", lambda: [gpu])
+    document = json.loads(run("info", "--json").stdout)
+    assert document["machine"]["jax gpu:0"] == "NVIDIA X100"
+    rows = {b["backend"]: b for b in document["backends"] if (b["framework"], b["device"]) == ("jax", "cuda")}
+    assert rows["xla"]["usable"]
+    assert (rows["mosaic_gpu"]["usable"], rows["mosaic_gpu"]["why"]) == (usable, why)
 
 
 @pytest.mark.parametrize(
@@ -190,47 +224,88 @@ def test_info_on_the_triton_backend(monkeypatch, capability, installed, usable, 
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     monkeypatch.setattr(cli, "find_spec", lambda name: object() if installed else None)
     rows = json.loads(run("info", "--json").stdout)["backends"]
-    (row,) = (row for row in rows if row["backend"] == "triton")
+    (row,) = (row for row in rows if (row["framework"], row["backend"]) == ("torch", "triton"))
     assert (row["usable"], row["why"]) == (usable, why)
 
 
-def test_info_without_torch_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_info_without_a_framework_says_what_to_install(monkeypatch, framework):
     from importlib import metadata
 
     version = metadata.version
 
     def missing(name):
-        if name == "torch":
+        if name == framework:
             raise metadata.PackageNotFoundError(name)
         return version(name)
 
     monkeypatch.setattr(metadata, "version", missing)
     document = json.loads(run("info", "--json").stdout)
-    assert document["versions"]["torch"] is None
-    assert all(not b["usable"] and "pip install 'onchip[torch]'" in b["why"] for b in document["backends"])
+    assert document["versions"][framework] is None
+    rows = [b for b in document["backends"] if b["framework"] == framework]
+    assert rows
+    assert all(not b["usable"] and f"pip install 'onchip[{framework}]'" in b["why"] for b in rows)
+    assert f"pip install 'onchip[{framework}]'" in run("info").stdout
 
 
 @pytest.fixture
-def two_cases(monkeypatch):
+def few_cases(monkeypatch):
     monkeypatch.setattr(torch_checks, "CHECK_CASES", torch_checks.CHECK_CASES[-2:])
+    monkeypatch.setattr(jax_checks, "CHECK_CASES", [c for c in jax_checks.CHECK_CASES if c.name == "one class"])
 
 
-def test_check(two_cases):
-    result = run("check", "--device", "cpu", "--json")
+QUANTITIES = {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "grad_weight"}
+
+
+@pytest.mark.parametrize(
+    ("options", "backends"),
+    [
+        ([], {"torch": "torch", "jax": "xla"}),
+        (["--framework", "all"], {"torch": "torch", "jax": "xla"}),
+        (["--framework", "torch"], {"torch": "torch"}),
+        (["--framework", "jax"], {"jax": "xla"}),
+    ],
+    ids=["default", "all", "torch", "jax"],
+)
+def test_check(few_cases, options, backends):
+    result = run("check", "--device", "cpu", *options, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert document["ok"]
-    assert {(r["dtype"], r["implementation"]) for r in document["rows"]} == {
-        (dtype, f"torch {strategy}") for dtype in spec.DTYPE_BYTES for strategy in ("stash", "recompute")
+    assert {(r["framework"], r["device"], r["dtype"], r["implementation"]) for r in document["rows"]} == {
+        (framework, "cpu", dtype, f"{backend} {strategy}")
+        for framework, backend in backends.items()
+        for dtype in spec.DTYPE_BYTES
+        for strategy in ("stash", "recompute")
     }
-    assert {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "grad_weight"} <= {
-        r["quantity"] for r in document["rows"]
-    }
+    assert {r["quantity"] for r in document["rows"]} >= QUANTITIES
 
 
-def test_check_that_fails_ends_with_1(two_cases, monkeypatch):
-    wrong = Check("case", "float32", "torch stash", "loss", float("nan"), 1e-6)
-    monkeypatch.setattr(torch_checks, "check_case", lambda *args, **how: [wrong])
-    result = run("check", "--device", "cpu")
+def test_check_takes_the_frameworks_that_are_installed(few_cases, monkeypatch):
+    monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == "torch" else name)
+    right = Check("case", "float32", "stash", "loss", 0.0, 1e-6)
+    monkeypatch.setattr(jax_checks, "check_case", lambda *args, **how: [right])
+    document = json.loads(run("check", "--json").stdout)
+    assert {r["framework"] for r in document["rows"]} == {"jax"}
+    result = run("check", "--framework", "all")
+    assert result.exit_code == 2
+    assert "pip install 'onchip[torch]'" in result.stderr
+
+
+def test_the_default_framework_is_the_first_that_is_installed(monkeypatch):
+    assert machine.choose_framework(None) == "torch"
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "torch" else name)
+    assert machine.choose_framework(None) == "jax"
+    assert machine.choose_framework("torch") == "torch"
+
+
+@pytest.mark.parametrize(
+    ("framework", "checks", "title"), [("torch", torch_checks, "PyTorch"), ("jax", jax_checks, "JAX")]
+)
+def test_check_that_fails_ends_with_1(few_cases, monkeypatch, framework, checks, title):
+    wrong = Check("case", "float32", "stash", "loss", float("nan"), 1e-6)
+    monkeypatch.setattr(checks, "check_case", lambda *args, **how: [wrong])
+    result = run("check", "--framework", framework, "--device", "cpu")
     assert result.exit_code == 1
     assert "WRONG" in result.stdout
+    assert f"linear_cross_entropy in {title} on cpu" in result.stdout

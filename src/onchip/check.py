@@ -9,22 +9,33 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from onchip.core.machine import FRAMEWORKS, resolve_device
 
-def run_check(ops: Mapping[str, str], device: str, console: Console) -> dict[str, Any]:
-    """Run the checks of `ops` (op name -> its checks module), show a table and return all of it as a document.
 
-    The table has a row per case, dtype and implementation: the quantity that comes nearest its bound.
+def run_check(modules: Mapping[str, Mapping[str, str]], device: str, console: Console) -> dict[str, Any]:
+    """Run the checks of `modules` (framework -> op name -> its checks module), show tables and return all of it as a
+    document.
+
+    A table has a row per case, dtype and implementation: the quantity that comes nearest its bound.
+
+    Raises:
+        ValueError: `device` is not "cpu", "cuda" or "auto", or is "cuda" where a framework sees none.
     """
     rows: list[dict[str, Any]] = []
-    for op, module in ops.items():
+    devices = {framework: resolve_device(device, framework) for framework in modules}
+    for framework, op, module in [(f, op, module) for f, ops in modules.items() for op, module in ops.items()]:
+        device, name = devices[framework], FRAMEWORKS[framework]
         checks = import_module(module)
-        table = Table(title=f"{op} on {device}, against the float64 oracle")
+        table = Table(title=f"{op} in {name} on {device}, against the float64 oracle")
         for column in ("case", "dtype", "implementation", "worst of", "error", "bound", ""):
             table.add_column(column, justify="right" if column in ("error", "bound") else "left")
         planned = checks.planned_checks(device)
-        for run in track(planned, description=f"checking {op}", console=console, transient=True):
+        for run in track(planned, description=f"checking {op} in {name}", console=console, transient=True):
             compared = run()
-            rows += [{"op": op, "device": device, **asdict(check), "ok": check.ok} for check in compared]
+            rows += [
+                {"op": op, "framework": framework, "device": device, **asdict(check), "ok": check.ok}
+                for check in compared
+            ]
             worst = max(compared, key=lambda c: (not c.ok, c.error / c.bound if c.bound else 0.0))
             verdict = "[green]ok[/]" if worst.ok else "[red bold]WRONG[/]"
             numbers = (f"{worst.error:.1e}", f"{worst.bound:.1e}")

@@ -5,18 +5,19 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import onchip
 from onchip.core.configs import device_slug
-from onchip.core.machine import require_packages, resolve_device
+from onchip.core.machine import choose_framework, installed_frameworks, require_packages
 from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB
 
 app = typer.Typer(
@@ -24,10 +25,17 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-# Where each op keeps what the commands need, by op name.
-BENCHMARKS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.benchmark"}
+# Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
+BENCHMARKS = {
+    "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.benchmark"},
+    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_benchmark"},
+}
+CHECKS = {
+    "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.torch_checks"},
+    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_checks"},
+}
 TUNINGS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"}
-CHECKS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.torch_checks"}
+BENCHED = sorted({op for modules in BENCHMARKS.values() for op in modules})
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
@@ -39,7 +47,7 @@ def _clear_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError) as error:
-        Console(stderr=True).print(f"[red bold]onchip:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[red bold]onchip:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
@@ -59,6 +67,9 @@ def demo(
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="Folder for demo.json, demo.png and demo.html.")] = Path("onchip-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
+    framework: Annotated[
+        str | None, typer.Option(help="torch or jax. Default: torch, or jax where only that is installed.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small language model on real English twice, with the framework's loss and with onchip's."""
@@ -73,6 +84,7 @@ def demo(
             out=out,
             seed=seed,
             console=_console(as_json),
+            framework=framework,
         )
     if as_json:
         _print_json(document)
@@ -113,13 +125,22 @@ def plan(
 
 
 @app.command()
-def check(device: Device = "auto", as_json: Json = False) -> None:
+def check(
+    framework: Annotated[
+        str | None, typer.Option(help="torch, jax, or all. Default: those that are installed.")
+    ] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
     """Run every op's correctness cases on this machine against a float64 oracle."""
     with _clear_errors():
         from onchip.check import run_check
 
-        require_packages("check", ("torch",), "torch")
-        document = run_check(CHECKS, resolve_device(device), _console(as_json))
+        named = list(CHECKS) if framework == "all" else [choose_framework(framework)]
+        chosen = installed_frameworks() or named if framework is None else named
+        for name in chosen:
+            require_packages("check", (name,), name)
+        document = run_check({name: CHECKS[name] for name in chosen}, device, _console(as_json))
     if as_json:
         _print_json(document)
     if not document["ok"]:
@@ -128,7 +149,8 @@ def check(device: Device = "auto", as_json: Json = False) -> None:
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHMARKS)}.")],
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHED)}.")],
+    framework: Annotated[str | None, typer.Option(help="torch or jax. Default: torch where it is installed.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Case name or pattern; may be given several times.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Implementation name or pattern; likewise.")] = None,
     device: Device = "auto",
@@ -140,13 +162,15 @@ def bench(
 ) -> None:
     """Time an op beside its competitors, after checking that each is right."""
     with _clear_errors():
-        if op not in BENCHMARKS:
-            raise ValueError(f"no op {op!r}; there is: {', '.join(BENCHMARKS)}")
+        framework = choose_framework(framework)
+        if op not in BENCHMARKS[framework]:
+            raise ValueError(f"no op {op!r}; there is: {', '.join(BENCHMARKS[framework])}")
         from onchip.bench.run import run_bench
 
         document = run_bench(
             op,
-            BENCHMARKS[op],
+            BENCHMARKS[framework][op],
+            framework=framework,
             cases=case,
             impls=impl,
             device=device,
@@ -213,7 +237,7 @@ def info(as_json: Json = False) -> None:
     table = Table("framework", "backend", "device", "usable", "why", title="backends")
     for row in document["backends"]:
         usable = "[green]yes[/]" if row["usable"] else "[red]no[/]"
-        table.add_row(row["framework"], row["backend"], row["device"], usable, row["why"])
+        table.add_row(row["framework"], row["backend"], row["device"], usable, escape(row["why"]))
     console.print(table)
     _print_tuned(document["tuned"], console)
 
@@ -234,7 +258,7 @@ def _print_tuned(tuned: Mapping[str, Any], console: Console) -> None:
 
 def _info() -> dict[str, Any]:
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "triton", "jax", "numpy"):
+    for package in ("torch", "triton", "jax", "jaxlib", "numpy"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -266,19 +290,51 @@ def _info() -> dict[str, Any]:
             "usable": reason is None,
             "why": reason or what,
         }
-        for op in CHECKS
+        for op in CHECKS["torch"]
         for backend, device, reason, what in (
             ("torch", "cpu", no_torch, "the framework's own matrix products"),
             ("torch", "cuda", no_cuda, "the framework's own matrix products"),
             ("triton", "cuda", no_triton, kernels),
         )
     ]
+    if versions["jax"] is None:
+        reason = "JAX is not installed; pip install 'onchip[jax]'"
+        backends += [_jax_row(op, "xla", device, reason) for op in CHECKS["jax"] for device in ("cpu", "cuda")]
+    else:
+        import jax
+
+        machine |= {f"jax {d.platform}:{d.id}": d.device_kind for d in jax.devices()}
+        backends += [row for op in CHECKS["jax"] for row in _jax_backends(op)]
     return {
         "onchip": onchip.__version__,
         "versions": versions,
         "machine": machine,
         "backends": backends,
         "tuned": _tuned(no_cuda),
+    }
+
+
+def _jax_backends(op: str) -> list[dict[str, Any]]:
+    """The backends that can run a plain call in bfloat16 on the CPU, and all of those for a CUDA device."""
+    import jax
+
+    sees_cuda = any(d.platform == "gpu" for d in jax.devices())
+    no_cuda = None if sees_cuda else f"JAX sees no CUDA device (jaxlib {metadata.version('jaxlib')})"
+    checks = import_module(CHECKS["jax"][op])
+    on_cpu, on_gpu = (checks.plain_refusals(platform, "bfloat16", 128, 1024) for platform in ("cpu", "gpu"))
+    rows = [_jax_row(op, backend, "cpu", None) for backend, reason in on_cpu.items() if reason is None]
+    return rows + [_jax_row(op, backend, "cuda", no_cuda or reason) for backend, reason in on_gpu.items()]
+
+
+def _jax_row(op: str, backend: str, device: str, reason: str | None) -> dict[str, Any]:
+    what = "matrix products and loops of XLA" if backend == "xla" else "kernels for this device"
+    return {
+        "op": op,
+        "framework": "jax",
+        "backend": backend,
+        "device": device,
+        "usable": reason is None,
+        "why": reason or what,
     }
 
 

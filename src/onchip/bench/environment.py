@@ -1,7 +1,6 @@
 """What a benchmark ran on, for the record and for the names of files."""
 
 import datetime
-import importlib.util
 import os
 import platform
 import re
@@ -11,35 +10,38 @@ from pathlib import Path
 from typing import Any
 
 import onchip
+from onchip.bench.measuring import measuring
 from onchip.core import configs
 
 
-def describe(device: str) -> dict[str, Any]:
+def describe(device: str, framework: str = "torch") -> dict[str, Any]:
     """Versions, hardware and date; what does not exist here is None."""
-    gpu = _gpu() if device == "cuda" else {"gpu": None, "gpu_bytes": None, "driver": None, "cuda": None}
+    measure = measuring(framework)
+    gpu = _gpu(framework) if device == "cuda" else {"gpu": None, "gpu_bytes": None, "driver": None, "cuda": None}
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "device": device_slug(device),
+        "device": device_slug(device, framework),
         "onchip": onchip.__version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "numpy", "triton")},
+        "framework": framework,
+        **{name: _version(name) for name in measure.PACKAGES},
         "os": platform.platform(),
         "cpu": _cpu_model(),
         "cores": _cores(),
-        "threads": _threads(),
+        "threads": measure.threads(),
         "busy_cores": _busy_cores(),
         **gpu,
     }
 
 
-def device_slug(device: str) -> str:
+def device_slug(device: str, framework: str = "torch") -> str:
     """A short name such as 'cpu-amd-epyc-2c' or 'h100'."""
     if device == "cpu":
         # "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "AMD EPYC 7B13 64-Core Processor"
         model = re.sub(r"\((R|TM)\)|\bCPU\b|@.*|\b\d+-Core\b|\bProcessor\b", " ", _cpu_model(), flags=re.I)
         return f"cpu-{_slug(model)}-{_cores()}c"
-    return configs.device_slug(_gpu()["gpu"])
+    return configs.device_slug(_gpu(framework)["gpu"])
 
 
 def _slug(text: str) -> str:
@@ -66,14 +68,6 @@ def _busy_cores() -> float:
     return round(percent / 100 * (os.cpu_count() or 1), 2)
 
 
-def _threads() -> int | None:
-    if importlib.util.find_spec("torch") is None:
-        return None
-    import torch
-
-    return torch.get_num_threads()
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -81,17 +75,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _gpu() -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return {
-        "gpu": properties.name,
-        "gpu_bytes": properties.total_memory,
-        "driver": driver.splitlines()[0] if driver else None,
-        "cuda": torch.version.cuda,
-    }
+def _gpu(framework: str) -> dict[str, Any]:
+    asked = _output(["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader,nounits"])
+    driver, mib = asked.splitlines()[0].split(", ") if asked else (None, None)
+    return {"gpu_bytes": int(mib) << 20 if mib else None, "driver": driver, **measuring(framework).gpu()}
 
 
 def _git_commit() -> str | None:

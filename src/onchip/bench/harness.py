@@ -4,7 +4,6 @@ An op hands in what is needed here as plain names at the top level of its `bench
 """
 
 import contextlib
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from onchip.bench.measure import Step, Timing, peak_extra_bytes, time_interleaved
+from onchip.bench.measuring import Measuring
+from onchip.bench.timing import Step, Timing
 
 MODES = ("forward", "forward+backward")
 
@@ -74,6 +74,7 @@ class Row:
     p90_ms: float | None
     floor_ms: float | None
     ratio_to_floor: float | None
+    compile_s: float | None
     extra_bytes: int | None
     error: float | None
     """The one of `errors` nearest its bound, or furthest past it; None for NaN and infinity, which JSON lacks."""
@@ -106,6 +107,7 @@ class Outcome:
 def run_cases(
     name: str,
     op: Op,
+    measure: Measuring,
     *,
     cases: Sequence[str],
     implementations: Sequence[Implementation],
@@ -114,7 +116,7 @@ def run_cases(
     repeats: int,
     console: Console,
 ) -> Outcome:
-    """Run `implementations` of the op called `name` on its `cases`, one case after the other."""
+    """Run `implementations` of the op called `name` on its `cases`, one case after the other, timed by `measure`."""
     refusals = {impl.name: impl.unavailable(device, dtype) for impl in implementations}
     runnable = [impl for impl in implementations if refusals[impl.name] is None]
     outcome = Outcome([], [NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
@@ -130,8 +132,8 @@ def run_cases(
                 progress.update(task, advance=1, description=f"{case}: {doing}", refresh=True)
 
             progress.update(task, description=f"{case}: reference", refresh=True)
-            _CaseRun(name, op, case, device, dtype, repeats, tick, outcome).run(runnable)
-            _release(device)
+            _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
+            measure.release(device)
             progress.update(task, completed=per_case * (i + 1), refresh=True)
     return outcome
 
@@ -161,6 +163,7 @@ class _CaseRun:
 
     name: str
     op: Op
+    measuring: Measuring
     case: str
     device: str
     dtype: str
@@ -204,7 +207,7 @@ class _CaseRun:
                     checked.append(_Checked(impl, mode, steps[mode], errors))
                 self.tick("checking")
             if len(self.outcome.not_run) > failures:
-                _release(self.device)
+                self.measuring.release(self.device)
         return checked
 
     def measure(self, problem: Any, mode: str, checked: Sequence[_Checked]) -> None:
@@ -213,14 +216,14 @@ class _CaseRun:
         timings = self.time(problem, mode, {c.impl.name: c.step for c in checked if c.ok}, failed)
         floor = timings.get(_FLOOR)
         if failed:
-            _release(self.device)
+            self.measuring.release(self.device)
         for c in checked:
             if c.impl.name in failed:
                 self.give_up(c.impl, mode, failed[c.impl.name])
                 continue
             timing = timings.get(c.impl.name)
             try:
-                extra = peak_extra_bytes(c.step, device=self.device) if c.ok else None
+                extra = self.measuring.peak_extra_bytes(c.step, device=self.device) if c.ok else None
             except Exception as e:
                 self.give_up(c.impl, mode, _reason(e))
                 continue
@@ -239,6 +242,7 @@ class _CaseRun:
                     p90_ms=timing.p90_ms if timing else None,
                     floor_ms=floor.median_ms if floor else None,
                     ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
+                    compile_s=self.measuring.compile_seconds(c.step) if c.ok else None,
                     extra_bytes=extra,
                     error=_finite(error),
                     error_bound=bound,
@@ -252,7 +256,7 @@ class _CaseRun:
         floor: dict[str, Step] = {}
         with contextlib.suppress(Exception):  # too big for this device: then there is no ratio to it
             floor[_FLOOR] = self.op.floor(problem, mode)
-        return time_interleaved(
+        return self.measuring.time_interleaved(
             {**floor, **steps},
             device=self.device,
             repeats=self.repeats,
@@ -264,19 +268,6 @@ class _CaseRun:
 
 # The floor among the steps' names; no implementation's name is empty.
 _FLOOR = ""
-
-
-def _release(device: str) -> None:
-    """Free what steps have left behind.
-
-    One that ran out of memory may leave cycles that hold tensors.  What its cache holds is out of reach for all that is
-    not allocated through PyTorch, such as the code of kernels.
-    """
-    if device == "cuda":
-        import torch
-
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _finite(x: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Time and peak memory of a step, on the CPU and on CUDA devices.  Knows no op.
+"""Time and peak memory of a step of PyTorch, on the CPU and on CUDA devices.  Knows no op.
 
 A step is a callable without arguments that returns the tensors it leaves behind (loss, gradients).
 """
@@ -8,63 +8,23 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from onchip.bench import timing
+from onchip.bench.timing import Step as Step
+from onchip.bench.timing import Timing as Timing
 
-Step = Callable[[], Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Median and spread of a step's time, in milliseconds."""
-
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-
-
-def _raise(name: str, error: Exception) -> None:
-    raise error
-
-
-def time_interleaved(
-    steps: Mapping[str, Step],
-    *,
-    device: str,
-    repeats: int,
-    warmup: int = 1,
-    tick: Callable[[], None] = lambda: None,
-    on_error: Callable[[str, Exception], None] = _raise,
-) -> dict[str, Timing]:
-    """Time several steps in turn (a, b, c, a, b, c, ...), so that a machine that warms up or throttles hits all alike.
-
-    `tick` is called after every run of a step.  A step that raises is reported to `on_error`; if that returns, the
-    step is left out from then on, and of what is returned.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(warmup + repeats):
-        for name in list(samples):
-            try:
-                elapsed = _time_once(steps[name], device)
-            except Exception as e:
-                on_error(name, e)
-                del samples[name]
-                continue
-            if round_ >= warmup:
-                samples[name].append(elapsed)
-            tick()
-    return {name: Timing(*(float(q) for q in np.percentile(times, (50, 10, 90)))) for name, times in samples.items()}
-
+PACKAGES = ("torch", "numpy", "triton")
 
 # Cycles of the device's clock: about 10 ms.
 _HEAD_START = 18_000_000
 
 
-def _time_once(step: Step, device: str) -> float:
+def time_once(step: Step, device: str) -> float:
+    """Milliseconds of one run: on CUDA of the device, with the host ahead of it."""
     if device == "cpu":
         start = time.perf_counter()
         returned = step()
@@ -82,6 +42,9 @@ def _time_once(step: Step, device: str) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
+
+
+time_interleaved = partial(timing.time_interleaved, time_once)
 
 
 def peak_extra_bytes(step: Step, *, device: str) -> int:
@@ -106,6 +69,39 @@ def peak_extra_bytes(step: Step, *, device: str) -> int:
         extra = torch.cuda.max_memory_allocated() - before
     kept: int = sum(t.numel() * t.element_size() for t in returned)
     return max(0, extra - kept)
+
+
+def compile_seconds(step: Step) -> float | None:
+    """Not known: what compiles does so when it first runs."""
+    return None
+
+
+def release(device: str) -> None:
+    """Free what steps have left behind.
+
+    One that ran out of memory may leave cycles that hold tensors.  What its cache holds is out of reach for all that is
+    not allocated through PyTorch, such as the code of kernels.
+    """
+    if device == "cuda":
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def threads() -> int | None:
+    """Threads of an operator on the CPU."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def gpu() -> dict[str, Any]:
+    """Name, memory and CUDA version of the current device."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from onchip.bench import environment, harness, report
+from onchip.bench.measuring import measuring
 from onchip.core.machine import require_packages, resolve_device
 from onchip.core.names import matching
 
@@ -19,6 +20,7 @@ def run_bench(
     op: str,
     module: str,
     *,
+    framework: str = "torch",
     cases: Sequence[str] | None,
     device: str,
     dtype: str | None,
@@ -29,13 +31,15 @@ def run_bench(
     add: bool = False,
 ) -> dict[str, Any]:
     """Benchmark the op called `op`, whose benchmark module is `module`, and write `<date>-<device>-<op>.json` and
-    `.html` into the folder `out`, over those of an earlier run on the same day, or with `add` added to them.
+    `.html` into the folder `out`, over those of an earlier run on the same day, or with `add` added to them.  For JAX
+    the names end in `-jax`.
 
     Args:
         op: name for the record.
         module: import path of the module with the names that `harness.Op` lists.
+        framework: "torch" or "jax", whose module it is.
         cases: patterns against the op's case names; None for the op's defaults on the device.
-        device: "cpu", "cuda", or "auto": CUDA where there is a device.
+        device: "cpu", "cuda", or "auto": CUDA where the framework sees a device.
         dtype: one that the op has; None for float32 on the CPU, bfloat16 on CUDA.
         repeats: timed runs of each implementation in each mode.
         impls: patterns against the implementations' names; None for all.
@@ -50,8 +54,8 @@ def run_bench(
         ImportError: a package is missing that this needs.
         ValueError: an option that can't be served; nothing has run or been written then.
     """
-    require_packages("bench", ("torch", "jinja2", "matplotlib", "psutil"), "torch,bench")
-    device = resolve_device(device)
+    require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
+    device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
     if out.exists() and not out.is_dir():
@@ -64,7 +68,7 @@ def run_bench(
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
 
-    described = {"op": op, **environment.describe(device), "repeats": repeats}
+    described = {"op": op, **environment.describe(device, framework), "repeats": repeats}
     if device == "cpu" and described["busy_cores"] > 0.2:
         console.print(
             f"[yellow]Other work keeps {described['busy_cores']} cores busy; times will come out too long.[/]"
@@ -72,6 +76,7 @@ def run_bench(
     outcome = harness.run_cases(
         op,
         target,
+        measuring(framework),
         cases=chosen,
         implementations=implementations,
         device=device,
@@ -82,7 +87,8 @@ def run_bench(
     document = {"environment": described, **outcome.as_json()}
     report.print_report(document, console)
     out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"{described['date'][:10]}-{described['device']}-{op}"
+    name = op if framework == "torch" else f"{op}-{framework}"
+    stem = out / f"{described['date'][:10]}-{described['device']}-{name}"
     earlier = stem.with_name(f"{stem.name}.json")
     if add and earlier.exists():
         document = _added(json.loads(earlier.read_text(encoding="utf-8")), document, earlier)
@@ -97,9 +103,9 @@ def run_bench(
 
 def _added(earlier: dict[str, Any], now: dict[str, Any], path: Path) -> dict[str, Any]:
     """The earlier document with this one's rows in the place of those that they repeat."""
-    for name in ("gpu", "cpu", "torch", "triton", "onchip"):
-        if earlier["environment"][name] != now["environment"][name]:
-            raise ValueError(f"--add: {path} was made with {name} {earlier['environment'][name]}; choose another --out")
+    for name in ("gpu", "cpu", "torch", "triton", "jax", "jaxlib", "onchip"):
+        if (made_with := earlier["environment"].get(name)) != now["environment"].get(name):
+            raise ValueError(f"--add: {path} was made with {name} {made_with}; choose another --out")
     done = {(row["case"], row["mode"], row["impl"]) for row in now["rows"]}
     kept = [row for row in earlier["rows"] if (row["case"], row["mode"], row["impl"]) not in done]
     order = list(dict.fromkeys((row["case"], row["mode"]) for row in [*kept, *now["rows"]]))

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
+"""Names as `--framework` takes them, and as people write them."""
+
 
 def require_packages(command: str, packages: Sequence[str], extras: str) -> None:
     """Raise ImportError naming the extras to install unless all `packages` are there."""
@@ -13,16 +16,46 @@ def require_packages(command: str, packages: Sequence[str], extras: str) -> None
             )
 
 
-def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda" for what `--device` was given: for "auto", cuda where PyTorch sees a device.
+def installed_frameworks() -> list[str]:
+    """Those of "torch" and "jax" that are here."""
+    return [name for name in FRAMEWORKS if find_spec(name) is not None]
+
+
+def choose_framework(framework: str | None) -> str:
+    """The framework that `--framework` was given: for None the first that is installed.
+
+    Raises:
+        ValueError: another word.
+    """
+    if framework is not None and framework not in FRAMEWORKS:
+        raise ValueError(f"--framework must be {' or '.join(FRAMEWORKS)}; got {framework!r}")
+    return framework or (installed_frameworks() or list(FRAMEWORKS))[0]
+
+
+def resolve_device(device: str, framework: str = "torch") -> str:
+    """ "cpu" or "cuda" for what `--device` was given: for "auto", cuda where the framework sees a device.
 
     Raises:
         ValueError: another word, or "cuda" where there is none.
     """
-    import torch
-
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda; got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but PyTorch sees no CUDA device here; `onchip info` says more")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "cpu":
+        return device
+    sees_cuda = _torch_sees_cuda() if framework == "torch" else _jax_sees_cuda()
+    if device == "cuda" and not sees_cuda:
+        name = FRAMEWORKS[framework]
+        raise ValueError(f"--device is cuda, but {name} sees no CUDA device here; `onchip info` says more")
+    return "cuda" if sees_cuda else "cpu"
+
+
+def _torch_sees_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _jax_sees_cuda() -> bool:
+    import jax
+
+    return any(device.platform == "gpu" for device in jax.devices())

@@ -25,14 +25,14 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     return [
         partial(check_case, case, dtype, platform, strategy=strategy, backend=backend)
         for case, dtype, strategy in product(CHECK_CASES, DTYPES, ("stash", "recompute"))
-        for backend, reason in plain_refusals(platform, dtype, case.hidden, case.vocab).items()
+        for backend, reason in plain_refusals(platform, dtype, case.hidden, case.vocab, strategy).items()
         if reason is None
     ]
 
 
-def plain_refusals(platform: str, dtype: str, hidden: int, vocab: int) -> dict[str, str | None]:
+def plain_refusals(platform: str, dtype: str, hidden: int, vocab: int, strategy: str = "auto") -> dict[str, str | None]:
     """Why each backend can't serve a call with these sizes and no options on "cpu", "gpu" or "tpu", or None."""
-    static = Static("auto", platform, dtype, "vh", "mean", "auto", scratch_bytes=None, return_stats=False)
+    static = Static("auto", platform, dtype, "vh", "mean", strategy, scratch_bytes=None, return_stats=False)
     device = "cpu" if platform == "cpu" else "cuda"
     return refusals(static, Problem(1, hidden, vocab, dtype=dtype, device=device, compacted=True))
 

@@ -1,0 +1,57 @@
+"""Times of several steps in turn, whatever the framework.
+
+A step is a callable without arguments that returns the arrays it leaves behind (loss, gradients).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Step = Callable[[], Sequence[Any]]
+TimeOnce = Callable[[Step, str], float]
+"""Milliseconds that one run of a step takes on "cpu" or "cuda"."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread of a step's time, in milliseconds."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+
+
+def _raise(name: str, error: Exception) -> None:
+    raise error
+
+
+def time_interleaved(
+    time_once: TimeOnce,
+    steps: Mapping[str, Step],
+    *,
+    device: str,
+    repeats: int,
+    warmup: int = 1,
+    tick: Callable[[], None] = lambda: None,
+    on_error: Callable[[str, Exception], None] = _raise,
+) -> dict[str, Timing]:
+    """Time several steps in turn (a, b, c, a, b, c, ...), so that a machine that warms up or throttles hits all alike.
+
+    `tick` is called after every run of a step.  A step that raises is reported to `on_error`; if that returns, the
+    step is left out from then on, and of what is returned.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(warmup + repeats):
+        for name in list(samples):
+            try:
+                elapsed = time_once(steps[name], device)
+            except Exception as e:
+                on_error(name, e)
+                del samples[name]
+                continue
+            if round_ >= warmup:
+                samples[name].append(elapsed)
+            tick()
+    return {name: Timing(*(float(q) for q in np.percentile(times, (50, 10, 90)))) for name, times in samples.items()}
