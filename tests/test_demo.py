@@ -4,14 +4,35 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
+from importlib import metadata
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB, SEQUENCE, data, run, train
-from onchip.demo.model import Decoder, ModelConfig
+from onchip.demo import (
+    DEFAULT_STEPS,
+    DEFAULT_TOKENS,
+    DEFAULT_VOCAB,
+    EXTRAS,
+    PACKAGES,
+    SEQUENCE,
+    data,
+    jax_model,
+    jax_train,
+    run,
+    torch_model,
+    torch_train,
+    train,
+)
+from onchip.demo.model import ModelConfig, initial_weights
 
+FRAMEWORKS = {"torch": torch_train, "jax": jax_train}
 TINY = {"steps": 4, "vocab": 300, "tokens": 2 * SEQUENCE, "device": "cpu", "seed": 3}
 
 
@@ -31,6 +52,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Spare LLVM its optimizations: nearly all of these tests' time in JAX is compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def quiet():
     return Console(file=io.StringIO(), width=120)
 
@@ -40,15 +69,25 @@ def text():
     return data.load_text()
 
 
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def framework(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory):
+def tiny_run(tmp_path_factory, framework):
     """One tiny run: its document, its folder, what it printed."""
     folder = tmp_path_factory.mktemp("demo")
     console = quiet()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data.platformdirs, "user_cache_path", lambda name: folder / "cache" / name)
-        document = run.run_demo(**TINY, out=folder / "new" / "out", console=console)
+        document = run.run_demo(**TINY, framework=framework, out=folder / "new" / "out", console=console)
     return document, folder / "new" / "out", console.file.getvalue()
+
+
+def trainer_of(framework, vocab, seed=0, tokens=SEQUENCE):
+    config = train.TrainConfig(steps=1, tokens=tokens, seed=seed, device="cpu")
+    return FRAMEWORKS[framework].make_trainers(ModelConfig(vocab=vocab), config)["onchip"]
 
 
 # --------------------------------------------------------------------------------------------- corpus and tokenizer
@@ -98,39 +137,75 @@ def test_tokenizer_may_fall_short_of_the_vocabulary():
 
 
 def test_batches():
-    ids = torch.arange(1000)
-    inputs, targets = data.random_batch(ids, 4 * SEQUENCE, torch.Generator().manual_seed(0))
+    ids = np.arange(1000)
+    inputs, targets = data.random_batch(ids, 4 * SEQUENCE, np.random.default_rng(0))
     assert inputs.shape == targets.shape == (4, SEQUENCE)
-    assert torch.equal(inputs + 1, targets)
+    assert (inputs + 1 == targets).all()
     parts = list(data.batches_in_order(ids, 2 * SEQUENCE))
-    walked = torch.cat([inputs.flatten() for inputs, _ in parts])
-    assert torch.equal(walked, torch.arange(len(walked)))
+    walked = np.concatenate([inputs.ravel() for inputs, _ in parts])
+    assert (walked == np.arange(len(walked))).all()
     assert len(ids) - SEQUENCE <= len(walked) < len(ids)
-    assert all(torch.equal(inputs + 1, targets) for inputs, targets in parts)
+    assert all((inputs + 1 == targets).all() for inputs, targets in parts)
 
 
 def test_a_corpus_of_one_sequence_is_enough():
-    inputs, _ = data.random_batch(torch.arange(SEQUENCE + 1), SEQUENCE, torch.Generator().manual_seed(0))
-    assert torch.equal(inputs[0], torch.arange(SEQUENCE))
+    inputs, _ = data.random_batch(np.arange(SEQUENCE + 1), SEQUENCE, np.random.default_rng(0))
+    assert (inputs[0] == np.arange(SEQUENCE)).all()
 
 
 # --------------------------------------------------------------------------------------------- model and training
 
 
-def test_decoder_is_causal():
-    model = Decoder(ModelConfig(vocab=300), torch.Generator().manual_seed(0))
-    ids = torch.randint(300, (2, SEQUENCE))
-    changed = ids.clone()
+def test_decoder_is_causal(framework):
+    ids = np.random.default_rng(0).integers(300, size=(2, SEQUENCE))
+    changed = ids.copy()
     changed[:, 60:] = 7
+    before, after = (hidden_states(framework, x) for x in (ids, changed))
+    np.testing.assert_allclose(before[:, :60], after[:, :60], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(before[:, 60:], after[:, 60:])
+
+
+def hidden_states(framework, ids):
+    config = ModelConfig(vocab=300, layers=2)
+    if framework == "jax":
+        return np.asarray(jax_model.Decoder(config, 1)(jnp.asarray(ids)))
     with torch.no_grad():
-        before, after = model(ids), model(changed)
-    torch.testing.assert_close(before[:, :60], after[:, :60])
-    assert not torch.allclose(before[:, 60:], after[:, 60:])
+        return torch_model.Decoder(config, 1)(torch.from_numpy(ids)).numpy()
+
+
+def test_it_is_the_same_model_in_both_frameworks():
+    ids = np.random.default_rng(0).integers(300, size=(2, SEQUENCE))
+    np.testing.assert_allclose(hidden_states("torch", ids), hidden_states("jax", ids), rtol=1e-4, atol=1e-5)
+
+
+def test_every_parameter_is_among_the_initial_weights_or_a_norm():
+    config = ModelConfig(vocab=300, layers=2)
+    weights = initial_weights(config, 0)
+    named = {name.removesuffix(".weight"): x for name, x in torch_model.Decoder(config, 0).named_parameters()}
+    assert weights.keys() <= named.keys()
+    for name, x in named.items():
+        assert name in weights or (name.endswith("norm") and bool((x == 1).all()))
+    leaves = jax.tree.leaves(jax_model.Decoder(config, 0))
+    assert sum(x.size for x in leaves) == sum(x.numel() for x in named.values())
+
+
+def test_both_frameworks_take_the_same_steps():
+    """Two optimizers of the same name may differ in much."""
+    config = train.TrainConfig(steps=6, tokens=2 * SEQUENCE, seed=5, device="cpu", warmup_steps=2)
+    ids = np.random.default_rng(0).integers(300, size=2000)
+    corpus = data.Corpus(train=ids, held_out=ids)
+    losses = {}
+    for name, made in FRAMEWORKS.items():
+        runs = {"onchip": train.Run(made.make_trainers(ModelConfig(vocab=300), config)["onchip"])}
+        for _ in train.train_in_step(runs, config, corpus):
+            pass
+        losses[name] = [*runs["onchip"].losses, train.held_out_loss(runs["onchip"].trainer, config, corpus)]
+    np.testing.assert_allclose(losses["torch"], losses["jax"], rtol=1e-4)
 
 
 def test_runs_start_alike_and_share_nothing():
     config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=5, device="cpu")
-    plain, onchip = train.make_runs(ModelConfig(vocab=300), config).values()
+    plain, onchip = torch_train.make_trainers(ModelConfig(vocab=300), config).values()
     for a, b in zip(plain.model.parameters(), onchip.model.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.data_ptr() != b.data_ptr()
@@ -143,13 +218,26 @@ def test_learning_rate_stays_in_range(steps):
     assert all(0 < rate <= config.learning_rate for rate in rates)
 
 
-def test_sample_draws_no_id_without_a_token(text):
+def test_the_learning_rate_does_not_compile_anew():
+    traced = []
+
+    def loss(hidden, weight, labels):
+        traced.append(hidden)
+        return jax_train.plain_loss(hidden, weight, labels)
+
+    config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu")
+    trainer = jax_train.JaxTrainer(jax_model.Decoder(ModelConfig(vocab=300), 0), loss, config)
+    inputs, targets = data.random_batch(np.arange(300), SEQUENCE, np.random.default_rng(0))
+    first, second = (trainer.step(inputs, targets, rate) for rate in (1e-3, 2e-3))
+    assert first > second
+    assert len(traced) == 1
+
+
+def test_sample_draws_no_id_without_a_token(text, framework):
     tokenizer = data.load_tokenizer(text, 256)
-    model = Decoder(ModelConfig(vocab=4096), torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model.head[256:] = 0  # as likely as the rest, were they drawn from
+    trainer = trainer_of(framework, 4096)  # 3840 rows are as likely as the rest, were they drawn from
     options = {"prompt": "The", "tokens": 40, "temperature": 1.0}
-    first, again, other = (train.sample_text(model, tokenizer, **options, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (train.sample_text(trainer, tokenizer, **options, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert first.startswith("The")
 
@@ -176,20 +264,19 @@ def test_document_has_the_measurements(tiny_run):
         assert cost["extra_bytes"] >= 0
     assert document["settings"]["tokens"] == TINY["tokens"]
     assert document["settings"]["seed"] == TINY["seed"]
-    assert torch.__version__.startswith(document["environment"]["torch"])
+    for package in PACKAGES[document["settings"]["framework"]]:
+        assert metadata.version(package) == document["environment"][package]
     assert document["environment"]["tokenizers"]
     assert set(document["held_out_loss"]) == {"plain", "onchip"}
     assert document["sample"]["text"].startswith(document["sample"]["prompt"])
 
 
-def test_plain_stores_the_logits_and_onchip_does_not():
+def test_plain_stores_the_logits_and_onchip_does_not(framework):
     """Big enough that the resident set shows it: 32 MiB of logits."""
-    vocab = 8192
-    model = Decoder(ModelConfig(vocab=vocab), torch.Generator().manual_seed(0))
-    config = train.TrainConfig(steps=1, tokens=1024, seed=0, device="cpu")
-    ids = torch.randint(vocab, (2000,))
-    costs = train.measure_head(model, config, data.Corpus(train=ids, held_out=ids))
-    logits = 4 * config.tokens * vocab
+    vocab, tokens = 8192, 1024
+    batch = np.random.default_rng(0).integers(vocab, size=(2, tokens // SEQUENCE, SEQUENCE))
+    costs = FRAMEWORKS[framework].measure_head(trainer_of(framework, vocab, tokens=tokens), *batch)
+    logits = 4 * tokens * vocab
     assert costs["plain"].extra_bytes > 1.5 * logits
     assert costs["onchip"].extra_bytes < 0.5 * logits
 
@@ -210,7 +297,10 @@ def test_page_is_self_contained(tiny_run):
     assert references
     assert all(reference.startswith("data:image/png;base64,") for reference in references)
     assert not re.search(r"@import|url\(|<script|<link|<iframe", page)
-    assert "onchip demo --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
+    framework = tiny_run[0]["settings"]["framework"]
+    assert f"onchip demo --framework {framework} --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
+    assert f"pip install 'onchip[{EXTRAS[framework]}]'" in page
+    assert f"onchip.{framework}.linear_cross_entropy" in page
 
 
 def test_page_escapes_the_sample(tiny_run):
@@ -221,7 +311,8 @@ def test_page_escapes_the_sample(tiny_run):
 
 
 def test_same_seed_same_run(tiny_run, tmp_path):
-    again = run.run_demo(**TINY, out=tmp_path / "out", console=quiet())
+    framework = tiny_run[0]["settings"]["framework"]
+    again = run.run_demo(**TINY, framework=framework, out=tmp_path / "out", console=quiet())
     assert again["sample"] == tiny_run[0]["sample"]
     assert again["losses"] == tiny_run[0]["losses"]
 
@@ -237,7 +328,7 @@ def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
         raise InterruptedError
 
     described = {"cores": 4, "busy_cores": busy, "threads": 4}
-    monkeypatch.setattr(environment, "describe", lambda device: dict(described))
+    monkeypatch.setattr(environment, "describe", lambda *_: dict(described))
     monkeypatch.setattr(run, "_train_and_measure", stop)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
@@ -263,12 +354,13 @@ def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
         ("seed", -1, "--seed must be from 0"),
         ("seed", 2**63, "--seed must be from 0"),
         ("device", "tpu", "--device must be auto, cpu or cuda; got 'tpu'"),
+        ("framework", "mxnet", "--framework must be torch or jax; got 'mxnet'"),
     ],
 )
-def test_wrong_options_raise_before_any_work(option, value, message, tmp_path, cache):
+def test_wrong_options_raise_before_any_work(option, value, message, framework, tmp_path, cache):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=message):
-        run.run_demo(**{**TINY, option: value}, out=out, console=quiet())
+        run.run_demo(**{**TINY, "framework": framework, option: value}, out=out, console=quiet())
     assert not out.exists()
     assert not cache.exists()
 
@@ -277,6 +369,18 @@ def test_cuda_that_is_absent(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device is cuda, but PyTorch sees no CUDA device here"):
         run.run_demo(**{**TINY, "device": "cuda"}, out=tmp_path / "out", console=quiet())
+
+
+def test_jax_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices(backend="cpu"))
+    with pytest.raises(ValueError, match="--device is cuda, but JAX sees no CUDA device here"):
+        run.run_demo(**{**TINY, "device": "cuda", "framework": "jax"}, out=tmp_path / "out", console=quiet())
+
+
+@pytest.mark.parametrize(("framework", "other"), [("torch", "jax"), ("jax", "torch")])
+def test_one_framework_does_not_load_the_other(framework, other):
+    code = f"import sys, onchip.demo.run, onchip.demo.{framework}_train; assert {other!r} not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("below", ["", "folder"])
@@ -288,11 +392,14 @@ def test_out_is_a_file(below, tmp_path, cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("package", ["torch", "tokenizers", "matplotlib", "jinja2", "psutil"])
+@pytest.mark.parametrize(
+    "package", ["torch", "jax", "equinox", "optax", "tokenizers", "matplotlib", "jinja2", "psutil"]
+)
 def test_missing_package(package, tmp_path, monkeypatch):
     monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == package else name)
-    with pytest.raises(ImportError, match=rf"needs {package}.*pip install 'onchip\[torch,bench\]'"):
-        run.run_demo(**TINY, out=tmp_path / "out", console=quiet())
+    framework = "jax" if package in PACKAGES["jax"] else "torch"
+    with pytest.raises(ImportError, match=rf"needs {package}.*pip install 'onchip\[{EXTRAS[framework]}\]'"):
+        run.run_demo(**TINY, framework=framework, out=tmp_path / "out", console=quiet())
 
 
 def test_defaults_are_valid():

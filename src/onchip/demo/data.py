@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import platformdirs
 import tokenizers
-import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 
 from onchip.demo import SEQUENCE
+
+Ids = NDArray[np.int64]
 
 HELD_OUT = 0.05
 """The last part of the corpus that is kept for the validation loss."""
@@ -22,10 +24,10 @@ HELD_OUT = 0.05
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of the two parts of the corpus, on the CPU."""
+    """Token ids of the two parts of the corpus."""
 
-    train: Tensor
-    held_out: Tensor
+    train: Ids
+    held_out: Ids
 
 
 def load_text() -> str:
@@ -88,21 +90,22 @@ def _write_atomically(path: Path, content: str) -> None:
 
 def encode_corpus(tokenizer: Tokenizer, text: str) -> Corpus:
     """Token ids of `text`, the tail held out."""
-    ids = torch.tensor(tokenizer.encode(text).ids)
+    ids = np.array(tokenizer.encode(text).ids, np.int64)
     cut = round(len(ids) * (1 - HELD_OUT))
     return Corpus(train=ids[:cut], held_out=ids[cut:])
 
 
-def random_batch(ids: Tensor, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_batch(ids: Ids, tokens: int, rng: np.random.Generator) -> tuple[Ids, Ids]:
     """Inputs and targets [tokens / SEQUENCE, SEQUENCE], cut from `ids` at random places."""
-    starts = torch.randint(len(ids) - SEQUENCE, (tokens // SEQUENCE, 1), generator=generator)
-    places = starts + torch.arange(SEQUENCE)
+    places = rng.integers(len(ids) - SEQUENCE, size=(tokens // SEQUENCE, 1)) + np.arange(SEQUENCE)
     return ids[places], ids[places + 1]
 
 
-def batches_in_order(ids: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_in_order(ids: Ids, tokens: int) -> Iterator[tuple[Ids, Ids]]:
     """Inputs and targets that walk through all of `ids` once, at most `tokens` at a time; a last part is dropped."""
     whole = (len(ids) - 1) // SEQUENCE * SEQUENCE
-    inputs = ids[:whole].view(-1, SEQUENCE)
-    targets = ids[1 : whole + 1].view(-1, SEQUENCE)
-    yield from zip(inputs.split(tokens // SEQUENCE), targets.split(tokens // SEQUENCE), strict=True)
+    inputs = ids[:whole].reshape(-1, SEQUENCE)
+    targets = ids[1 : whole + 1].reshape(-1, SEQUENCE)
+    rows = tokens // SEQUENCE
+    for start in range(0, len(inputs), rows):
+        yield inputs[start : start + rows], targets[start : start + rows]

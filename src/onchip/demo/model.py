@@ -1,10 +1,13 @@
-"""A small pre-norm decoder that stops before the head: it returns hidden states, and the loss takes `head`."""
+"""The model that is trained: its sizes and its initial weights, the same in every framework.
+
+It is a small pre-norm decoder with learned positions.  It stops before the head: it makes hidden states, and the loss
+takes the weight of the output layer, which is not tied to the embedding.
+"""
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
 
 from onchip.demo import SEQUENCE
 
@@ -18,53 +21,26 @@ class ModelConfig:
     heads: int = 2
 
 
-class Block(nn.Module):
-    """Causal self-attention, then an MLP, each on the normalised residual stream."""
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:
+    """All weights by name, matrices as [out, in]; the norms' start at 1 and are not among them."""
+    rng = np.random.default_rng(seed)
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        hidden = config.hidden
-        self.heads = config.heads
-        self.attention_norm = nn.RMSNorm(hidden)
-        self.query_key_value = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.attention_out = nn.Linear(hidden, hidden, bias=False)
-        self.mlp_norm = nn.RMSNorm(hidden)
-        self.mlp_in = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.mlp_out = nn.Linear(4 * hidden, hidden, bias=False)
+    def normal(std: float, *shape: int) -> NDArray[np.float32]:
+        return np.float32(std) * rng.standard_normal(shape, dtype=np.float32)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention_out(self.attend(self.attention_norm(x)))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))  # type: ignore[no-any-return]
-
-    def attend(self, x: Tensor) -> Tensor:
-        qkv = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # [B, S, 3, heads, size]
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return mixed.transpose(1, 2).flatten(2)
-
-
-class Decoder(nn.Module):
-    """Token ids [B, S] to final hidden states [B, S, H]; `head` [V, H] is the untied weight of the output layer."""
-
-    def __init__(self, config: ModelConfig, generator: torch.Generator) -> None:
-        super().__init__()
-        self.config = config
-        self.tokens = nn.Embedding(config.vocab, config.hidden)
-        self.positions = nn.Embedding(config.context, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.final_norm = nn.RMSNorm(config.hidden)
-        self.head = nn.Parameter(torch.empty(config.vocab, config.hidden))
-        # Tokens at the size of a normalised vector, and positions far below: what follows a word, the easy part, is
-        # then learned soon.  The head is small, so that the first loss is near log(V).
-        nn.init.normal_(self.tokens.weight, std=1.0, generator=generator)
-        nn.init.normal_(self.positions.weight, std=0.02, generator=generator)
-        nn.init.normal_(self.head, std=0.06, generator=generator)
-        for module in self.blocks.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5, generator=generator)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[-1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.final_norm(x)  # type: ignore[no-any-return]
+    hidden = config.hidden
+    # Tokens at the size of a normalised vector, and positions far below: what follows a word, the easy part, is
+    # then learned soon.  The head is small, so that the first loss is near log(V).
+    weights = {
+        "tokens": normal(1.0, config.vocab, hidden),
+        "positions": normal(0.02, config.context, hidden),
+        "head": normal(0.06, config.vocab, hidden),
+    }
+    for i in range(config.layers):
+        weights |= {
+            f"blocks.{i}.query_key_value": normal(hidden**-0.5, 3 * hidden, hidden),
+            f"blocks.{i}.attention_out": normal(hidden**-0.5, hidden, hidden),
+            f"blocks.{i}.mlp_in": normal(hidden**-0.5, 4 * hidden, hidden),
+            f"blocks.{i}.mlp_out": normal((4 * hidden) ** -0.5, hidden, 4 * hidden),
+        }
+    return weights

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onchip.bench.units import format_bytes, format_ms
+from onchip.demo import EXTRAS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -189,6 +190,7 @@ def html_page(document: Document, picture: bytes) -> str:
     command = "onchip demo " + " ".join(
         f"--{name} {value}"
         for name, value in {
+            "framework": settings["framework"],
             "steps": settings["steps"],
             "vocab": settings["model"]["vocab"],
             "tokens": settings["tokens"],
@@ -205,4 +207,5 @@ def html_page(document: Document, picture: bytes) -> str:
         losses=_loss_rows(document),
         logits=format_bytes(document["logits_bytes"]),
         command=command,
+        extras=EXTRAS[settings["framework"]],
     )

@@ -1,5 +1,6 @@
 """`onchip demo`: checks the options, trains, measures, writes the files.  Loads the framework only once it runs."""
 
+import importlib
 import json
 import os
 import time
@@ -9,11 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from onchip.core.machine import require_packages, resolve_device
-from onchip.demo import MAX_VOCAB, MIN_VOCAB, SEQUENCE
+from onchip.core.machine import choose_framework, require_packages, resolve_device
+from onchip.demo import EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
 
 if TYPE_CHECKING:
     from onchip.demo.data import Corpus
@@ -28,7 +30,15 @@ SAMPLE_TOKENS = 120
 
 
 def run_demo(
-    *, steps: int, vocab: int, tokens: int, device: str, out: Path, seed: int, console: Console
+    *,
+    steps: int,
+    vocab: int,
+    tokens: int,
+    device: str,
+    out: Path,
+    seed: int,
+    console: Console,
+    framework: str | None = None,
 ) -> dict[str, Any]:
     """Train the same model twice, with the plain loss and with onchip's, and write what came of it into `out`.
 
@@ -41,6 +51,7 @@ def run_demo(
         out: folder of demo.json, demo.png and demo.html, made if need be.
         seed: of the weights, the batches and the sample.
         console: where progress and the summary go.
+        framework: "torch", "jax", or None: the first of them that is installed.
 
     Returns:
         What demo.json holds.
@@ -49,28 +60,25 @@ def run_demo(
         ImportError: a package is missing that this needs.
         ValueError: an option that can't be served; nothing has run or been written then.
     """
+    framework = choose_framework(framework)
     _check_sizes(steps=steps, vocab=vocab, tokens=tokens, seed=seed)
-    require_packages("demo", ("torch", "tokenizers", "matplotlib", "jinja2", "psutil"), "torch,bench")
-    device = resolve_device(device)
+    require_packages("demo", (*PACKAGES[framework], "tokenizers", "matplotlib", "jinja2", "psutil"), EXTRAS[framework])
+    device = resolve_device(device, framework)
     _prepare_folder(out)
-
-    import torch
 
     from onchip.bench import environment
     from onchip.demo import report
 
-    described = {**environment.describe(device), "tokenizers": metadata.version("tokenizers")}
+    versions = {name: metadata.version(name) for name in (*PACKAGES[framework], "tokenizers")}
+    described = {**environment.describe(device, framework), **versions}
     if device == "cpu" and described["busy_cores"] > 0.2:
         console.print(f"[yellow]Other work keeps {described['busy_cores']} cores busy; this will take longer.[/]")
-    threads_before = torch.get_num_threads()
-    if device == "cpu":
+    if device == "cpu" and described["threads"] is not None:
         # Threads that wait for one whose core is taken cost far more than they bring: ten times the time was seen.
-        described["threads"] = max(1, min(threads_before, described["cores"] - round(described["busy_cores"])))
-        torch.set_num_threads(described["threads"])
-    try:
-        document = _train_and_measure(described, steps, vocab, tokens, device, seed, console)
-    finally:
-        torch.set_num_threads(threads_before)
+        free = described["cores"] - round(described["busy_cores"])
+        described["threads"] = max(1, min(described["threads"], free))
+    with _load(framework).use_device(device, described["threads"]):
+        document = _train_and_measure(described, framework, steps, vocab, tokens, device, seed, console)
     picture = report.picture_png(document)
     (out / "demo.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (out / "demo.png").write_bytes(picture)
@@ -80,8 +88,20 @@ def run_demo(
     return document
 
 
+def _load(framework: str) -> Any:
+    """torch_train.py or jax_train.py; both have the same functions."""
+    return importlib.import_module(f"onchip.demo.{framework}_train")
+
+
 def _train_and_measure(
-    environment: dict[str, Any], steps: int, vocab: int, tokens: int, device: str, seed: int, console: Console
+    environment: dict[str, Any],
+    framework: str,
+    steps: int,
+    vocab: int,
+    tokens: int,
+    device: str,
+    seed: int,
+    console: Console,
 ) -> dict[str, Any]:
     """All that takes time; returns the document."""
     from onchip.demo import data, train
@@ -97,20 +117,22 @@ def _train_and_measure(
         highlight=False,
     )
 
-    model_config = ModelConfig(vocab=vocab)
+    model = ModelConfig(vocab=vocab)
     config = train.TrainConfig(steps=steps, tokens=tokens, seed=seed, device=device)
-    runs = train.make_runs(model_config, config)
+    made = _load(framework)
+    trainers = made.make_trainers(model, config)
+    runs = {name: train.Run(trainer) for name, trainer in trainers.items()}
     _train_with_progress(runs, config, corpus, console)
-    held_out = {name: train.held_out_loss(run, config, corpus) for name, run in runs.items()}
+    held_out = {name: train.held_out_loss(trainer, config, corpus) for name, trainer in trainers.items()}
     console.print("measuring head and loss ...")
-    model = runs["onchip"].model
-    costs = train.measure_head(model, config, corpus)
+    batch = data.random_batch(corpus.train, tokens, np.random.default_rng(seed))
+    costs = made.measure_head(trainers["onchip"], *batch)
     sample = train.sample_text(
-        model, tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=seed
+        trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=seed
     )
 
     return {
-        "settings": {**asdict(config), "dtype": "float32", "model": asdict(model_config)},
+        "settings": {"framework": framework, **asdict(config), "dtype": "float32", "model": asdict(model)},
         "environment": environment,
         "corpus": {
             "name": "pydoc_data.topics",
@@ -119,11 +141,13 @@ def _train_and_measure(
             "held_out_tokens": len(corpus.held_out),
             "tokenizer_entries": tokenizer.get_vocab_size(),
         },
+        "expressions": made.EXPRESSIONS,
         "losses": {name: run.losses for name, run in runs.items()},
         "held_out_loss": held_out,
         "difference": _difference(runs["plain"].losses, runs["onchip"].losses),
         "train_seconds": {name: run.seconds for name, run in runs.items()},
         "head_and_loss": {name: {**asdict(cost.time), "extra_bytes": cost.extra_bytes} for name, cost in costs.items()},
+        "extra_bytes_are": made.memory_source(device),
         "measure_repeats": train.MEASURE_REPEATS,
         "logits_bytes": 4 * tokens * vocab,
         "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},

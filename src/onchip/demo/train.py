@@ -1,24 +1,20 @@
-"""Train the model with each loss, measure head and loss, and write text with the result."""
+"""Train the model with each loss, and write text with the result.  What a framework does is behind `Trainer`."""
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
-import torch.nn.functional as F
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor, nn
 
-from onchip.bench.measure import Timing, peak_extra_bytes, time_interleaved
-from onchip.demo.data import Corpus, batches_in_order, random_batch
-from onchip.demo.model import Decoder, ModelConfig
-from onchip.torch import linear_cross_entropy
+from onchip.bench.timing import Timing
+from onchip.demo import SEQUENCE
+from onchip.demo.data import Corpus, Ids, batches_in_order, random_batch
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden [..., H], weight [V, H], target [...]) -> mean loss."""
-
+BETAS = (0.9, 0.95)
 MEASURE_REPEATS = 9
 
 
@@ -34,13 +30,24 @@ class TrainConfig:
     max_grad_norm: float = 1.0
 
 
+class Trainer(Protocol):
+    """A model with its optimizer and one of the losses, in some framework."""
+
+    def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
+        """Take one step of the optimizer at this learning rate; returns the loss before it."""
+
+    def evaluate(self, inputs: Ids, targets: Ids) -> float:
+        """The mean loss."""
+
+    def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
+        """What follows ids[last], of one sequence: [V]."""
+
+
 @dataclass
 class Run:
-    """One of the trainings, which differ in nothing but `loss`."""
+    """One of the trainings, which differ in nothing but the loss."""
 
-    model: Decoder
-    loss: Loss
-    optimizer: torch.optim.Optimizer
+    trainer: Trainer
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -53,42 +60,14 @@ class Cost:
     extra_bytes: int
 
 
-def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """What a training script does without onchip: the logits [T, V] are stored."""
-    logits = F.linear(hidden, weight)
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
-
-
-LOSSES: Mapping[str, Loss] = {"plain": plain_loss, "onchip": linear_cross_entropy}
-
-
-def make_runs(model: ModelConfig, train: TrainConfig) -> dict[str, Run]:
-    """One run for each loss, all from the same initial weights (made on the CPU, so alike on every device)."""
-    initial = Decoder(model, torch.Generator().manual_seed(train.seed)).to(train.device)
-    runs = {}
-    for name, loss in LOSSES.items():
-        own = copy.deepcopy(initial)
-        optimizer = torch.optim.AdamW(own.parameters(), betas=(0.9, 0.95), weight_decay=train.weight_decay)
-        runs[name] = Run(own, loss, optimizer)
-    return runs
-
-
 def train_in_step(runs: Mapping[str, Run], config: TrainConfig, corpus: Corpus) -> Iterator[None]:
     """Give every run the same batch, in turn, and yield after each; `Run.losses` grow."""
-    generator = torch.Generator().manual_seed(config.seed)
+    rng = np.random.default_rng(config.seed)
     for step in range(config.steps):
-        batch = random_batch(corpus.train, config.tokens, generator)
-        inputs, targets = (part.to(config.device) for part in batch)
+        inputs, targets = random_batch(corpus.train, config.tokens, rng)
         for run in runs.values():
             start = time.perf_counter()
-            for group in run.optimizer.param_groups:
-                group["lr"] = learning_rate(step, config)
-            loss = run.loss(run.model(inputs), run.model.head, targets)
-            run.optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(run.model.parameters(), config.max_grad_norm)
-            run.optimizer.step()
-            run.losses.append(loss.item())
+            run.losses.append(run.trainer.step(inputs, targets, learning_rate(step, config)))
             run.seconds += time.perf_counter() - start
         yield
 
@@ -100,52 +79,28 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * warmup * (0.1 + 0.9 * cosine)
 
 
-@torch.no_grad()
-def held_out_loss(run: Run, config: TrainConfig, corpus: Corpus) -> float:
+def held_out_loss(trainer: Trainer, config: TrainConfig, corpus: Corpus) -> float:
     """Mean loss of the part of the corpus that training never saw."""
     total, count = 0.0, 0
     for inputs, targets in batches_in_order(corpus.held_out, config.tokens):
-        hidden = run.model(inputs.to(config.device))
-        total += run.loss(hidden, run.model.head, targets.to(config.device)).item() * targets.numel()
-        count += targets.numel()
+        total += trainer.evaluate(inputs, targets) * targets.size
+        count += targets.size
     return total / count
 
 
-def measure_head(model: Decoder, config: TrainConfig, corpus: Corpus) -> dict[str, Cost]:
-    """Time and peak memory of head and loss, on the hidden states that `model` makes of one batch."""
-    inputs, targets = random_batch(corpus.train, config.tokens, torch.Generator().manual_seed(config.seed))
-    with torch.no_grad():
-        hidden = model(inputs.to(config.device))
-    target = targets.to(config.device)
-    steps = {name: _head_step(loss, hidden, model.head.detach(), target) for name, loss in LOSSES.items()}
-    times = time_interleaved(steps, device=config.device, repeats=MEASURE_REPEATS)  # warms each step up, too
-    return {
-        name: Cost(time=times[name], extra_bytes=peak_extra_bytes(step, device=config.device))
-        for name, step in steps.items()
-    }
-
-
-def _head_step(loss: Loss, hidden: Tensor, weight: Tensor, target: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    def step() -> tuple[Tensor, ...]:
-        leaves = (hidden.detach().requires_grad_(), weight.detach().requires_grad_())
-        value = loss(*leaves, target)
-        return value.detach(), *torch.autograd.grad(value, leaves)
-
-    return step
-
-
-@torch.no_grad()
 def sample_text(
-    model: Decoder, tokenizer: Tokenizer, *, prompt: str, tokens: int, temperature: float, seed: int
+    trainer: Trainer, tokenizer: Tokenizer, *, prompt: str, tokens: int, temperature: float, seed: int
 ) -> str:
     """`prompt` and `tokens` more tokens, each drawn from the model's distribution."""
-    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
     ids = tokenizer.encode(prompt).ids
-    device = model.head.device
     # The head may have more rows than the tokenizer has entries: those ids mean nothing, so they aren't drawn.
-    head = model.head[: tokenizer.get_vocab_size()]
+    entries = tokenizer.get_vocab_size()
     for _ in range(tokens):
-        context = torch.tensor([ids[-model.config.context :]], device=device)
-        logits = F.linear(model(context)[0, -1], head) / temperature
-        ids.append(int(torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)))
+        recent = ids[-SEQUENCE:]
+        # Always of one length, for which a framework compiles once: what comes after can't change what is before.
+        context = np.zeros(SEQUENCE, np.int64)
+        context[: len(recent)] = recent
+        logits = trainer.logits(context, len(recent) - 1)[:entries] / temperature
+        ids.append(int(np.argmax(logits + rng.gumbel(size=entries))))  # a draw from the softmax
     return str(tokenizer.decode(ids))

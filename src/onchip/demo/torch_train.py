@@ -1,0 +1,113 @@
+"""What the demo does in PyTorch: both losses, the optimizer's step, time and memory of head and loss."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from onchip.bench.measure import peak_extra_bytes, time_interleaved
+from onchip.demo.data import Ids
+from onchip.demo.model import ModelConfig
+from onchip.demo.torch_model import Decoder
+from onchip.demo.train import BETAS, MEASURE_REPEATS, Cost, TrainConfig
+from onchip.torch import linear_cross_entropy
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden [..., H], weight [V, H], target [...]) -> mean loss."""
+
+
+def plain_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """What a training script does without onchip: the logits [T, V] are stored."""
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+LOSSES: Mapping[str, Loss] = {"plain": plain_loss, "onchip": linear_cross_entropy}
+EXPRESSIONS = {
+    "plain": "F.cross_entropy(F.linear(hidden, weight), target)",
+    "onchip": "onchip.torch.linear_cross_entropy(hidden, weight, target)",
+}
+"""The losses as the page shows them."""
+
+
+def memory_source(device: str) -> str:
+    """Where the bytes of `measure_head` are from."""
+    seen = ", seen in the process's resident memory" if device == "cpu" else ""
+    return f"the measured peak above inputs, loss and returned gradients{seen}"
+
+
+@contextlib.contextmanager
+def use_device(device: str, threads: int | None) -> Iterator[None]:
+    """Run what is inside on `device`; on the CPU with so many threads."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class TorchTrainer:
+    """A `Trainer`, see train.py."""
+
+    def __init__(self, model: Decoder, loss: Loss, config: TrainConfig) -> None:
+        self.model = model
+        self.loss = loss
+        self.config = config
+        self.optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
+
+    def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.loss(self.model(self._put(inputs)), self.model.head, self._put(targets))
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Ids, targets: Ids) -> float:
+        return self.loss(self.model(self._put(inputs)), self.model.head, self._put(targets)).item()
+
+    @torch.no_grad()
+    def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
+        hidden = self.model(self._put(ids[None]))[0, last]
+        return F.linear(hidden, self.model.head).cpu().numpy()
+
+    def _put(self, ids: Ids) -> Tensor:
+        return torch.from_numpy(ids).to(self.config.device)
+
+
+def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTrainer]:
+    """One for each loss, all from the same initial weights."""
+    initial = Decoder(model, config.seed).to(config.device)
+    return {name: TorchTrainer(copy.deepcopy(initial), loss, config) for name, loss in LOSSES.items()}
+
+
+def measure_head(trainer: TorchTrainer, inputs: Ids, targets: Ids) -> dict[str, Cost]:
+    """Time and peak memory of head and loss, on the hidden states that the model makes of one batch."""
+    device = trainer.config.device
+    with torch.no_grad():
+        hidden = trainer.model(trainer._put(inputs))
+    weight, target = trainer.model.head.detach(), trainer._put(targets)
+    steps = {name: _head_step(loss, hidden, weight, target) for name, loss in LOSSES.items()}
+    times = time_interleaved(steps, device=device, repeats=MEASURE_REPEATS)  # warms each step up, too
+    return {
+        name: Cost(time=times[name], extra_bytes=peak_extra_bytes(step, device=device)) for name, step in steps.items()
+    }
+
+
+def _head_step(loss: Loss, hidden: Tensor, weight: Tensor, target: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def step() -> tuple[Tensor, ...]:
+        leaves = (hidden.detach().requires_grad_(), weight.detach().requires_grad_())
+        value = loss(*leaves, target)
+        return value.detach(), *torch.autograd.grad(value, leaves)
+
+    return step
