@@ -28,8 +28,19 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     triton_walks.py   what is launched, in which order
     triton_launches.py   each launch, and the memory that it works on
     triton_softmax.py, triton_gradients.py   the kernels of forward and of backward; triton_blocks.py, what they share
+    jax_op.py         JAX: the public function, its derivative rules, the choice of a backend
+    jax_inputs.py     what the public function checks
+    jax_call.py       what it hands to a backend: the interface of all of JAX's backends
+    jax_xla.py        the 'xla' backend: its walks in plain JAX; jax_tiles.py, what they do with one tile;
+                      jax_spec.py, their memory formulas and plans
+    jax_positions.py  what the backends with kernels share: tokens by position, merging, the parts of backward
+    mosaic_op.py      the 'mosaic_gpu' backend; mosaic_spec.py, its memory formulas and plans
+    mosaic_product.py the persistent product that its kernels are made of; mosaic_blocks.py, what they share;
+                      mosaic_kernels.py, mosaic_settle.py, the kernels
+    jax_triton.py     the 'triton' backend of JAX; jax_triton_calls.py, the kernels as jax-triton calls them
     cases.py          named problems for tests, `onchip check` and `onchip bench`
-    torch_checks.py   the comparison with the oracle that tests and `onchip check` run
+    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
+    checks.py         what they share; no framework
     benchmark.py, peers.py   what `onchip bench` runs
     tuning.py         what `onchip tune` tries
 """

@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy import jax_xla, mosaic_op
+from onchip.ops.linear_cross_entropy import jax_triton, jax_xla, mosaic_op
 from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Needs, Outputs, Static, Tensors
 from onchip.ops.linear_cross_entropy.jax_inputs import (
     as_constant,
@@ -29,8 +29,12 @@ from onchip.ops.linear_cross_entropy.jax_inputs import (
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 
 # Best first, by platform.
-BACKENDS = {"cpu": ("xla", "mosaic_gpu"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla", "mosaic_gpu")}
-_MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
+BACKENDS = {
+    "cpu": ("xla", "mosaic_gpu", "triton"),
+    "gpu": ("mosaic_gpu", "xla", "triton"),
+    "tpu": ("xla", "mosaic_gpu", "triton"),
+}
+_MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
 
 
 def linear_cross_entropy(
@@ -87,7 +91,9 @@ def linear_cross_entropy(
             backward (3 matrix products); "recompute" computes logits again in backward, chunk by chunk of the
             vocabulary (4 products, less memory).  "auto" is "stash" where it fits scratch_bytes.  With
             reduction="none" a gradient of weight or bias is always made by "recompute".
-        backend: "xla" (plain JAX, on any device), or "auto": the best that can run.
+        backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
+            the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
+            NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
         return_stats: also return float32 per-token statistics.
 
     The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or

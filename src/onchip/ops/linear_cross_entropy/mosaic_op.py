@@ -9,26 +9,33 @@ mosaic_kernels.py.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.core import configs
-from onchip.ops.linear_cross_entropy import mosaic_spec
-from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Needs, Outputs, Static, Tensors
-from onchip.ops.linear_cross_entropy.jax_tiles import (
-    PerToken,
-    Softmax,
-    Tokens,
-    complete,
-    gradient_rows,
-    select_tokens,
-    sum_kept,
+from onchip.ops.linear_cross_entropy import jax_positions, mosaic_spec
+from onchip.ops.linear_cross_entropy.jax_call import Needs, Outputs, Static, Tensors
+from onchip.ops.linear_cross_entropy.jax_positions import (
+    Head,
+    Saved,
+    Upstream,
+    after,
+    by_token,
+    chunks,
+    hidden_rows,
+    is_there,
+    logit_factor,
+    make_head,
+    merge,
+    stored_tiles,
+    target_logit,
+    upstream,
 )
-from onchip.ops.linear_cross_entropy.mosaic_spec import TOKEN_TILE, VOCAB_TILE, MosaicPlan, split_at, up
-from onchip.ops.linear_cross_entropy.spec import OP, Problem
+from onchip.ops.linear_cross_entropy.jax_tiles import Softmax
+from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, MosaicPlan, split_at, up
+from onchip.ops.linear_cross_entropy.spec import Problem
 
 Array = jax.Array
 # A float16 exponential is kept times this: without it, whatever is below 6e-8 would be lost.
@@ -56,19 +63,6 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> MosaicPlan:
     return mosaic_spec.plan(problem, strategy, budget)
 
 
-class _Saved(NamedTuple):
-    """What forward leaves for backward; by position where not said otherwise."""
-
-    tensors: Tensors
-    tokens: Tokens
-    label: Array  # [P] int32, -1 where there is none
-    lse: Array  # [P] float32
-    log_prob: Array  # [P] float32
-    base: Array | None  # [P] float32: what exponentials are relative to
-    stash: Array | None  # of the shape and dtype of weight: exponentials, see mosaic_blocks.py
-    spare: Array | None  # more of them
-
-
 def forward(static: Static, config: MosaicPlan, tensors: Tensors, needs: Needs) -> tuple[Outputs, Any]:
     """The loss with its statistics, and what backward needs."""
     run = partial(_forward, static, config)
@@ -86,84 +80,16 @@ def backward(
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-class _Head(NamedTuple):
-    """The linear layer as the kernels take it.
-
-    Logits are x * factor, with x = tanh((product + bias) * inner), or product + bias without softcap.
-    """
-
-    weight: Array
-    vocab_axis: int
-    bias: Array | None  # [V up to a multiple of 256] float32
-    inner: Array | None  # [1] float32
-    factor: Array | float  # [] float32, but for the temperature
-    tiles: Any  # how each kernel is cut: a MosaicConfig by name
-
-    @property
-    def vocab(self) -> int:
-        return self.weight.shape[self.vocab_axis]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"vocab_major": self.vocab_axis == 0, "bias": self.bias, "inner_scale": self.inner}
-
-
-def _tiles(tensors: Tensors, vocab: int) -> dict[str, Any]:
+def _head(static: Static, tensors: Tensors) -> Head:
     from onchip.ops.linear_cross_entropy.mosaic_product import MosaicConfig
 
-    tokens, hidden = tensors.hidden.shape
-    slug = configs.device_slug(str(jax.devices()[0].device_kind))
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
-    dtype = tensors.hidden.dtype.name
-    return {
-        kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(
-            configs.find_config(OP, kernel, slug, dtype, sizes, heuristic).config
-        )
-        for kernel, heuristic in mosaic_spec.heuristic_tiles().items()
-    }
+    stored = stored_tiles(static, tensors, mosaic_spec.heuristic_tiles())
+    tiles = {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
+    return make_head(static, tensors, tiles)
 
 
-def _head(static: Static, tensors: Tensors) -> _Head:
-    vocab = tensors.weight.shape[static.vocab_axis]
-    bias = tensors.bias
-    if bias is not None:
-        bias = jnp.pad(bias.astype(jnp.float32), (0, -vocab % VOCAB_TILE))
-    scale = jnp.ones((), jnp.float32) if tensors.logit_scale is None else tensors.logit_scale
-    inner, factor = None, scale
-    if tensors.softcap is not None:
-        inner, factor = (scale / tensors.softcap).reshape(1), tensors.softcap
-    return _Head(tensors.weight, static.vocab_axis, bias, inner, factor, _tiles(tensors, vocab))
-
-
-def _factor(head: _Head, tokens: Tokens) -> Array:
-    """[P] float32: z = x * factor; 1 beyond the last token."""
-    factor = head.factor if tokens.temperature is None else head.factor / tokens.temperature
-    return jnp.where(_there(tokens), jnp.broadcast_to(factor, tokens.label.shape), 1)
-
-
-def _there(tokens: Tokens) -> Array:
-    return jnp.arange(tokens.label.shape[0]) < tokens.number
-
-
-def _rows(tensors: Tensors, source: Array) -> Array:
-    """Hidden states by position, 0 beyond the last token."""
-    return tensors.hidden.at[source].get(mode="fill", fill_value=0)
-
-
-def _weight_rows(head: _Head, label: Array) -> Array:
-    """[P, H] float32: the weight of each label."""
-    at = jnp.maximum(label, 0)
-    rows = head.weight.at[at].get(mode="clip") if head.vocab_axis == 0 else head.weight.at[:, at].get(mode="clip").T
-    return rows.astype(jnp.float32)
-
-
-def _target_logit(head: _Head, rows: Array, label: Array, factor: Array) -> Array:
-    x = jnp.sum(rows.astype(jnp.float32) * _weight_rows(head, label), 1)
-    if head.bias is not None:
-        x += head.bias[jnp.maximum(label, 0)]
-    if head.inner is not None:
-        x = jnp.tanh(x * head.inner)
-    return jnp.where(label >= 0, x * factor, _kernels().LOWEST)
+def _arguments(head: Head) -> dict[str, Any]:
+    return {"vocab_major": head.vocab_axis == 0, "bias": head.bias, "inner_scale": head.inner}
 
 
 def _kernels() -> Any:
@@ -186,13 +112,8 @@ def _run_state(body: Callable[[Any], None], state: Any) -> Any:
     return pl.run_state(body)(state)
 
 
-def _places(head: _Head, config: MosaicPlan) -> Any:
+def _places(head: Head, config: MosaicPlan) -> Any:
     return _kernels().Places(config.chunk, split_at(head.vocab, config.chunk))
-
-
-def _after(x: Any, *what: Any) -> Any:
-    """`x`, but not before `what` is there: so that memory is taken when it is needed."""
-    return lax.optimization_barrier((x, *what))[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -200,42 +121,15 @@ def _after(x: Any, *what: Any) -> Any:
 
 def _forward(static: Static, config: MosaicPlan, tensors: Tensors) -> tuple[Outputs, Any]:
     head = _head(static, tensors)
-    tokens = select_tokens(static, tensors, TOKEN_TILE)
-    label = jnp.where(_there(tokens) & ~tokens.bad, tokens.label, -1)
-    factor = _factor(head, tokens)
-    padded = label.shape[0]
-    size = min(config.token_chunk, padded) if config.strategy == "forward" else padded
     smoothing = tensors.label_smoothing is not None
-    made = []
-    done = tokens.number
-    base = stash = spare = None
-    for first in range(0, padded, size):
-        part = slice(first, first + size)
-        rows = _rows(tensors, _after(tokens.source[part], done))
-        count = jnp.clip(tokens.number - first, 0, size)
-        softmax, base, stash, spare = _softmax(
-            static, config, head, rows, label[part], factor[part], count, smoothing=smoothing
-        )
-        done = softmax.max
-        made.append(softmax)
-    softmax = made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
-    per_token: PerToken = complete(softmax, label, tensors, tokens.bad, head.vocab)
-    loss = per_token.loss * tokens.weight
-    loss = tokens.spread(loss) if static.reduction == "none" else sum_kept(loss, tokens) * tokens.inverse_count
-    stats = None
-    if per_token.entropy is not None and per_token.correct is not None:
-        columns = (per_token.lse, per_token.log_prob, per_token.entropy, per_token.correct)
-        stats = LinearCrossEntropyStats(*map(tokens.spread, columns))
-    saved = None
-    if config.strategy != "forward":
-        saved = _Saved(tensors, tokens, label, per_token.lse, per_token.log_prob, base, stash, spare)
-    return Outputs(loss, stats), saved
+    take_softmax = partial(_softmax, static, config, head, smoothing=smoothing)
+    return jax_positions.forward(static, config, head, tensors, take_softmax)
 
 
 def _softmax(
     static: Static,
     config: MosaicPlan,
-    head: _Head,
+    head: Head,
     rows: Array,
     label: Array,
     factor: Array,
@@ -246,14 +140,14 @@ def _softmax(
     """The softmax of some positions; what their exponentials are relative to, and where those are kept."""
     kernels = _kernels()
     there = jnp.arange(label.shape[0]) < count
-    target = _target_logit(head, rows, label, factor)
+    target = target_logit(head, rows, label, factor)
     number = count.reshape(1)
     options = {"smoothing": smoothing, "stats": static.return_stats, "config": head.tiles["softmax_tiles"]}
     kept = config.kept
-    run = partial(kernels.softmax_tiles, **head.arguments, **options)
+    run = partial(kernels.softmax_tiles, **_arguments(head), **options)
     if kept == 0:
         partials = run(rows, head.weight, label, factor, number)
-        return _merge(partials, target, label, there, head.vocab), None, None, None
+        return merge(partials, target, label, there, head.vocab), None, None, None
     # float16's exponents don't reach: there all tokens are settled.
     far = rows.dtype == jnp.float16
     shift = jnp.where(there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
@@ -289,7 +183,7 @@ def _softmax(
     if kept < label.shape[0]:
         rest = run(rows[kept:], head.weight, label[kept:], factor[kept:], jnp.maximum(number - kept, 0))
         partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), partials, rest)
-    softmax = _merge(partials, target, label, there, head.vocab)
+    softmax = merge(partials, target, label, there, head.vocab)
     top = jnp.max(jnp.where(there, partials.maximum, kernels.LOWEST), 0)
     base = jnp.where(top - shift > kernels.REACH, softmax.max + softmax.log_total, shift)
 
@@ -313,96 +207,22 @@ def _exponential_scale(dtype: Any) -> float:
     return _FLOAT16_EXPONENTIAL if dtype == jnp.float16 else 1.0
 
 
-def _merge(partials: Any, target: Array, label: Array, there: Array, vocab: int) -> Softmax:
-    """The softmax over all parts of the tiles."""
-    lowest = _kernels().LOWEST
-    maximum = jnp.where(there, partials.maximum, lowest)
-    # The target's logit was computed apart: the last digit may differ.
-    top = jnp.maximum(jnp.max(maximum, 0), target)
-    drop = maximum - top
-    decay = jnp.exp(drop)
-    others = jnp.where(there, partials.others, 0)
-    offset_sum = moment = argmax = None
-    parts = maximum.shape[0]
-    width = -(-vocab // VOCAB_TILE) * VOCAB_TILE // parts
-    first = jnp.arange(parts, dtype=jnp.int32)[:, None] * width
-    if partials.offset_sum is not None:
-        entries = jnp.clip(vocab - first, 0, width).astype(jnp.float32)
-        offset_sum = jnp.sum(jnp.where(there & (entries > 0), partials.offset_sum + drop * entries, 0), 0)
-    if partials.moment is not None:
-        # The target belongs to its part's moment, and to its sum here.
-        own = (label >= first) & (label < first + width)
-        total = others + jnp.where(own, jnp.exp(target - top - drop), 0)
-        moment = jnp.sum(jnp.where(there & (decay > 0), decay * (partials.moment + total * drop), 0), 0)
-        best = jnp.argmax(maximum, 0)
-        argmax = jnp.take_along_axis(partials.argmax, best[None], 0)[0]
-    return Softmax(top, target, jnp.sum(others * decay, 0), offset_sum, moment, argmax)
-
-
 # ----------------------------------------------------------------------------------------------------------- backward
 
 
-class _Upstream(NamedTuple):
-    """What backward knows of each position, [P] float32; 0 beyond the last token."""
-
-    row: Array  # factor of the position's row of the gradient
-    scale: Array  # the same times 1 + 2 z_loss lse
-    at_target: Array  # the target's entry of the gradient, but for softcap's derivative
-    even: Array | None  # label smoothing's part of each entry
-    lse: Array  # inf beyond the last token
-    shrink: Array | None  # [1]: what products are multiplied by, where rows were scaled up for float16
-
-
-def _upstream(static: Static, head: _Head, saved: _Saved, grad_loss: Array) -> _Upstream:
-    tensors, tokens = saved.tensors, saved.tokens
-    upstream = grad_loss.astype(jnp.float32)
-    if static.reduction == "none":
-        upstream = upstream.at[tokens.source].get(mode="fill", fill_value=0)
-    row, too_large = gradient_rows(tokens, tensors, upstream)
-    there = _there(tokens)
-    row = jnp.where(there, row, 0)
-    scale, at_target = row, jnp.expm1(saved.log_prob)
-    even = None
-    if tensors.z_loss is not None:
-        more = 2 * tensors.z_loss * saved.lse
-        scale = row * (1 + more)
-        at_target += more * jnp.exp(saved.log_prob)
-    if tensors.label_smoothing is not None:
-        even = row * (tensors.label_smoothing / head.vocab)
-        at_target += tensors.label_smoothing * (1 - 1 / head.vocab)
-    return _Upstream(
-        row,
-        jnp.where(there, scale, 0),
-        jnp.where(there & (saved.label >= 0), row * at_target, 0),
-        even,
-        jnp.where(there, saved.lse, jnp.inf),
-        None if too_large is None else (1 / too_large).reshape(1),
-    )
-
-
-def chunks(vocab: int, config: MosaicPlan) -> tuple[list[tuple[int, int, int]], tuple[int, int] | None]:
-    """(first, size, number) of equal chunks of the vocabulary, in order, and (first, size) of the one in scratch."""
-    end = split_at(vocab, config.chunk) if config.kept else up(vocab, VOCAB_TILE)
-    rest = end % config.chunk
-    equal = [(0, rest, 1)] if rest else []
-    if end > rest:
-        equal.append((rest, config.chunk, (end - rest) // config.chunk))
-    return equal, (end, up(vocab, VOCAB_TILE) - end) if config.kept else None
-
-
 def _backward(
-    static: Static, config: MosaicPlan, needs: Needs, saved: _Saved, grad_loss: Array
+    static: Static, config: MosaicPlan, needs: Needs, saved: Saved, grad_loss: Array
 ) -> tuple[Array | None, Array | None, Array | None]:
     kernels = _kernels()
     head, tokens = _head(static, saved.tensors), saved.tokens
     hidden, weight = saved.tensors.hidden, head.weight
-    up_ = _upstream(static, head, saved, grad_loss)
+    up_ = upstream(static, head, saved, grad_loss)
     kept, padded, major = config.kept, saved.label.shape[0], head.vocab_axis == 0
     again_rows = padded - kept
     tail = slice(kept, None)
     number = tokens.number.reshape(1)
     rest = jnp.maximum(number - kept, 0)
-    factor = _factor(head, tokens)
+    factor = logit_factor(head, tokens)
     shrink = 1.0 if up_.shrink is None else up_.shrink
 
     out, grad_hidden, places = saved.stash, None, None
@@ -410,7 +230,7 @@ def _backward(
     if kept:
         assert saved.base is not None
         places = _places(head, config)
-        at = jnp.where(_there(tokens), jnp.exp(saved.base - up_.lse), 0)[:kept]
+        at = jnp.where(is_there(tokens), jnp.exp(saved.base - up_.lse), 0)[:kept]
         relative = up_.scale[:kept] * at / _exponential_scale(hidden.dtype)
         row_factor = row_factor.at[:kept].set(relative)
         if needs.hidden:
@@ -423,13 +243,13 @@ def _backward(
                 )  # fmt: skip
 
             out, sums = _run_state(whole, (out, jnp.zeros((kept, hidden.shape[1]), jnp.float32)))
-            grad_hidden = _by_token(head, saved, up_, sums, 0, kept, jnp.zeros_like(hidden), shrink)
+            grad_hidden = by_token(head, saved, up_, sums, 0, kept, jnp.zeros_like(hidden), shrink)
     elif needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
     # Only now: hidden's float32 gradient is gone.
-    source = tokens.source if grad_hidden is None else _after(tokens.source, grad_hidden)
-    rows = _rows(saved.tensors, source)
+    source = tokens.source if grad_hidden is None else after(tokens.source, grad_hidden)
+    rows = hidden_rows(saved.tensors, source)
     rest_rows = rows[tail]
     rows = (rows.astype(jnp.float32) * row_factor[:, None]).astype(rows.dtype) if kept else rows
     # Where exponentials are kept, all targets' terms are added apart.
@@ -442,7 +262,7 @@ def _backward(
             again = kernels.gradient_tiles(
                 rest_rows, weight, saved.label[tail], factor[tail], up_.lse[tail], up_.scale[tail], at_target, rest,
                 first=begin, size=size, even=None if up_.even is None else up_.even[tail],
-                config=head.tiles["gradient_tiles"], **head.arguments,
+                config=head.tiles["gradient_tiles"], **_arguments(head),
             )  # fmt: skip
             if needs.hidden:
                 kernels.hidden_product(
@@ -480,7 +300,7 @@ def _backward(
     state = _run_state(walk, state)
     if "sums" in state:
         before = jnp.zeros_like(hidden) if grad_hidden is None else grad_hidden
-        grad_hidden = _by_token(head, saved, up_, state["sums"], kept, padded, before, shrink)
+        grad_hidden = by_token(head, saved, up_, state["sums"], kept, padded, before, shrink)
     grad_bias = None
     if needs.bias:
         assert saved.tensors.bias is not None
@@ -501,23 +321,10 @@ def _column_sums(again: Array, major: bool) -> Array:
     return jnp.sum(again.reshape(size // 64, 64, tokens // 64, 64), (1, 2), dtype=jnp.float32).reshape(size)
 
 
-def _by_token(
-    head: _Head, saved: _Saved, up_: _Upstream, sums: Array, start: int, stop: int, before: Array, shrink: Any
-) -> Array:
-    """hidden's gradient [T, H]: of tokens with positions in [start, stop) from `sums`, else what was there before."""
-    place = saved.tokens.place
-    mine = saved.tokens.kept & (place >= start) & (place < stop)
-    value = sums.at[place - start].get(mode="clip")
-    if saved.stash is not None:
-        entry = up_.at_target[place]
-        value += entry[:, None] * _weight_rows(head, saved.label[place])
-    return jnp.where(mine[:, None], (value * shrink).astype(before.dtype), before)
-
-
-def _add_targets(head: _Head, saved: _Saved, up_: _Upstream, out: Any, shrink: Any) -> None:
+def _add_targets(head: Head, saved: Saved, up_: Upstream, out: Any, shrink: Any) -> None:
     """Add the targets' terms to the weight's gradient, each vocabulary entry's tokens together."""
     positions = jnp.arange(saved.label.shape[0], dtype=jnp.int32)
-    labels = jnp.where(_there(saved.tokens) & (saved.label >= 0), saved.label, _NO_LABEL)
+    labels = jnp.where(is_there(saved.tokens) & (saved.label >= 0), saved.label, _NO_LABEL)
     labels, positions = lax.sort((labels, positions), num_keys=1, is_stable=True)
     _settle().add_targets(
         out,
