@@ -119,7 +119,9 @@ def test_an_unknown_argument():
 def test_a_refused_backend_says_why(monkeypatch):
     monkeypatch.setattr(jax_xla, "refusal", lambda static, problem: f"not on {static.platform} in {problem.dtype}")
     arrays, function = call()
-    with pytest.raises(ValueError, match=re.escape("no backend can run this call (xla: not on cpu in float32; mosaic_gpu: ")):
+    with pytest.raises(
+        ValueError, match=re.escape("no backend can run this call (xla: not on cpu in float32; mosaic_gpu: ")
+    ):
         function(arrays)
     with pytest.raises(ValueError, match="backend 'xla' can't run this call: not on cpu"):
         call(backend="xla")[1](arrays)
