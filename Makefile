@@ -12,7 +12,7 @@ demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
 
 test: $(VENV)/.for-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(VENV)/.for-dev
 	$(BIN)/ruff check .

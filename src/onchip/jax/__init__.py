@@ -1,6 +1,20 @@
 """The public JAX API."""
 
+from onchip.ops.cross_entropy.jax_op import CrossEntropyStats, cross_entropy
 from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy
+from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
+from onchip.ops.linear_jsd.spec import TopK
+from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 
-__all__ = ["LinearCrossEntropyStats", "linear_cross_entropy"]
+__all__ = [
+    "CrossEntropyStats",
+    "LinearCrossEntropyStats",
+    "LogProbs",
+    "TopK",
+    "cross_entropy",
+    "jsd",
+    "linear_cross_entropy",
+    "linear_jsd",
+    "linear_log_probs",
+]

@@ -44,13 +44,12 @@ class MosaicConfig:
     in_flight: int = 1
     """Products that a warpgroup leaves running when it starts the next one."""
     staging_slots: int = 2
-    semantics: Literal["lane", "warpgroup"] = "lane"
 
     @staticmethod
     def from_numbers(numbers: Mapping[str, int]) -> "MosaicConfig":
         """The config that is stored as these numbers; `split_n` is 1 for split "n"."""
         rest = {name: value for name, value in numbers.items() if name != "split_n"}
-        return MosaicConfig(**rest, split="n" if numbers["split_n"] else "m")  # type: ignore[arg-type]
+        return MosaicConfig(**rest, split="n" if numbers["split_n"] else "m")
 
     @property
     def part_m(self) -> int:
@@ -292,7 +291,6 @@ def persistent_product(
     ]
     if stores:
         scratch.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
-    semantics = plgpu.LoweringSemantics.Lane if c.semantics == "lane" else plgpu.LoweringSemantics.Warpgroup
 
     def kernel(*refs: Any) -> None:
         pl.run_scoped(lambda *shared: body(*refs, *shared), *scratch, collective_axes=("warpgroup",))
@@ -301,7 +299,7 @@ def persistent_product(
     mesh = plgpu.Mesh(
         grid=(programs,), grid_names=("multiprocessor",), num_threads=_ALL, thread_name="warpgroup", kernel_name=name
     )
-    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=semantics)
+    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     run: Callable[..., Any] = pl.kernel(
         kernel, out_type=tuple(out_type), mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
     )

@@ -5,7 +5,7 @@ are bound by device memory, with one warpgroup per program and several programs 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ def _kernel(
     names: tuple[str, ...],
     scratch: Sequence[Any],
     out_type: Sequence[Any],
-    semantics: Literal["lane", "warpgroup"],
     name: str,
     interpret: Any,
 ) -> Callable[..., Any]:
@@ -46,8 +45,7 @@ def _kernel(
         pl.run_scoped(lambda *shared: body(*refs, *shared), *scratch, collective_axes=("warpgroup",))
 
     mesh = plgpu.Mesh(grid=grid, grid_names=names, num_threads=1, thread_name="warpgroup", kernel_name=name)
-    lowering = plgpu.LoweringSemantics.Lane if semantics == "lane" else plgpu.LoweringSemantics.Warpgroup
-    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=lowering)
+    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     run: Callable[..., Any] = pl.kernel(
         kernel if scratch else body,
         out_type=tuple(out_type),
@@ -145,7 +143,7 @@ def settle_exponentials(
         plgpu.wait_smem_to_gmem(0)
 
     scratch = [swizzled((boxes, BOX, BOX), stash.dtype), plgpu.Barrier(num_arrivals=boxes)]
-    run = _kernel(body, (programs,), ("program",), scratch, (), c.semantics, "settle_exponentials", interpret)
+    run = _kernel(body, (programs,), ("program",), scratch, (), "settle_exponentials", interpret)
     run(stash, spare, maximum, before, after, any_moved)
 
 
@@ -227,7 +225,7 @@ def _sum_targets(
 
     sums = () if adds else (jax.ShapeDtypeStruct((tokens, size), jnp.float32),)
     grid = (size // share, programs)
-    run = _kernel(body, grid, ("share", "program"), (), sums, "lane", "add_targets", interpret)
+    run = _kernel(body, grid, ("share", "program"), (), sums, "add_targets", interpret)
     made = run(hidden, token, term, sorted_label, *([out] if adds else []))
     return None if adds else made[0]
 

@@ -1,0 +1,32 @@
+r"""Cross-entropy from logits that exist already: one loss for any dtype, strides and vocabulary, little memory beside.
+
+For token t with logits x_t, target y_t and temperature tau_t:
+
+    a_tv  = x_tv * logit_scale
+    z_tv  = softcap * tanh(a_tv / softcap) / tau_t          (a_tv / tau_t without softcap)
+    lse_t = log sum_v exp z_tv
+    loss_t = (1 - eps) (lse_t - z_ty) + eps (lse_t - mean_v z_tv) + z_loss lse_t^2
+
+with eps = label_smoothing, and with p = softmax(z), for an upstream gradient g_t of loss_t:
+
+    d loss / d z_tv = g_t (p_tv (1 + 2 z_loss lse_t) - (1 - eps) [v = y_t] - eps / V)
+    d z_tv / d x_tv = (1 - tanh(a_tv / softcap)^2) logit_scale / tau_t
+
+Forward keeps lse_t and log p_ty; backward makes p again from x and lse, a chunk of rows at a time, and takes the
+target's p - 1 as expm1(log p).  The loss is that of linear_cross_entropy, and so is the arithmetic: see there.
+
+Sources: that the log-sum-exp is all that backward needs, and that its gradient may take the logits' memory, are as in
+Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
+
+    spec.py           options, memory formulas, choice of chunks; no framework
+    reference.py      the contract in NumPy float64, with gradients
+    torch_op.py       PyTorch: the public function and module, the operators and autograd
+    torch_inputs.py   what the public function checks
+    torch_rows.py     the computation with PyTorch's own operations, a chunk of rows at a time
+    jax_op.py         JAX: the public function, its derivative rules
+    jax_inputs.py     what the public function checks
+    jax_xla.py        the computation in plain JAX, a chunk of rows at a time
+    cases.py          named problems for tests, `onchip check` and `onchip bench`
+    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
+    checks.py         what they share; no framework
+"""

@@ -1,0 +1,147 @@
+"""Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from onchip.ops.linear_cross_entropy.cases import MODELS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
+
+    name: str
+    tokens: int
+    vocab: int
+    logit_std: float = 1.0
+    """Standard deviation of the logits, before `logit_offset` and the options."""
+    logit_offset: float = 0.0
+    """Added to every logit."""
+    target_prob: float | None = None
+    """About the probability that each token's target gets; None leaves it to chance."""
+    zipf: bool = False
+    """Targets follow Zipf's law, as words do; otherwise they are uniform."""
+    ignored: float = 0.0
+    """Fraction of the tokens whose target is ignore_index."""
+    masked: int = 0
+    """So many columns, the first ones, are -inf."""
+    sliced: int = 0
+    """So many columns more are in the memory of each row, as where a padded vocabulary is cut off."""
+    token_weight: bool = False
+    token_temperature: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Inputs(NamedTuple):
+    """Arrays of one case; floats are float32, and what the case doesn't have is None."""
+
+    logits: npt.NDArray[np.float32]  # [T, V], or [T, V + sliced], whose last columns are NaN
+    target: npt.NDArray[np.int64]  # [T]
+    token_weight: npt.NDArray[np.float32] | None  # [T]
+    temperature: npt.NDArray[np.float32] | None  # [T]
+    grad_loss: npt.NDArray[np.float32]  # [T] for reduction="none", else []
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """Random inputs of `case`: logits ~ N(logit_offset, logit_std), the rest as the case says."""
+    rng = np.random.default_rng(seed)
+    tokens, vocab = case.tokens, case.vocab
+    logits = rng.standard_normal((tokens, vocab), dtype=np.float32) * np.float32(case.logit_std)
+    first = min(case.masked, vocab - 1)
+    if case.zipf:
+        rank = np.arange(1, vocab - first + 1)
+        target = first + rng.choice(vocab - first, size=tokens, p=(1 / rank) / (1 / rank).sum())
+    else:
+        target = rng.integers(first, vocab, size=tokens)
+    if case.target_prob is not None:
+        logits[np.arange(tokens), target] = target_logit(case)
+    logits += np.float32(case.logit_offset)
+    logits[:, :first] = -np.inf
+    padding = np.full((tokens, case.sliced), np.nan, np.float32)
+    ignore_index = case.options.get("ignore_index", -100)
+    target[rng.permutation(tokens)[: round(case.ignored * tokens)]] = ignore_index
+    per_token = case.options.get("reduction") == "none"
+    return Inputs(
+        logits=np.concatenate([logits, padding], 1) if case.sliced else logits,
+        target=target.astype(np.int64),
+        token_weight=rng.random(tokens, dtype=np.float32) * 2 if case.token_weight else None,
+        temperature=rng.uniform(0.5, 2, tokens).astype(np.float32) if case.token_temperature else None,
+        grad_loss=rng.standard_normal(tokens if per_token else (), dtype=np.float32) + np.float32(not per_token),
+    )
+
+
+def target_logit(case: Case) -> float:
+    """The target's logit that gives it `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
+    assert case.target_prob is not None
+    return math.log(case.target_prob / (1 - case.target_prob) * case.vocab) + case.logit_std**2 / 2
+
+
+def _case(name: str, tokens: int, vocab: int, **more: Any) -> Case:
+    fields = {k: more.pop(k) for k in list(more) if k in Case.__dataclass_fields__}
+    return Case(name, tokens, vocab, **fields, options=more)
+
+
+# `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
+# ones hide; ragged sizes show masking mistakes.
+CHECK_CASES = (
+    _case("aligned", 256, 1024),
+    _case("ragged", 127, 2049),
+    _case("small logits", 127, 2049, logit_std=0.02),
+    _case("large logits", 127, 2049, logit_std=30.0),
+    _case("offset 1e4", 127, 2049, logit_offset=1e4),
+    _case("peaked", 127, 2049, target_prob=0.999),
+    _case("gpt-2 vocab", 127, 50257, zipf=True),
+    _case("one class", 127, 1),
+    _case("sliced", 127, 1000, sliced=24),
+    _case("sum", 127, 1000, reduction="sum"),
+    _case("per token", 127, 1000, reduction="none"),
+    _case("half ignored", 127, 1000, ignored=0.5),
+    _case("all ignored", 127, 1000, ignored=1.0),
+    _case("token weights", 127, 1000, token_weight=True),
+    _case("masked vocab", 127, 1000, masked=600),
+    _case("label smoothing", 127, 1000, label_smoothing=0.1),
+    _case("z-loss", 127, 1000, z_loss=1e-3),
+    _case("softcap", 127, 1000, logit_std=30.0, softcap=15.0),
+    _case("logit scale", 127, 1000, logit_scale=0.0625),
+    _case("temperature", 127, 1000, temperature=0.7),
+    _case("token temperature", 127, 1000, token_temperature=True),
+    _case(
+        "everything",
+        127,
+        1000,
+        sliced=24,
+        ignored=0.3,
+        token_weight=True,
+        token_temperature=True,
+        label_smoothing=0.1,
+        z_loss=1e-3,
+        softcap=15.0,
+        logit_scale=0.5,
+        normalizer=100,
+    ),
+)
+# The cases that `onchip bench` runs unless told otherwise, by device type.
+CPU_CASE = _case("cpu", 4096, 32768)
+MODEL_CASES = tuple(_case(name, 8192, vocab) for name, (_, vocab) in MODELS.items())
+LLAMA = "llama3.1-8b"
+LLAMA_VARIANTS = (
+    _case(f"{LLAMA}-half-ignored", 8192, MODELS[LLAMA][1], ignored=0.5),
+    _case(f"{LLAMA}-zipf", 8192, MODELS[LLAMA][1], zipf=True),
+    _case(f"{LLAMA}-sliced", 8192, MODELS[LLAMA][1], sliced=128),
+    # More than 2**31 logits.
+    _case(f"{LLAMA}-t16896", 16896, MODELS[LLAMA][1]),
+)
+# Many rows of a short vocabulary: image classes, characters, bytes and small tokenizers.
+SHORT_CASES = tuple(_case(f"vocab-{v}", (1 << 28) // v, v) for v in (1000, 2048, 4096, 8192))
+_CUDA_CASES = (*MODEL_CASES, *LLAMA_VARIANTS, *SHORT_CASES)
+BENCH_CASES = {case.name: case for case in (CPU_CASE, *_CUDA_CASES)}
+DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in _CUDA_CASES)}

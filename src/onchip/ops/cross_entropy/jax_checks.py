@@ -1,0 +1,131 @@
+"""Compare the JAX op with the float64 oracle: what `onchip check` and the tests run."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onchip.ops.cross_entropy import reference
+from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
+from onchip.ops.cross_entropy.checks import compare
+from onchip.ops.cross_entropy.jax_op import cross_entropy
+from onchip.ops.linear_cross_entropy.checks import Check, relative_error
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
+    """All cases on "cpu" or "cuda" in all dtypes, in turn."""
+    platform = "gpu" if device == "cuda" else device
+    return [partial(check_case, case, dtype, platform) for case, dtype in product(CHECK_CASES, DTYPES)]
+
+
+def as_arguments(case: Case, inputs: Inputs, dtype: str) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """(logits, labels) and the keyword arguments of the op."""
+    keywords = dict(case.options)
+    for name in ("token_weight", "temperature"):
+        if (value := getattr(inputs, name)) is not None:
+            keywords[name] = jnp.asarray(value)
+    return jnp.asarray(inputs.logits[:, : case.vocab], dtype), jnp.asarray(inputs.target, jnp.int32), keywords
+
+
+def check_case(
+    case: Case,
+    dtype: str,
+    device: str = "cpu",
+    *,
+    scratch_bytes: int | None = None,
+    backend: str = "xla",
+) -> list[Check]:
+    """Run the op on `case`, forward and backward under jit, and compare all that it returns with the oracle."""
+    inputs = make_inputs(case)
+    # The plain expression and the oracle run here too, so that all see the same rounded numbers.
+    with jax.default_device(jax.devices(device)[0]):
+        logits, labels, keywords = as_arguments(case, inputs, dtype)
+        oracle = run_oracle(logits, labels, keywords, inputs.grad_loss)
+        op = partial(cross_entropy, scratch_bytes=scratch_bytes, backend=backend, return_stats=True)
+        loss, stats, grad = _run(op, logits, labels, keywords, inputs.grad_loss)
+        plain = {}
+        if dtype != "float32":
+            plain = plain_errors(logits, labels, keywords, inputs.grad_loss, oracle)
+    names = ("loss", "lse", "log_prob", "entropy", "correct", "grad_logits")
+    results = {name: np.asarray(x) for name, x in zip(names, (loss, *stats, grad), strict=True)}
+    return compare(case, dtype, backend, results, oracle, plain)
+
+
+def _run(op: Any, logits: jax.Array, labels: jax.Array, keywords: Mapping[str, Any], grad_loss: Any) -> Any:
+    """Loss, statistics and the gradient of the logits."""
+    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
+    options = {name: x for name, x in keywords.items() if name not in arrays}
+
+    def step(logits: Any, labels: Any, arrays: Any, grad_loss: Any) -> Any:
+        loss, pullback, stats = jax.vjp(lambda x: op(x, labels, **arrays, **options), logits, has_aux=True)
+        return loss, stats, pullback(grad_loss.astype(loss.dtype))[0]
+
+    return jax.jit(step)(logits, labels, arrays, jnp.asarray(grad_loss))
+
+
+def run_oracle(logits: jax.Array, labels: jax.Array, keywords: Mapping[str, Any], grad_loss: Any) -> reference.Result:
+    """The oracle on exactly the numbers that the op was given."""
+
+    def array(x: Any) -> Any:
+        return np.asarray(x, np.float64) if isinstance(x, jax.Array) else x
+
+    return reference.cross_entropy(
+        array(logits),
+        np.asarray(labels),
+        grad_loss=grad_loss,
+        **{name: array(value) for name, value in keywords.items()},
+    )
+
+
+def plain_errors(
+    logits: jax.Array, labels: jax.Array, keywords: Mapping[str, Any], grad_loss: Any, oracle: reference.Result
+) -> dict[str, float]:
+    """The errors that the plain framework expression makes in the logits' dtype."""
+    loss, _, grad = _run(lambda *x, **y: (plain_cross_entropy(*x, **y), None), logits, labels, keywords, grad_loss)
+    return {
+        "loss": relative_error(np.asarray(loss, np.float64), oracle.loss),
+        "grad_logits": relative_error(np.asarray(grad, np.float64), oracle.grad_logits),
+    }
+
+
+def plain_cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: float | None = None,
+    token_weight: jax.Array | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | jax.Array = 1.0,
+) -> jax.Array:
+    """The same loss written with the framework's own functions in logits' dtype."""
+    z = logits * logit_scale
+    if softcap is not None:
+        z = softcap * jnp.tanh(z / softcap)
+    z = z / (temperature[..., None].astype(z.dtype) if isinstance(temperature, jax.Array) else temperature)
+    kept = labels != ignore_index
+    y = jnp.where(kept, labels, 0)
+    log_p = jax.nn.log_softmax(z, -1)
+    loss = -(1 - label_smoothing) * jnp.take_along_axis(log_p, y[..., None], -1)[..., 0]
+    if z_loss > 0:
+        loss = loss + z_loss * jax.nn.logsumexp(z, -1) ** 2
+    if label_smoothing > 0:
+        loss = loss - label_smoothing * log_p.mean(-1)
+    if token_weight is not None:
+        loss = loss * token_weight.astype(z.dtype)
+    loss = jnp.where(kept, loss, 0)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (jnp.maximum(kept.sum(), 1) if normalizer is None else normalizer)

@@ -1,0 +1,195 @@
+"""What every front end of cross_entropy shares: options, memory formulas, the choice of chunks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from onchip.ops.linear_cross_entropy.spec import DEFAULT_SCRATCH, DTYPE_BYTES, REDUCTIONS
+
+OP = "cross_entropy"
+
+# Logits of a chunk of rows that keep the device busy; the default budget allows for them.  On the CPU no chunk is made
+# larger, whatever the budget: the passes over it then find it in the cache.
+USEFUL = {"cpu": 1 << 20, "cuda": 1 << 24}
+
+
+# ---------------------------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that are plain numbers and words, checked when made."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    check_inputs: bool = False
+    return_stats: bool = False
+    inplace_backward: bool = False
+    scratch_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("ignore_index", self.ignore_index)
+        if self.reduction not in REDUCTIONS:
+            allowed = ", ".join(map(repr, REDUCTIONS))
+            raise ValueError(f"{OP}: reduction must be one of {allowed}; got {self.reduction!r}")
+        _require_bool("check_inputs", self.check_inputs)
+        _require_bool("return_stats", self.return_stats)
+        _require_bool("inplace_backward", self.inplace_backward)
+        _require_number("label_smoothing", self.label_smoothing)
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"{OP}: label_smoothing must be in [0, 1]; got {self.label_smoothing}")
+        _require_number("z_loss", self.z_loss)
+        if self.z_loss < 0:
+            raise ValueError(f"{OP}: z_loss must be 0 or more; got {self.z_loss}")
+        if self.softcap is not None:
+            require_positive("softcap", self.softcap, remedy="; pass None for no softcap")
+        require_positive("logit_scale", self.logit_scale)
+        require_positive("temperature", self.temperature)
+        if self.scratch_bytes is not None:
+            _require_int("scratch_bytes", self.scratch_bytes)
+            if self.scratch_bytes <= 0:
+                raise ValueError(f"{OP}: scratch_bytes must be positive; got {self.scratch_bytes}")
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{OP}: {name} must be True or False; got {type(value).__name__}")
+
+
+def _require_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{OP}: {name} must be an int; got {type(value).__name__}")
+
+
+def _require_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{OP}: {name} must be a number; got {type(value).__name__}")
+    number: Any = value
+    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
+        raise ValueError(f"{OP}: {name} must be finite; got {value}")
+
+
+def require_positive(name: str, value: Any, remedy: str = "") -> None:
+    """Raise unless `value` is a finite number above 0."""
+    _require_number(name, value)
+    if value <= 0:
+        raise ValueError(f"{OP}: {name} must be above 0; got {value}{remedy}")
+
+
+def check_shapes(
+    logits: Sequence[int], target: Sequence[int], per_token: Mapping[str, Sequence[int]], target_name: str = "target"
+) -> None:
+    """Raise ValueError unless the shapes are [..., V], [...], and [...] for each entry of `per_token`."""
+    logits, target = tuple(logits), tuple(target)
+    if len(logits) < 1:
+        raise ValueError(f"{OP}: logits must be [..., V]; got no dimension")
+    if logits[-1] < 1:
+        raise ValueError(f"{OP}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
+    if target != logits[:-1]:
+        raise ValueError(
+            f"{OP}: {target_name} has shape {list(target)} but logits has shape {list(logits)}; "
+            f"{target_name} must have logits' leading dimensions, {list(logits[:-1])}"
+        )
+    for name, shape in per_token.items():
+        if tuple(shape) != target:
+            whose = target_name + ("'" if target_name.endswith("s") else "'s")
+            raise ValueError(f"{OP}: {name} has shape {list(shape)}; it must have {whose} shape, {list(target)}")
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a tensor may share memory: anything but nested dimensions, dense or with gaps."""
+    if 0 in shape:
+        return False
+    end = 0  # of the elements of the dimensions so far, relative to the first
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
+
+
+# ------------------------------------------------------------------------------------------------- memory and plan
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that memory depends on.  Sizes in elements, the logits' dtype by name, `device` 'cpu' or 'cuda'."""
+
+    tokens: int
+    vocab: int
+    dtype: str = "float32"
+    device: str = "cpu"
+    grad: bool = True
+    softcap: bool = False
+    stats: bool = False
+    gathered: bool = False
+    """Rows are copied in their own dtype before they are widened: those of 16-bit logits where some tokens are ignored
+    and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
+    xla: bool = False
+    """Compiled by XLA: temporary memory as its compiler for the CPU lays it out."""
+
+
+def logits_bytes(p: Problem) -> int:
+    """Bytes of the logits in float32, which this op never stores."""
+    return 4 * p.tokens * p.vocab
+
+
+def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
+    """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
+    # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
+    copies = 1 + int(p.stats or (p.softcap and p.grad))
+    if p.xla:
+        narrow = p.device == "cpu" and p.dtype != "float32"
+        return {
+            "rows in float32": 4 * (1 + int(p.stats)) * rows * p.vocab,
+            "rows as fetched, or as stored": 4 * rows * p.vocab,
+            "16-bit logits as integers": 2 * p.tokens * p.vocab if narrow else 0,
+            "vectors": 96 * p.tokens,
+        }
+    return {
+        "rows in float32": 4 * copies * rows * p.vocab,
+        "rows in their dtype": DTYPE_BYTES[p.dtype] * rows * p.vocab if p.gathered else 0,
+        "vectors": 96 * p.tokens,
+    }
+
+
+def scratch_bytes(p: Problem, rows: int) -> int:
+    """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes."""
+    return sum(scratch_parts(p, rows).values())
+
+
+def default_scratch(p: Problem) -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what a useful chunk needs."""
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_bytes(p, _useful_rows(p)))
+
+
+def plan(p: Problem, budget: int | None = None) -> int:
+    """The rows of a chunk: the fewest, most even chunks whose scratch fits the budget.
+
+    Raises:
+        ValueError: the budget is too small for one row.
+    """
+    if p.tokens == 0:
+        return 1
+    given = default_scratch(p) if budget is None else budget
+    fixed, one = scratch_bytes(p, 0), scratch_bytes(p, 1)
+    if given < one:
+        raise ValueError(
+            f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} in {p.dtype}: "
+            f"one row needs {one} bytes; raise scratch_bytes"
+        )
+    rows = min(p.tokens, (given - fixed) // (one - fixed))
+    if p.device == "cpu":
+        rows = min(rows, _useful_rows(p))
+    return -(-p.tokens // -(-p.tokens // rows))
+
+
+def _useful_rows(p: Problem) -> int:
+    return min(max(1, p.tokens), -(-USEFUL[p.device] // p.vocab))

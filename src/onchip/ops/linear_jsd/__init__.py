@@ -1,0 +1,36 @@
+r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
+
+With z the student's and u the teacher's logits (hidden @ weight.T + bias, or given), both divided by `temperature`,
+s = softmax(z), t = softmax(u), m = (1 - b) s + b t, the loss of a token is
+
+    L = (1 - b) KL(s || m) + b KL(t || m)                    0 < b < 1
+    L = KL(t || s)   (forward KL)                            b = 0
+    L = KL(s || t)   (reverse KL)                            b = 1
+
+The ends are special cases, not limits: JSD_b goes to 0 with b, and JSD_b / b to KL(t || s).  The gradients are
+
+    dL/dz = (1 - b) s (log(s / m) - KL(s || m))              dL/du = b t (log(t / m) - KL(t || m))
+    dL/dz = s - t                                            dL/du = t (log(t / s) - KL(t || s))            b = 0
+    dL/dz = s (log(s / t) - KL(s || t))                      dL/du = t - s                                  b = 1
+
+over `temperature`.  (1 - b)(s - m) is not the first of them: it is the gradient of b (1 - b) KL(t || s).
+
+How it is computed: with d = log t - log s and x = log1p(c expm1(-|d|)), where c is b for d <= 0 and 1 - b for d > 0,
+log(m / s) = x + max(d, 0) and log(m / t) = x - min(d, 0).  Nothing overflows, and d = 0 gives exact zeros.  The sums of
+the loss run over -(1 - b) s log(m / s) - b t log(m / t), for the ends over t d - t + s and its mirror image: each of
+these terms is 0 or more, and an error of a log-sum-exp enters their sum in the second order only.
+
+Sources: generalised JSD for distillation: GKD (arXiv:2306.13649).  Temperature and its square: Hinton et al.
+(arXiv:1503.02531).  Chunks of tokens with gradients made in forward: Liger Kernel (arXiv:2410.10989).
+
+    spec.py           options, top-k teachers, memory formulas, plans; no framework
+    reference.py      the contract in NumPy float64, with gradients
+    torch_op.py       PyTorch: the public functions `linear_jsd` and `jsd`, their operators and autograd
+    torch_inputs.py   what they check
+    torch_rows.py     loss and gradients of rows of logits
+    torch_walk.py     the walk over chunks of tokens
+    jax_op.py         JAX: the public functions, their derivative rules and the walk; jax_inputs.py, what they check;
+                      jax_rows.py, loss and gradients of rows of logits
+    cases.py          named problems for tests and `onchip check`
+    torch_checks.py, jax_checks.py   the comparison with the oracle; checks.py, what they share
+"""

@@ -1,0 +1,403 @@
+"""What every front end of linear_jsd and jsd shares: options, top-k teachers, memory formulas and plans."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+OP = "linear_jsd"
+LOGITS_OP = "jsd"
+REDUCTIONS = ("mean", "sum", "none")
+KINDS = ("log_probs", "logits")
+RESTS = ("tail", "truncated", "renormalised")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+MIB = 1 << 20
+DEFAULT_SCRATCH = 256 * MIB
+# Tokens of a chunk.  Below the smallest nothing is planned, whatever the budget.  The default budget allows for a
+# useful one, which keeps the device busy.
+SMALLEST = 16
+USEFUL = {"cpu": 64, "cuda": 256}
+# The elementwise part of a chunk is done in so many blocks of rows: its temporaries are that much smaller.
+BLOCKS = 8
+# Vocabulary entries whose weights are widened to float32 at a time.
+SLAB = 4096
+
+
+class TopK(NamedTuple):
+    """A teacher of which only the K most likely tokens are known.
+
+    With s the student's full softmax, the three meanings of `rest` are:
+
+    - "tail": all other tokens are one more outcome, of probability 1 - sum(t_k) for the teacher and 1 - sum(s_k) for
+      the student.  A lower bound of the full divergence.
+    - "truncated": the divergence's sum runs over the K entries alone, with probabilities as they are.  That is no
+      divergence: with beta 0 or 1 it can be negative, and where it is least the models need not agree.
+    - "renormalised": both models given that the token is one of the K: s_k / sum(s), t_k / sum(t).  The mass that the
+      student puts elsewhere costs nothing.
+    """
+
+    indices: Any
+    """[..., K] of any integer dtype in [0, V), distinct within a token."""
+    values: Any
+    """[..., K] float: the teacher's log-probabilities or logits of these tokens."""
+    kind: str
+    """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are.
+    "logits": divided by `temperature`; their normaliser is not known, so they need rest="renormalised"."""
+    rest: str
+    """"tail", "truncated" or "renormalised"."""
+
+
+# ---------------------------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that are plain numbers and words, checked when made."""
+
+    op: str = OP
+    beta: float = 0.5
+    temperature: float = 1.0
+    temperature_squared: bool = False
+    ignore_index: int = -100
+    reduction: str = "mean"
+    hard_weight: float = 0.0
+    vocab: int | None = None
+    teacher_grad: bool = False
+    check_inputs: bool = False
+    scratch_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        op = self.op
+        for name in ("beta", "hard_weight"):
+            value = getattr(self, name)
+            require_number(op, name, value)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{op}: {name} must be in [0, 1]; got {value}")
+        require_positive(op, "temperature", self.temperature)
+        for name in ("temperature_squared", "teacher_grad", "check_inputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{op}: {name} must be True or False; got {type(getattr(self, name)).__name__}")
+        _require_int(op, "ignore_index", self.ignore_index)
+        _require_one_of(op, "reduction", self.reduction, REDUCTIONS)
+        for name in ("vocab", "scratch_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                _require_int(op, name, value)
+                if value <= 0:
+                    raise ValueError(f"{op}: {name} must be positive; got {value}")
+
+
+def _require_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def _require_int(op: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+
+
+def require_number(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} must be a number; got {type(value).__name__}")
+    number: Any = value
+    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
+        raise ValueError(f"{op}: {name} must be finite; got {value}")
+
+
+def require_positive(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a finite number above 0."""
+    require_number(op, name, value)
+    if value <= 0:
+        raise ValueError(f"{op}: {name} must be above 0; got {value}")
+
+
+# ------------------------------------------------------------------------------------------------ what fits together
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the arrays of a call, None where not given."""
+
+    op: str
+    labels: str = "target"
+    """What the front end calls its target."""
+    student_hidden: tuple[int, ...] | None = None
+    student_weight: tuple[int, ...] | None = None
+    student_bias: tuple[int, ...] | None = None
+    student_logits: tuple[int, ...] | None = None
+    teacher_hidden: tuple[int, ...] | None = None
+    teacher_weight: tuple[int, ...] | None = None
+    teacher_bias: tuple[int, ...] | None = None
+    teacher_logits: tuple[int, ...] | None = None
+    indices: tuple[int, ...] | None = None
+    values: tuple[int, ...] | None = None
+    target: tuple[int, ...] | None = None
+    token_weight: tuple[int, ...] | None = None
+
+    def check(self, options: Options) -> tuple[tuple[int, ...], int]:
+        """Raise ValueError for what doesn't fit together; return the tokens' shape and the entries that count."""
+        op = self.op
+        self._check_sources(options)
+        if self.student_hidden is not None:
+            student_size = self._check_head("student")
+            leading, student = self.student_hidden[:-1], "student_hidden"
+            student_shape = self.student_hidden
+        else:
+            assert self.student_logits is not None
+            student_shape, student = self.student_logits, "student_logits"
+            student_size = _last(op, student, student_shape, "V")
+            leading = student_shape[:-1]
+        teacher_size = None
+        if self.teacher_hidden is not None:
+            teacher_size = self._check_head("teacher")
+        elif self.teacher_logits is not None:
+            teacher_size = _last(op, "teacher_logits", self.teacher_logits, "V")
+        for name in ("teacher_hidden", "teacher_logits", "indices", "values"):
+            shape = getattr(self, name)
+            shown = f"teacher_topk.{name}" if name in ("indices", "values") else name
+            if shape is not None and (len(shape) < 1 or shape[:-1] != leading):
+                raise ValueError(
+                    f"{op}: {shown} has shape {list(shape)} but {student} has shape {list(student_shape)}; "
+                    "their leading dimensions must be the same"
+                )
+        size = student_size if options.vocab is None else options.vocab
+        for name, width in (("student", student_size), ("teacher", teacher_size)):
+            if width is not None and width < size:
+                if options.vocab is None:
+                    break
+                raise ValueError(f"{op}: vocab={size} but the {name} has V={width}; vocab must be at most that")
+        if options.vocab is None and teacher_size not in (None, student_size):
+            raise ValueError(
+                f"{op}: the student has V={student_size} but the teacher has V={teacher_size}; "
+                "if they differ in padding, pass vocab= the number of entries that both have"
+            )
+        if self.indices is not None:
+            assert self.values is not None
+            if self.indices != self.values or self.indices[-1] < 1:
+                raise ValueError(
+                    f"{op}: teacher_topk.indices has shape {list(self.indices)} and values {list(self.values)}; "
+                    "both must be [..., K] with K >= 1"
+                )
+            if self.indices[-1] > size:
+                raise ValueError(f"{op}: teacher_topk has K={self.indices[-1]} but there are {size} tokens")
+        for name in ("target", "token_weight"):
+            shape = getattr(self, name)
+            if shape is not None and shape != leading:
+                shown = self.labels if name == "target" else name
+                raise ValueError(
+                    f"{op}: {shown} has shape {list(shape)} but {student} has shape {list(student_shape)}; "
+                    f"{shown} must have its leading dimensions, {list(leading)}"
+                )
+        return leading, size
+
+    def _check_sources(self, options: Options) -> None:
+        op = self.op
+        if (self.teacher_hidden is None) != (self.teacher_weight is None):
+            raise ValueError(f"{op}: teacher_hidden and teacher_weight go together; got one of them")
+        if self.teacher_bias is not None and self.teacher_hidden is None:
+            raise ValueError(f"{op}: teacher_bias goes with teacher_hidden and teacher_weight")
+        given = [x is not None for x in (self.teacher_hidden, self.teacher_logits, self.indices)]
+        if sum(given) != 1:
+            one = "teacher_hidden with teacher_weight, " if op == OP else ""
+            raise ValueError(f"{op}: give exactly one of {one}teacher_logits, teacher_topk; got {sum(given)}")
+        if options.teacher_grad and self.indices is not None:
+            raise ValueError(f"{op}: teacher_grad=True needs a teacher with all logits, not teacher_topk")
+        if options.hard_weight > 0 and self.target is None:
+            raise ValueError(f"{op}: hard_weight={options.hard_weight} needs {self.labels}, the hard labels")
+
+    def _check_head(self, who: str) -> int:
+        op = self.op
+        hidden, weight = getattr(self, f"{who}_hidden"), getattr(self, f"{who}_weight")
+        bias = getattr(self, f"{who}_bias")
+        if len(weight) != 2 or min(weight) < 1:
+            raise ValueError(f"{op}: {who}_weight must be [V, H] with V, H >= 1; got shape {list(weight)}")
+        if len(hidden) < 1:
+            raise ValueError(f"{op}: {who}_hidden must be [..., H]; got a 0-d array")
+        if hidden[-1] != weight[1]:
+            raise ValueError(
+                f"{op}: {who}_hidden has H={hidden[-1]} but {who}_weight has H={weight[1]}; {who}_weight must be [V, H]"
+            )
+        if bias is not None and bias != weight[:1]:
+            raise ValueError(
+                f"{op}: {who}_bias has shape {list(bias)} but {who}_weight has V={weight[0]}; {who}_bias must be [V]"
+            )
+        size: int = weight[0]
+        return size
+
+
+def _last(op: str, name: str, shape: tuple[int, ...], letter: str) -> int:
+    if len(shape) < 1 or shape[-1] < 1:
+        raise ValueError(f"{op}: {name} must be [..., {letter}] with {letter} >= 1; got shape {list(shape)}")
+    return shape[-1]
+
+
+def check_topk(op: str, topk: Any) -> None:
+    """Raise unless `topk` is a TopK whose words are known and go together."""
+    if not isinstance(topk, TopK):
+        raise TypeError(f"{op}: teacher_topk must be a TopK(indices, values, kind, rest); got {type(topk).__name__}")
+    _require_one_of(op, "teacher_topk.kind", topk.kind, KINDS)
+    _require_one_of(op, "teacher_topk.rest", topk.rest, RESTS)
+    if topk.kind == "logits" and topk.rest != "renormalised":
+        raise ValueError(
+            f"{op}: teacher_topk.rest={topk.rest!r} needs the teacher's probabilities: pass kind='log_probs', "
+            "or rest='renormalised', which needs no normaliser"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- memory and plan
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's last layer.  `hidden` 0: its logits are given."""
+
+    hidden: int = 0
+    vocab: int = 0
+    """Rows of the weight, padding included."""
+    dtype: str = "float32"
+    """What the products read: the inputs' dtype, or autocast's."""
+    hidden_dtype: str = ""
+    weight_dtype: str = ""
+    grad_hidden: bool = False
+    grad_weight: bool = False
+    grad_bias: bool = False
+    grad_logits: bool = False
+
+    @property
+    def any_grad(self) -> bool:
+        return self.grad_hidden or self.grad_weight or self.grad_bias or self.grad_logits
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that memory depends on.  Sizes in elements, dtypes by name, `device` 'cpu' or 'cuda'."""
+
+    tokens: int
+    vocab: int
+    """Entries that count."""
+    student: Head
+    teacher: Head
+    topk: int = 0
+    """K, where the teacher is a top-k."""
+    hard: bool = False
+    device: str = "cpu"
+    stash: bool = False
+    """Gradients are made in forward and kept, in float32."""
+    compacted: bool = False
+    """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
+
+    @property
+    def any_grad(self) -> bool:
+        return self.student.any_grad or self.teacher.any_grad
+
+    def widened(self, head: Head) -> bool:
+        """16-bit operands are widened to float32 before a product: on the CPU, whose 16-bit products round their
+        results, and float16 everywhere, which can't hold a small gradient."""
+        return head.dtype == "float16" or (self.device == "cpu" and head.dtype == "bfloat16")
+
+
+def logits_bytes(p: Problem) -> int:
+    """Bytes of both models' float32 logits, which `linear_jsd` never stores."""
+    return 4 * p.tokens * p.vocab * (1 if p.topk else 2)
+
+
+def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part, with chunks of so many tokens."""
+    heads = [h for h in (p.student, p.teacher) if h.hidden]
+    block = -(-chunk // BLOCKS)
+    dense = 1 if p.topk else 2
+    rows = casts = kept_hidden = kept_weight = widened = 0
+    for h in heads:
+        element = DTYPE_BYTES[h.dtype]
+        rows += (element + (4 if p.widened(h) else 0) + (4 if h.grad_hidden else 0)) * chunk * h.hidden
+        casts += element * p.tokens * h.hidden if (h.hidden_dtype or h.dtype) != h.dtype else 0
+        casts += element * h.vocab * h.hidden if (h.weight_dtype or h.dtype) != h.dtype else 0
+        # float32 sums; on the CPU those of float32 parameters are handed out as they are.
+        copied = p.stash and p.device == "cuda"
+        if h.grad_hidden and (copied or (h.hidden_dtype or h.dtype) != "float32"):
+            kept_hidden += 4 * p.tokens * h.hidden
+        if h.grad_weight and (copied or (h.weight_dtype or h.dtype) != "float32"):
+            kept_weight += 4 * h.vocab * h.hidden
+        if p.widened(h):
+            widened = max(widened, 4 * min(SLAB, p.vocab) * h.hidden)
+    narrow = p.any_grad and p.device == "cuda" and any(h.dtype == "bfloat16" for h in heads)
+    return {
+        "logits": 4 * dense * chunk * p.vocab,
+        # the softmaxes, their logarithms' difference, and what is made of them
+        "temporaries of a block": (36 + (8 if p.hard else 0)) * block * p.vocab,
+        "top-k rows": 64 * chunk * (p.topk + 1) if p.topk else 0,
+        "logits' gradient in 16 bits": 2 * chunk * p.vocab if narrow else 0,
+        "hidden rows": rows,
+        "weight rows in float32": widened,
+        "casts": casts,
+        "hidden gradients in float32": kept_hidden,
+        "weight gradients in float32": kept_weight,
+        "vectors": 96 * p.tokens + 16 * p.vocab,
+    }
+
+
+def scratch_bytes(p: Problem, chunk: int) -> int:
+    """Peak memory above inputs, loss and returned gradients, in bytes."""
+    return sum(scratch_parts(p, chunk).values())
+
+
+def scratch_at_least(p: Problem) -> int:
+    """Bytes of scratch that a call needs to run at all."""
+    return scratch_bytes(p, min(p.tokens, SMALLEST))
+
+
+def jax_scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
+    """Bytes that XLA allocates beyond arguments and results in a jitted step, part by part."""
+    heads = [h for h in (p.student, p.teacher) if h.hidden]
+    gradient = int(p.any_grad)
+    rows = sums = widened = 0
+    for h in heads:
+        rows += (DTYPE_BYTES[h.dtype] + 8) * chunk * h.hidden
+        # Sums in float32, and where backward scales them, or a loop carries them, another copy.
+        sums += (4 * p.tokens * h.hidden if h.grad_hidden else 0) + (8 * h.vocab * h.hidden if h.grad_weight else 0)
+        widened += 4 * h.vocab * h.hidden if h.dtype == "float16" or (p.device == "cpu" and h.dtype != "float32") else 0
+    given = sum(DTYPE_BYTES[h.dtype] * p.tokens * h.vocab for h in (p.student, p.teacher) if h.grad_logits)
+    return {
+        "logits and what is made of them": 4 * (9 + 3 * gradient + 2 * int(p.hard)) * chunk * p.vocab,
+        "top-k rows": 128 * chunk * (p.topk + 1) if p.topk else 0,
+        "hidden rows": rows,
+        "weights in float32": widened,
+        "gradients in float32": sums,
+        "gradients of logits": given,
+        "vectors": 96 * p.tokens + 16 * p.vocab,
+    }
+
+
+def jax_scratch_bytes(p: Problem, chunk: int) -> int:
+    """Bytes that XLA allocates beyond arguments and results in a jitted step."""
+    return sum(jax_scratch_parts(p, chunk).values())
+
+
+def plan(
+    p: Problem,
+    budget: int | None = None,
+    op: str = OP,
+    scratch_bytes: Callable[[Problem, int], int] = scratch_bytes,
+) -> int:
+    """Tokens of a chunk: the fewest even chunks whose scratch fits the budget.
+
+    Default: 256 MiB or an eighth of both models' float32 logits, whichever is less, and at least what one useful chunk
+    needs.  Raises ValueError if the budget is too small.
+    """
+    if budget is None:
+        budget = max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_bytes(p, min(p.tokens, USEFUL[p.device])))
+    need = scratch_bytes(p, min(p.tokens, SMALLEST))
+    if need > budget:
+        raise ValueError(
+            f"{op}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab}: the smallest chunk needs "
+            f"{need} bytes; raise scratch_bytes"
+        )
+    low, high = min(p.tokens, SMALLEST), p.tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if scratch_bytes(p, middle) <= budget else (low, middle - 1)
+    return -(-p.tokens // -(-p.tokens // low)) if low else 0

@@ -1,0 +1,147 @@
+"""Compare the PyTorch ops with the float64 oracle: what `onchip check` and the tests run."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.ops.linear_jsd import checks, reference
+from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
+from onchip.ops.linear_jsd.checks import Check, compare
+from onchip.ops.linear_jsd.spec import TopK
+from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
+
+
+def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
+    """All cases on `device` in all dtypes, one by one."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return [partial(check_case, case, dtype, device) for case, dtype in product(CHECK_CASES, dtypes)]
+
+
+def as_arguments(inputs: Inputs, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """All arrays of `inputs` as tensors under their names; the first eight are leaves in `dtype`."""
+    out: dict[str, Any] = {}
+    for name, x in zip(inputs._fields, inputs, strict=True):
+        if x is None:
+            out[name] = None
+        elif name == "topk":
+            out[name] = TopK(torch.from_numpy(x[0]).to(device), torch.from_numpy(x[1]).to(device), x[2], x[3])
+        else:
+            # NumPy's 0-d results are scalars
+            tensor = torch.as_tensor(x).to(device)
+            out[name] = tensor.to(dtype).requires_grad_() if name.startswith(("student", "teacher")) else tensor
+    return out
+
+
+def call(arguments: Mapping[str, Any], **options: Any) -> Tensor:
+    """The op on `arguments`, as `as_arguments` gives them."""
+    a = arguments
+    more = {"teacher_topk": a["topk"], "target": a["target"], "token_weight": a["token_weight"], **options}
+    if a["student_logits"] is not None:
+        return jsd(a["student_logits"], a["teacher_logits"], **more)
+    pairs: Any = (a["student_hidden"], a["student_weight"], a["teacher_hidden"], a["teacher_weight"])
+    biases: dict[str, Any] = {"student_bias": a["student_bias"], "teacher_bias": a["teacher_bias"]}
+    return linear_jsd(*pairs, teacher_logits=a["teacher_logits"], **biases, **more)  # type: ignore[misc]
+
+
+def check_case(case: Case, dtype: torch.dtype, device: str, *, scratch_bytes: int | None = None) -> list[Check]:
+    """Run the op on `case`, forward and backward, and compare all that it returns with the oracle."""
+    inputs = make_inputs(case)
+    arguments = as_arguments(inputs, dtype, device)
+    oracle = run_oracle(arguments, case.options)
+    options = dict(case.options) | {"teacher_grad": inputs.topk is None, "scratch_bytes": scratch_bytes}
+    results = _results(call(arguments, **options), arguments, teacher=inputs.topk is None)
+    plain = {}
+    if dtype != torch.float32:
+        made = _results(plain_jsd(arguments, **case.options), arguments, teacher=inputs.topk is None)
+        plain = {name: checks.relative_error(_array(x), getattr(oracle, name)) for name, x in made.items()}
+    arrays = {name: _array(x) for name, x in results.items()}
+    return compare(case, str(dtype).removeprefix("torch."), "torch", arrays, oracle, plain)
+
+
+def _results(loss: Tensor, arguments: Mapping[str, Any], *, teacher: bool) -> dict[str, Tensor]:
+    leaves = {
+        f"grad_{name}": x
+        for name, x in arguments.items()
+        if isinstance(x, Tensor) and x.requires_grad and (teacher or name.startswith("student"))
+    }
+    grads = torch.autograd.grad(loss, list(leaves.values()), arguments["grad_loss"].to(loss.dtype))
+    return {"loss": loss, **dict(zip(leaves, grads, strict=True))}
+
+
+def run_oracle(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> reference.Result:
+    """The oracle on exactly the numbers that the op was given."""
+    arrays = {name: _array(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    if (topk := arrays["topk"]) is not None:
+        arrays["topk"] = (_array(topk.indices), _array(topk.values), topk.kind, topk.rest)
+    return checks.oracle_of(Inputs(**arrays), options)
+
+
+def _array(x: Tensor) -> Any:
+    x = x.detach()
+    return (x.double() if x.is_floating_point() else x).cpu().numpy()
+
+
+def plain_jsd(
+    arguments: Mapping[str, Any],
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: float | None = None,
+    hard_weight: float = 0.0,
+    vocab: int | None = None,
+) -> Tensor:
+    """The same loss written with the framework's own functions in the arguments' dtype, logits and all."""
+    a = arguments
+    z = (
+        F.linear(*(a[f"student_{x}"] for x in ("hidden", "weight", "bias")))
+        if a["student_logits"] is None
+        else a["student_logits"]
+    )
+    z = z[..., :vocab]
+    ls = F.log_softmax(z / temperature, -1)
+    if a["topk"] is not None:
+        indices, values, _, rest = a["topk"]
+        lt = values.to(z)
+        ls = ls.gather(-1, indices)
+        if rest == "renormalised":
+            ls, lt = F.log_softmax(ls, -1), F.log_softmax(lt, -1)
+        elif rest == "tail":
+            ls, lt = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in (ls, lt))
+    else:
+        u = (
+            F.linear(*(a[f"teacher_{x}"] for x in ("hidden", "weight", "bias")))
+            if a["teacher_logits"] is None
+            else a["teacher_logits"]
+        )
+        lt = F.log_softmax(u[..., :vocab] / temperature, -1)
+    if beta == 0:
+        loss = (lt.exp() * (lt - ls)).sum(-1)
+    elif beta == 1:
+        loss = (ls.exp() * (ls - lt)).sum(-1)
+    else:
+        lm = torch.logaddexp(ls + math.log(1 - beta), lt + math.log(beta))
+        loss = (1 - beta) * (ls.exp() * (ls - lm)).sum(-1) + beta * (lt.exp() * (lt - lm)).sum(-1)
+    if temperature_squared:
+        loss = loss * temperature**2
+    target = a["target"]
+    kept = torch.ones(loss.shape, dtype=torch.bool, device=z.device) if target is None else target != ignore_index
+    if hard_weight > 0:
+        ce = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")
+        loss = hard_weight * ce.view(loss.shape) + (1 - hard_weight) * loss
+    if a["token_weight"] is not None:
+        loss = loss * a["token_weight"].to(z)
+    loss = torch.where(kept, loss, 0)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (kept.sum().clamp(min=1) if normalizer is None else normalizer)

@@ -1,0 +1,545 @@
+"""linear_jsd and jsd for PyTorch: the public functions, torch.library and autograd.
+
+Read from the top: a public function has its inputs checked (torch_inputs.py) and calls one registered operator,
+`_forward_op`, which walks chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number,
+that walk makes the gradients too, and backward scales them.  Otherwise backward walks again, in `_backward_op`.  The
+maths is in the package's docstring.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.backends import choose_backend
+from onchip.ops.linear_cross_entropy.torch_autograd import graph_is_kept
+from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
+from onchip.ops.linear_cross_entropy.torch_tiles import Tokens, select_tokens
+from onchip.ops.linear_jsd import spec
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
+from onchip.ops.linear_jsd.torch_inputs import check_normalizer, check_tensors, check_values, product_dtype
+from onchip.ops.linear_jsd.torch_rows import Loss
+from onchip.ops.linear_jsd.torch_walk import Model, walk
+
+_DEVICES = ("cpu", "cuda", "meta")
+BACKENDS = ("torch",)
+
+
+def linear_jsd(
+    student_hidden: Tensor,  # [..., Hs]
+    student_weight: Tensor,  # [V, Hs]
+    teacher_hidden: Tensor | None = None,  # [..., Ht]
+    teacher_weight: Tensor | None = None,  # [V, Ht]
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    target: Tensor | None = None,  # [...]
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,  # [...]
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    student_bias: Tensor | None = None,  # [V]
+    teacher_bias: Tensor | None = None,  # [V]
+    teacher_logits: Tensor | None = None,  # [..., V]
+    teacher_topk: TopK | None = None,
+    hard_weight: float = 0.0,
+    vocab: int | None = None,
+    teacher_grad: bool = False,
+    check_inputs: bool = False,
+    scratch_bytes: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
+
+    With s = softmax((student_hidden @ student_weight.T + student_bias) / temperature), t the same of the teacher and
+    m = (1 - beta) * s + beta * t, the loss of a token is::
+
+        jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
+        loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
+
+    where cross_entropy is the student's with `target`, at temperature 1, and `jsd` is multiplied by temperature**2 if
+    `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is 0 or more, and exactly 0 with
+    exactly zero gradients where both models' logits are the same numbers.  No model's [tokens, V] logits are stored.
+
+    Args:
+        student_hidden: [..., Hs] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
+        student_weight: [V, Hs] like `nn.Linear`'s, of student_hidden's dtype (under autocast of any of the three).
+        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
+        teacher_weight: [V, Ht] of teacher_hidden's dtype.
+        beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
+            the divergence itself is 0 at both ends, so that the value jumps there.
+        temperature: above 0: divides both models' logits.
+        temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
+        target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
+        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
+        reduction: "mean" (over the tokens that are not ignored), "sum" or "none" (the loss then is [...]).
+        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count.  A constant.
+        student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
+        teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
+        teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
+        hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `target`; the rest is divergence.
+        vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
+        teacher_grad: give gradients to the teacher's tensors too, where they require them.  Otherwise the teacher is a
+            constant.
+        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
+            eighth of both models' float32 logits, whichever is less, and at least what one chunk needs.
+        backend: "torch" (the framework's own operations, on any device) or "auto".
+
+    Returns:
+        The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is
+        infinite where the student gives probability 0 to what the teacher doesn't; with beta 1 the reverse (and the
+        gradients there are not finite).  Between them it is finite for any logits, -inf among them.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device, range or option, not exactly one teacher; on the CPU (with check_inputs also
+            on the GPU) a target that is neither ignore_index nor in [0, V), top-k indices outside of it or repeated.
+            On the GPU without check_inputs what is out of range makes its token's loss and gradients NaN.
+        RuntimeError: differentiated twice, or called inside a torch.func transform.
+
+    Memory: `scratch_parts` of `onchip.ops.linear_jsd.spec` is the formula: about 13 * chunk * V bytes, and with 16-bit
+    weights 4 * V * Hs for their gradient's float32 sum.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import linear_jsd
+        >>> hidden, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+        >>> teacher_hidden, teacher_weight = torch.randn(2, 8, 32), torch.randn(100, 32)
+        >>> loss = linear_jsd(hidden, weight, teacher_hidden, teacher_weight, beta=0.5, temperature=2.0)
+        >>> loss.backward()
+        >>> weight.grad.shape
+        torch.Size([100, 16])
+
+    Sources: GKD (arXiv:2306.13649) for the divergence; Liger Kernel (arXiv:2410.10989) for the chunks.
+    """
+    options = Options(
+        op=OP,
+        beta=beta,
+        temperature=temperature,
+        temperature_squared=temperature_squared,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        hard_weight=hard_weight,
+        vocab=vocab,
+        teacher_grad=teacher_grad,
+        check_inputs=check_inputs,
+        scratch_bytes=scratch_bytes,
+    )
+    named = {
+        "student_hidden": student_hidden,
+        "student_weight": student_weight,
+        "student_bias": student_bias,
+        "teacher_hidden": teacher_hidden,
+        "teacher_weight": teacher_weight,
+        "teacher_bias": teacher_bias,
+        "teacher_logits": teacher_logits,
+        "target": target,
+        "token_weight": token_weight,
+    }
+    return _call(options, named, teacher_topk, normalizer, backend)
+
+
+def jsd(
+    student_logits: Tensor,  # [..., V]
+    teacher_logits: Tensor | None = None,  # [..., V]
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    target: Tensor | None = None,  # [...]
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,  # [...]
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    teacher_topk: TopK | None = None,
+    hard_weight: float = 0.0,
+    vocab: int | None = None,
+    teacher_grad: bool = False,
+    check_inputs: bool = False,
+    scratch_bytes: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Generalised Jensen-Shannon divergence between two models' existing logits.
+
+    With s = softmax(student_logits / temperature), t the same of the teacher and m = (1 - beta) * s + beta * t, the
+    loss of a token is::
+
+        jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
+        loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
+
+    Args:
+        student_logits: [..., V] float32, bfloat16 or float16, any strides.  -inf takes an entry out.
+        teacher_logits: [..., V] float32, bfloat16 or float16, any strides.
+
+    The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
+    are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
+
+    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.spec`; between forward and backward
+    nothing but the inputs is kept.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import jsd
+        >>> student = torch.randn(2, 8, 100, requires_grad=True)
+        >>> loss = jsd(student, torch.randn(2, 8, 100), beta=0.0)  # forward KL
+        >>> loss.backward()
+        >>> student.grad.shape
+        torch.Size([2, 8, 100])
+
+    Source: GKD (arXiv:2306.13649).
+    """
+    options = Options(
+        op=LOGITS_OP,
+        beta=beta,
+        temperature=temperature,
+        temperature_squared=temperature_squared,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        hard_weight=hard_weight,
+        vocab=vocab,
+        teacher_grad=teacher_grad,
+        check_inputs=check_inputs,
+        scratch_bytes=scratch_bytes,
+    )
+    named = {
+        "student_logits": student_logits,
+        "teacher_logits": teacher_logits,
+        "target": target,
+        "token_weight": token_weight,
+    }
+    return _call(options, named, teacher_topk, normalizer, backend)
+
+
+def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer: Any, backend: str) -> Tensor:
+    op = options.op
+    shape, size = check_tensors(op, options, named, topk)
+    dtypes = [product_dtype(op, who, named) for who in ("student", "teacher")]
+    first = named["student_hidden"] if op == OP else named["student_logits"]
+    device = first.device
+    normalizer = check_normalizer(op, normalizer, options.reduction, device)
+    refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
+    choose_backend(op, backend, {"torch": refused})
+
+    tensors: list[Any] = [named.get(f"{who}_{part}") for who in ("student", "teacher") for part in _PARTS]
+    if not options.teacher_grad:
+        tensors[4:] = [None if x is None else x.detach() for x in tensors[4:]]
+    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+    stash = any(grads) and options.reduction != "none" and not (grads[3] or grads[7])
+    arguments = _Arguments._make(
+        (
+            *tensors,
+            *((None, None) if topk is None else (topk.indices, topk.values)),
+            named["target"],
+            named["token_weight"],
+            normalizer,
+            *dtypes,
+            op,
+            list(shape),
+            size,
+            *(("", "") if topk is None else (topk.kind, topk.rest)),
+            float(options.beta),
+            float(options.temperature),
+            options.temperature_squared,
+            int(options.ignore_index),
+            options.reduction,
+            float(options.hard_weight),
+            options.check_inputs,
+            None if options.scratch_bytes is None else int(options.scratch_bytes),
+            stash,
+            grads,
+        )
+    )
+    arguments.plan(None)  # a budget that is too small shows here
+    return _forward_op(*arguments)[0]  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------------ registered operators
+
+_PARTS = ("hidden", "weight", "bias", "logits")
+# The arguments of both operators; `_Arguments` gives them their shapes and Python names, in the same order.
+# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
+_SCHEMA = (
+    ", ".join(f"Tensor? {who}_{part}" for who in ("student", "teacher") for part in _PARTS)
+    + ", Tensor? indices, Tensor? values, Tensor? target, Tensor? token_weight, Tensor? normalizer, "
+    "ScalarType student_dtype, ScalarType teacher_dtype, str op, SymInt[] shape, SymInt size, "
+    "str topk_kind, str topk_rest, float beta, float temperature, bool temperature_squared, int ignore_index, "
+    "str reduction, float hard_weight, bool check_inputs, int? scratch_bytes, bool stash, bool[] grads"
+)
+
+
+class _Arguments(NamedTuple):
+    """The arguments of `_forward_op`, in order."""
+
+    student_hidden: Tensor | None  # [..., Hs]
+    student_weight: Tensor | None  # [V, Hs]
+    student_bias: Tensor | None  # [V]
+    student_logits: Tensor | None  # [..., V]
+    teacher_hidden: Tensor | None
+    teacher_weight: Tensor | None
+    teacher_bias: Tensor | None
+    teacher_logits: Tensor | None
+    indices: Tensor | None  # [..., K]
+    values: Tensor | None  # [..., K]
+    target: Tensor | None  # [...]
+    token_weight: Tensor | None  # [...]
+    normalizer: Tensor | None  # []
+    student_dtype: torch.dtype
+    teacher_dtype: torch.dtype
+    op: str
+    shape: list[int]  # [...]
+    size: int  # vocabulary entries that count
+    topk_kind: str
+    topk_rest: str
+    beta: float
+    temperature: float
+    temperature_squared: bool
+    ignore_index: int
+    reduction: str
+    hard_weight: float
+    check_inputs: bool
+    scratch_bytes: int | None
+    stash: bool
+    grads: list[bool]  # of the first eight
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        return self[:8]
+
+    @property
+    def first(self) -> Tensor:
+        x = self.student_logits if self.student_hidden is None else self.student_hidden
+        assert x is not None
+        return x
+
+    def tokens(self, *, check: bool) -> Tokens:
+        if check:
+            check_values(
+                self.op,
+                self.target,
+                self.indices,
+                self.normalizer,
+                vocab=self.size,
+                ignore_index=self.ignore_index,
+                asked=self.check_inputs,
+            )
+        target, ignore_index = self.target, self.ignore_index
+        if target is None:
+            target, ignore_index = torch.zeros(self.shape, dtype=torch.int64, device=self.first.device), -1
+        return select_tokens(
+            target,
+            self.size,
+            self.token_weight,
+            None,
+            self.normalizer,
+            ignore_index=ignore_index,
+            reduction=self.reduction,
+            temperature=1.0,
+            check_values=False,
+        )
+
+    def model(self, who: int, grads: Sequence[bool]) -> Model | None:
+        """The student (0) or the teacher (1)."""
+        hidden, weight, bias, logits = self.parameters[4 * who : 4 * who + 4]
+        dtype = (self.student_dtype, self.teacher_dtype)[who]
+        if hidden is None and logits is None:
+            return None
+        return Model(
+            None if hidden is None else hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+            None if weight is None else weight.to(dtype),
+            # In the products' dtype first, as F.linear does under autocast.
+            None if bias is None else bias.to(dtype).float(),
+            None if logits is None else logits.reshape(-1, logits.shape[-1]),
+            tuple(grads[4 * who : 4 * who + 4]),  # type: ignore[arg-type]
+        )
+
+    def head(self, who: int) -> Head:
+        hidden, weight, _, logits = self.parameters[4 * who : 4 * who + 4]
+        grads = self.grads[4 * who : 4 * who + 4]
+        if hidden is None or weight is None:
+            return Head(vocab=0 if logits is None else logits.shape[-1], grad_logits=grads[3])
+        return Head(
+            hidden.shape[-1],
+            weight.shape[0],
+            DTYPES[(self.student_dtype, self.teacher_dtype)[who]],
+            DTYPES[hidden.dtype],
+            DTYPES[weight.dtype],
+            *grads,
+        )
+
+    def plan(self, tokens: Tokens | None) -> int:
+        """Tokens of a chunk; `tokens` None: before targets are read, the worst case."""
+        device = "cpu" if self.first.device.type == "cpu" else "cuda"
+        total = 1
+        for n in self.shape:
+            total *= n
+        problem = Problem(
+            tokens=total,
+            vocab=self.size,
+            student=self.head(0),
+            teacher=self.head(1),
+            topk=0 if self.indices is None else self.indices.shape[-1],
+            hard=self.hard_weight > 0,
+            device=device,
+            stash=self.stash,
+            compacted=device == "cpu" if tokens is None else tokens.index is not None,
+        )
+        return spec.plan(problem, self.scratch_bytes, self.op)
+
+    def run(self, tokens: Tokens, row: Tensor, grads: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
+        """The computed tokens' losses, and the eight gradients that are wanted."""
+        student = self.model(0, grads)
+        assert student is not None
+        topk = None
+        if self.indices is not None and self.values is not None:
+            k = self.indices.shape[-1]
+            topk = (self.indices.reshape(-1, k), self.values.reshape(-1, k))
+        loss = Loss(
+            self.beta,
+            self.temperature,
+            self.temperature_squared,
+            self.hard_weight,
+            self.topk_kind,
+            self.topk_rest,
+        )
+        chunk = self.plan(tokens)
+        losses, *made = walk(loss, student, self.model(1, grads), topk, tokens, row=row, vocab=self.size, chunk=chunk)
+        return losses, made[0] + made[1]
+
+
+@torch.library.custom_op(
+    "onchip::linear_jsd_torch", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+)
+def _forward_op(*args: Any) -> tuple[Tensor, ...]:
+    """Return the loss, and with `stash` the gradients in float32 for an upstream gradient of 1; what isn't asked for is
+    empty."""
+    a = _Arguments(*args)
+    # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
+    with torch.autocast(a.first.device.type, enabled=False):
+        tokens = a.tokens(check=True)
+        grads = a.grads if a.stash else [False] * 8
+        losses, made = a.run(tokens, tokens.weight * tokens.inverse_count, grads)
+        loss = tokens.spread(losses * tokens.weight, a.shape)
+        if a.reduction != "none":
+            loss = loss.sum() * tokens.inverse_count
+        return loss, *(_shaped(x, like, a.first) for x, like in zip(made, a.parameters, strict=True))
+
+
+def _shaped(x: Tensor | None, like: Tensor | None, first: Tensor) -> Tensor:
+    return first.new_empty(0, dtype=torch.float32) if x is None or like is None else x.view(like.shape)
+
+
+@_forward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    loss = a.first.new_empty(a.shape if a.reduction == "none" else (), dtype=torch.float32)
+    stashed = [
+        a.first.new_empty(x.shape if x is not None and a.stash and wanted else 0, dtype=torch.float32)
+        for x, wanted in zip(a.parameters, a.grads, strict=True)
+    ]
+    return loss, *stashed
+
+
+@torch.library.custom_op(
+    "onchip::linear_jsd_torch_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_loss, {_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})",
+)
+def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients in their parameters' dtypes; what isn't asked for is empty."""
+    a = _Arguments(*args)
+    with torch.autocast(a.first.device.type, enabled=False):
+        tokens = a.tokens(check=False)
+        row = tokens.weight * tokens.inverse_count
+        if a.reduction == "none":
+            upstream = grad_loss.reshape(-1).float()
+            upstream = upstream if tokens.index is None else upstream[tokens.index]
+            row = row * (upstream if tokens.kept is None else upstream.masked_fill(~tokens.kept, 0))
+        else:
+            row = row * grad_loss
+        _, made = a.run(tokens, row, a.grads)
+        return tuple(
+            a.first.new_empty(0) if x is None or like is None else x.view(like.shape).to(like.dtype)
+            for x, like in zip(made, a.parameters, strict=True)
+        )
+
+
+@_backward_op.register_fake
+def _(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    return tuple(
+        x.new_empty(x.shape) if x is not None and wanted else a.first.new_empty(0)
+        for x, wanted in zip(a.parameters, a.grads, strict=True)
+    )
+
+
+_TENSORS = 13  # of `_Arguments`
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    a = _Arguments(*inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
+    ctx.stash, ctx.grads, ctx.op = a.stash, a.grads, a.op
+    if a.stash:
+        # No input is kept alive: the stash is enough.
+        ctx.dtypes = [None if x is None else x.dtype for x in a.parameters]
+        ctx.save_for_backward(*output[1:])
+    else:
+        ctx.options = a[_TENSORS:]
+        ctx.save_for_backward(*a[:_TENSORS])
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * (len(_Arguments._fields) - 8)
+    if grad_loss is None:
+        return (*[None] * 8, *nothing)
+    grads: list[Tensor | None]
+    if ctx.stash:
+        # loss.backward() sends 1, which on the CPU can be seen for free: then the stash itself is the gradient, unless
+        # the graph is retained and will need it again.  (While AOTAutograd traces, tensors are of a subclass.)
+        as_is = type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and float(grad_loss) == 1
+        factor = None if as_is and not graph_is_kept() else grad_loss
+        grads = [
+            _scale(x, factor, dtype) if wanted else None
+            for x, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.grads, strict=True)
+        ]
+    else:
+        made = _backward_op(grad_loss, *ctx.saved_tensors, *ctx.options)
+        grads = [x if wanted else None for x, wanted in zip(made, ctx.grads, strict=True)]
+    return (*_differentiable_once(ctx.op, grads), *nothing)
+
+
+def _scale(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if factor is None:
+        return stashed.to(dtype)
+    # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
+    return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
+
+
+def _differentiable_once(op: str, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients as they are; with create_graph=True such that differentiating them raises."""
+    if not torch.is_grad_enabled():
+        return list(grads)
+    anchor = torch.empty(0, requires_grad=True)
+    present = iter(_DifferentiatedTwice.apply(anchor, op, *[g for g in grads if g is not None]))
+    return [None if g is None else next(present) for g in grads]
+
+
+class _DifferentiatedTwice(torch.autograd.Function):
+    """Passes gradients through and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, op: str, *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{ctx.op}: a backward of the backward is not supported")
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

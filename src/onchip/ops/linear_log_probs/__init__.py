@@ -1,0 +1,38 @@
+r"""Per-token log-probabilities of given ids from hidden states and a head; the [tokens, vocab] logits are never stored.
+
+For token t with hidden state h_t, ids y_tk and temperature tau_t:
+
+    a_tv  = (h_t . w_v + b_v) * logit_scale
+    z_tv  = softcap * tanh(a_tv / softcap) / tau_t          (a_tv / tau_t without softcap)
+    lse_t = log sum_v exp z_tv,    p = softmax(z)
+    log_prob_tk = z_t,y_tk - lse_t
+    entropy_t   = -sum_v p_tv log p_tv = lse_t - mean_t,    mean_t = sum_v p_tv z_tv
+
+and for upstream gradients g_tk of log_prob, gH_t of entropy and gL_t of lse:
+
+    d / d z_tv = sum_k g_tk ([v = y_tk] - p_tv) - gH_t p_tv (z_tv - mean_t) + gL_t p_tv
+    d z_tv / d a_tv = (1 - tanh(a_tv / softcap)^2) / tau_t
+
+where z_tv - mean_t = log p_tv + entropy_t, without the digits that adding two nearly opposite numbers would lose.
+
+The running softmax follows the largest logit and the sum of the exponentials of all *others*, so that
+log_prob = -log1p(others) keeps its digits where an id is nearly certain, whichever of the ids that is.  In the
+gradient, an id's own part is g (1 - p) with 1 - p = -expm1(log p).
+
+Sources: the running softmax is that of Milakov and Gimelshein (arXiv:1805.02867), the recomputation from the
+log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arXiv:2408.00118).
+
+    spec.py           options, memory formulas, choice of chunks; no framework
+    reference.py      the contract in NumPy float64, with gradients
+    torch_op.py       PyTorch: the public function, its operators and autograd
+    torch_inputs.py   what the public function checks
+    torch_walks.py    the walks over the logits, with PyTorch's own matrix products
+    jax_op.py         JAX: the public function and its derivative rules
+    jax_inputs.py     what the public function checks
+    jax_xla.py        the walks in plain JAX
+    cases.py          named problems for tests, `onchip check` and `onchip bench`
+    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
+    checks.py         what they share; no framework
+
+What one tile of logits is made of comes from linear_cross_entropy's torch_tiles.py and jax_tiles.py.
+"""

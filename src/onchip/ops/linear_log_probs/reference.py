@@ -1,0 +1,112 @@
+"""The contract of linear_log_probs in NumPy float64, with gradients: the one oracle of every test.
+
+Written for reading, not for speed; the maths is in the package's docstring.  Tokens are taken in blocks so that the
+logits of a whole vocabulary fit in memory.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+_BLOCK_LOGITS = 1 << 24  # 128 MiB of float64
+
+
+class Result(NamedTuple):
+    """log_prob has the shape of the ids, entropy, lse and top1 that of hidden without its last dimension."""
+
+    log_prob: Array
+    entropy: Array
+    lse: Array
+    top1: npt.NDArray[np.int64]
+    grad_hidden: Array
+    grad_weight: Array
+    grad_bias: Array
+
+
+def linear_log_probs(
+    hidden: npt.ArrayLike,  # [..., H]
+    weight: npt.ArrayLike,  # [V, H]
+    ids: npt.ArrayLike,  # [...] or [..., K]
+    bias: npt.ArrayLike | None = None,  # [V]
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: npt.ArrayLike = 1.0,  # a number or [...]
+    grad_log_prob: npt.ArrayLike = 1.0,  # upstream gradients: a number or [...] or [..., K]
+    grad_entropy: npt.ArrayLike = 0.0,  # a number or [...]
+    grad_lse: npt.ArrayLike = 0.0,  # a number or [...]
+) -> Result:
+    """Values and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy * entropy) + sum(grad_lse * lse).
+
+    An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has entropy and lse 0 and top1 -1,
+    whatever its other inputs hold.  An id outside [0, V) that is not ignore_index has log_prob NaN, and its token's
+    gradients are NaN: what a GPU does, where raising would need a synchronisation.
+    """
+    ids = np.asarray(ids)
+    h = np.asarray(hidden, np.float64)
+    shape, size = h.shape[:-1], h.shape[-1]
+    n_tokens = int(np.prod(shape))
+    h = h.reshape(n_tokens, size)
+    w = np.asarray(weight, np.float64)
+    vocab = w.shape[0]
+    b = np.zeros(vocab) if bias is None else np.asarray(bias, np.float64)
+    y = ids.reshape(n_tokens, -1 if n_tokens else 1).astype(np.int64)
+    tau, g_entropy, g_lse = (
+        np.broadcast_to(np.asarray(x, np.float64), shape).reshape(-1) for x in (temperature, grad_entropy, grad_lse)
+    )
+    g_log_prob = np.broadcast_to(np.asarray(grad_log_prob, np.float64), ids.shape).reshape(y.shape)
+
+    log_prob = np.zeros(y.shape)
+    entropy, lse = np.zeros(n_tokens), np.zeros(n_tokens)
+    top1 = np.full(n_tokens, -1)
+    grad_h, grad_w, grad_b = np.zeros_like(h), np.zeros_like(w), np.zeros_like(b)
+    rows = np.flatnonzero((y != ignore_index).any(1))
+    block = max(1, _BLOCK_LOGITS // vocab)
+    for start in range(0, rows.size, block):
+        r = rows[start : start + block]
+        counted = y[r] != ignore_index
+        in_range = (y[r] >= 0) & (y[r] < vocab)
+        column = np.where(in_range, y[r], 0)
+
+        a = (h[r] @ w.T + b) * logit_scale
+        slope = np.ones_like(a)
+        if softcap is not None:
+            tanh = np.tanh(a / softcap)
+            a, slope = softcap * tanh, 1 - tanh**2
+        z = a / tau[r, None]
+        slope = slope * logit_scale / tau[r, None]
+
+        shift = np.maximum(z.max(1), np.finfo(np.float64).min)
+        e = np.exp(z - shift[:, None])
+        p = e / e.sum(1)[:, None]
+        # log1p of the others: a log-probability of -1e-12 keeps its digits.
+        others = e.sum(1, where=np.arange(vocab) != z.argmax(1)[:, None])
+        log_total = np.log1p(others)
+        log_p = (z - shift[:, None]) - log_total[:, None]
+        safe_log_p = np.where(p > 0, log_p, 0)
+        lse[r] = shift + log_total
+        top1[r] = z.argmax(1)
+        entropy[r] = -(p * safe_log_p).sum(1)
+        picked = np.take_along_axis(log_p, column, 1)
+        log_prob[r] = np.where(counted, np.where(in_range, picked, np.nan), 0)
+
+        g = np.where(counted, np.where(in_range, g_log_prob[r], np.nan), 0)
+        dz = np.zeros_like(z)
+        np.add.at(dz, (np.arange(len(r))[:, None], column), np.where(counted, g, 0))
+        dz += p * (g_lse[r] - g.sum(1))[:, None] - g_entropy[r, None] * p * (safe_log_p + entropy[r, None])
+        da = dz * slope
+        grad_h[r] = da @ w
+        grad_w += da.T @ h[r]
+        grad_b += da.sum(0)
+    return Result(
+        log_prob.reshape(ids.shape),
+        entropy.reshape(shape),
+        lse.reshape(shape),
+        top1.reshape(shape),
+        grad_h.reshape(*shape, size),
+        grad_w,
+        grad_b,
+    )

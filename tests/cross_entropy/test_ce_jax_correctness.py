@@ -1,0 +1,210 @@
+"""The JAX op against the float64 oracle: sizes, dtypes, options, special values."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ce_common_jax import assert_right, assert_same, plain, quick_compilation, small_problem  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onchip.ops.cross_entropy import reference, spec
+from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.cross_entropy.jax_checks import as_arguments, run_oracle
+from onchip.ops.cross_entropy.jax_op import CrossEntropyStats, cross_entropy
+from onchip.ops.linear_cross_entropy.checks import relative_error
+
+CASES = {c.name: c for c in CHECK_CASES}
+
+
+# Compiling takes nearly all of the time: these leave out what only other numbers tell from the rest.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ragged", "large logits", "offset 1e4", "one class", "sum", "per token", "half ignored", "masked vocab",
+        "label smoothing", "z-loss", "softcap", "temperature", "everything",
+    ],
+)  # fmt: skip
+def test_check_cases(name):
+    assert_right(CASES[name])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["peaked", "everything"])
+def test_check_cases_in_16_bits(name, dtype):
+    assert_right(CASES[name], dtype)
+
+
+@pytest.mark.parametrize("size", [(4097, 123), (1, 1), (2, 262144)], ids=str)
+def test_sizes(size):
+    assert_right(Case("size", *size))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_chunks(dtype):
+    """A budget for eight rows: many chunks, the last of them ragged."""
+    case = Case("chunks", 101, 700, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
+    problem = spec.Problem(101, 700, dtype, softcap=True, stats=True, xla=True)
+    budget = spec.scratch_bytes(problem, 8)
+    assert spec.plan(problem, budget) == 8
+    assert_right(case, dtype, scratch_bytes=budget)
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.integers(1, 39), st.sampled_from(["mean", "none"]))
+def test_chunk_sizes_change_nothing(rows, reduction):
+    x, y = small_problem(tokens=40, vocab=90)
+    y = y.at[0, ::3].set(-100)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(chunk):
+        budget = spec.scratch_bytes(spec.Problem(40, 90, stats=True, xla=True), chunk)
+        op = partial(cross_entropy, reduction=reduction, return_stats=True, scratch_bytes=budget)
+        loss, pullback, stats = jax.vjp(lambda x: op(x, y), x, has_aux=True)
+        return loss, stats, pullback(jnp.ones_like(loss))
+
+    assert_same(run(rows), run(40))
+
+
+_value_and_grad = jax.jit(jax.value_and_grad(cross_entropy))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(-100, 100), st.randoms(use_true_random=False))
+def test_shifted_and_permuted_logits(shift, random):
+    x, y = small_problem()
+    x, y = x.reshape(24, 70), y.reshape(24)
+    run = _value_and_grad
+    loss, grad = run(x, y)
+    tokens, vocab = list(range(24)), list(range(70))
+    random.shuffle(tokens)
+    random.shuffle(vocab)
+    tokens, vocab = np.array(tokens), np.array(vocab)
+    permuted = run(x[tokens][:, vocab] + shift, jnp.asarray(np.argsort(vocab))[y[tokens]])
+    assert_same(permuted, (loss, grad[tokens][:, vocab]), scale=abs(shift) + 1)
+
+
+def test_repeating_the_batch_keeps_the_mean():
+    x, y = small_problem()
+    thrice = jax.value_and_grad(lambda x: cross_entropy(jnp.tile(x, (3, 1, 1)), jnp.tile(y, (3, 1))))(x)
+    assert_same(thrice, jax.value_and_grad(cross_entropy)(x, y))
+
+
+@pytest.mark.parametrize("kind", [jnp.int32, jnp.int8, jnp.uint8, np.int64, np.uint64])
+def test_every_integer_dtype_of_labels(kind):
+    x, y = small_problem()
+    given_labels = np.asarray(y).astype(kind) if kind in (np.int64, np.uint64) else y.astype(kind)
+    assert_same(cross_entropy(x, given_labels), plain(x, y))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 4)], ids=str)
+def test_leading_dimensions(shape):
+    rng = np.random.default_rng(0)
+    x = jnp.float32(rng.standard_normal((*shape, 70)))
+    y = jnp.asarray(rng.integers(70, size=shape), jnp.int32)
+    loss, stats = cross_entropy(x, y, reduction="none", return_stats=True)
+    assert isinstance(stats, CrossEntropyStats)
+    assert loss.shape == shape
+    assert [(s.shape, s.dtype) for s in stats] == [(shape, jnp.float32)] * 3 + [(shape, bool)]
+    assert_same(loss, plain(x, y, reduction="none"))
+
+
+def test_no_tokens():
+    x, y = jnp.zeros((2, 0, 16)), jnp.zeros((2, 0), jnp.int32)
+    loss, grad = jax.value_and_grad(cross_entropy)(x, y)
+    assert loss == 0
+    assert grad.shape == x.shape
+    loss, stats = cross_entropy(x, y, reduction="none", return_stats=True)
+    assert {s.shape for s in (loss, *stats)} == {(2, 0)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_leaks_from_ignored_tokens(reduction):
+    """NaN and infinity in an ignored token's logits, weight, temperature and upstream gradient."""
+    x, y = small_problem()
+    y = y.at[0, 3].set(-100).at[1, 5].set(-100)
+    dirty = x.at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf)
+    ones = jnp.ones((2, 12))
+    weight, temperature = ones.at[0, 3].set(jnp.nan), ones.at[0, 3].set(jnp.nan).at[1, 5].set(0)
+    upstream = ones.at[0, 3].set(jnp.nan) if reduction == "none" else jnp.float32(1)
+
+    @jax.jit
+    def run(x, options):
+        op = partial(cross_entropy, reduction=reduction, return_stats=True, **options)
+        loss, pullback, stats = jax.vjp(lambda x: op(x, y), x, has_aux=True)
+        return loss, stats, pullback(upstream)[0]
+
+    got = run(dirty, {"token_weight": weight, "temperature": temperature})
+    assert_same(got, run(x, {}))
+    assert not got[2][y == -100].any()
+    assert not any(s[y == -100].any() for s in got[1])
+
+
+def test_all_ignored():
+    x, _ = small_problem()
+    loss, grad = jax.jit(jax.value_and_grad(cross_entropy))(x * jnp.nan, jnp.full((2, 12), -100))
+    assert loss == 0
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("label", [70, -1])
+def test_a_label_out_of_range_gives_nan_for_its_token(label):
+    x, y = small_problem()
+    y = y.at[1, 7].set(label)
+    op = partial(cross_entropy, reduction="none", return_stats=True)
+    loss, pullback, stats = jax.vjp(lambda x: op(x, y), x, has_aux=True)
+    bad = np.zeros((2, 12), bool)
+    bad[1, 7] = True
+    expected = reference.cross_entropy(x, y, reduction="none", grad_loss=np.ones((2, 12)))
+    assert (np.isnan(loss) == bad).all()
+    assert (np.isnan(stats.log_prob) == bad).all()
+    assert not stats.correct[1, 7]
+    grad = pullback(jnp.ones((2, 12)))[0]
+    assert (np.isnan(grad).all(-1) == bad).all()
+    assert_same(jnp.where(bad[..., None], 0, grad), np.where(bad[..., None], 0, expected.grad_logits))
+
+
+def test_masked_columns_and_a_masked_label():
+    x, y = small_problem()
+    x = x.at[..., :40].set(-jnp.inf)
+    y = jnp.maximum(y, 40).at[0, 0].set(3)
+    loss, stats = cross_entropy(x, y, reduction="none", return_stats=True)
+    assert loss[0, 0] == jnp.inf
+    assert stats.log_prob[0, 0] == -jnp.inf
+    y = y.at[0, 0].set(41)
+    run = jax.jit(jax.value_and_grad(partial(cross_entropy, return_stats=True), has_aux=True))
+    (loss, stats), grad = run(x, y)
+    oracle = reference.cross_entropy(x, y)
+    assert_same((loss, stats, grad), (oracle.loss, oracle[1:5], oracle.grad_logits))
+    assert not grad[..., :40].any()
+
+
+@pytest.mark.parametrize("prob", [0.9999999])
+def test_small_losses_keep_their_digits(prob):
+    """p - 1 and log p of a p that float32 can hardly tell from 1, row by row."""
+    case = Case("peaked", 64, 500, target_prob=prob, options={"reduction": "none"})
+    inputs = make_inputs(case)
+    x, y, _ = as_arguments(case, inputs, "float32")
+    oracle = run_oracle(x, y, case.options, inputs.grad_loss)
+    loss, pullback = jax.vjp(lambda x: cross_entropy(x, y, reduction="none"), x)
+    bound = 8 * np.finfo(np.float32).eps * float(np.abs(oracle.lse).max())
+    assert np.max(np.abs(np.asarray(loss) / oracle.loss - 1)) < bound
+    assert relative_error(np.asarray(pullback(jnp.asarray(inputs.grad_loss))[0]), oracle.grad_logits) < bound
+
+
+def test_normalizer_makes_accumulated_gradients_those_of_the_whole_batch():
+    x, y = small_problem()
+    y = y.at[0, :5].set(-100)
+    whole = jax.grad(cross_entropy)(x, y)
+    count = int((y != -100).sum())
+    for n in (count, jnp.asarray(count), jnp.float32(count)):
+        part = jax.grad(partial(cross_entropy, normalizer=n))
+        assert_same(jnp.stack([part(x[i], y[i]) for i in range(2)]), whole)
+
+
+def test_label_smoothing_of_one_ignores_the_label():
+    x, y = small_problem()
+    for one in (1, jnp.float32(1)):
+        assert_same(cross_entropy(x, y, label_smoothing=one), -jax.nn.log_softmax(x).mean())

@@ -1,0 +1,357 @@
+"""The PyTorch ops: against the oracle, properties, autograd, torch.compile, memory."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from onchip.bench.measure import peak_extra_bytes
+from onchip.ops.linear_jsd import spec
+from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
+from onchip.ops.linear_jsd.spec import MIB, Head, Problem, TopK
+from onchip.ops.linear_jsd.torch_checks import check_case
+from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
+
+SMALL = [c for c in CHECK_CASES if c.vocab < 10_000]
+BETAS = (0.0, 0.3, 1.0)
+betas = pytest.mark.parametrize("beta", BETAS)
+
+
+def problem(dtype=torch.float32, seed=0):
+    """(student_hidden, student_weight, teacher_hidden, teacher_weight), leaves that need gradients."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((2, 12, 16), (70, 16), (2, 12, 24), (70, 24))
+    return [torch.randn(*s, generator=g).to(dtype).requires_grad_() for s in shapes]
+
+
+def gradients(loss, leaves, grad=None):
+    return [loss, *torch.autograd.grad(loss, leaves, grad)]
+
+
+def assert_same(a, b, scale=1.0):
+    for x, y in zip(a, b, strict=True):
+        x, y = x.detach().double(), y.detach().double()
+        assert x.shape == y.shape
+        assert float((x - y).norm()) <= 64 * scale * torch.finfo(torch.float32).eps * max(1e-2, float(y.norm())), (x, y)
+
+
+def assert_right(*case, **how):
+    wrong = [c for c in check_case(*case, **how) if not c.ok]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_check_cases(case):
+    assert_right(case, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*SMALL[::3], SMALL[-1]], ids=str)
+def test_check_cases_in_16_bits(case, dtype):
+    assert_right(case, dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    "size", [(0, 31, 123), (1, 520, 2049), (400, 31, 123), (7, 2880, 123), (5, 31, 50257), (3, 16, 128256)], ids=str
+)
+def test_sizes(size):
+    assert_right(Case("size", *size), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("beta", [0.25, 0.5, 0.75])
+def test_known_values(beta):
+    s, t = torch.tensor([[0.9, 0.1]]).log().requires_grad_(), torch.tensor([[0.2, 0.8]]).log()
+    expected = {0.25: 0.082878, 0.5: 0.089845, 0.75: 0.060931}[beta]
+    (grad,) = torch.autograd.grad(jsd(s, t, beta=beta), s)
+    assert grad.tolist()[0] == pytest.approx([expected, -expected], abs=2e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-6, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equal_models_cost_exactly_nothing(dtype, beta):
+    h, w, _, _ = problem(dtype)
+    x, v = h.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    out = gradients(linear_jsd(h, w, x, v, beta=beta, temperature=0.7, teacher_grad=True), (h, w, x, v))
+    assert all(not g.any() for g in out)
+    z = torch.randn(5, 40).to(dtype).requires_grad_()
+    assert all(not g.any() for g in gradients(jsd(z, z.detach(), beta=beta, temperature=3.0), (z,)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0, 1), st.floats(1e-4, 300), st.floats(0, 2), st.integers(1, 40), st.integers(0, 9))
+def test_never_negative_and_finite_between_the_ends(beta, std, noise, vocab, seed):
+    g = torch.Generator().manual_seed(seed)
+    z = (std * torch.randn(6, vocab, generator=g)).requires_grad_()
+    u = (z + noise * torch.randn(6, vocab, generator=g)).detach()
+    loss, grad = gradients(jsd(z, u, beta=beta), (z,))
+    assert loss >= 0
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+    assert beta in (0, 1) or loss <= math.log(2) + 1e-6
+
+
+@betas
+def test_underflow_and_infinities(beta):
+    """Entries where both probabilities underflow, and -inf on both sides."""
+    z = torch.tensor([[0.0, -500.0, -600.0, -math.inf], [0.0, -1e4, 1e4, -math.inf]], requires_grad=True)
+    u = torch.tensor([[0.0, -600.0, -500.0, -math.inf], [0.0, -1e4, 1e4, -math.inf]], requires_grad=True)
+    out = gradients(jsd(z, u, beta=beta, teacher_grad=True), (z, u))
+    assert all(x.isfinite().all() for x in out)
+
+
+def test_infinity_on_one_side():
+    z, u = torch.zeros(1, 3, requires_grad=True), torch.tensor([[0.0, 0.0, -math.inf]])
+    assert jsd(z, u, beta=1.0) == math.inf
+    assert jsd(u, z.detach(), beta=0.0) == math.inf
+    assert jsd(z, u, beta=0.0).item() == pytest.approx(math.log(1.5))
+    assert all(x.isfinite().all() for x in gradients(jsd(z, u, beta=0.3), (z,)))
+    assert jsd(torch.full((1, 3), math.nan), u, beta=0.3).isnan()
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(-100, 100), st.sampled_from(BETAS))
+def test_a_shift_of_all_logits_changes_nothing(shift, beta):
+    h, w, x, v = problem()
+    kept = linear_jsd(h, w, x, v, beta=beta)
+    moved = linear_jsd(h, w, x, v, beta=beta, student_bias=torch.full((70,), shift))
+    assert_same(gradients(moved, (h, w)), gradients(kept, (h, w)), scale=abs(shift) + 1)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(BETAS))
+def test_permutations_of_tokens_and_vocabulary(random, beta):
+    h, w, x, v = problem()
+    tokens, vocab = list(range(24)), list(range(70))
+    random.shuffle(tokens)
+    random.shuffle(vocab)
+    permuted = linear_jsd(h.flatten(0, 1)[tokens], w[vocab], x.flatten(0, 1)[tokens], v[vocab], beta=beta)
+    assert_same(gradients(permuted, (h, w)), gradients(linear_jsd(h, w, x, v, beta=beta), (h, w)))
+
+
+@betas
+def test_repeating_the_batch_keeps_the_mean(beta):
+    h, w, x, v = problem()
+    thrice = linear_jsd(h.repeat(3, 1, 1), w, x.repeat(3, 1, 1), v, beta=beta)
+    assert_same(gradients(thrice, (h, w)), gradients(linear_jsd(h, w, x, v, beta=beta), (h, w)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 24), st.sampled_from(BETAS), st.sampled_from(["mean", "none"]), st.booleans())
+def test_chunk_sizes_change_nothing(chunk, beta, reduction, ignore):
+    h, w, x, v = problem()
+    target = torch.randint(70, (2, 12))
+    if ignore:
+        target[1, ::3] = -100
+    options = {"beta": beta, "reduction": reduction, "target": target, "hard_weight": 0.2, "teacher_grad": True}
+
+    def run():
+        return gradients(linear_jsd(h, w, x, v, **options).sum(), (h, w, x, v))
+
+    whole = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spec, "plan", lambda *_: chunk)
+        assert_same(run(), whole)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@betas
+def test_nothing_leaks_from_ignored_tokens(beta, reduction):
+    h, w, x, v = problem()
+    y = torch.randint(70, (2, 12))
+    y[0, 3] = y[1, 5] = -100
+    weight, upstream = torch.ones(2, 12), torch.ones(2, 12)
+    clean = linear_jsd(h, w, x, v, beta=beta, target=y, reduction=reduction, teacher_grad=True)
+    expected = gradients(clean, (h, w, x, v), upstream if reduction == "none" else None)
+    with torch.no_grad():
+        h[0, 3], x[1, 5] = math.nan, math.inf
+    weight[0, 3] = upstream[0, 3] = math.nan
+    dirty = linear_jsd(h, w, x, v, beta=beta, target=y, reduction=reduction, token_weight=weight, teacher_grad=True)
+    made = gradients(dirty, (h, w, x, v), upstream if reduction == "none" else None)
+    assert_same(made, expected)
+    assert not made[1][y == -100].any()
+
+
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_the_mean_of_no_tokens_is_zero(tokens):
+    h, w = torch.randn(tokens, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    loss = linear_jsd(h, w, torch.randn(tokens, 8), w.detach(), target=torch.full((tokens,), -100))
+    assert all(not x.any() for x in gradients(loss, (h, w)))
+
+
+def test_padding_gets_no_gradient_and_changes_nothing():
+    h, w, x, v = problem()
+    wide_w = torch.cat([w, torch.full((10, 16), math.nan)]).detach().requires_grad_()
+    wide_v = torch.cat([v, torch.full((3, 24), math.nan)]).detach()
+    made = gradients(linear_jsd(h, wide_w, x, wide_v, vocab=70), (h, wide_w))
+    assert not made[2][70:].any()
+    assert_same([made[0], made[1], made[2][:70]], gradients(linear_jsd(h, w, x, v), (h, w)))
+
+
+def test_hard_weight_of_one_is_cross_entropy():
+    h, w, x, v = problem()
+    y = torch.randint(70, (2, 12))
+    loss = linear_jsd(h, w, x, v, target=y, hard_weight=1.0, temperature=3.0)
+    plain = torch.nn.functional.cross_entropy((h @ w.T).flatten(0, 1), y.flatten())
+    assert_same(gradients(loss, (h, w)), gradients(plain, (h, w)))
+
+
+@pytest.mark.parametrize("kind", ["log_probs", "logits"])
+@betas
+def test_top_k_renormalised_is_the_divergence_over_those_entries(beta, kind):
+    h, w, x, v = problem()
+    u = (x @ v.T).detach()
+    values, indices = (u / (2.0 if kind == "log_probs" else 1.0)).topk(5)
+    topk = TopK(indices.int(), values, kind, "renormalised")
+    loss = linear_jsd(h, w, teacher_topk=topk, beta=beta, temperature=2.0)
+    expected = jsd((h @ w.T).gather(-1, indices), u.gather(-1, indices), beta=beta, temperature=2.0)
+    assert_same(gradients(loss, (h, w)), gradients(expected, (h, w)))
+
+
+def test_a_tail_is_a_lower_bound():
+    h, w, x, v = problem()
+    u = (x @ v.T).log_softmax(-1).detach()
+    losses = []
+    for k in (1, 5, 20, 70):
+        values, indices = u.topk(k)
+        losses.append(linear_jsd(h, w, teacher_topk=TopK(indices, values, "log_probs", "tail")))
+    assert all(a <= b for a, b in pairwise(losses))
+    assert_same([losses[-1]], [linear_jsd(h, w, x, v)])
+
+
+# ------------------------------------------------------------------------------------------------------- autograd
+
+
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_retained_graph_gives_the_same_gradients_again(reduction, upstream):
+    h, w, x, v = problem()
+    loss = linear_jsd(h, w, x, v, reduction=reduction)
+    grad = torch.full_like(loss, upstream)
+    first = torch.autograd.grad(loss, (h, w), grad, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.mul_(3)
+    assert all(torch.equal(a, b) for a, b in zip(kept, torch.autograd.grad(loss, (h, w), grad), strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_backward_of_the_backward_raises(reduction):
+    h, w, x, v = problem()
+    grads = torch.autograd.grad(linear_jsd(h, w, x, v, reduction=reduction).sum(), (h, w), create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_jsd: a backward of the backward is not supported"):
+        sum(g.norm() for g in grads).backward()
+
+
+def test_torch_func_and_forward_mode_raise():
+    h, w, x, v = problem()
+    with pytest.raises(RuntimeError, match=r"linear_jsd: torch\.func transforms"):
+        torch.func.grad(lambda h: linear_jsd(h, w, x, v))(h)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(h, torch.ones_like(h))
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            linear_jsd(dual, w, x, v)
+
+
+def test_the_teacher_is_a_constant_unless_asked():
+    h, w, x, v = problem()
+    linear_jsd(h, w, x, v).backward()
+    assert h.grad is not None
+    assert x.grad is None
+    assert v.grad is None
+    assert not linear_jsd(h.detach(), w.detach(), x, v).requires_grad
+    (grad,) = torch.autograd.grad(linear_jsd(h.detach(), w.detach(), x, v, teacher_grad=True), x)
+    assert grad.any()
+
+
+def test_inputs_are_not_changed_and_bits_repeat():
+    h, w, x, v = problem()
+    before = [p.detach().clone() for p in (h, w, x, v)]
+    runs = [gradients(linear_jsd(h, w, x, v, temperature=2.0), (h, w)) for _ in range(2)]
+    assert all(torch.equal(p, q) for p, q in zip(before, (h, w, x, v), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(*runs, strict=True))
+
+
+def test_strides_do_not_matter():
+    h, w, x, v = problem()
+    strided = linear_jsd(h.transpose(0, 1).contiguous().transpose(0, 1), w.t().contiguous().t(), x, v)
+    assert_same(gradients(strided, (h, w)), gradients(linear_jsd(h, w, x, v), (h, w)))
+    z = torch.randn(12, 80, requires_grad=True)
+    u = torch.randn(80, 12).t()
+    assert_same(gradients(jsd(z[::2, 10:], u[::2, 10:]), (z,)), gradients(jsd(z[::2, 10:].clone(), u[::2, 10:]), (z,)))
+
+
+def test_activation_checkpointing():
+    h, w, x, v = problem()
+    expected = torch.autograd.grad(linear_jsd(torch.tanh(h), w, x, v), (h, w))
+    checkpoint(lambda h, w: linear_jsd(torch.tanh(h), w, x, v), h, w, use_reentrant=False).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip((h, w), expected, strict=True))
+
+
+def test_autocast():
+    h, w, x, v = problem()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_jsd(h, w, x, v)
+    made = gradients(loss, (h, w))
+    rounded = [p.detach().bfloat16().float().requires_grad_() for p in (h, w, x, v)]
+    assert_same(made, gradients(linear_jsd(*rounded), rounded[:2]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_takes_it_whole(reduction, dynamic):
+    torch._dynamo.reset()
+    h, w, x, v = problem()
+
+    def f(h, w, x, v):
+        return linear_jsd(torch.tanh(h), w, x, v, reduction=reduction, temperature=2.0).sum() * 3
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    made = gradients(compiled(h, w, x, v), (h, w))
+    assert all(torch.equal(p, q) for p, q in zip(made, gradients(f(h, w, x, v), (h, w)), strict=True))
+
+
+def test_compile_of_logits_and_top_k():
+    torch._dynamo.reset()
+    z, (values, indices) = torch.randn(6, 40, requires_grad=True), torch.randn(6, 40).log_softmax(-1).topk(4)
+
+    def f(z, values, indices):
+        return jsd(z * 2, teacher_topk=TopK(indices, values, "log_probs", "tail"))
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    assert_same(gradients(compiled(z, values, indices), (z,)), gradients(f(z, values, indices), (z,)))
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("beta", "hard"), [(0.5, False), (0.0, True)])
+def test_the_formula_holds(dtype, beta, hard):
+    tokens, size, vocab = 512, 64, 8192
+    kind = getattr(torch, dtype)
+    h, w, x, v = (torch.randn(*s).to(kind) for s in ((tokens, size), (vocab, size)) * 2)
+    h.requires_grad_()
+    w.requires_grad_()
+    head = Head(size, vocab, dtype, dtype, dtype)
+    p = Problem(
+        tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard, compacted=hard
+    )
+    budget = spec.scratch_at_least(p) + 8 * MIB
+    formula = spec.scratch_bytes(p, spec.plan(p, budget))
+    y = torch.randint(vocab, (tokens,))
+    y[::8] = -100
+    options = {"target": y, "hard_weight": 0.3} if hard else {}
+
+    def step():
+        loss = linear_jsd(h, w, x, v, beta=beta, temperature=2.0, scratch_bytes=budget, **options)
+        return [loss, *torch.autograd.grad(loss, (h, w))]
+
+    step()
+    peak = min(peak_extra_bytes(step, device="cpu") for _ in range(2))
+    assert formula <= budget
+    assert peak <= formula + 4 * MIB
+    assert peak >= formula / 2 - 4 * MIB, "the formula promises far more than is used"
