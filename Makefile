@@ -11,8 +11,9 @@ GPU_PYTHON ?= $(BIN)/python
 demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
 
+# The examples of a page share their names, so a file stays on one worker; in order, so that short files come last.
 test: $(VENV)/.for-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.for-dev
 	$(BIN)/ruff check .

@@ -85,7 +85,7 @@ def test_many_chunks(dtype, inplace):
     assert_right(case, dtype, scratch_bytes=budget, inplace=inplace)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(1, 45), st.booleans(), st.booleans(), st.sampled_from(["mean", "none"]))
 def test_chunk_sizes_change_nothing(rows, softcap, ignored, reduction):
     x, y = small_problem(tokens=40, vocab=90)
@@ -105,7 +105,7 @@ def test_chunk_sizes_change_nothing(rows, softcap, ignored, reduction):
         assert_same(a, b)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_permutations_of_tokens_and_vocabulary(random):
     x, y = small_problem()
@@ -120,7 +120,7 @@ def test_permutations_of_tokens_and_vocabulary(random):
     assert_same(gradient(loss, x), gradient(permuted, x))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.floats(-100, 100))
 def test_a_shift_of_all_logits_changes_nothing(shift):
     x, y = small_problem()

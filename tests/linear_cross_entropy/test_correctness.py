@@ -82,7 +82,7 @@ def test_many_chunks(dtype, strategy):
     assert_right(case, dtype, strategy=strategy, scratch_bytes=budget)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.sampled_from(["forward", *STRATEGIES]), st.booleans(), st.booleans())
 def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap, masked):
     hidden, weight, target, _ = small_problem(tokens=40, vocab=90)
@@ -114,7 +114,7 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
         assert_same(a, b)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(STRATEGIES))
 def test_permutations_of_tokens_and_vocabulary(random, strategy):
     h, w, y, _ = small_problem()
@@ -130,7 +130,7 @@ def test_permutations_of_tokens_and_vocabulary(random, strategy):
         assert_same(a, b)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.floats(-100, 100), st.sampled_from(STRATEGIES))
 def test_a_shift_of_all_logits_changes_nothing(shift, strategy):
     h, w, y, _ = small_problem()

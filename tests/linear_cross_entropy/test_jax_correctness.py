@@ -30,8 +30,8 @@ def test_check_cases(case, strategy):
     assert_right(case, strategy=strategy)
 
 
-# Compiling takes nearly all of the time: in 16 bits each case gets one strategy, the next case the other, and the
-# hardest both.  `onchip check` runs all combinations.
+# Compiling takes nearly all of the time: in 16 bits every other case gets one strategy, in turn, and the hardest both.
+# `onchip check` runs all combinations.
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("case", "strategy"),
@@ -39,7 +39,7 @@ def test_check_cases(case, strategy):
         (case, strategy)
         for i, case in enumerate(SMALL_CASES)
         for j, strategy in enumerate(STRATEGIES)
-        if i % 2 == j or case.name in ("small logits", "large logits", "peaked", "everything")
+        if i % 4 == 2 * j or case.name in ("small logits", "large logits", "peaked", "everything")
     ],
     ids=str,
 )
@@ -94,7 +94,7 @@ def test_many_chunks(dtype, layout, strategy):
     assert_right(case, dtype, strategy=strategy, scratch_bytes=budget, weight_layout=layout)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.sampled_from(["forward", *STRATEGIES]), st.booleans(), st.booleans())
 def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap, masked):
     hidden, weight, labels, _ = small_problem(tokens=40, vocab=90)
