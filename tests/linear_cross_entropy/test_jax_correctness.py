@@ -31,8 +31,8 @@ def test_check_cases(case, strategy):
     assert_right(case, strategy=strategy)
 
 
-# Compiling takes nearly all of the time: two of three cases get one strategy in float32; in 16 bits every other case gets
-# one, in turn, and the hardest both.
+# Compiling takes nearly all of the time: two of three cases get one strategy in float32; in 16 bits every other
+# case gets one, in turn, and the hardest both.
 # `onchip check` runs all combinations.
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
