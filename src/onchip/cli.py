@@ -132,7 +132,7 @@ def check(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Run every op's correctness cases on this machine against a float64 oracle."""
+    """Run the correctness cases of linear_cross_entropy on this machine against a float64 oracle."""
     with _clear_errors():
         from onchip.check import run_check
 
