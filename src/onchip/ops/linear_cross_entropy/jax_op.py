@@ -87,10 +87,12 @@ def linear_cross_entropy(
         temperature: above 0: divides the logits, after softcap; may also be a [...] array with one per token.
         scratch_bytes: bound on the temporary memory, gradients in their parameters' dtypes not counted.  Default:
             256 MiB or an eighth of the float32 logits, whichever is less, and at least what one chunk needs.
-        strategy: "stash" computes gradients in forward, chunk by chunk of tokens, in float32, and scales them in
-            backward (3 matrix products); "recompute" computes logits again in backward, chunk by chunk of the
-            vocabulary (4 products, less memory).  "auto" is "stash" where it fits scratch_bytes.  With
-            reduction="none" a gradient of weight or bias is always made by "recompute".
+        strategy: "stash" does 3 matrix products: "xla" computes gradients in forward, chunk by chunk of tokens, in
+            float32, and scales them in backward; "mosaic_gpu" keeps the exponentials of up to H tokens in the memory
+            of the weight's gradient, and computes logits of further ones again.  "recompute" computes logits again in
+            backward, chunk by chunk of the vocabulary (4 products, less memory).  "auto" is what fits scratch_bytes,
+            the faster first.  With "xla" and reduction="none" a gradient of weight or bias is always made by
+            "recompute".
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
             NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
@@ -109,7 +111,8 @@ def linear_cross_entropy(
         ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest).
         NotImplementedError: differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_cross_entropy.jax_spec` is the formula, for a jitted step.  In float32
+    Memory: `scratch_parts` of `onchip.ops.linear_cross_entropy.jax_spec` ("xla") and `.mosaic_spec` ("mosaic_gpu") are
+    the formulas, for a jitted step.  In float32
     it is about 4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
     Under vmap each of its arrays gets the mapped dimension: give a batch as leading dimensions instead where you can.
 

@@ -10,7 +10,7 @@ product that all kernels here are made of is in mosaic_product.py; where exponen
 kernels without a product, in mosaic_settle.py.
 
 Matrix operands come through TMA, which fills up with zeros outside of a matrix and writes nothing there.  It needs rows
-of a multiple of 16 bytes.
+of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
 """
 
 from collections.abc import Callable, Sequence
