@@ -34,7 +34,10 @@ CHECKS = {
     "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.torch_checks"},
     "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_checks"},
 }
-TUNINGS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"}
+TUNINGS = {
+    "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"},
+    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_tuning"},
+}
 BENCHED = sorted({op for modules in BENCHMARKS.values() for op in modules})
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
@@ -186,7 +189,8 @@ def bench(
 
 @app.command()
 def tune(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(TUNINGS)}.")],
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(TUNINGS['torch'])}.")],
+    framework: Annotated[str | None, typer.Option(help="torch or jax. Default: torch where it is installed.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Case name or pattern; may be given several times.")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="Kernel name or pattern; likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="The inputs' dtype.")] = "bfloat16",
@@ -201,13 +205,15 @@ def tune(
 ) -> None:
     """Find the fastest block sizes of an op's kernels on this GPU and store them for later runs."""
     with _clear_errors():
-        if op not in TUNINGS:
-            raise ValueError(f"no op {op!r}; there is: {', '.join(TUNINGS)}")
+        framework = choose_framework(framework)
+        if op not in TUNINGS[framework]:
+            raise ValueError(f"no op {op!r}; there is: {', '.join(TUNINGS[framework])}")
         from onchip.tune.run import run_tune
 
         document = run_tune(
             op,
-            TUNINGS[op],
+            TUNINGS[framework][op],
+            framework,
             cases=case,
             kernels=kernel,
             dtype=dtype,
@@ -310,7 +316,7 @@ def _info() -> dict[str, Any]:
         "versions": versions,
         "machine": machine,
         "backends": backends,
-        "tuned": _tuned(no_cuda),
+        "tuned": _tuned(no_cuda, sees_jax=versions["jax"] is not None),
     }
 
 
@@ -350,16 +356,23 @@ def _triton_kernels() -> tuple[str | None, str]:
     return None, f"{'TMA' if major >= 9 else 'pointer'} kernels (compute capability {major}.{minor})"
 
 
-def _tuned(no_cuda: str | None) -> dict[str, Any]:
-    """Which kernels have a tuned config on the CUDA devices here; `no_cuda` says why there are none."""
-    if no_cuda is not None:
-        return {"rows": [], "notes": [f"none apply, as there is no CUDA device here ({no_cuda})"]}
-    import torch
+def _tuned(no_cuda: str | None, sees_jax: bool) -> dict[str, Any]:
+    """Which kernels have a tuned config on the CUDA devices here; `no_cuda` says why PyTorch has none."""
+    devices = {}
+    if no_cuda is None:
+        import torch
 
+        devices["torch"] = [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
+    if sees_jax:
+        import jax
+
+        devices["jax"] = [d.device_kind for d in jax.devices() if d.platform == "gpu"]
+    if not any(devices.values()):
+        return {"rows": [], "notes": [f"none apply, as there is no CUDA device here ({no_cuda})"]}
     from onchip.tune.status import tuned_configs
 
-    names = [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
-    return tuned_configs(TUNINGS, [device_slug(name) for name in names])
+    found = [tuned_configs(TUNINGS[name], [device_slug(d) for d in names]) for name, names in devices.items()]
+    return {key: [x for part in found for x in part[key]] for key in ("rows", "notes")}
 
 
 if __name__ == "__main__":
