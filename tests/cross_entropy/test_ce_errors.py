@@ -66,7 +66,7 @@ WRONG = {
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, V=70 in float32: one row needs 2584 bytes"),
     # options
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
-    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch'; got 'cublas'"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch', 'triton'; got 'cublas'"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
     # what can't be overwritten
     "in place, a leaf": ({"logits": leaf(), "inplace_backward": True}, ValueError, "inplace_backward=True would overwrite logits that are a leaf"),

@@ -134,6 +134,8 @@ class Problem:
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
     xla: bool = False
     """Compiled by XLA: temporary memory as its compiler for the CPU lays it out."""
+    triton: bool = False
+    """Run by the Triton kernels, which hold rows in registers alone."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -143,6 +145,8 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
+    if p.triton:
+        return {"vectors": 48 * p.tokens}
     # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
     copies = 1 + int(p.stats or (p.softcap and p.grad))
     if p.xla:
@@ -183,8 +187,10 @@ def plan(p: Problem, budget: int | None = None) -> int:
     if given < one:
         raise ValueError(
             f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} in {p.dtype}: "
-            f"one row needs {one} bytes; raise scratch_bytes"
+            f"{'the kernels need' if p.triton else 'one row needs'} {one} bytes; raise scratch_bytes"
         )
+    if p.triton:
+        return p.tokens
     rows = min(p.tokens, (given - fixed) // (one - fixed))
     if p.device == "cpu":
         rows = min(rows, _useful_rows(p))
@@ -193,3 +199,45 @@ def plan(p: Problem, budget: int | None = None) -> int:
 
 def _useful_rows(p: Problem) -> int:
     return min(max(1, p.tokens), -(-USEFUL[p.device] // p.vocab))
+
+
+# ------------------------------------------------------------------------------------------------ the Triton kernels
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """How a Triton kernel takes a row: see triton_rows.py."""
+
+    tile: int
+    """Elements of a row that are read at a time."""
+    warps: int
+    programs: int
+    """Of one multiprocessor; each takes one row after the other."""
+    stages: int = 1
+    """Tiles that are under way at a time."""
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so many that all programs of a multiprocessor find room in its 65536."""
+        return min(255, 65536 // (32 * self.warps * self.programs) // 8 * 8)
+
+
+# What the rows in flight of a multiprocessor may take of the cache that they are read from again: of the H100's 50 MB a
+# third is left for the gradient that is being written.
+_CACHE_SHARE = 256 << 10
+
+
+def heuristic_tiles(vocab: int, dtype: str, *, twice: bool) -> RowTiles:
+    """The tiles for rows of `vocab` logits; `twice`: what doesn't stay in registers is read a second time, from the cache.
+
+    A tile has 32 elements for each thread, which need 64 registers, and a multiprocessor 32 warps.
+    """
+    size = 1 << (vocab - 1).bit_length()
+    if size <= 16384:
+        warps = max(1, size // 1024)
+    elif twice:
+        rows = _CACHE_SHARE // (DTYPE_BYTES[dtype] * vocab)
+        warps = 32 if rows < 2 else 16 if rows < 4 else 8
+    else:
+        warps = 8
+    return RowTiles(tile=1024 * warps, warps=warps, programs=32 // warps)

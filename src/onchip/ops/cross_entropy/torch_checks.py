@@ -10,19 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops.cross_entropy import reference
+from onchip.ops.cross_entropy import reference, triton_op
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.cross_entropy.checks import compare
-from onchip.ops.cross_entropy.torch_op import cross_entropy
+from onchip.ops.cross_entropy.torch_op import BACKENDS, cross_entropy
 from onchip.ops.linear_cross_entropy.checks import Check, relative_error
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
-    """All cases on `device` in all dtypes, with a new tensor for the gradient and over the logits, one by one."""
+    """All cases on `device` in all dtypes, with a new tensor for the gradient and over the logits, with each backend that
+    can run them, one by one.
+    """
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return [
-        partial(check_case, case, dtype, device, inplace=inplace)
-        for case, dtype, inplace in product(CHECK_CASES, dtypes, (False, True))
+        partial(check_case, case, dtype, device, inplace=inplace, backend=backend)
+        for case, dtype, inplace, backend in product(CHECK_CASES, dtypes, (False, True), BACKENDS)
+        if backend == "torch" or triton_op.refusal(torch.empty(0, 1, dtype=dtype, device=device)) is None
     ]
 
 

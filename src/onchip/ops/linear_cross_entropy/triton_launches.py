@@ -46,9 +46,16 @@ class Launch:
     arguments: Mapping[str, Any]
     warps: int = 4
     stages: int = 1
+    registers: int | None = None
+    """The most that a thread may have; None leaves it to the compiler."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is compiled."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        self.kernel[self.grid](**self.arguments, **self.options)
 
 
 class Vectors(NamedTuple):

@@ -34,12 +34,18 @@ def _constant_to_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
 @_constant_to_compiler  # it asks the system
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
-    if find_spec("triton") is None:
-        return "Triton is not installed"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
+    return device_refusal(device, index, dtype)
+
+
+@_constant_to_compiler
+def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    """Why no Triton kernel can serve a call on this device with tensors of `dtype`, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
     if _interpreted():
-        return None if dtype == torch.float16 else "Triton's interpreter computes bfloat16 wrongly"
+        return "Triton's interpreter computes bfloat16 wrongly" if dtype == torch.bfloat16 else None
     if device != "cuda":
         return f"it runs on CUDA tensors, not on {device!r}"
     if torch.version.hip is not None:
@@ -174,7 +180,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 
     a = _unpack(args)
     shape, tokens = a.target.shape, a.target.numel()
-    with _device_of(a.hidden), torch.autocast(a.hidden.device.type, enabled=False):
+    with device_of(a.hidden), torch.autocast(a.hidden.device.type, enabled=False):
         target = a.target.reshape(-1).to(torch.int64).contiguous()
         if a.check_inputs:
             _check_values(a)
@@ -299,7 +305,7 @@ def _backward_op(
 
     a, add = _backward_arguments(hidden_memory, weight_memory, args)
     tokens = a.target.numel()
-    with _device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
+    with device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
         run = _run(a, a.weight.to(a.dtype), tokens)
         vectors = launches.Vectors.unpack(packed, tokens)
         saved = Saved(hidden_memory, weight_memory, overflow_memory, packed)
@@ -348,7 +354,7 @@ def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- their parts
 
 
-def _device_of(x: Tensor) -> Any:
+def device_of(x: Tensor) -> Any:
     """Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
