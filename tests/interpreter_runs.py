@@ -1,4 +1,4 @@
-"""Run checks under Triton's interpreter, which needs processes of its own: Triton reads TRITON_INTERPRET when imported."""
+"""Run checks under Triton's interpreter, in processes of its own: Triton reads TRITON_INTERPRET when it is imported."""
 
 import json
 import os

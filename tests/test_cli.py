@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 import onchip
 from onchip import cli
 from onchip.core import machine
+from onchip.ops._shared.checks import Check
+from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops.linear_cross_entropy import jax_checks, jax_op, spec, torch_checks, triton_spec
-from onchip.ops.linear_cross_entropy.torch_checks import Check
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
 
@@ -275,7 +276,7 @@ def test_check(few_cases, options, backends):
     assert {(r["framework"], r["device"], r["dtype"], r["implementation"]) for r in document["rows"]} == {
         (framework, "cpu", dtype, f"{backend} {strategy}")
         for framework, backend in backends.items()
-        for dtype in spec.DTYPE_BYTES
+        for dtype in DTYPE_BYTES
         for strategy in ("stash", "recompute")
     }
     assert {r["quantity"] for r in document["rows"]} >= QUANTITIES

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.spec import DTYPE_BYTES, MIB
 from onchip.ops.linear_cross_entropy import spec, triton_spec
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
 
 BUDGETS_MIB = (64, 256, 1024, 4096, 16384)
 STRATEGIES = ("stash", "recompute")
@@ -49,8 +50,8 @@ def plan_document(
         if size < 1:
             raise ValueError(f"{name} must be 1 or more; got {size}")
     for name, value in (("--dtype", dtype), ("--weight-dtype", weight_dtype or dtype)):
-        if value not in spec.DTYPE_BYTES:
-            raise ValueError(f"{name} must be one of {', '.join(spec.DTYPE_BYTES)}; got {value!r}")
+        if value not in DTYPE_BYTES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}; got {value!r}")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"--device must be cuda or cpu; got {device!r}")
     if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
@@ -67,7 +68,7 @@ def plan_document(
         "weight_dtype": weight_dtype or dtype,
         "device": device,
         "backend": chosen,
-        "logits_bytes": {"float32": spec.logits_bytes(problem), dtype: tokens * vocab * spec.DTYPE_BYTES[dtype]},
+        "logits_bytes": {"float32": spec.logits_bytes(problem), dtype: tokens * vocab * DTYPE_BYTES[dtype]},
     }
     return document | (_triton_plans if chosen == "triton" else _torch_plans)(problem, scratch_mib)
 

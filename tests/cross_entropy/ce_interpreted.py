@@ -1,7 +1,7 @@
 """The Triton backend under Triton's interpreter, on the CPU: what test_ce_triton_interpreter.py starts in processes.
 
-In float32 and float16: the interpreter computes bfloat16 wrongly.  What nobody wrote is NaN, so a result that depends on
-it is NaN too.  A row takes it some 40 ms, so there are few of them.
+In float32 and float16: the interpreter computes bfloat16 wrongly.  What nobody wrote is NaN, so a result that depends
+on it is NaN too.  A row takes it some 40 ms, so there are few of them.
 
     TRITON_INTERPRET=1 python ce_interpreted.py NAME ...     prints a line of JSON for each check
 """
@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from ce_common import assert_right, assert_same, computed, gradient, small_problem
-from interpreter_runs import main
 
+from interpreter_runs import main
+from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.cross_entropy.spec import RowTiles
-from onchip.ops.cross_entropy.torch_checks import as_arguments, relative_error, run_oracle
+from onchip.ops.cross_entropy.torch_checks import as_arguments, run_oracle
 from onchip.torch import cross_entropy
 
 CHECKS = {}
@@ -78,7 +79,7 @@ def many_tiles(name):
 
 @check()
 def rows_masked_up_to_the_target():
-    """-inf in all of the first tiles, or all of the last ones; the target in each tile, the first and the last column."""
+    """-inf in all of the first tiles, or all of the last ones; targets in each tile, in the first and last column."""
     x = torch.randn(6, 700)
     y = torch.tensor([0, 255, 256, 511, 512, 699])
     for i, label in enumerate(y):
@@ -308,7 +309,7 @@ def label_smoothing_of_one_and_a_masked_target():
 @check()
 def scratch_bytes_below_the_vectors_are_refused():
     x, y = small_problem(tokens=4)
-    with pytest.raises(ValueError, match="scratch_bytes=100 is too small .* the kernels need 192 bytes"):
+    with pytest.raises(ValueError, match=r"scratch_bytes=100 is too small .* the kernels need 192 bytes"):
         op(x, y, scratch_bytes=100)
     op(x, y, scratch_bytes=192)
 

@@ -1,9 +1,10 @@
-"""The Triton backend against the oracle, without a GPU: ce_interpreted.py has the checks, and says why it is run apart."""
+"""The Triton backend against the oracle, without a GPU: ce_interpreted.py has the checks, and says how it is run."""
 
 from pathlib import Path
 
 import ce_interpreted
 import pytest
+
 from interpreter_runs import run_all
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import interpreted
 import pytest
+
 from interpreter_runs import run_all
 
 

@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.ops._shared import torch_tiles
+from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
+from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.triton_calls import Launch, device_of, device_refusal
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Problem, RowTiles
-from onchip.ops.cross_entropy.torch_autograd import differentiable_once
-from onchip.ops.linear_cross_entropy import torch_tiles, triton_op
-from onchip.ops.linear_cross_entropy.spec import OP as SHARED_OP
-from onchip.ops.linear_cross_entropy.torch_autograd import graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 
 
 def refusal(logits: Tensor) -> str | None:
     """Why the kernels can't serve a call with these logits, or None."""
-    reason = triton_op.device_refusal(logits.device.type, logits.device.index, logits.dtype)
+    reason = device_refusal(logits.device.type, logits.device.index, logits.dtype)
     if reason is None and logits.numel() > 0 and len(_leading(logits)) > 2:
         reason = (
             f"its logits' leading dimensions must reduce to two of a constant stride each; got shape "
@@ -110,7 +109,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             Problem(tokens, a.logits.shape[-1], DTYPES[a.logits.dtype], "cuda", grad=a.grad, triton=True),
             a.scratch_bytes,
         )
-    with triton_op.device_of(a.logits):
+    with device_of(a.logits):
         if a.check_inputs:
             _check_values(a)
         loss, lse, log_prob = (a.logits.new_empty(tokens, dtype=torch.float32) for _ in range(3))
@@ -174,27 +173,25 @@ def _(*_: Any) -> None:
 
 
 def _check_values(a: Arguments) -> None:
-    try:
-        torch_tiles.select_tokens(
-            a.target,
-            a.logits.shape[-1],
-            a.token_weight,
-            a.token_temperature,
-            a.normalizer,
-            ignore_index=a.ignore_index,
-            reduction=a.reduction,
-            temperature=a.temperature,
-            check_values=True,
-        )
-    except ValueError as error:  # what the ops share speaks in the name of the other one
-        raise ValueError(str(error).replace(SHARED_OP, OP, 1)) from None
+    torch_tiles.select_tokens(
+        OP,
+        a.target,
+        a.logits.shape[-1],
+        a.token_weight,
+        a.token_temperature,
+        a.normalizer,
+        ignore_index=a.ignore_index,
+        reduction=a.reduction,
+        temperature=a.temperature,
+        check_values=True,
+    )
 
 
 def _divisor(a: Arguments) -> Tensor:
     """[] float32: what the loss is divided by."""
     device = a.logits.device
     if a.normalizer is not None:
-        torch_tiles.check_normalizer_value(a.normalizer)
+        torch_tiles.check_normalizer_value(OP, a.normalizer)
         if a.normalizer.device == device:
             return a.normalizer.to(torch.float32, copy=True)
         return torch.full((), float(a.normalizer), dtype=torch.float32, device=device)
@@ -208,7 +205,7 @@ def _write_gradient(
 ) -> None:
     if a.target.numel() == 0:
         return
-    with triton_op.device_of(a.logits):
+    with device_of(a.logits):
         _launch(
             a, "gradients", gradient,
             {
@@ -221,7 +218,6 @@ def _write_gradient(
 def _launch(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) -> None:
     """Launch a kernel of triton_rows.py on the rows of the logits and of their gradient."""
     from onchip.ops.cross_entropy import triton_rows
-    from onchip.ops.linear_cross_entropy.triton_launches import Launch
 
     tokens, vocab, element = a.target.numel(), a.logits.shape[-1], a.logits.element_size()
     tiles = tiles_of(vocab, DTYPES[a.logits.dtype], twice=a.fused and kernel == "losses")
@@ -329,7 +325,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     elif graph_is_kept():
         gradient = gradient.clone()
     _backward_op(gradient, grad_loss, lse, log_prob, divisor, *packed)
-    return (*differentiable_once((gradient,)), *nothing)
+    return (*differentiable_once(OP, [gradient]), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,7 +1,7 @@
-"""The Triton kernels of cross_entropy: `losses` reads each row of logits once, `gradients` makes its gradient from the lse.
+"""The Triton kernels of cross_entropy: `losses` reads each row of logits once, `gradients` makes its gradient from lse.
 
-A program takes whole rows, one after the other: T tokens are shared out among as many programs as the launch has.  A row
-of V logits is walked through in `loops` full tiles and a last one, full or not.  A row of one tile is read once and
+A program takes whole rows, one after the other: T tokens are shared out among as many programs as the launch has.  A
+row of V logits is walked through in `loops` full tiles and a last one, full or not.  A row of one tile is read once and
 stays in registers; of a longer one, `losses` with GRADIENT goes back over the tiles from the last to the first, while
 they are in the caches, and writes the gradient of the reduced loss.
 
@@ -16,7 +16,7 @@ x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 =
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops.linear_cross_entropy.triton_blocks import LOG2E, LOWEST, log1p, tanh, target_gradient
+from onchip.ops._shared.triton_maths import LOG2E, LOWEST, log1p, tanh, target_gradient
 
 # The logarithm of what is as good as 0: finite, so that its product with 0 is 0.
 _NOTHING = tl.constexpr(-1e30)
