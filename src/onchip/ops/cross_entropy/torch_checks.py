@@ -15,7 +15,7 @@ from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.cross_entropy.checks import float32_bounds
-from onchip.ops.cross_entropy.torch_op import cross_entropy
+from onchip.ops.cross_entropy.torch_op import BACKENDS, cross_entropy
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
@@ -24,6 +24,11 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
         partial(check_case, case, dtype, device, inplace=inplace)
         for case, dtype, inplace in product(CHECK_CASES, DTYPES, (False, True))
     ]
+
+
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
