@@ -13,7 +13,7 @@ from rich.console import Console
 
 from onchip.bench import plots
 from onchip.bench.run import run_bench
-from onchip.ops._shared import torch_bench
+from onchip.ops._shared import bench_peers
 from onchip.ops.cross_entropy import benchmark as cross_entropy
 from onchip.ops.cross_entropy import reference as cross_entropy_oracle
 from onchip.ops.cross_entropy.cases import Case as CrossEntropyCase
@@ -195,12 +195,12 @@ def test_peers_are_called_as_their_interfaces_want(op, monkeypatch):
 @OPS
 def test_optional_peers_say_why_they_do_not_run(op, monkeypatch):
     def missing(package):
-        raise torch_bench.metadata.PackageNotFoundError(package)
+        raise bench_peers.metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(torch_bench.metadata, "version", missing)
+    monkeypatch.setattr(bench_peers.metadata, "version", missing)
     for impl in op.IMPLEMENTATIONS:
         if impl.name.startswith(("liger", "quack", "trl")):
             assert "is not installed" in impl.unavailable("cuda", "bfloat16")
-    monkeypatch.setattr(torch_bench.metadata, "version", lambda package: "1.2+cu130")
+    monkeypatch.setattr(bench_peers.metadata, "version", lambda package: "1.2+cu130")
     assert all(i.unavailable("cuda", "bfloat16") is None for i in op.IMPLEMENTATIONS if "compile" not in i.name)
     assert {i.version() for i in op.IMPLEMENTATIONS} == {"1.2", import_module("onchip").__version__}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from onchip.ops._shared.torch_bench import (
+from onchip.ops._shared.bench_peers import (
     NARROW,
     Peer,
     always,

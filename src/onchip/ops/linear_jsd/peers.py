@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from onchip.ops._shared.torch_bench import Peer, always, compiled, gpu_only, no_compiler, only_narrow, optional, own
+from onchip.ops._shared.bench_peers import Peer, always, compiled, gpu_only, no_compiler, only_narrow, optional, own
 from onchip.ops.linear_jsd.torch_op import BACKENDS, linear_jsd
 
 Loss = Callable[[Any, Any, Any, Any, float], Any]

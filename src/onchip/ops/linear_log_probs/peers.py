@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from onchip.ops._shared.torch_bench import Peer, always, compiled, no_compiler, not_installed, only_narrow, own
+from onchip.ops._shared.bench_peers import Peer, always, compiled, no_compiler, not_installed, only_narrow, own
 from onchip.ops.linear_log_probs.torch_op import BACKENDS, linear_log_probs
 
 Values = Callable[[Any, Any, Any, bool], tuple[Any, Any]]
