@@ -14,13 +14,18 @@ from onchip.ops._shared.jax_checks import DTYPES, for_oracle, plain_cross_entrop
 from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.cross_entropy.checks import float32_bounds
-from onchip.ops.cross_entropy.jax_op import cross_entropy
+from onchip.ops.cross_entropy.jax_op import BACKENDS, cross_entropy
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on "cpu" or "cuda" in all dtypes, in turn."""
     platform = platform_of(device)
     return [partial(check_case, case, dtype, platform) for case, dtype in product(CHECK_CASES, DTYPES)]
+
+
+def plain_refusals(platform: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on "cpu", "gpu" or "tpu", or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: str) -> tuple[jax.Array, jax.Array, dict[str, Any]]:

@@ -29,6 +29,11 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     ]
 
 
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return dict.fromkeys(BACKENDS)
+
+
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """(logits, target) and the keyword arguments of the op; logits is a leaf, sliced if the case says so."""
     keywords = dict(case.options)

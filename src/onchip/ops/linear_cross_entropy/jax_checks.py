@@ -37,7 +37,9 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     ]
 
 
-def plain_refusals(platform: str, dtype: str, hidden: int, vocab: int, strategy: str = "auto") -> dict[str, str | None]:
+def plain_refusals(
+    platform: str, dtype: str, hidden: int = 128, vocab: int = 1024, strategy: str = "auto"
+) -> dict[str, str | None]:
     """Why each backend can't serve a call with these sizes and no options on "cpu", "gpu" or "tpu", or None."""
     static = Static("auto", platform, dtype, "vh", "mean", strategy, scratch_bytes=None, return_stats=False)
     device = "cpu" if platform == "cpu" else "cuda"

@@ -30,13 +30,17 @@ from onchip.ops.linear_cross_entropy.triton_op import refusal
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on `device` in all dtypes, with both strategies and each backend that can run them, one by one."""
-    strategies = ("stash", "recompute")
-    index = torch.cuda.current_device() if device == "cuda" else None
     return [
         partial(check_case, case, dtype, device, strategy=strategy, backend=backend)
-        for case, dtype, strategy, backend in product(CHECK_CASES, DTYPES, strategies, ("torch", "triton"))
-        if backend == "torch" or refusal(device, index, dtype) is None
+        for case, dtype, strategy in product(CHECK_CASES, DTYPES, ("stash", "recompute"))
+        for backend, reason in plain_refusals(device, dtype_name(dtype)).items()
+        if reason is None
     ]
+
+
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[list[Any], dict[str, Any]]:

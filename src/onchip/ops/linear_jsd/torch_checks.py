@@ -17,12 +17,17 @@ from onchip.ops.linear_jsd import checks, reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_jsd.checks import compare
 from onchip.ops.linear_jsd.spec import TopK
-from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
+from onchip.ops.linear_jsd.torch_op import BACKENDS, jsd, linear_jsd
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on `device` in all dtypes, one by one."""
     return [partial(check_case, case, dtype, device) for case, dtype in product(CHECK_CASES, DTYPES)]
+
+
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(inputs: Inputs, dtype: torch.dtype, device: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from onchip.ops._shared.jax_checks import DTYPES, for_oracle, linear_arguments, 
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_log_probs.checks import float32_bounds
-from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
+from onchip.ops.linear_log_probs.jax_op import BACKENDS, LogProbs, linear_log_probs
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
@@ -24,6 +24,11 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
         partial(check_case, case, dtype, platform, entropy=entropy)
         for case, dtype, entropy in product(CHECK_CASES, DTYPES, (False, True))
     ]
+
+
+def plain_refusals(platform: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on "cpu", "gpu" or "tpu", or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: str) -> tuple[list[Any], dict[str, Any]]:
