@@ -6,8 +6,8 @@ Sizes, positions and the matrix of exponentials are explained in triton_blocks.p
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from onchip.ops._shared.triton_maths import LOG2E, target_gradient
 from onchip.ops.linear_cross_entropy.triton_blocks import (
-    LOG2E,
     NO_LABEL,
     VOCAB_TILE,
     add_columns,
@@ -15,7 +15,6 @@ from onchip.ops.linear_cross_entropy.triton_blocks import (
     load_block,
     place_tile,
     store_columns,
-    target_gradient,
     unscaled_logits,
 )
 

@@ -6,17 +6,14 @@ Sizes, positions and the matrix of exponentials are explained in triton_blocks.p
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from onchip.ops._shared.triton_maths import LOG2E, LOWEST, log1p, tanh
 from onchip.ops.linear_cross_entropy.triton_blocks import (
-    LOG2E,
-    LOWEST,
     REACH,
     VOCAB_TILE,
     exponential_row,
     load_block,
-    log1p,
     place_tile,
     store_columns,
-    tanh,
     unscaled_logits,
 )
 
