@@ -1,16 +1,9 @@
-"""The Triton backend under Triton's interpreter, on the CPU: what test_triton_interpreter.py starts in processes.
+"""The Triton backend under Triton's interpreter, on the CPU: what test_triton_interpreter.py starts (interpreter.py).
 
-Triton reads TRITON_INTERPRET when it is imported, so these checks need processes of their own.  All are in float16: the
-interpreter computes bfloat16 wrongly.  What nobody wrote is NaN, so a result that depends on it is NaN too.
-
-    TRITON_INTERPRET=1 python interpreted.py NAME ...     prints a line of JSON for each check
+TRITON_INTERPRET=1 python interpreted.py NAME ...     prints a line of JSON for each check
 """
 
-import json
 import sys
-import time
-import traceback
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -21,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from common import assert_right, gradients, mixed_plan, small_problem
 
+from interpreter import main
 from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
@@ -313,22 +307,5 @@ def the_schema_is_true(strategy):
         torch.library.opcheck(triton_op._forward_op, triton_op.pack(arguments), test_utils=name)
 
 
-def main(names):
-    warnings.simplefilter("ignore")  # the interpreter's NumPy overflows where kernels do on purpose
-    torch.set_num_threads(1)
-    # Fills what torch.empty and its kin return with NaN, and with the largest integer.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(3).isnan().all()
-    for name in names:
-        torch.manual_seed(0)
-        error, start = "", time.perf_counter()
-        try:
-            CHECKS[name]()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"name": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:] or CHECKS)
+    main(CHECKS, sys.argv[1:])
