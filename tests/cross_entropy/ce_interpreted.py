@@ -7,6 +7,7 @@ on it is NaN too.  A row takes it some 40 ms, so there are few of them.
 """
 
 import math
+import sys
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 import torch
 from ce_common import assert_right, assert_same, computed, gradient, small_problem
 
-from interpreter_runs import main
+from interpreter import main
 from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
@@ -364,4 +365,4 @@ def saved_tensor_hooks_and_checkpointing():
 
 
 if __name__ == "__main__":
-    main(CHECKS)
+    main(CHECKS, sys.argv[1:])

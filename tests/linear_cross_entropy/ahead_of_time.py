@@ -4,6 +4,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -40,6 +41,29 @@ class Compiled:
     """Bytes of a thread's stack: what registers don't hold is spilled there."""
 
 
+@contextmanager
+def recording(device, *, tiles=None, plan=None):
+    """What is launched in the context, on a device given as (compute capability, shared memory per block), is appended
+    to the list that this gives, and not run.  `tiles` replaces the tiles of some kernels, `plan` what was planned.
+    """
+    capability, shared = device
+    found = []
+    wanted = triton_spec.heuristic_tiles(shared) | dict(tiles or {})
+    make_run = triton_launches.Run
+
+    def run(*arguments, tma, **more):
+        return make_run(*arguments, tma=tma and capability >= 90, **more)
+
+    with (
+        mock.patch.object(triton_op, "refusal", return_value=None),
+        mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
+        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else [plan]),
+        mock.patch.object(triton_launches, "Run", run),
+        mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),
+    ):
+        yield found
+
+
 def launches(
     device,
     *,
@@ -52,30 +76,15 @@ def launches(
     vocab=1000,
     **options,
 ):
-    """What the op launches, forward and backward, on a device given as (compute capability, shared memory per block).
-
-    `tiles` replaces the tiles of some kernels, `plan` what was planned; `parameters` is hidden's and weight's dtype
-    under autocast.
-    """
-    capability, shared = device
-    found = []
-    wanted = triton_spec.heuristic_tiles(shared) | dict(tiles or {})
+    """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast."""
     bias = options.pop("bias", False)
     out = torch.zeros(vocab, hidden) if options.pop("weight_grad_out", False) else None
-    make_run = triton_launches.Run
-
-    def run(*arguments, tma, **more):
-        return make_run(*arguments, tma=tma and capability >= 90, **more)
 
     def leaf(*shape):
         return torch.zeros(shape, dtype=parameters or dtype, requires_grad=True)
 
     with (
-        mock.patch.object(triton_op, "refusal", return_value=None),
-        mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
-        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else [plan]),
-        mock.patch.object(triton_launches, "Run", run),
-        mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),
+        recording(device, tiles=tiles, plan=plan) as found,
         torch.autocast("cpu", dtype, enabled=parameters is not None),
     ):
         b = leaf(vocab) if bias else None

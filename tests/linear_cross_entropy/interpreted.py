@@ -1,11 +1,9 @@
-"""The Triton backend under Triton's interpreter, on the CPU: what test_triton_interpreter.py starts in processes.
+"""The Triton backend under Triton's interpreter, on the CPU: what test_triton_interpreter.py starts (interpreter.py).
 
-Triton reads TRITON_INTERPRET when it is imported, so these checks need processes of their own.  All are in float16: the
-interpreter computes bfloat16 wrongly.  What nobody wrote is NaN, so a result that depends on it is NaN too.
-
-    TRITON_INTERPRET=1 python interpreted.py NAME ...     prints a line of JSON for each check
+TRITON_INTERPRET=1 python interpreted.py NAME ...     prints a line of JSON for each check
 """
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -16,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from common import assert_right, gradients, mixed_plan, small_problem
 
-from interpreter_runs import main
+from interpreter import main
 from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
@@ -159,6 +157,18 @@ def a_retained_graph(strategy):
     second = torch.autograd.grad(loss, (h, w, b), retain_graph=True)
     third = torch.autograd.grad(loss, (h, w, b))
     assert all(torch.equal(p, q) and torch.equal(p, r) for p, q, r in zip(kept, second, third, strict=True))
+
+
+@check("stash")
+def a_tile_of_minus_infinity_times_a_scale(strategy):
+    h, w, y, _ = small_problem(vocab=300, dtype=torch.float16)
+    b = torch.zeros(300, dtype=torch.float16).masked_fill(torch.arange(300) < 256, -torch.inf)
+    y = 256 + y % 44
+    loss = op(h, w, y, b, logit_scale=4.0, strategy=strategy)
+    leaves, expected = float64(h, 4 * w, y, b)
+    assert abs(float(loss - expected)) < 1e-4
+    made, (to_hidden, to_weight, _) = gradients(loss, h, w), gradients(expected, *leaves)
+    assert_gradients(made, (to_hidden, 4 * to_weight), bound=2e-3)
 
 
 @check(*STRATEGIES, "out")
@@ -310,4 +320,4 @@ def the_schema_is_true(strategy):
 
 
 if __name__ == "__main__":
-    main(CHECKS)
+    main(CHECKS, sys.argv[1:])

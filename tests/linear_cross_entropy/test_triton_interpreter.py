@@ -1,16 +1,14 @@
-"""The Triton backend against the oracle, without a GPU: interpreted.py has the checks, and says why it is run apart."""
-
-from pathlib import Path
+"""The Triton backend against the oracle, without a GPU: interpreted.py has the checks, and is run apart."""
 
 import interpreted
 import pytest
 
-from interpreter_runs import run_all
+from interpreter import run_all
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_all(Path(interpreted.__file__), list(interpreted.CHECKS), tmp_path_factory.mktemp("interpreted"))
+    return run_all(interpreted.__file__, list(interpreted.CHECKS), tmp_path_factory.mktemp("interpreted"))
 
 
 @pytest.mark.parametrize("name", interpreted.CHECKS)

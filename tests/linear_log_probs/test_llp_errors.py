@@ -63,7 +63,7 @@ WRONG = {
     "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, H=16, V=70 in float32: the smallest chunk needs"),
     # options
-    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch'; got 'cublas'"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch', 'triton'; got 'cublas'"),
     # what would silently get no gradient
     "temperature needs a gradient": ({"temperature": torch.ones(2, 12, requires_grad=True)}, ValueError, "pass temperature.detach()"),
 }  # fmt: skip

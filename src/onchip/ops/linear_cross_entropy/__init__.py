@@ -24,6 +24,7 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     torch_tiles.py    the computation with PyTorch's own matrix products, a tile at a time
     triton_op.py      the operators and autograd of the 'triton' backend
     triton_spec.py    its memory formulas, cost model and plans; no framework
+    triton_setup.py   the memory that forward leaves for backward, and what a call runs with
     triton_walks.py   what is launched, in which order
     triton_launches.py   each launch, and the memory that it works on
     triton_softmax.py, triton_gradients.py   the kernels of forward and of backward; triton_blocks.py, what they share

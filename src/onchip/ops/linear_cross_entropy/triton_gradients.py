@@ -23,7 +23,7 @@ from onchip.ops.linear_cross_entropy.triton_blocks import (
 def scale_rows(
     rows,  # [T, H] in and out
     scale,  # [T] float32 in: factor of each row of the gradient; out: of each row of the product for hidden's
-    at_target,  # [T] float32 out: the target's entry of the gradient
+    at_target,  # [T] float32 out, unless given: the target's entry of the gradient
     order,
     count,
     label,
@@ -34,6 +34,7 @@ def scale_rows(
     H,
     z_loss,
     inverse_exponential_scale,
+    GIVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Multiply hidden's rows by what kept exponentials lack: their token's factor times exp(base - lse)."""
@@ -42,8 +43,9 @@ def scale_rows(
         token = tl.load(order + t)
         lse_t = tl.load(lse + token)
         scale_t = tl.load(scale + t)
-        entry = scale_t * target_gradient(lse_t, tl.load(log_prob + token), z_loss)
-        tl.store(at_target + t, tl.where(tl.load(label + t) >= 0, entry, 0.0))
+        if not GIVEN:
+            entry = scale_t * target_gradient(lse_t, tl.load(log_prob + token), z_loss)
+            tl.store(at_target + t, tl.where(tl.load(label + t) >= 0, entry, 0.0))
         if t < held:
             r = scale_t * (1 + 2 * z_loss * lse_t) * tl.exp2((tl.load(base + t) - lse_t) * LOG2E)
             r *= inverse_exponential_scale
@@ -120,10 +122,16 @@ def gradient_tiles(
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
+    at_target=None,  # [T] float32: the target's entry of the gradient
+    entropy_row=None,  # [T] float32: minus the entropy's upstream gradient
+    mean=None,  # [T] float32: of z under the softmax
+    GIVEN: tl.constexpr = False,
+    ENTROPY: tl.constexpr = False,
 ):
     """Logits computed again, and their gradient, of the positions from `first` on, for a chunk of the vocabulary.
 
-    Without TARGETS the targets' entries are 0.
+    Without TARGETS the targets' entries are 0.  With GIVEN, `row` is the coefficient of p, and the targets' entries are
+    those of `at_target`; with ENTROPY the coefficient is row + entropy_row * (z - mean).
     """
     n = tl.load(count)
     tiles_t = tl.cdiv(tl.maximum(tl.maximum(n, 1) - first, 0), BLOCK_T)
@@ -143,15 +151,27 @@ def gradient_tiles(
         inside = t < n
         token = tl.load(order + t, mask=inside, other=0)
         lse_t = tl.load(lse + token, mask=inside, other=0.0)
-        lp = tl.load(log_prob + token, mask=inside, other=0.0)
+        if not GIVEN:
+            lp = tl.load(log_prob + token, mask=inside, other=0.0)
         r = tl.load(row + t, mask=inside, other=0.0)
         y = tl.load(label + t, mask=inside, other=-1)
         k_z = tl.load(factor + t, mask=inside, other=0.0)
         x = unscaled_logits(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
         p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
-        g = _to_gradient(p, v, y, lse_t, lp, r, V, label_smoothing, z_loss, TARGETS, SMOOTHING, Z_LOSS)
+        if GIVEN:
+            g = p * r[:, None]
+            if ENTROPY:
+                r_entropy = tl.load(entropy_row + t, mask=inside, other=0.0)
+                offset = x * k_z[:, None] - tl.load(mean + t, mask=inside, other=0.0)[:, None]
+                # p log p is 0 at p = 0, and 0 * -inf is not.
+                g = p * (r[:, None] + r_entropy[:, None] * tl.maximum(offset, -1e30))
+        else:
+            g = _to_gradient(p, v, y, lse_t, lp, r, V, label_smoothing, z_loss, TARGETS, SMOOTHING, Z_LOSS)
         if SOFTCAP:
             g *= 1 - x * x
+        if GIVEN:
+            entry = tl.load(at_target + t, mask=inside, other=0.0) if TARGETS else tl.zeros_like(r)
+            g = tl.where(v[None, :] == y[:, None], entry[:, None], g)
         g = tl.where(inside[:, None] & (v < V)[None, :], g, 0.0)
         value = g.to(rows.dtype if TMA else rows.dtype.element_ty)
         into = again + j * again_tokens + t0 - first
@@ -236,14 +256,15 @@ def add_targets(
     grad_weight,  # [V, H] in and out
     grad_bias,  # [V] float32 in and out
     order,
-    sorted_label,  # [T] int32: the targets in ascending order, NO_LABEL at the end
-    sorted_position,  # [T] int64: whose they are
-    at_target,
+    sorted_label,  # [N] int32: the targets in ascending order, NO_LABEL at the end
+    sorted_position,  # [N] int64: whose they are, IDS of each position
+    at_target,  # [N] float32
     shrink,
     hidden_stride_t,
     hidden_stride_h,
-    T,
+    N,
     H,
+    IDS: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     SHRINK: tl.constexpr,
@@ -262,12 +283,12 @@ def add_targets(
         more = True
         while more:
             j = i + tl.arange(0, TOKENS)
-            mine = (j < T) & (tl.load(sorted_label + j, mask=j < T, other=NO_LABEL) == y)
+            mine = (j < N) & (tl.load(sorted_label + j, mask=j < N, other=NO_LABEL) == y)
             t = tl.load(sorted_position + j, mask=mine, other=0)
             g = tl.load(at_target + t, mask=mine, other=0.0)
             sum_g += tl.sum(g, 0)
             if WEIGHT:
-                token = tl.load(order + t, mask=mine, other=0).to(tl.int64)
+                token = tl.load(order + t // IDS, mask=mine, other=0).to(tl.int64)
                 at = token[:, None] * hidden_stride_t + c.to(tl.int64)[None, :] * hidden_stride_h
                 h = tl.load(hidden + at, mask=mine[:, None] & (c < H)[None, :], other=0.0).to(OPERAND).to(tl.float32)
                 total += tl.sum(h * g[:, None], 0)
@@ -421,14 +442,15 @@ def finish_hidden(
     sums,  # [T, H] float32, by position; with again_rows the others' are in two halves, so many rows apart
     weight,  # [V, H]
     position,
-    label,
-    at_target,
+    label,  # [T * IDS] int32: a position's targets
+    at_target,  # [T * IDS] float32
     shrink,
     out,  # [T, H] out, by token
     weight_stride,
     H,
     held,
     again_rows,
+    IDS: tl.constexpr,
     TARGETS: tl.constexpr,
     SHRINK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -444,9 +466,10 @@ def finish_hidden(
     if (at >= held) & (again_rows > 0):
         value += tl.load(sums + tl.cast(at + again_rows, tl.int64) * H + c, mask=c < H, other=0.0)
     if not TARGETS:
-        g = tl.load(at_target + at, mask=at >= 0, other=0.0)
-        y = tl.maximum(tl.load(label + at, mask=at >= 0, other=0), 0).to(tl.int64)
-        value += g * tl.load(weight + y * weight_stride + c, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
+        for k in range(IDS):
+            g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
+            y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
+            value += g * tl.load(weight + y * weight_stride + c, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
     if SHRINK:
         value *= tl.load(shrink)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)

@@ -291,13 +291,14 @@ def softmax(
 
 
 class PerToken(NamedTuple):
-    """What forward returns, [T] by token."""
+    """What forward returns, [T] by token; the loss and `correct`, or `top1`."""
 
-    loss: Tensor
+    loss: Tensor | None
     lse: Tensor
     log_prob: Tensor
     entropy: Tensor | None
     correct: Tensor | None
+    top1: Tensor | None = None  # int64
 
 
 def merge(
@@ -329,6 +330,7 @@ def merge(
         "TOKEN_WEIGHT": token_weight is not None,
         "SMOOTHING": run.head.label_smoothing > 0,
         "STATS": out.entropy is not None,
+        "LOSS": out.loss is not None,
         "BLOCK_T": 16,
         "BLOCK": 256,
     }
@@ -357,11 +359,16 @@ class Upstream:
     """What backward knows of each token; lse and log_prob by token, the others by position."""
 
     lse: Tensor
-    log_prob: Tensor
+    log_prob: Tensor | None  # None: `row` is the coefficient of p, and `at_target` is given
     row: Tensor  # [T] float32: factor of the position's row of the gradient
     scale: Tensor  # [T] float32: the same times exp(base - lse), where exponentials are kept
-    at_target: Tensor  # [T] float32: the target's entry of the gradient, where exponentials are kept
+    at_target: Tensor  # [T * ids] float32: the targets' entries of the gradient, where exponentials are kept
     shrink: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled up for float16
+    label: Tensor  # [T * ids] int32: the targets, -1 for none; a position's are different ones
+    ids: int = 1
+    # [T] float32: the coefficient of p * (z - mean).  With it, `scale` is 1 and kept exponentials are the gradient.
+    entropy_row: Tensor | None = None
+    mean: Tensor | None = None  # [T] float32
 
 
 def scale_hidden(run: Run, rows: Tensor, places: Exponentials, vectors: Vectors, upstream: Upstream) -> Launch:
@@ -379,6 +386,7 @@ def scale_hidden(run: Run, rows: Tensor, places: Exponentials, vectors: Vectors,
         "H": run.hidden,
         "z_loss": run.head.z_loss,
         "inverse_exponential_scale": 1 / run.exponential_scale,
+        "GIVEN": upstream.log_prob is None,
         "BLOCK": 1024,
     }
     return Launch(triton_gradients.scale_rows, (run.tokens,), arguments)
@@ -414,12 +422,17 @@ def gradient_again(
         "inner_scale": run.inner_scale,
         "label_smoothing": run.head.label_smoothing,
         "z_loss": run.head.z_loss,
-        "TARGETS": places.held == 0,
+        "TARGETS": places.held == 0 and upstream.ids == 1,
         "BIAS": run.head.bias is not None,
         "SOFTCAP": run.head.softcap is not None,
         "SMOOTHING": run.head.label_smoothing > 0,
         "Z_LOSS": run.head.z_loss > 0,
         "BLOCK_T": t.rows,
+        "at_target": upstream.at_target if upstream.log_prob is None else None,
+        "entropy_row": upstream.entropy_row,
+        "mean": upstream.mean,
+        "GIVEN": upstream.log_prob is None,
+        "ENTROPY": upstream.entropy_row is not None,
         **run.cut("gradient_tiles"),
     }
     return Launch(triton_gradients.gradient_tiles, (run.programs,), arguments, t.warps, t.stages)
@@ -474,8 +487,10 @@ def target_terms(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> Launch:
-    there = (torch.arange(run.tokens, device=hidden.device) < vectors.number) & (vectors.label >= 0)
-    labels, positions = vectors.label.masked_fill(~there, triton_blocks.NO_LABEL.value).sort(stable=True)
+    number = len(upstream.label)
+    there = torch.arange(number, device=hidden.device) < vectors.number * upstream.ids
+    there &= upstream.label >= 0
+    labels, positions = upstream.label.masked_fill(~there, triton_blocks.NO_LABEL.value).sort(stable=True)
     arguments = {
         "hidden": hidden,
         "grad_weight": grad_weight,
@@ -487,8 +502,9 @@ def target_terms(
         "shrink": upstream.shrink,
         "hidden_stride_t": hidden.stride(0),
         "hidden_stride_h": hidden.stride(1),
-        "T": run.tokens,
+        "N": number,
         "H": run.hidden,
+        "IDS": upstream.ids,
         "WEIGHT": grad_weight is not None,
         "BIAS": grad_bias is not None,
         "SHRINK": upstream.shrink is not None,
@@ -497,7 +513,7 @@ def target_terms(
         "BLOCK": 1024,
     }
     blocks = 1 if grad_weight is None else -(-run.hidden // 1024)
-    return Launch(triton_gradients.add_targets, (run.tokens, blocks), arguments)
+    return Launch(triton_gradients.add_targets, (number, blocks), arguments)
 
 
 def hidden_product(
@@ -568,7 +584,7 @@ def finish(
         "sums": sums,
         "weight": run.head.weight,
         "position": vectors.position,
-        "label": vectors.label,
+        "label": upstream.label,
         "at_target": upstream.at_target,
         "shrink": upstream.shrink,
         "out": out,
@@ -576,6 +592,7 @@ def finish(
         "H": run.hidden,
         "held": held,
         "again_rows": again_rows,
+        "IDS": upstream.ids,
         "TARGETS": held == 0,
         "SHRINK": upstream.shrink is not None,
         "BLOCK": block,

@@ -5,23 +5,19 @@ the logits in the weight's, the tokens' hidden states in hidden's.  `_backward_o
 place; autograd clones them first where the graph is retained.  What is launched is in triton_walks.py.
 """
 
-import math
-import mmap
 from dataclasses import fields, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.core import configs
-from onchip.ops._shared.spec import DTYPE_BYTES
-from onchip.ops._shared.torch_autograd import graph_is_kept
 from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops._shared.triton_calls import constant_to_compiler, device_of, device_refusal
 from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
-from onchip.ops.linear_cross_entropy.spec import OP, Problem
+from onchip.ops.linear_cross_entropy import triton_setup as setup
+from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
+from onchip.ops.linear_cross_entropy.triton_setup import Saved
 from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 
 
@@ -38,7 +34,7 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]
     Inside torch.compile sizes may be symbols: a budget makes numbers of them, and a graph for each.
     """
     if torch.compiler.is_compiling() and budget is None:
-        return _numbers(triton_spec.plan_for_symbols(problem, strategy))
+        return numbers(triton_spec.plan_for_symbols(problem, strategy))
     problem = replace(problem, tokens=int(problem.tokens))
     found: tuple[Any, ...] = _plan(strategy, budget, *[getattr(problem, name) for name in _FIELDS])
     return found
@@ -49,10 +45,11 @@ _FIELDS = tuple(field.name for field in fields(Problem))
 
 @constant_to_compiler  # or the search for a plan would be traced
 def _plan(strategy: str, budget: int | None, *of_problem: Any) -> tuple[Any, ...]:
-    return _numbers(triton_spec.plan(Problem(*of_problem), strategy, budget))
+    return numbers(triton_spec.plan(Problem(*of_problem), strategy, budget))
 
 
-def _numbers(c: TritonConfig) -> tuple[Any, ...]:
+def numbers(c: TritonConfig) -> tuple[Any, ...]:
+    """A plan as operators take it."""
     return c.token_chunk, c.vocab_chunk, c.weight_chunk, c.stashed, c.overflow, c.halves
 
 
@@ -106,15 +103,6 @@ class Arguments(NamedTuple):
         return self.grad_hidden or self.grad_weight or self.grad_bias
 
 
-class Saved(NamedTuple):
-    """What forward leaves for backward; see `triton_walks`."""
-
-    hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
-    weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
-    overflow: Tensor  # more of them
-    vectors: Tensor
-
-
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
 # What isn't a tensor goes in lists, since what torch.library does in Python grows with the square of the arguments:
 # with one for each number it took 0.24 ms per call.
@@ -155,25 +143,28 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         target = a.target.reshape(-1).to(torch.int64).contiguous()
         if a.check_inputs:
             _check_values(a)
-        run = _run(a, a.weight.to(a.dtype), tokens)
+        run = setup.make_run(_head(a), tokens, a.weight_grad_out)
         hidden = a.hidden.reshape(-1, run.hidden)
-        per_token = None if a.token_temperature is None else _flat(a.token_temperature.expand(shape))
+        per_token = None if a.token_temperature is None else setup.flat(a.token_temperature.expand(shape))
         temperature = a.temperature if per_token is None else per_token
         saved = _saved(a)
-        kept = _exponentials(a, saved) if a.any_grad and a.config.held > 0 else None
+        kept = None
+        if a.any_grad and a.config.held > 0:
+            kept = setup.kept_exponentials(saved, a.weight, a.dtype, a.config)
         out, vectors = walks.forward(
             run,
             hidden,
             target,
-            _flat(a.token_weight),
+            setup.flat(a.token_weight),
             temperature,
             a.ignore_index,
-            _rows(saved.hidden_memory, tokens, run.hidden, a.dtype)
+            setup.rows_in(saved.hidden_memory, tokens, run.hidden, a.dtype)
             if a.any_grad
             else hidden.new_empty((min(a.token_chunk, tokens), run.hidden), dtype=a.dtype),
             kept,
             stats=a.stats,
         )
+        assert out.loss is not None
         loss = out.loss.view(shape)
         if a.reduction != "none":
             loss = out.loss.sum() * _inverse_count(a.reduction, a.normalizer, vectors.number)
@@ -205,43 +196,22 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _saved(a: Arguments, *, fake: bool = False) -> Saved:
-    """The tensors of `Saved`, not yet filled."""
-    tokens, (vocab, hidden) = a.target.numel(), a.weight.shape
-    tiles = -(-vocab // triton_spec.VOCAB_TILE)
-
-    def blank() -> Tensor:
-        return a.hidden.new_empty(0, dtype=a.dtype)
-
-    if not a.any_grad:
-        return Saved(blank(), blank(), blank(), a.target.new_empty(0, dtype=torch.int32))
-    in_place = triton_spec.may_hold_any(a.stashed)
-    empty = _empty if fake else _aligned
-    return Saved(
-        a.hidden.new_empty(a.hidden.shape, dtype=a.hidden.dtype if a.grad_hidden else a.dtype),
-        # A chunk more than the gradient takes: each chunk of that is written where the exponentials of the one before
-        # were, while those of its own are being read.
-        empty(a.weight, (tiles * triton_spec.VOCAB_TILE + a.weight_chunk, hidden), a.weight.dtype)
-        if in_place
-        else blank(),
-        empty(a.hidden, (triton_spec.VOCAB_TILE * tiles * a.overflow,), a.dtype),
-        a.target.new_empty(triton_spec.vector_elements(tokens), dtype=torch.int32),
+    return setup.make_saved(
+        a.hidden,
+        a.weight,
+        a.dtype,
+        a.config,
+        a.target.numel(),
+        grad_hidden=a.grad_hidden,
+        any_grad=a.any_grad,
+        fake=fake,
     )
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return like.new_empty(shape, dtype=dtype)
-
-
-def _aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled, from a multiple of 512 bytes on and near the others, as CUDA's allocations are.
-
-    The CPU's, for the interpreter, are pages of their own.
-    """
-    if like.device.type != "cpu":
-        return _empty(like, shape, dtype)
-    size = math.prod(shape)
-    pages = mmap.mmap(-1, max(1, size) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype, count=max(1, size))[:size].view(shape)
+def _head(a: Arguments) -> torch_tiles.Head:
+    # The bias in the products' dtype first, as F.linear does under autocast.
+    bias = None if a.bias is None else a.bias.to(a.dtype).float()
+    return torch_tiles.Head(a.weight.to(a.dtype), bias, a.label_smoothing, a.z_loss, a.softcap, a.logit_scale)
 
 
 def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tuple[Any, ...]) -> tuple[Arguments, bool]:
@@ -277,7 +247,7 @@ def _backward_op(
     a, add = _backward_arguments(hidden_memory, weight_memory, args)
     tokens = a.target.numel()
     with device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
-        run = _run(a, a.weight.to(a.dtype), tokens)
+        run = setup.make_run(_head(a), tokens, a.weight_grad_out)
         vectors = launches.Vectors.unpack(packed, tokens)
         saved = Saved(hidden_memory, weight_memory, overflow_memory, packed)
         row = vectors.factor * (run.head.logit_scale / run.outer_scale)
@@ -285,11 +255,12 @@ def _backward_op(
             row = row * grad_loss.reshape(-1).float()[vectors.order]
         else:
             row = row * (grad_loss * _inverse_count(a.reduction, a.normalizer, vectors.number))
-        weights = _flat(a.token_weight)
+        weights = setup.flat(a.token_weight)
         if weights is not None:
             row = row * weights[vectors.order]
         row = row.masked_fill(vectors.label < 0, float("nan"))
-        row, shrink = walks.scale_for_float16(row, vectors, a.dtype)
+        too_large = walks.scale_for_float16(row, vectors, a.dtype)
+        row = row if too_large is None else row * too_large
         grad_bias = a.weight.new_zeros(run.vocab if a.grad_bias else 0, dtype=torch.float32)
         if tokens == 0:
             if a.grad_weight and not add:
@@ -300,11 +271,17 @@ def _backward_op(
                 run,
                 vectors,
                 launches.Upstream(
-                    lse.reshape(-1), log_prob.reshape(-1), row, row.clone(), torch.empty_like(row), shrink
+                    lse.reshape(-1),
+                    log_prob.reshape(-1),
+                    row,
+                    row.clone(),
+                    torch.empty_like(row),
+                    None if too_large is None else 1 / too_large,
+                    vectors.label,
                 ),
-                _rows(hidden_memory, tokens, run.hidden, a.dtype),
+                setup.rows_in(hidden_memory, tokens, run.hidden, a.dtype),
                 hidden.reshape(-1, run.hidden),
-                _exponentials(a, saved, _aligned(packed, (max(0, again) * a.vocab_chunk,), a.dtype), again),
+                setup.kept_exponentials(saved, a.weight, a.dtype, a.config, again_tokens=again),
                 (a.vocab_chunk // triton_spec.VOCAB_TILE, a.weight_chunk // triton_spec.VOCAB_TILE),
                 a.halves,
                 grad_hidden=hidden_memory.view(tokens, run.hidden) if a.grad_hidden else None,
@@ -323,10 +300,6 @@ def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------- their parts
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
 
 
 def _check_values(a: Arguments) -> None:
@@ -351,69 +324,6 @@ def _inverse_count(reduction: str, normalizer: Tensor | None, count: Tensor) -> 
     return 1 / count[0].clamp(min=1).to(torch.float32) if reduction == "mean" else 1.0
 
 
-def _rows(memory: Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """[T, H] of the products' dtype in the memory of hidden's gradient."""
-    return memory.view(-1).view(dtype)[: tokens * hidden].view(tokens, hidden)
-
-
-def _exponentials(a: Arguments, saved: Saved, again: Tensor | None = None, again_tokens: int = 0) -> Any:
-    from onchip.ops.linear_cross_entropy import triton_launches as launches
-
-    nothing = saved.overflow[:0]
-    return launches.exponentials(
-        saved.weight_memory.view(-1).view(a.dtype) if a.stashed > 0 else nothing,
-        a.weight_chunk // triton_spec.VOCAB_TILE,
-        a.weight.shape[1] * a.weight.element_size() // a.dtype.itemsize,
-        a.stashed,
-        saved.overflow,
-        a.overflow,
-        nothing if again is None else again,
-        again_tokens,
-    )
-
-
-@lru_cache(maxsize=64)
-def _device(index: int) -> tuple[str, int, int, tuple[int, int]]:
-    """Slug, multiprocessors, shared memory per block in bytes, and compute capability."""
-    p = torch.cuda.get_device_properties(index)
-    return (
-        configs.device_slug(p.name),
-        p.multi_processor_count,
-        p.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        (p.major, p.minor),
-    )
-
-
-def _run(a: Arguments, weight: Tensor, tokens: int) -> Any:
-    """The call as the walks take it: its head, and its kernels' tiles from the stored configs."""
-    from onchip.ops.linear_cross_entropy import triton_launches as launches
-
-    if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:  # rows may be far apart, but not overlap
-        weight = weight.contiguous()
-    head = torch_tiles.Head(
-        weight,
-        # In the products' dtype first, as F.linear does under autocast.
-        None if a.bias is None else a.bias.to(a.dtype).float(),
-        a.label_smoothing,
-        a.z_loss,
-        a.softcap,
-        a.logit_scale,
-    )
-    slug, programs, shared, capability = _device(weight.device.index) if weight.is_cuda else ("", 4, 232448, (9, 0))
-    sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
-    heuristic = triton_spec.heuristic_tiles(shared)
-    tiles = {
-        kernel: launches.Tiles(**configs.find_config(OP, kernel, slug, DTYPES[a.dtype], sizes, default).config)
-        for kernel, default in heuristic.items()
-    }
-    step = 16 // DTYPE_BYTES[DTYPES[a.dtype]]
-    aligned = all(x % step == 0 for x in (weight.shape[1], weight.stride(0))) and weight.data_ptr() % 16 == 0
-    out = a.weight_grad_out
-    if out is not None:
-        aligned = aligned and out.data_ptr() % 16 == 0
-    return launches.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned)
-
-
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
@@ -433,15 +343,12 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None, None, None, *nothing)
     hidden_memory, weight_memory, overflow, vectors, hidden, lse, log_prob, *tensors = ctx.saved_tensors
     a = _unpack((hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options))
-    kept = graph_is_kept()
-    if kept:
-        hidden_memory = hidden_memory.clone()
+    saved = Saved(hidden_memory, weight_memory, overflow, vectors)
+    hidden_memory, weight_memory = setup.memory_for_backward(
+        saved, a.weight, grad_weight=a.grad_weight and a.weight_grad_out is None
+    )
     if a.weight_grad_out is not None:
         weight_memory = a.weight_grad_out
-    elif a.grad_weight and weight_memory.numel() == 0:
-        weight_memory = torch.empty(a.weight.shape, dtype=a.weight.dtype, device=a.weight.device)
-    elif kept:
-        weight_memory = _aligned(weight_memory, weight_memory.shape, weight_memory.dtype).copy_(weight_memory)
     grad_bias = _backward_op(
         hidden_memory, weight_memory, overflow, vectors, hidden, grad_loss, lse, log_prob, *tensors, *ctx.options,
         a.weight_grad_out is not None,

@@ -207,7 +207,8 @@ def merge_tiles(
     lse,
     log_prob,
     entropy,
-    correct,
+    correct,  # [T] bool out
+    top1,  # [T] int64 out: index of the largest logit
     T,
     V,
     tiles,
@@ -219,10 +220,14 @@ def merge_tiles(
     TOKEN_WEIGHT: tl.constexpr,
     SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
+    LOSS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The softmax over all tiles, and the loss, of tokens with positions in [first, last); 0 for ignored ones."""
+    """The softmax over all tiles, and the loss, of tokens with positions in [first, last); 0 for ignored ones.
+
+    Without LOSS there is none, and top1 (-1 for ignored tokens) instead of whether it is the target.
+    """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     at = tl.load(position + t, mask=t < T, other=-2)
     mine = (at >= first) & (at < last)
@@ -272,20 +277,25 @@ def merge_tiles(
     value_lse = top + log_total
     value_log_prob = (z - top) - log_total
     value_log_prob = tl.where(y < 0, float("nan"), value_log_prob)
-    value = -(1 - label_smoothing) * value_log_prob + z_loss * value_lse * value_lse
-    if SMOOTHING:
-        value += label_smoothing * (log_total - offsets / V)
-    if TOKEN_WEIGHT:
-        value *= tl.load(token_weight + t, mask=mine, other=0.0)
-    value = tl.where(y < 0, float("nan"), value)
+    if LOSS:
+        value = -(1 - label_smoothing) * value_log_prob + z_loss * value_lse * value_lse
+        if SMOOTHING:
+            value += label_smoothing * (log_total - offsets / V)
+        if TOKEN_WEIGHT:
+            value *= tl.load(token_weight + t, mask=mine, other=0.0)
+        value = tl.where(y < 0, float("nan"), value)
     tl.store(base + at, tl.where(far, value_lse, tl.load(shift + at, mask=mine, other=0.0)), mask=mine)
     store = (t < T) & (mine | ((first == 0) & (at == -1)))
-    tl.store(loss + t, tl.where(mine, value, 0.0), mask=store)
+    if LOSS:
+        tl.store(loss + t, tl.where(mine, value, 0.0), mask=store)
     tl.store(lse + t, tl.where(mine, value_lse, 0.0), mask=store)
     tl.store(log_prob + t, tl.where(mine, value_log_prob, 0.0), mask=store)
     if STATS:
         tl.store(entropy + t, tl.where(mine, log_total - moments / total, 0.0), mask=store)
-        tl.store(correct + t, mine & (index == y), mask=store)
+        if LOSS:
+            tl.store(correct + t, mine & (index == y), mask=store)
+        else:
+            tl.store(top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
 
 
 @triton.jit

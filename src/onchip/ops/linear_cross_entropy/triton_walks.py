@@ -5,7 +5,7 @@ which `backward` makes them.  Nothing here waits for the device: how many tokens
 alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -36,14 +36,13 @@ from onchip.ops.linear_cross_entropy.triton_launches import (
 _FLOAT16_ROW = 256.0
 
 
-def scale_for_float16(row: Tensor, vectors: Vectors, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factors of the gradient's rows, scaled into float16's range, and what the products are to be multiplied by."""
-    if dtype != torch.float16 or row.numel() == 0:
-        return row, None
-    there = torch.arange(row.numel(), device=row.device) < vectors.number
-    largest = torch.where(there, row.abs().nan_to_num(nan=0), 0).amax()
-    too_large = torch.where(largest > 0, _FLOAT16_ROW / largest, 1)
-    return row * too_large, 1 / too_large
+def scale_for_float16(size: Tensor, vectors: Vectors, dtype: torch.dtype) -> Tensor | None:
+    """By what rows of the gradient, of these sizes, are multiplied to lie in float16's range; None: they are left."""
+    if dtype != torch.float16 or size.numel() == 0:
+        return None
+    there = torch.arange(size.numel(), device=size.device) < vectors.number
+    largest = torch.where(there, size.abs().nan_to_num(nan=0), 0).amax()
+    return torch.where(largest > 0, _FLOAT16_ROW / largest, 1)
 
 
 def forward(
@@ -95,16 +94,17 @@ def backward(
     grad_weight: Tensor | None,  # [V, H] out; its memory may be the exponentials', if those begin a chunk further on
     grad_bias: Tensor | None,  # [V] float32 out
     add: bool = False,
+    after_again: Callable[[int, int], None] | None = None,
 ) -> None:
     """Fill in the gradients, in chunks of so many tiles of the vocabulary: of logits computed again, and of weight's
-    gradient.
+    gradient.  `after_again` is called with the first tile and the number of tiles of each chunk of the former.
     """
     tokens, held = run.tokens, min(places.held, run.tokens)
     sums = None
     if grad_hidden is not None:
         size = tokens if not halves else held + 2 * places.again_tokens
         sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
-    if held > 0:
+    if held > 0 and upstream.entropy_row is None:
         scale_hidden(run, rows, places, vectors, upstream).run()
     if sums is not None and held > 0:
         # Before weight's gradient takes the exponentials' place.
@@ -112,6 +112,8 @@ def backward(
     for chunk in _chunks(0, run.vocab_tiles, chunk_tiles[0]):
         if held < tokens:
             gradient_again(run, rows, vectors, upstream, places, *chunk).run()
+            if after_again is not None:
+                after_again(*chunk)
             if sums is not None:
                 hidden_product(run, places, vectors, None, sums, halves, *chunk).run()
         if grad_bias is not None:

@@ -141,6 +141,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
         scale=torch.rand(tokens, generator=generator, device=device) + 0.5,
         at_target=torch.zeros_like(lse),
         shrink=None,
+        label=vectors.label,
     )
 
     exponentials = torch.empty(tiles, padded, VOCAB_TILE, device=device, dtype=kind)

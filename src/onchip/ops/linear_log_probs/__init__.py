@@ -27,6 +27,8 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
     torch_op.py       PyTorch: the public function, its operators and autograd
     torch_inputs.py   what the public function checks
     torch_walks.py    the walks over the logits, with PyTorch's own matrix products
+    triton_op.py      the operators and autograd of the 'triton' backend; triton_spec.py, its memory formulas and plans
+    triton_walks.py   what is launched, in which order; triton_kernels.py, the kernels of its own
     jax_op.py         JAX: the public function and its derivative rules
     jax_inputs.py     what the public function checks
     jax_xla.py        the walks in plain JAX
@@ -35,5 +37,5 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
     checks.py         how large an error may be; no framework
     benchmark.py, peers.py   what `onchip bench` runs
 
-What a walk does with one tile is in `onchip.ops._shared`.
+What a walk does with one tile is in `onchip.ops._shared`; most Triton kernels are linear_cross_entropy's.
 """

@@ -94,6 +94,8 @@ class Problem:
     grad_bias: bool = False
     softcap: bool = False
     entropy: bool = False
+    top1: bool = False
+    """Asked for; it takes memory with 'triton' alone."""
     compacted: bool = False
     """Some tokens are ignored and are left out: in PyTorch on the CPU alone."""
 

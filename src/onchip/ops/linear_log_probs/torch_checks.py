@@ -15,20 +15,23 @@ from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_log_probs.checks import float32_bounds
-from onchip.ops.linear_log_probs.torch_op import BACKENDS, LogProbs, linear_log_probs
+from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
+from onchip.ops.linear_log_probs.triton_op import refusal
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
-    """All cases on `device` in all dtypes, with and without the entropy, one by one."""
+    """All cases on `device` in all dtypes, with each backend that can run them, with and without the entropy."""
     return [
-        partial(check_case, case, dtype, device, entropy=entropy)
+        partial(check_case, case, dtype, device, entropy=entropy, backend=backend)
         for case, dtype, entropy in product(CHECK_CASES, DTYPES, (False, True))
+        for backend, reason in plain_refusals(device, dtype_name(dtype)).items()
+        if reason is None
     ]
 
 
 def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
     """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    return dict.fromkeys(BACKENDS)
+    return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[list[Any], dict[str, Any]]:

@@ -1,10 +1,12 @@
 """linear_log_probs for PyTorch: the public function, torch.library and autograd.
 
-Read from the top: the public function has its inputs checked (torch_inputs.py), chooses a backend and calls
-`_forward_op`, which walks the logits in tiles (torch_walks.py) and keeps a few numbers per token.  In backward,
-autograd calls `_backward_op`, which walks the tiles again.  The maths is in the package's docstring.
+Read from the top: the public function has its inputs checked (torch_inputs.py), chooses a backend and calls its
+registered operator: that of triton_op.py, or `_forward_op` here, which walks the logits in tiles (torch_walks.py) and
+keeps a few numbers per token.  In backward, autograd calls `_backward_op`, which walks the tiles again.  The maths is
+in the package's docstring.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +15,12 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops._shared.torch_tiles import Head, operand_dtype
-from onchip.ops.linear_log_probs import spec, torch_walks
+from onchip.ops.linear_log_probs import spec, torch_walks, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
 from onchip.ops.linear_log_probs.torch_inputs import check_tensors
 
 _DEVICES = ("cpu", "cuda", "meta")
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "triton")  # "auto" takes the first that can run
 
 
 class LogProbs(NamedTuple):
@@ -80,7 +82,8 @@ def linear_log_probs(
         check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients.  Default: 256 MiB or an
             eighth of the float32 logits, whichever is less, and at least what one chunk needs.
-        backend: "torch" (the framework's own matrix products), or "auto": the first backend that can run.
+        backend: "torch" (the framework's own matrix products), "triton" (kernels for NVIDIA GPUs from Ampere on,
+            bfloat16 and float16), or "auto": "torch".
 
     Returns:
         float32 log_prob of ids' shape.  If entropy, lse or top1 is asked for, `LogProbs(log_prob, entropy, lse, top1)`
@@ -94,9 +97,10 @@ def linear_log_probs(
             are the gradients that its token enters.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_log_probs.spec` is the formula; in float32 about
-    4 * token_chunk * vocab_chunk bytes (twice that with entropy), and 4 * T * H for hidden's gradient in 16 bits.
-    Between forward and backward the op keeps log_prob, lse and with entropy=True two more floats per token.
+    Memory: `scratch_parts` of `onchip.ops.linear_log_probs.spec` is the formula (of `.triton_spec` that of "triton");
+    in float32 about 4 * token_chunk * vocab_chunk bytes (twice that with entropy), and 4 * T * H for hidden's gradient
+    in 16 bits.  Between forward and backward the op keeps log_prob, lse and with entropy=True two more floats per
+    token; "triton" also the memory of the gradients that backward will return, with what they are made of.
 
     Example:
         >>> import torch
@@ -127,8 +131,11 @@ def linear_log_probs(
     )
     dtype = check_tensors(hidden, weight, ids, bias, token_temperature)
     device = hidden.device.type
-    refusal = None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}"
-    choose_backend(OP, backend, {"torch": refusal})
+    refusals = {
+        "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
+        "triton": triton_op.refusal(device, hidden.device.index, dtype),
+    }
+    chosen = choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS})
     grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     arguments = _Arguments(
         hidden,
@@ -146,8 +153,11 @@ def linear_log_probs(
         options.entropy,
         *grads,
     )
-    spec.require_scratch(arguments.problem(compacted=device == "cpu"), arguments.scratch_bytes)
-    log_prob, entropies, lses, argmax, _ = _forward_op(*arguments)
+    if chosen == "triton":
+        log_prob, entropies, lses, argmax = _forward_triton(arguments, top1)
+    else:
+        spec.require_scratch(arguments.problem(compacted=device == "cpu"), arguments.scratch_bytes)
+        log_prob, entropies, lses, argmax, _ = _forward_op(*arguments)
     if not (entropy or lse or top1):
         return log_prob
     return LogProbs(log_prob, entropies if entropy else None, lses if lse else None, argmax if top1 else None)
@@ -224,6 +234,11 @@ class _Arguments(NamedTuple):
         bias = None if self.bias is None else self.bias.to(self.dtype).float()
         head = Head(self.weight.to(self.dtype), bias, 0.0, 0.0, self.softcap, self.logit_scale)
         return self.hidden.reshape(-1, size).to(self.dtype), head, picks
+
+
+def _forward_triton(a: _Arguments, top1: bool) -> tuple[Tensor, ...]:
+    config = triton_op.plan(replace(a.problem(compacted=False), top1=top1), a.scratch_bytes)
+    return triton_op.forward(*a[:11], *config, a.with_entropy or top1, *a.grads)
 
 
 @torch.library.custom_op(

@@ -1,0 +1,136 @@
+"""The Triton backend without a GPU: interpreted, against the oracle (interpreted_llp.py), and compiled for Hopper."""
+
+import interpreted_llp
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interpreter import run_all
+from linear_cross_entropy.ahead_of_time import PRODUCTS, compile_all, recording
+from onchip.ops.linear_cross_entropy import triton_spec as head_spec
+from onchip.ops.linear_log_probs import triton_kernels, triton_spec
+from onchip.ops.linear_log_probs.spec import Problem
+from onchip.ops.linear_log_probs.torch_op import linear_log_probs
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_all(interpreted_llp.__file__, list(interpreted_llp.CHECKS), tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.mark.parametrize("name", interpreted_llp.CHECKS)
+def test_interpreted(name, outcomes):
+    said, errors = outcomes
+    assert name in said, f"its process ended before it: {errors}"
+    assert not said[name], said[name]
+
+
+# ------------------------------------------------------------------------------------------------ ahead of time
+
+# Compute capability, and bytes of shared memory that a block may use: H100, A100.
+HOPPER, AMPERE = (90, 232448), (80, 166912)
+MIXED = head_spec.TritonConfig(300, 512, 256, stashed=128, overflow=128)
+OPTIONS = {
+    "one id": {"plan": MIXED},
+    "several": {"plan": MIXED, "ids": 4, "bias": True},
+    "entropy": {"plan": MIXED, "entropy": True},
+    "everything": {"entropy": True, "ids": 4, "bias": True, "softcap": 5.0, "temperature": torch.ones(300)},
+}
+
+
+def launches(device, *, plan=None, ids=None, bias=False, dtype=torch.bfloat16, **options):
+    """What the op launches, forward and backward."""
+
+    def leaf(*shape):
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    with recording(device, plan=plan) as found:
+        y = torch.zeros((300,) if ids is None else (300, ids), dtype=torch.int64)
+        b = leaf(1000) if bias else None
+        out = linear_log_probs(leaf(300, 512), leaf(1000, 512), y, b, backend="triton", lse=True, **options)
+        sum(x.sum() for x in out[:3] if x is not None).backward()
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_hopper(options):
+    """What differs from linear_cross_entropy's launches, whose tests have the rest."""
+    own = {"gradient_tiles", "merge_tiles", "scale_rows", "add_targets", "finish_hidden"}
+    found = [
+        x
+        for x in launches(HOPPER, **OPTIONS[options])
+        if x.kernel.__name__ in own or hasattr(triton_kernels, x.kernel.__name__)
+    ]
+    for k in compile_all(found, HOPPER[0]):
+        assert k.shared <= HOPPER[1], (k.kernel, k.constants, k.shared)
+        # The entropy's epilogue needs the logits twice, where the product has taken most registers.
+        wanted = [k.constants.get(name) for name in ("STATS", "SOFTCAP", "ENTROPY")]
+        assert k.stack <= (512 if any(wanted) else 16 if k.constants.get("BIAS") else 0), (k.kernel, k.stack)
+        if k.kernel in PRODUCTS:
+            assert "wgmma.mma_async" in k.ptx
+            assert "cp.async.bulk.tensor" in k.ptx
+
+
+def test_ampere():
+    found = launches(AMPERE, dtype=torch.float16, **OPTIONS["entropy"])
+    (compiled,) = compile_all([x for x in found if x.kernel.__name__ == "gradient_tiles"], AMPERE[0])
+    assert compiled.shared <= AMPERE[1]
+    assert "mma.sync" in compiled.ptx
+
+
+def test_the_options_reach_every_kernel():
+    made = {x.kernel.__name__ for options in OPTIONS.values() for x in launches(HOPPER, **options)}
+    in_file = {name for name, f in vars(triton_kernels).items() if f in vars(triton_kernels).values()}
+    own = {name for name in in_file if hasattr(vars(triton_kernels)[name], "params")}
+    assert {name for name in own if vars(triton_kernels)[name].__module__ == triton_kernels.__name__} <= made
+
+
+# ----------------------------------------------------------------------------------------------------------- plans
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.builds(
+        Problem,
+        tokens=st.integers(0, 20_000),
+        hidden=st.integers(1, 8192),
+        vocab=st.integers(1, 200_000),
+        ids=st.integers(1, 64),
+        dtype=st.just("bfloat16"),
+        device=st.just("cuda"),
+        grad_weight=st.booleans(),
+        softcap=st.booleans(),
+        entropy=st.booleans(),
+        top1=st.booleans(),
+    ),
+    st.integers(1, 1 << 34),
+)
+def test_a_plan_fits_its_budget(p, budget):
+    least = triton_spec.least_scratch(p)
+    if budget < least:
+        with pytest.raises(ValueError, match=f"linear_log_probs: scratch_bytes={budget} is too small .* {least} bytes"):
+            triton_spec.plan(p, budget)
+        budget = least
+    config = triton_spec.plan(p, budget)
+    assert triton_spec.scratch_bytes(p, config) <= budget
+    assert triton_spec.scratch_bytes(p, triton_spec.plan(p)) <= triton_spec.default_scratch(p)
+    if p.softcap:
+        assert config.held == 0
+
+
+def test_auto_stays_with_torch():
+    """Until the kernels have been run on a GPU."""
+    x = torch.randn(4, 8)
+    with recording(HOPPER) as found:
+        linear_log_probs(x, x, torch.zeros(4, dtype=torch.int64))
+    assert not found
+
+
+def test_it_says_why_it_refuses():
+    h = torch.zeros(2, 16)
+    with pytest.raises(ValueError, match="'triton' can't run this call: its products are of bfloat16 or float16"):
+        linear_log_probs(h, h, torch.zeros(2, dtype=torch.int64), backend="triton")
+    half = h.half()
+    with pytest.raises(ValueError, match="'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"):
+        linear_log_probs(half, half, torch.zeros(2, dtype=torch.int64), backend="triton")
