@@ -4,8 +4,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Where every logit so far is -inf, the maximum is this: finite, so that a difference of two is never NaN.
-LOWEST = tl.constexpr(-8.0e37)
+# Where every logit so far is -inf, the maximum is this: finite, even times a scale, so that no difference is NaN.
+LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit

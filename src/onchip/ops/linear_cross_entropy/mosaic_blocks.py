@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from onchip.ops.linear_cross_entropy.mosaic_product import BOX, MosaicConfig, Step
 
 LOG2E = 1.4426950408889634
-# Where every logit so far is -inf, the maximum is this: finite, so that a difference of two is never NaN.
-LOWEST = -8.0e37
+# Where every logit so far is -inf, the maximum is this: finite, even times a scale, so that no difference is NaN.
+LOWEST = -1.0e30
 # Logits up to so much above a token's shift are stored relative to it.
 REACH = 60.0
 # What stands for the label of a position that has none, where labels are sorted.
