@@ -49,19 +49,26 @@ def call(arguments: Mapping[str, Any], **options: Any) -> Tensor:
     return linear_jsd(*pairs, teacher_logits=a["teacher_logits"], **biases, **more)  # type: ignore[misc]
 
 
-def check_case(case: Case, dtype: torch.dtype, device: str, *, scratch_bytes: int | None = None) -> list[Check]:
+def check_case(
+    case: Case, dtype: torch.dtype, device: str, *, scratch_bytes: int | None = None, backend: str = "auto"
+) -> list[Check]:
     """Run the op on `case`, forward and backward, and compare all that it returns with the oracle."""
     inputs = make_inputs(case)
     arguments = as_arguments(inputs, dtype, device)
     oracle = run_oracle(arguments, case.options)
-    options = dict(case.options) | {"teacher_grad": inputs.topk is None, "scratch_bytes": scratch_bytes}
-    results = _results(call(arguments, **options), arguments, teacher=inputs.topk is None)
+    # Where the teacher is given by logits, those of linear_jsd get no gradient from the kernels.
+    teacher = inputs.topk is None and not (
+        backend == "triton" and case.student == "hidden" and inputs.teacher_logits is not None
+    )
+    options = dict(case.options) | {"teacher_grad": teacher, "scratch_bytes": scratch_bytes, "backend": backend}
+    results = _results(call(arguments, **options), arguments, teacher=teacher)
     plain = {}
     if dtype != torch.float32:
-        made = _results(plain_jsd(arguments, **case.options), arguments, teacher=inputs.topk is None)
+        made = _results(plain_jsd(arguments, **case.options), arguments, teacher=teacher)
         plain = {name: checks.relative_error(_array(x), getattr(oracle, name)) for name, x in made.items()}
     arrays = {name: _array(x) for name, x in results.items()}
-    return compare(case, str(dtype).removeprefix("torch."), "torch", arrays, oracle, plain)
+    name = "torch" if backend == "auto" else backend
+    return compare(case, str(dtype).removeprefix("torch."), name, arrays, oracle, plain)
 
 
 def _results(loss: Tensor, arguments: Mapping[str, Any], *, teacher: bool) -> dict[str, Tensor]:

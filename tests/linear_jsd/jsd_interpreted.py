@@ -1,0 +1,227 @@
+"""The Triton backend under Triton's interpreter, on the CPU: what test_jsd_triton.py starts in processes of their own.
+
+Triton reads TRITON_INTERPRET when it is imported.  Products are in float16 alone: the interpreter computes bfloat16
+wrongly.  What nobody wrote is NaN, so a result that depends on it is NaN too.  The interpreter takes a tenth of a second
+for each token, hence few of them.
+
+    TRITON_INTERPRET=1 python jsd_interpreted.py NAME ...     prints a line of JSON for each check
+"""
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from onchip.ops.linear_jsd import triton_spec
+from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
+from onchip.ops.linear_jsd.torch_checks import check_case
+from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.torch import TopK, jsd, linear_jsd
+
+CHECKS = {}
+op = partial(linear_jsd, backend="triton")
+
+
+def check(*arguments):
+    """Register a function, once for each of `arguments` if there are any."""
+
+    def register(f):
+        for x in arguments or ((),):
+            parts = x if isinstance(x, tuple) else (x,)
+            CHECKS["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
+        return f
+
+    return register
+
+
+def planned(*sizes):
+    return mock.patch.object(triton_spec, "plan", return_value=TritonConfig(*sizes))
+
+
+def assert_right(case, dtype=torch.float16):
+    made = check_case(case, dtype, "cpu", backend="triton")
+    assert made
+    assert all(x.ok for x in made), [x for x in made if not x.ok]
+
+
+# Of `onchip check`'s cases those that take ways of their own, with few tokens.
+NAMES = (
+    "ragged", "beta 0.0", "beta 1.0", "large logits, beta 0.0", "close models, beta 0.5", "equal models", "one class",
+    "masked vocab", "padded vocab", "teacher's logits", "everything",
+)  # fmt: skip
+CASES = {c.name: replace(c, tokens=6) for c in CHECK_CASES if c.name in NAMES}
+
+
+@check(*CASES)
+def case(name):
+    assert_right(CASES[name])
+
+
+LOGITS = {
+    **{c.name: replace(c, tokens=9, vocab=5000) for c in CHECK_CASES if c.name.startswith("logits, beta")},
+    "all": Case(
+        "all", 9, 31, 700, student="logits", teacher="logits", ignored=0.3, token_weight=True, padding=(8, 24),
+        options={"vocab": 700, "beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
+    ),
+    "equal": Case("equal", 5, 31, 300, student="logits", teacher="logits", noise=0.0),
+}  # fmt: skip
+
+
+@check(*LOGITS)
+def logits(name):
+    assert_right(LOGITS[name], torch.float32)
+
+
+def problem(tokens=6, hidden=16, vocab=300, noise=None):
+    h, x = (torch.randn(tokens, hidden).half().requires_grad_() for _ in range(2))
+    w, v = ((torch.randn(vocab, hidden) / 4).half().requires_grad_() for _ in range(2))
+    return h, w, x, v
+
+
+def gradients(loss, leaves):
+    return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
+
+
+def assert_close(made, expected, bound=2e-3):
+    """float16 results of the same numbers."""
+    for p, q in zip(made, expected, strict=True):
+        assert float((p.float() - q.float()).norm() / q.float().norm().clamp(min=1e-30)) < bound
+
+
+@check("held in both places", "computed again", "descriptors", "both")
+def places(name):
+    """Gradients kept in the weight's memory, in scratch, and computed again, in two chunks of tokens and vocabulary."""
+    how = {
+        "held in both places": ((140, 131, 600), (128, 256, 768, 256)),
+        "computed again": ((4, 131, 600), (128, 0, 512, 256)),
+        "descriptors": ((140, 136, 600), (128, 128, 512, 256)),
+        "both": ((132, 136, 300), (128, 128, 256, 256)),
+    }
+    (tokens, hidden, vocab), plan = how[name]
+    torch.manual_seed(1)
+    h, w, x, v = problem(tokens, hidden, vocab)
+    y = torch.full((tokens,), -100)
+    y[:2], y[-3:] = 5, vocab - 1
+    if name != "computed again":
+        y[:tokens:13] = 7
+    options = {"target": y, "temperature": 2.0, "hard_weight": 0.3, "teacher_grad": name in ("both", "computed again")}
+    leaves = (h, w, x, v) if options["teacher_grad"] else (h, w)
+    with planned(*plan):
+        made = gradients(op(h, w, x, v, **options), leaves)
+    assert_close(made, gradients(linear_jsd(h, w, x, v, backend="torch", **options), leaves))
+
+
+@check()
+def a_retained_graph_and_upstream_gradients():
+    h, w, x, v = problem()
+    loss = op(h, w, x, v, reduction="none")
+    upstream = torch.arange(1.0, 7)
+    first = torch.autograd.grad(loss, (h, w), upstream, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.mul_(3)  # what a caller does with its gradients must not reach the graph
+    second = torch.autograd.grad(loss, (h, w), upstream)
+    assert all(torch.equal(p, q) for p, q in zip(kept, second, strict=True))
+    expected = torch.autograd.grad(linear_jsd(h, w, x, v, reduction="none", backend="torch"), (h, w), upstream)
+    assert_close(kept, expected)
+
+
+@check()
+def a_bad_label_and_nan_where_nobody_counts():
+    h, w, x, v = problem()
+    y = torch.tensor([1, 2, -100, 3, -100, 4])
+    clean = gradients(op(h, w, x, v, target=y, token_weight=torch.ones(6)), (h, w))
+    with torch.no_grad():
+        h[2], x[4] = float("nan"), float("inf")
+    dirty = gradients(op(h, w, x, v, target=y), (h, w))
+    assert all(torch.equal(p, q) for p, q in zip(clean, dirty, strict=True))
+    assert not dirty[1][y == -100].any()
+    nothing = gradients(op(h, w, x, v, target=torch.full((6,), -100)), (h, w))
+    assert all(not g.any() for g in nothing)
+    with pytest.raises(ValueError, match=r"target\[1\] is 300"):
+        op(h, w, x, v, target=torch.tensor([1, 300, 0, 0, 0, 0]))
+
+
+@check()
+def what_is_refused_says_why():
+    h, w, x, v = problem()
+    with pytest.raises(ValueError, match="no kernel for teacher_topk; pass backend='torch'"):
+        op(h, w, teacher_topk=TopK(torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 1), "log_probs", "tail"))
+    with pytest.raises(ValueError, match="no kernel for the gradient of teacher_logits"):
+        op(h, w, teacher_logits=torch.zeros(6, 300, requires_grad=True), teacher_grad=True)
+    with pytest.raises(ValueError, match="not of float32"):
+        op(*(p.float() for p in (h, w, x, v)))
+    with pytest.raises(ValueError, match="on backend 'triton', which needs"):
+        op(h, w, x, v, scratch_bytes=1)
+
+
+@check()
+def tokens_of_none():
+    h, w, x, v = problem(0)
+    assert all(not g.any() for g in gradients(op(h, w, x, v), (h, w)))
+    z = torch.zeros(0, 30, requires_grad=True)
+    assert gradients(jsd(z, z.detach(), backend="triton"), (z,))[1].shape == (0, 30)
+
+
+@check("linear", "logits")
+def the_schema_is_true(kind):
+    """The operators change what they say they change, and alias nothing."""
+    from onchip.ops.linear_jsd import torch_op, triton_op
+
+    found = []
+    with mock.patch.object(triton_op, "forward", side_effect=lambda a: found.append(a) or torch.zeros(())):
+        if kind == "linear":
+            h, w, x, v = problem(3)
+            torch_op.linear_jsd(h, w, x, v, backend="triton", teacher_grad=True)
+        else:
+            z = torch.randn(3, 40, requires_grad=True)
+            torch_op.jsd(z, torch.randn(3, 40), backend="triton")
+    for name in ("test_schema", "test_autograd_registration", "test_faketensor"):
+        torch.library.opcheck(triton_op._forward_op, tuple(found[0]), test_utils=name)
+
+
+def patched_once():
+    """The interpreter patches Triton's language at every call of a device function, where once per launch is enough."""
+    from triton.runtime import interpreter
+
+    real, done = interpreter._patch_lang, set()
+
+    def patch(fn):
+        mine = {x for x in map(id, fn.__globals__.values()) if x in (id(interpreter.tl), id(interpreter.tl.core))}
+        if mine and mine <= done:
+            return None
+        scope, restore = real(fn), interpreter._LangPatchScope.restore
+        done.update(mine)
+        scope.restore = lambda: (done.clear(), restore(scope))
+        return scope
+
+    return mock.patch.object(interpreter, "_patch_lang", patch)
+
+
+def main(names):
+    warnings.simplefilter("ignore")  # the interpreter's NumPy overflows where kernels do on purpose
+    torch.set_num_threads(1)
+    # Fills what torch.empty and its kin return with NaN, and with the largest integer.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    for name in names:
+        torch.manual_seed(0)
+        error, start = "", time.process_time()
+        try:
+            with patched_once():
+                CHECKS[name]()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"name": name, "error": error, "seconds": time.process_time() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or CHECKS)
