@@ -36,7 +36,7 @@ def launches(
     teacher_logits=False,
     **options,
 ):
-    """What the op launches, forward and backward, on a device given as (compute capability, shared memory per block)."""
+    """What the op launches, forward and backward, on a device: (compute capability, shared memory per block)."""
     capability, shared = device
     found = []
     make_run = triton_launches.Run

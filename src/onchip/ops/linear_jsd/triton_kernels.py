@@ -4,8 +4,13 @@ Sizes: T tokens, H hidden, V vocab, C the tokens of a chunk.  Tokens that are no
 *position* is an index among those, `count` of them, known to the device alone.
 
 A product's kernel never stores logits as such: of each tile of VOCAB_TILE columns it stores the logits' distances below
-the largest of their position in that tile, in float16, and that largest one and a sum of exponentials, which are both
-taken from the float32 accumulator, in float32.  The maths is in the package's docstring; what follows from it here:
+the largest of their position in that tile, and in float32 that largest one and a sum of exponentials, which are both
+taken from the float32 accumulator.  Of bfloat16 operands the distances are float16: exact where the probability is,
+and elsewhere off by 2^-12 of themselves at most, which is less than the rounding of the hidden states moves a logit by,
+and a fraction of what a logit rounded to bfloat16 is off by.  Exponentials in 16 bits would do for s and t but not for
+log(s / t) of what is unlikely.  Of float16 operands, which are finer themselves, the distances are float32.
+
+The maths is in the package's docstring; what follows from it here:
 
 Of both models' probabilities at an entry let hi be the larger, lo the smaller, q = log(hi / lo), w the weight of lo in
 the mixture m, and a = log(hi / m) = -log(1 - w + w exp(-q)), so that log(lo / m) = a - q.  Nothing overflows, equal
@@ -54,7 +59,7 @@ def logit_tiles(
     bias,  # [V] float32
     label,  # [C] int32
     count,  # [1] int32
-    below,  # [chunk_tiles * tile_rows, VOCAB_TILE] float16 out: z - largest
+    below,  # [chunk_tiles * tile_rows, VOCAB_TILE] float16 or float32 out: z - largest
     largest,  # [C, chunk_tiles] float32 out: the largest z of a tile
     total,  # [C, chunk_tiles] float32 out: sum of exp((z - largest) / temperature)
     others,  # [C, chunk_tiles] float32 out: sum of exp(z - largest) over all but the label
@@ -112,10 +117,9 @@ def logit_tiles(
                 e = tl.exp2(z * LOG2E)
                 e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
                 tl.store(others + at, tl.sum(e, 1), mask=inside)
-        store_columns(
-            below, VOCAB_TILE, j * tile_rows + t0, 0, below_rows, VOCAB_TILE, z.to(tl.float16),
-            BLOCK_T, VOCAB_TILE, PARTS, TMA,
-        )  # fmt: skip
+        value = z.to(below.dtype if TMA else below.dtype.element_ty)
+        into = j * tile_rows + t0
+        store_columns(below, VOCAB_TILE, into, 0, below_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA)
 
 
 @triton.jit
@@ -280,7 +284,7 @@ def _shrink(bound):
 
 @triton.jit
 def divergence_rows(
-    student,  # [tiles * tile_rows, VOCAB_TILE] float16 as `logit_tiles` leaves it, or logits [T, V]
+    student,  # [tiles * tile_rows, VOCAB_TILE] as `logit_tiles` leaves it, or logits [T, V]
     teacher,  # the same
     student_largest,  # [tile_rows, tiles] float32, and so on
     student_total,
@@ -343,7 +347,7 @@ def divergence_rows(
 ):
     """Losses and statistics (with SUMS), and the logits' gradients, of one token per program.
 
-    With ROW gradients are multiplied by their row's factor, else by what suits their dtype (SCALED).  Gradients of
+    With ROW gradients are multiplied by their row's factor, else by what suits float16 (SCALED).  Gradients of
     logits are 0 for ignored tokens, those in tiles for the positions up to a whole block: products read them.
     """
     i = tl.program_id(0)
@@ -477,10 +481,10 @@ def divergence_rows(
                 s_factor *= r
                 t_factor *= r
                 hard_factor *= r
-            if STUDENT_SCALED:
+            if STUDENT_SCALED and not ROW:
                 s_factor /= s_shrink
                 hard_factor /= s_shrink
-            if TEACHER_SCALED:
+            if TEACHER_SCALED and not ROW:
                 t_factor /= t_shrink
             at_label = hard_factor * expm1(label_log_prob)
             # From the last on: what was read last is still in the cache.

@@ -1,6 +1,6 @@
 """The launches of linear_jsd's own Triton kernels, and the walks over chunks: what runs when, and on what memory.
 
-`forward` takes chunks of tokens: two products leave both models' logits (16 bits below each tile's largest), and one
+`forward` takes chunks of tokens: two products leave both models' logits (below each tile's largest), and one
 kernel reads each token's row of both twice, first for the loss and the gradients' means, then for the gradients by the
 logits.  These stay where `Exponentials` of linear_cross_entropy would, and from there on its launches do the rest:
 `backward` makes hidden's and weight's gradients.  A token's factor (its weight, the upstream gradient) goes into the
@@ -52,7 +52,7 @@ class Side:
 class LogitTiles(NamedTuple):
     """A chunk of one model's logits, as `logit_tiles` leaves it."""
 
-    below: Tensor  # [tiles * tile_rows, VOCAB_TILE] float16
+    below: Tensor  # [tiles * tile_rows, VOCAB_TILE] float16, or float32 of float16 operands
     largest: Tensor  # [tile_rows, tiles] float32
     total: Tensor  # the same
     others: Tensor | None  # the same
@@ -63,13 +63,15 @@ class LogitTiles(NamedTuple):
         return self.largest.shape[1]
 
     @staticmethod
-    def empty(tiles: int, tokens: int, device: torch.device, *, hard: bool) -> "LogitTiles":
+    def empty(run: Run, tiles: int, tokens: int, *, hard: bool) -> "LogitTiles":
         rows = up(tokens, TOKEN_TILE)
+        weight = run.head.weight
 
         def make() -> Tensor:
-            return torch.empty((rows, tiles), dtype=torch.float32, device=device)
+            return weight.new_empty((rows, tiles), dtype=torch.float32)
 
-        below = torch.empty((tiles * rows, VOCAB_TILE), dtype=torch.float16, device=device)
+        dtype = torch.float32 if weight.dtype == torch.float16 else torch.float16
+        below = weight.new_empty((tiles * rows, VOCAB_TILE), dtype=dtype)
         return LogitTiles(below, make(), make(), make() if hard else None, rows)
 
 
@@ -104,13 +106,14 @@ def logits(
     """Logits of the positions from `first` on, of which `rows` has the hidden states."""
     t = run.tiles["softmax_tiles"]
     weight = run.head.weight
+    parts = t.parts * out.below.element_size() // 2  # the same bytes in shared memory
     arguments = {
         "rows": run.operand(rows, t.rows, t.depth),
         "weight": run.operand(weight, VOCAB_TILE, t.depth),
         "bias": run.head.bias,
         "label": call.vectors.label[first:],
         "count": call.vectors.number,
-        "below": run.operand(out.below, t.rows, VOCAB_TILE // t.parts),
+        "below": run.operand(out.below, t.rows, VOCAB_TILE // parts),
         "largest": out.largest,
         "total": out.total,
         "others": out.others,
@@ -131,6 +134,7 @@ def logits(
         "RAGGED": run.vocab % VOCAB_TILE > 0,
         "BLOCK_T": t.rows,
         **run.cut("softmax_tiles"),
+        "PARTS": parts,
     }
     return Launch(kernels.logit_tiles, (run.programs,), arguments, t.warps, t.stages)
 
@@ -166,7 +170,7 @@ def divergence(
             **{f"{who}_{k}": v for k, v in _places(places).items()},
             f"{who.upper()}_LOGITS": chunk is None,
             who.upper(): into is not None,
-            f"{who.upper()}_SCALED": into is not None and row is None and into.dtype == torch.float16,
+            f"{who.upper()}_SCALED": side.rows is not None and side.rows.dtype == torch.float16,
         }
     some = next((x for x in chunks if x is not None), None)
     vectors = call.vectors
@@ -252,7 +256,7 @@ def forward(
     buffers = [
         None
         if side.run is None
-        else LogitTiles.empty(call.tiles, min(chunk, tokens), target.device, hard=hard and side is call.student)
+        else LogitTiles.empty(side.run, call.tiles, min(chunk, tokens), hard=hard and side is call.student)
         for side in call.sides
     ]
     part = [_row_memory(side, min(chunk, tokens)) for side in call.sides]
@@ -363,9 +367,7 @@ class _Again:
                 assert rows is not None
                 _gather(call, side, target, rows, held)
             self.rows.append(rows)
-            self.buffers.append(
-                None if side.run is None else LogitTiles.empty(tiles, tokens, target.device, hard=False)
-            )
+            self.buffers.append(None if side.run is None else LogitTiles.empty(side.run, tiles, tokens, hard=False))
 
     def fill(self, first_tile: int, tiles: int, upstreams: list[Any]) -> None:
         call = self.call

@@ -96,7 +96,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         loss = losses.view(a.shape)
         if a.reduction != "none":
             loss = losses.sum() * _inverse_count(a, call.vectors.number)
-        return loss, *saved._replace(stats=call.stats, vectors=call.vectors.packed)
+        return loss, *saved._replace(vectors=call.vectors.packed)
 
 
 @_forward_op.register_fake

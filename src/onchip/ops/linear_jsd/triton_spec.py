@@ -1,7 +1,8 @@
 """How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
 
-A chunk of C tokens takes both models' logits in 16 bits, 4 * C * V bytes, from which the logits' gradient is made in
-the products' dtype.  Until backward, where the upstream gradient is known, that waits in the memory of the weight's
+A chunk of C tokens takes both models' logits in 16 bits, 4 * C * V bytes (of float16 operands twice that).  From them
+the logits' gradient is made in the products' dtype.  Until backward, where the upstream gradient is known, that waits
+in the memory of the weight's
 gradient, which is there anyway and has room for H tokens (2 H where a float32 gradient meets 16-bit operands): then
 there are four products in all.  Tokens beyond those wait in scratch, and those that don't fit there either have their
 logits computed again in backward, in chunks of the vocabulary.
@@ -77,9 +78,10 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
             continue
         element = DTYPE_BYTES[h.dtype]
         casts += element * h.vocab * h.hidden if (h.weight_dtype or h.dtype) != h.dtype else 0
-        forward += 2 * chunk * columns + 12 * chunk * tiles
+        distance = 4 if h.dtype == "float16" else 2
+        forward += distance * chunk * columns + 12 * chunk * tiles
         if again:
-            backward += 2 * again * c.vocab_chunk + 12 * again * (c.vocab_chunk // VOCAB_TILE)
+            backward += distance * again * c.vocab_chunk + 12 * again * (c.vocab_chunk // VOCAB_TILE)
         if not h.any_grad:
             forward += element * chunk * h.hidden
             backward += element * again * h.hidden
