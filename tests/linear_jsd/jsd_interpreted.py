@@ -51,12 +51,9 @@ def assert_right(case, dtype=torch.float16):
     assert all(x.ok for x in made), [x for x in made if not x.ok]
 
 
-# Of `onchip check`'s cases those that take ways of their own, with few tokens.
-NAMES = (
-    "ragged", "beta 0.0", "beta 1.0", "large logits, beta 0.0", "close models, beta 0.5", "equal models", "one class",
-    "masked vocab", "padded vocab", "teacher's logits", "everything",
-)  # fmt: skip
-CASES = {c.name: replace(c, tokens=6) for c in CHECK_CASES if c.name in NAMES}
+# Of `onchip check`'s cases those that take ways of their own through the products' kernels, with few tokens.
+NAMES = ("ragged", "large logits, beta 0.0", "equal models", "teacher's logits", "everything")
+CASES = {c.name: replace(c, tokens=4) for c in CHECK_CASES if c.name in NAMES}
 
 
 @check(*CASES)
@@ -64,8 +61,17 @@ def case(name):
     assert_right(CASES[name])
 
 
+# The same maths from logits: one kernel, far quicker here.
+ROWS = ("beta 0.1", "large logits, beta 1.0", "offset 1e4", "one class", "masked vocab")
 LOGITS = {
     **{c.name: replace(c, tokens=9, vocab=5000) for c in CHECK_CASES if c.name.startswith("logits, beta")},
+    **{c.name: replace(c, tokens=9, student="logits", teacher="logits") for c in CHECK_CASES if c.name in ROWS},
+    **{
+        f"close, beta {b}": Case(
+            "close", 9, 40, 500, student="logits", teacher="logits", noise=0.01, options={"beta": b}
+        )
+        for b in (0.0, 0.5, 1.0)
+    },
     "all": Case(
         "all", 9, 31, 700, student="logits", teacher="logits", ignored=0.3, token_weight=True, padding=(8, 24),
         options={"vocab": 700, "beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
@@ -95,23 +101,21 @@ def assert_close(made, expected, bound=2e-3):
         assert float((p.float() - q.float()).norm() / q.float().norm().clamp(min=1e-30)) < bound
 
 
-@check("held in both places", "computed again", "descriptors", "both")
+@check("computed again", "held in scratch", "all")
 def places(name):
     """Gradients kept in the weight's memory, in scratch, and computed again, in two chunks of tokens and vocabulary."""
     how = {
-        "held in both places": ((140, 131, 600), (128, 256, 768, 256)),
         "computed again": ((4, 131, 600), (128, 0, 512, 256)),
-        "descriptors": ((140, 136, 600), (128, 128, 512, 256)),
-        "both": ((132, 136, 300), (128, 128, 256, 256)),
+        "held in scratch": ((132, 72, 300), (128, 256, 512, 256)),  # 72 columns have no room for a block of tokens
+        "all": ((132, 136, 300), (128, 128, 256, 256)),
     }
     (tokens, hidden, vocab), plan = how[name]
     torch.manual_seed(1)
     h, w, x, v = problem(tokens, hidden, vocab)
     y = torch.full((tokens,), -100)
     y[:2], y[-3:] = 5, vocab - 1
-    if name != "computed again":
-        y[:tokens:13] = 7
-    options = {"target": y, "temperature": 2.0, "hard_weight": 0.3, "teacher_grad": name in ("both", "computed again")}
+    y[:tokens:33] = 7
+    options = {"target": y, "temperature": 2.0, "hard_weight": 0.3, "teacher_grad": name == "all"}
     leaves = (h, w, x, v) if options["teacher_grad"] else (h, w)
     with planned(*plan):
         made = gradients(op(h, w, x, v, **options), leaves)
@@ -143,8 +147,6 @@ def a_bad_label_and_nan_where_nobody_counts():
     dirty = gradients(op(h, w, x, v, target=y), (h, w))
     assert all(torch.equal(p, q) for p, q in zip(clean, dirty, strict=True))
     assert not dirty[1][y == -100].any()
-    nothing = gradients(op(h, w, x, v, target=torch.full((6,), -100)), (h, w))
-    assert all(not g.any() for g in nothing)
     with pytest.raises(ValueError, match=r"target\[1\] is 300"):
         op(h, w, x, v, target=torch.tensor([1, 300, 0, 0, 0, 0]))
 
@@ -183,7 +185,8 @@ def the_schema_is_true(kind):
         else:
             z = torch.randn(3, 40, requires_grad=True)
             torch_op.jsd(z, torch.randn(3, 40), backend="triton")
-    for name in ("test_schema", "test_autograd_registration", "test_faketensor"):
+    names = ["test_autograd_registration", "test_faketensor"] + ["test_schema"] * (kind == "logits")
+    for name in names:
         torch.library.opcheck(triton_op._forward_op, tuple(found[0]), test_utils=name)
 
 
