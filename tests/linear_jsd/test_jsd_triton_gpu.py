@@ -26,13 +26,12 @@ WAYS = {
     "mixed": lambda t: TritonConfig(256, 384, 1536, 512),
     "again": lambda t: TritonConfig(256, 0, 1536, 512),
 }
-ways = pytest.mark.parametrize("way", WAYS)
 
 
-@pytest.fixture
+@pytest.fixture(params=WAYS)
 def planned(monkeypatch, request):
-    """The op cuts its problems as `way` says."""
-    way = WAYS[request.getfixturevalue("way")]
+    """The op cuts its problems in each of the ways."""
+    way = WAYS[request.param]
     monkeypatch.setattr(triton_spec, "plan", lambda p, *_: way(p.tokens))
 
 
@@ -91,7 +90,6 @@ def test_float32_logits(case):
     assert all(x.ok for x in check_case(case, torch.float32, "cuda", backend="triton"))
 
 
-@ways
 @pytest.mark.parametrize("sizes", [(600, 264, 2049, None), (600, 259, 2049, 328), (131, 520, 50257, 72)], ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.filterwarnings("ignore:.*deterministic")
@@ -123,7 +121,6 @@ def test_no_less_accurate_than_eager_with_float32_logits(beta, std, noise):
         assert a <= max(b, 1e-5), (name, a, b)
 
 
-@ways
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.usefixtures("planned")
@@ -144,7 +141,6 @@ def test_never_below_zero_and_finite_where_both_underflow(beta):
         assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), (h, w)))
 
 
-@ways
 @pytest.mark.usefixtures("planned")
 def test_the_same_bits_every_time():
     """On a side stream as well, and from one retained graph."""
@@ -170,7 +166,6 @@ def test_the_same_bits_every_time():
             g.mul_(3)  # what a caller does with its gradients must not reach the graph
 
 
-@ways
 @pytest.mark.usefixtures("planned")
 def test_a_cuda_graph_without_synchronisation():
     leaves = make(1000, 520, 5003)
@@ -200,7 +195,6 @@ def test_a_cuda_graph_without_synchronisation():
     assert all(torch.equal(p, q) for p, q in zip(captured, step(), strict=True))
 
 
-@ways
 @pytest.mark.parametrize("ignored", [0.5, 1.0])
 @pytest.mark.usefixtures("planned")
 def test_ignored_tokens_leak_nothing(ignored):

@@ -9,7 +9,7 @@ rows of hidden for the weight's gradient and into the result's rows for hidden's
 Logits that are given are read where the tiles would be.  Nothing here waits for the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,9 +29,10 @@ from onchip.ops.linear_cross_entropy.triton_launches import (
     hidden_product,
     weight_product,
 )
+from onchip.ops.linear_cross_entropy.triton_spec import up
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_rows import Loss
-from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE, up
+from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
 
 # Tiles of a token's row that a program takes at a time, and its warps.
 _TILES, _WARPS = 16, 16
@@ -288,15 +289,15 @@ def backward(
     vocab_chunk: int,
     weight_chunk: int,
     *,
-    grad_hidden: tuple[Tensor | None, Tensor | None],  # [T, H] out; may share memory with `rows` of its side
-    grad_weight: tuple[Tensor | None, Tensor | None],  # [V, H] out
-    grad_bias: tuple[Tensor | None, Tensor | None],  # [V] float32 out
+    grad_hidden: Sequence[Any],  # of both sides, None or [T, H] out; may share memory with `rows` of its side
+    grad_weight: Sequence[Any],  # of both sides, None or [V, H] out
+    grad_bias: Sequence[Any],  # of both sides, None or [V] float32 out
 ) -> None:
     """Fill in the gradients of hidden states, weights and biases."""
     tokens, vectors = call.tokens, call.vectors
     held = min(held, tokens)
     upstreams: list[Any] = [None, None]
-    sums: list[Tensor | None] = [None, None]
+    sums: list[Any] = [None, None]
     for k, side in enumerate(call.sides):
         if side.places is None or side.run is None or side.rows is None:
             continue

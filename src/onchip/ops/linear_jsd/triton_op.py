@@ -39,7 +39,7 @@ def refusal(
         return "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='torch' or jsd the logits"
     # Logits are read in any dtype; without a product, that of the check is one that suits.
     for dtype in [dtypes[k] for k in heads] or [torch.float16]:
-        reason = ce_op.refusal(first.device.type, first.device.index, dtype)
+        reason: str | None = ce_op.refusal(first.device.type, first.device.index, dtype)
         if reason is not None:
             return reason
     return None
@@ -145,16 +145,17 @@ def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
                 config.held,
                 config.vocab_chunk,
                 config.weight_chunk,
-                grad_hidden=tuple(  # type: ignore[arg-type]
-                    saved.of(k)[0].view(call.tokens, -1) if a.grads[4 * k] else None for k in (0, 1)
-                ),
-                grad_weight=tuple(weights),  # type: ignore[arg-type]
-                grad_bias=tuple(bias),  # type: ignore[arg-type]
+                grad_hidden=[saved.of(k)[0].view(call.tokens, -1) if a.grads[4 * k] else None for k in (0, 1)],
+                grad_weight=weights,
+                grad_bias=bias,
             )
         for k in (0, 1):
             if a.grads[4 * k + _WEIGHT]:
                 saved.of(k)[1][a.size :].zero_()  # padding
-        biases = (_blank(a) if x is None else x.to(like.dtype) for x, like in zip(bias, a[2:7:4], strict=True))
+        biases = (
+            _blank(a) if x is None or like is None else x.to(like.dtype)
+            for x, like in zip(bias, a.parameters[2::4], strict=True)
+        )
         return *biases, *(_blank(a) for _ in logits)
 
 
@@ -163,7 +164,7 @@ def _(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
     a = Arguments(*args[8:])
     return tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and wanted else _blank(a)
-        for x, wanted in ((a[i], a.grads[i]) for i in (2, 6, 3, 7))
+        for x, wanted in ((a.parameters[i], a.grads[i]) for i in (2, 6, 3, 7))
     )
 
 
@@ -180,7 +181,7 @@ def _flat(x: Tensor | None) -> Tensor | None:
 
 def _zeros(a: Arguments, index: int, dtype: torch.dtype | None) -> Tensor | None:
     """Zeros like a parameter that wants a gradient."""
-    x = a[index]
+    x = a.parameters[index]
     if x is None or not a.grads[index]:
         return None
     return torch.zeros_like(x, dtype=dtype or x.dtype, memory_format=torch.contiguous_format)
@@ -227,13 +228,13 @@ def _saved(a: Arguments, config: TritonConfig, *, fake: bool = False) -> Saved:
     empty = ce_op._empty if fake else ce_op._aligned
     pieces = []
     for k in (0, 1):
-        hidden, weight = a[4 * k], a[4 * k + _WEIGHT]
-        if hidden is None or not any(a.grads[4 * k : 4 * k + 3]):
+        hidden, weight = a.parameters[4 * k], a.parameters[4 * k + _WEIGHT]
+        if hidden is None or weight is None or not any(a.grads[4 * k : 4 * k + 3]):
             pieces += [_blank(a), _blank(a), _blank(a)]
             continue
         head = a.head(k)
         dtype = (a.student_dtype, a.teacher_dtype)[k]
-        columns = jsd_spec.up(a.size, jsd_spec.VOCAB_TILE)
+        columns = triton_spec.up(a.size, jsd_spec.VOCAB_TILE)
         wanted = a.grads[4 * k + _WEIGHT]
         pieces += [
             hidden.new_empty(hidden.shape, dtype=hidden.dtype if a.grads[4 * k] else dtype),
@@ -258,7 +259,7 @@ def _call(a: Arguments, saved: Saved, config: TritonConfig, *, again: bool = Fal
     tokens = a.tokens_in_all
     # Backward's launches write to some of the vectors.
     vectors = ce.Vectors.unpack(saved.vectors.clone(), tokens) if again else ce.Vectors.empty(tokens, a.first.device)
-    more = max(0, jsd_spec.up(tokens, jsd_spec.TOKEN_TILE) - config.held) if again else 0
+    more = max(0, triton_spec.up(tokens, jsd_spec.TOKEN_TILE) - config.held) if again else 0
     return launches.Call(
         a.loss,
         tokens,
@@ -275,12 +276,14 @@ def _side(a: Arguments, side: int, saved: Saved, config: TritonConfig, again: in
     from onchip.ops.linear_cross_entropy import triton_launches as ce
     from onchip.ops.linear_jsd import triton_launches as launches
 
-    hidden, weight, _, logits = a[4 * side : 4 * side + 4]
+    hidden, weight, _, logits = a.parameters[4 * side : 4 * side + 4]
     grads = tuple(a.grads[4 * side : 4 * side + 4])
     if logits is not None:
         logits = logits.reshape(-1, logits.shape[-1])
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         return launches.Side(None, None, logits, None, None, grads)  # type: ignore[arg-type]
+    assert hidden is not None
+    assert weight is not None
     run = _run(a, side)
     dtype = run.head.weight.dtype
     rows = places = None
@@ -306,7 +309,8 @@ def _run(a: Arguments, side: int) -> Any:
     """A model's last layer over the entries that count, and its kernels' tiles from the stored configs."""
     from onchip.ops.linear_cross_entropy import triton_launches as ce
 
-    _, weight, bias, _ = a[4 * side : 4 * side + 4]
+    _, weight, bias, _ = a.parameters[4 * side : 4 * side + 4]
+    assert weight is not None
     dtype = (a.student_dtype, a.teacher_dtype)[side]
     weight = weight[: a.size].to(dtype)
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:  # rows may be far apart, but not overlap
@@ -351,19 +355,20 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = Saved(*ctx.saved_tensors[:8])
     a = Arguments(*ctx.saved_tensors[8:], *ctx.options)
     if graph_is_kept():
-        memories = saved._asdict()
+        memories: dict[str, Tensor] = saved._asdict()
         for name in ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"):
-            x = memories[name]
-            memories[name] = ce_op._aligned(x, x.shape, x.dtype).copy_(x)
+            memory = memories[name]
+            memories[name] = ce_op._aligned(memory, memory.shape, memory.dtype).copy_(memory)
         saved = Saved(**memories)
     biases_and_logits = _backward_op(grad_loss, *saved, *a)
     grads: list[Tensor | None] = []
     for k in (0, 1):
-        hidden, weight, _ = saved.of(k)
-        vocab = 0 if a[4 * k + _WEIGHT] is None else a[4 * k + _WEIGHT].shape[0]
-        grads += [hidden, weight[:vocab], biases_and_logits[k], biases_and_logits[2 + k]]
-    grads = [x if wanted else None for x, wanted in zip(grads, a.grads, strict=True)]
-    return (*differentiable_once(a.op, grads), *nothing)
+        hidden, weight, _overflow = saved.of(k)
+        parameter = a.parameters[4 * k + _WEIGHT]
+        rows = 0 if parameter is None else parameter.shape[0]
+        grads += [hidden, weight[:rows], biases_and_logits[k], biases_and_logits[2 + k]]
+    wanted = [x if is_wanted else None for x, is_wanted in zip(grads, a.grads, strict=True)]
+    return (*differentiable_once(a.op, wanted), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
