@@ -21,11 +21,12 @@ import torch
 import torch.nn.functional as F
 from common import assert_right, gradients, mixed_plan, small_problem
 
+from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import float32_bounds
 from onchip.ops.linear_cross_entropy.spec import Problem
-from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, relative_error, run_oracle
+from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, run_oracle
 from onchip.torch import linear_cross_entropy
 
 STRATEGIES = ("stash", "recompute")

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from onchip.bench.measure import peak_extra_bytes
+from onchip.ops._shared.spec import MIB
 from onchip.ops.linear_jsd import triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
-from onchip.ops.linear_jsd.spec import MIB, Head, Problem
+from onchip.ops.linear_jsd.spec import Head, Problem
 from onchip.ops.linear_jsd.torch_checks import check_case
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
 from onchip.torch import jsd, linear_jsd

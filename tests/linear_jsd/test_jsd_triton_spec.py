@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onchip.ops._shared.spec import MIB
 from onchip.ops.linear_jsd import triton_spec
 from onchip.ops.linear_jsd.cases import MODELS
-from onchip.ops.linear_jsd.spec import MIB, Head, Problem
+from onchip.ops.linear_jsd.spec import Head, Problem
 from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE, plan, scratch_bytes, up
 
 heads = st.builds(

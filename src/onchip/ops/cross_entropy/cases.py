@@ -1,14 +1,14 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.linear_cross_entropy.cases import MODELS
+from onchip.ops._shared.cases import MODELS, draw_factors, draw_target, ignore_some, named_case, target_logit
 
 
 @dataclass(frozen=True)
@@ -57,38 +57,18 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     tokens, vocab = case.tokens, case.vocab
     logits = rng.standard_normal((tokens, vocab), dtype=np.float32) * np.float32(case.logit_std)
     first = min(case.masked, vocab - 1)
-    if case.zipf:
-        rank = np.arange(1, vocab - first + 1)
-        target = first + rng.choice(vocab - first, size=tokens, p=(1 / rank) / (1 / rank).sum())
-    else:
-        target = rng.integers(first, vocab, size=tokens)
+    target = draw_target(case, rng)
     if case.target_prob is not None:
         logits[np.arange(tokens), target] = target_logit(case)
     logits += np.float32(case.logit_offset)
     logits[:, :first] = -np.inf
     padding = np.full((tokens, case.sliced), np.nan, np.float32)
-    ignore_index = case.options.get("ignore_index", -100)
-    target[rng.permutation(tokens)[: round(case.ignored * tokens)]] = ignore_index
-    per_token = case.options.get("reduction") == "none"
-    return Inputs(
-        logits=np.concatenate([logits, padding], 1) if case.sliced else logits,
-        target=target.astype(np.int64),
-        token_weight=rng.random(tokens, dtype=np.float32) * 2 if case.token_weight else None,
-        temperature=rng.uniform(0.5, 2, tokens).astype(np.float32) if case.token_temperature else None,
-        grad_loss=rng.standard_normal(tokens if per_token else (), dtype=np.float32) + np.float32(not per_token),
-    )
+    ignore_some(case, target, rng)
+    logits = np.concatenate([logits, padding], 1) if case.sliced else logits
+    return Inputs(logits, target, *draw_factors(case, rng))
 
 
-def target_logit(case: Case) -> float:
-    """The target's logit that gives it `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
-    assert case.target_prob is not None
-    return math.log(case.target_prob / (1 - case.target_prob) * case.vocab) + case.logit_std**2 / 2
-
-
-def _case(name: str, tokens: int, vocab: int, **more: Any) -> Case:
-    fields = {k: more.pop(k) for k in list(more) if k in Case.__dataclass_fields__}
-    return Case(name, tokens, vocab, **fields, options=more)
-
+_case = partial(named_case, Case)
 
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
 # ones hide; ragged sizes show masking mistakes.

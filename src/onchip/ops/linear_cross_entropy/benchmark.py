@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onchip
+from onchip.ops._shared.cases import target_logit
+from onchip.ops._shared.spec import DTYPE_BYTES, MIB
 from onchip.ops.linear_cross_entropy import cases, spec, triton_op, triton_spec
 from onchip.ops.linear_cross_entropy.peers import PEERS, Loss, Peer
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
@@ -20,7 +22,7 @@ from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
 
 CASES = cases.BENCH_CASES
 DEFAULT_CASES = cases.DEFAULT_BENCH_CASES
-DTYPES = tuple(spec.DTYPE_BYTES)
+DTYPES = tuple(DTYPE_BYTES)
 
 IGNORED = -100  # the ignore_index that all implementations have by default
 
@@ -73,7 +75,7 @@ def _draw(case: cases.Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
         target = torch.randint(case.vocab, (case.tokens,), generator=rng, device=device)
     if case.target_prob is not None:
         chosen = weight[target]
-        missing = cases.target_logit(case) - (hidden * chosen).sum(1, keepdim=True)
+        missing = target_logit(case) - (hidden * chosen).sum(1, keepdim=True)
         hidden += missing / chosen.square().sum(1, keepdim=True) * chosen
     shuffled = torch.randperm(case.tokens, generator=rng, device=device)
     target[shuffled[: round(case.ignored * case.tokens)]] = IGNORED
@@ -169,7 +171,7 @@ class Other:
 
 IMPLEMENTATIONS = (
     Own("onchip auto", "auto"),
-    Own("onchip, 64 MiB + 4TH", "auto", lambda p: 64 * spec.MIB + 4 * p.tokens * p.hidden, only_cuda=True),
+    Own("onchip, 64 MiB + 4TH", "auto", lambda p: 64 * MIB + 4 * p.tokens * p.hidden, only_cuda=True),
     Own("onchip, an eighth of the logits", "auto", _part_of_logits(8, "recompute"), only_cuda=True),
     Own("onchip, no bound", "auto", lambda p: 1 << 60, only_cuda=True),
     Own("onchip stash", "stash"),

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from onchip.core import configs
+from onchip.ops._shared.spec import DTYPE_BYTES
+from onchip.ops._shared.torch_autograd import graph_is_kept
+from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
-from onchip.ops.linear_cross_entropy.spec import DTYPE_BYTES, OP, Problem
-from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
+from onchip.ops.linear_cross_entropy.spec import OP, Problem
+from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
 from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 
 

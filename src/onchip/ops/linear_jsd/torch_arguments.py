@@ -1,15 +1,15 @@
 """What the registered operators of every PyTorch backend take: one list of arguments, and what is read off it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
-from onchip.ops.linear_cross_entropy.torch_tiles import Tokens, select_tokens
+from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_tiles import Tokens, select_tokens
 from onchip.ops.linear_jsd.spec import Head, Problem
-from onchip.ops.linear_jsd.torch_inputs import check_values
+from onchip.ops.linear_jsd.torch_inputs import check_indices
 from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.torch_walk import Model
 
@@ -77,20 +77,12 @@ class Arguments(NamedTuple):
         return total
 
     def tokens(self, *, check: bool) -> Tokens:
-        if check:
-            check_values(
-                self.op,
-                self.target,
-                self.indices,
-                self.normalizer,
-                vocab=self.size,
-                ignore_index=self.ignore_index,
-                asked=self.check_inputs,
-            )
+        """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for."""
         target, ignore_index = self.target, self.ignore_index
         if target is None:
             target, ignore_index = torch.zeros(self.shape, dtype=torch.int64, device=self.first.device), -1
-        return select_tokens(
+        tokens = select_tokens(
+            self.op,
             target,
             self.size,
             self.token_weight,
@@ -99,8 +91,11 @@ class Arguments(NamedTuple):
             ignore_index=ignore_index,
             reduction=self.reduction,
             temperature=1.0,
-            check_values=False,
+            check_values=check and self.check_inputs,
         )
+        if check and self.indices is not None and (self.check_inputs or self.indices.device.type == "cpu"):
+            check_indices(self.op, self.indices, None if self.target is None else target != ignore_index, self.size)
+        return tokens
 
     def model(self, who: int, grads: Sequence[bool]) -> Model | None:
         """The student (0) or the teacher (1)."""
@@ -159,25 +154,3 @@ class Arguments(NamedTuple):
 
 
 TENSORS = 13  # of `Arguments`
-
-
-def differentiable_once(op: str, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients as they are; with create_graph=True such that differentiating them raises."""
-    if not torch.is_grad_enabled():
-        return list(grads)
-    anchor = torch.empty(0, requires_grad=True)
-    present = iter(_DifferentiatedTwice.apply(anchor, op, *[g for g in grads if g is not None]))
-    return [None if g is None else next(present) for g in grads]
-
-
-class _DifferentiatedTwice(torch.autograd.Function):
-    """Passes gradients through and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, op: str, *grads: Tensor) -> tuple[Tensor, ...]:
-        ctx.op = op
-        return tuple(g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{ctx.op}: a backward of the backward is not supported")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy.torch_autograd import graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_tiles import Tokens
+from onchip.ops._shared.torch_autograd import differentiable_once, is_plain_one, scale_stash
+from onchip.ops._shared.torch_inputs import check_normalizer
+from onchip.ops._shared.torch_tiles import Tokens
 from onchip.ops.linear_jsd import spec, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
-from onchip.ops.linear_jsd.torch_arguments import PARTS, SCHEMA, TENSORS, Arguments, differentiable_once
-from onchip.ops.linear_jsd.torch_inputs import check_normalizer, check_tensors, product_dtype
+from onchip.ops.linear_jsd.torch_arguments import PARTS, SCHEMA, TENSORS, Arguments
+from onchip.ops.linear_jsd.torch_inputs import check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -216,11 +217,10 @@ def jsd(
 
 def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer: Any, backend: str) -> Tensor:
     op = options.op
-    shape, size = check_tensors(op, options, named, topk)
-    dtypes = [product_dtype(op, who, named) for who in ("student", "teacher")]
+    shape, size, dtypes = check_tensors(op, options, named, topk)
     first = named["student_hidden"] if op == OP else named["student_logits"]
     device = first.device
-    normalizer = check_normalizer(op, normalizer, options.reduction, device)
+    normalizer = check_normalizer(op, normalizer, options.reduction, "the student", device)
     tensors: list[Any] = [named.get(f"{who}_{part}") for who in ("student", "teacher") for part in PARTS]
     if not options.teacher_grad:
         tensors[4:] = [None if x is None else x.detach() for x in tensors[4:]]
@@ -326,12 +326,7 @@ def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
     with torch.autocast(a.first.device.type, enabled=False):
         tokens = a.tokens(check=False)
         row = tokens.weight * tokens.inverse_count
-        if a.reduction == "none":
-            upstream = grad_loss.reshape(-1).float()
-            upstream = upstream if tokens.index is None else upstream[tokens.index]
-            row = row * (upstream if tokens.kept is None else upstream.masked_fill(~tokens.kept, 0))
-        else:
-            row = row * grad_loss
+        row = row * (tokens.upstream(grad_loss) if a.reduction == "none" else grad_loss)
         _, made = _walk(a, tokens, row, a.grads)
         return tuple(
             a.first.new_empty(0) if x is None or like is None else x.view(like.shape).to(like.dtype)
@@ -368,25 +363,15 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (*[None] * 8, *nothing)
     grads: list[Tensor | None]
     if ctx.stash:
-        # loss.backward() sends 1, which on the CPU can be seen for free: then the stash itself is the gradient, unless
-        # the graph is retained and will need it again.  (While AOTAutograd traces, tensors are of a subclass.)
-        as_is = type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and float(grad_loss) == 1
-        factor = None if as_is and not graph_is_kept() else grad_loss
+        factor = None if is_plain_one(grad_loss) else grad_loss
         grads = [
-            _scale(x, factor, dtype) if wanted else None
+            scale_stash(x, factor, dtype) if wanted else None
             for x, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.grads, strict=True)
         ]
     else:
         made = _backward_op(grad_loss, *ctx.saved_tensors, *ctx.options)
         grads = [x if wanted else None for x, wanted in zip(made, ctx.grads, strict=True)]
     return (*differentiable_once(ctx.op, grads), *nothing)
-
-
-def _scale(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if factor is None:
-        return stashed.to(dtype)
-    # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
-    return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

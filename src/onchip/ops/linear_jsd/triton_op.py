@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from onchip.core import configs
-from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
+from onchip.ops._shared.spec import DTYPE_BYTES
+from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
+from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_tiles import Head
 from onchip.ops.linear_cross_entropy import triton_op as ce_op
+from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.spec import OP as CE_OP
-from onchip.ops.linear_cross_entropy.torch_autograd import graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 from onchip.ops.linear_jsd import triton_spec as jsd_spec
-from onchip.ops.linear_jsd.spec import DTYPE_BYTES
-from onchip.ops.linear_jsd.torch_arguments import SCHEMA, TENSORS, Arguments, differentiable_once
-from onchip.ops.linear_jsd.torch_inputs import check_values
+from onchip.ops.linear_jsd.torch_arguments import SCHEMA, TENSORS, Arguments
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
 
 _WEIGHT, _LOGITS = 1, 3  # among the parts of a model
@@ -37,12 +37,14 @@ def refusal(
     heads = [k for k in (0, 1) if tensors[4 * k] is not None]
     if heads and grads[4 + _LOGITS]:
         return "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='torch' or jsd the logits"
-    # Logits are read in any dtype; without a product, that of the check is one that suits.
-    for dtype in [dtypes[k] for k in heads] or [torch.float16]:
-        reason: str | None = ce_op.refusal(first.device.type, first.device.index, dtype)
-        if reason is not None:
-            return reason
-    return None
+    # Logits are read in any dtype: without a product, one is asked about that suits.
+    return refusal_of(first.device.type, first.device.index, [dtypes[k] for k in heads] or [torch.float16])
+
+
+def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Why the kernels can't serve products in `dtypes` on this device, or None."""
+    reasons = (ce_op.refusal(device, index, dtype) for dtype in dtypes)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _plan(a: Arguments) -> TritonConfig:
@@ -83,9 +85,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 
     a = Arguments(*args)
     with ce_op._device_of(a.first), torch.autocast(a.first.device.type, enabled=False):
-        check_values(
-            a.op, a.target, None, a.normalizer, vocab=a.size, ignore_index=a.ignore_index, asked=a.check_inputs
-        )
+        a.tokens(check=True)  # for its checks alone
         config = _plan(a)
         saved = _saved(a, config)
         target, ignore_index = _target(a)
@@ -328,7 +328,7 @@ def _run(a: Arguments, side: int) -> Any:
     }
     step = 16 // DTYPE_BYTES[DTYPES[dtype]]
     aligned = all(x % step == 0 for x in (weight.shape[1], weight.stride(0))) and weight.data_ptr() % 16 == 0
-    head = torch_tiles.Head(weight, bias, 0.0, 0.0, None, 1.0)
+    head = Head(weight, bias, 0.0, 0.0, None, 1.0)
     return ce.Run(head, a.tokens_in_all, tiles, programs, tma=capability >= (9, 0) and aligned)
 
 

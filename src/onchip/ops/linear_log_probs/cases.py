@@ -1,13 +1,14 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.linear_cross_entropy import cases
-from onchip.ops.linear_cross_entropy.cases import MODELS
+from onchip.ops._shared import cases
+from onchip.ops._shared.cases import MODELS, named_case
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     )
 
 
-def _case(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
-    fields = {k: more.pop(k) for k in list(more) if k in Case.__dataclass_fields__}
-    return Case(name, tokens, hidden, vocab, **fields, options=more)
-
+_case = partial(named_case, Case)
 
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
 # ones hide; ragged sizes show masking mistakes.
