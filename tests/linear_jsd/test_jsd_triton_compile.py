@@ -14,7 +14,7 @@ OWN = ("logit_tiles", "divergence_rows", "scale_positions")
 OPTIONS = {
     "plain": {},
     "all": {"bias": True, "hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "plan": MIXED},
-    "float16": {"dtype": torch.float16, "beta": 0.0, "plan": MIXED},
+    "float16": {"dtype": torch.float16, "beta": 0.0, "teacher_hidden": 512},
 }
 
 
@@ -39,12 +39,11 @@ def test_hopper(options):
             assert "ld.global.v4" in k.ptx  # eight numbers at a time
 
 
-@pytest.mark.parametrize(("device", "hidden"), [(HOPPER, 515), (AMPERE, 512)], ids=str)
-def test_pointers(device, hidden):
-    for k in compiled(device, hidden=hidden, teacher_hidden=hidden, beta=1.0):
+def test_pointers():
+    for k in compiled(AMPERE, teacher_hidden=512, beta=1.0):
         if k.kernel == "logit_tiles":
             assert not k.constants["TMA"]
-            assert ("wgmma" if device == HOPPER else "mma.sync") in k.ptx
+            assert "mma.sync" in k.ptx
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -88,7 +88,9 @@ def linear_jsd(
         check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of both models' float32 logits, whichever is less, and at least what one chunk needs.
-        backend: "torch" (the framework's own operations, on any device) or "auto".
+        backend: "torch" (the framework's own operations, on any device), "triton" (kernels for NVIDIA GPUs from Ampere
+            on; products of bfloat16 and float16, no teacher_topk, no gradient of teacher_logits) or "auto", which is
+            "torch" so far.
 
     Returns:
         The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is
@@ -103,7 +105,8 @@ def linear_jsd(
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
     Memory: `scratch_parts` of `onchip.ops.linear_jsd.spec` is the formula: about 13 * chunk * V bytes, and with 16-bit
-    weights 4 * V * Hs for their gradient's float32 sum.
+    weights 4 * V * Hs for their gradient's float32 sum.  That of backend "triton" is in `.triton_spec`: by default at
+    most 512 MiB, about 4 * chunk * V bytes where T <= Hs.
 
     Example:
         >>> import torch
@@ -180,7 +183,8 @@ def jsd(
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
     Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.spec`; between forward and backward
-    nothing but the inputs is kept.
+    nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of logits is read twice
+    for the loss (and a third time for its softmax), and once for its gradient.
 
     Example:
         >>> import torch

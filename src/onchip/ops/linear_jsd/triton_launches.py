@@ -340,17 +340,19 @@ def backward(
 def _upstream(call: Call, side: int, row: Tensor, dtype: torch.dtype) -> Upstream:
     """The factors of a side's rows: of gradients that are made now (`row`) and of those that were kept (`scale`).
 
+    What else the launches might read is not used by those that are run here.
+
     float16 can't hold a gradient of 1e-8: kept ones were scaled to below 2^14, and here the largest factor of one is
     made 1, so that the others stay below that too.
     """
     if dtype != torch.float16:
-        return Upstream(row, row, row, row, row, None)
+        return Upstream(lse=row, log_prob=row, row=row, scale=row, at_target=row, shrink=None)
     kept = (kernels.STUDENT_SHRINK, kernels.TEACHER_SHRINK)[side].value
     factor = row * call.stats[kept]
     there = torch.arange(call.tokens, device=row.device) < call.vectors.number
     largest = torch.where(there, factor.abs().nan_to_num(nan=0), 0).amax()
     grow = torch.where(largest > 0, 1 / largest, 1)
-    return Upstream(row, row, row * grow, factor * grow, row, 1 / grow)
+    return Upstream(lse=row, log_prob=row, row=row * grow, scale=factor * grow, at_target=row, shrink=1 / grow)
 
 
 class _Again:
