@@ -3,12 +3,12 @@
 Sizes: T tokens, H hidden, V vocab, C the tokens of a chunk.  Tokens that are not ignored are compacted to the front: a
 *position* is an index among those, `count` of them, known to the device alone.
 
-A product's kernel never stores logits as such: of each tile of VOCAB_TILE columns it stores the logits' distances below
-the largest of their position in that tile, and in float32 that largest one and a sum of exponentials, which are both
-taken from the float32 accumulator.  Of bfloat16 operands the distances are float16: exact where the probability is,
-and elsewhere off by 2^-12 of themselves at most, which is less than the rounding of the hidden states moves a logit by,
-and a fraction of what a logit rounded to bfloat16 is off by.  Exponentials in 16 bits would do for s and t but not for
-log(s / t) of what is unlikely.  Of float16 operands, which are finer themselves, the distances are float32.
+A product's kernel never stores logits as such: of each tile of VOCAB_TILE columns it stores the largest logit of each
+position, in float32, the distances of all below it, taken from the float32 accumulator, and a sum of exponentials.  Of
+bfloat16 operands the distances are float16: exact where the probability is, and elsewhere off by 2^-12 of themselves at
+most, which is less than the rounding of the hidden states moves a logit by, and a fraction of what a logit rounded to
+bfloat16 is off by.  Exponentials in 16 bits would do for s and t but not for log(s / t) of what is unlikely.  Of
+float16 operands, which are finer themselves, the distances are float32.
 
 The maths is in the package's docstring; what follows from it here:
 
@@ -110,14 +110,16 @@ def logit_tiles(
         z -= top[:, None]
         at = t.to(tl.int64) * chunk_tiles + j
         tl.store(largest + at, top, mask=inside)
-        if SUMS:
-            tl.store(total + at, tl.sum(tl.exp2(z * (inverse_temperature * LOG2E)), 1), mask=inside)
-            if HARD:
-                y = tl.load(label + t, mask=inside, other=-1)
-                e = tl.exp2(z * LOG2E)
-                e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
-                tl.store(others + at, tl.sum(e, 1), mask=inside)
+        if SUMS and HARD:
+            y = tl.load(label + t, mask=inside, other=-1)
+            e = tl.exp2(z * LOG2E)
+            e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
+            tl.store(others + at, tl.sum(e, 1), mask=inside)
         value = z.to(below.dtype if TMA else below.dtype.element_ty)
+        if SUMS:
+            # Of what is stored: a gradient is a difference of terms that cancel if the probabilities sum to 1.
+            e = tl.exp2(value.to(tl.float32) * (inverse_temperature * LOG2E))
+            tl.store(total + at, tl.sum(e, 1), mask=inside)
         into = j * tile_rows + t0
         store_columns(below, VOCAB_TILE, into, 0, below_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA)
 
@@ -338,6 +340,8 @@ def divergence_rows(
     SUMS: tl.constexpr,
     STUDENT: tl.constexpr,
     TEACHER: tl.constexpr,
+    STUDENT_MEAN_WANTED: tl.constexpr,
+    TEACHER_MEAN_WANTED: tl.constexpr,
     ROW: tl.constexpr,
     STUDENT_SCALED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr,
@@ -386,8 +390,10 @@ def divergence_rows(
             s_log = tl.log(s_sum)
             t_log = tl.log(t_sum)
             losses = tl.zeros((TILES, VOCAB_TILE), tl.float32)
-            s_means = tl.zeros((TILES, VOCAB_TILE), tl.float32)
-            t_means = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            by_ss = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            by_ts = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            ss = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            ts = tl.zeros((TILES, VOCAB_TILE), tl.float32)
             s_bounds = tl.zeros((TILES, VOCAB_TILE), tl.float32)
             t_bounds = tl.zeros((TILES, VOCAB_TILE), tl.float32)
             for start in range(0, tiles, TILES):
@@ -405,9 +411,12 @@ def divergence_rows(
                     _log_probs(z, inverse_temperature, s_log), _log_probs(u, inverse_temperature, t_log), beta, MODE
                 )
                 losses += term
-                if MODE == MIXTURE:
-                    s_means += by_s
-                    t_means += by_t
+                if STUDENT_MEAN_WANTED:
+                    by_ss += by_s
+                    ss += s
+                if TEACHER_MEAN_WANTED:
+                    by_ts += by_t
+                    ts += t
                 if STUDENT_SCALED:
                     s_bounds = tl.maximum(s_bounds, tl.maximum(tl.abs(by_s), s))
                 if TEACHER_SCALED:
@@ -415,13 +424,11 @@ def divergence_rows(
             value = _sum(losses)
             s_mean = value * 0
             t_mean = value * 0
-            if MODE == MIXTURE:
-                s_mean = _sum(s_means)
-                t_mean = _sum(t_means)
-            elif MODE == FORWARD_KL:
-                t_mean = value
-            else:
-                s_mean = value
+            # Over the sums of the probabilities as they are: where both models are certain, all of a gradient cancels.
+            if STUDENT_MEAN_WANTED:
+                s_mean = tl.where(value == float("inf"), value, _sum(by_ss) / _sum(ss))
+            if TEACHER_MEAN_WANTED:
+                t_mean = tl.where(value == float("inf"), value, _sum(by_ts) / _sum(ts))
             # A gradient is at most (1 + |mean|) times the largest of |by_s| and s.
             soft = soft_weight * inverse_temperature
             s_shrink = _shrink(tl.max(s_bounds) * (1 + tl.abs(s_mean)) * soft + hard_weight)

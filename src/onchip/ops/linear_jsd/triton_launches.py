@@ -35,7 +35,7 @@ from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
 
 # Tiles of a token's row that a program takes at a time, and its warps.
-_TILES, _WARPS = 16, 16
+_TILES, _WARPS = 8, 8
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,8 @@ def divergence(
             **{f"{who}_{k}": v for k, v in _places(places).items()},
             f"{who.upper()}_LOGITS": chunk is None,
             who.upper(): into is not None,
+            # At the ends one of the gradients is a plain difference, s - t.
+            f"{who.upper()}_MEAN_WANTED": any(side.grads) and call.loss.beta != ("student", "teacher").index(who),
             f"{who.upper()}_SCALED": side.rows is not None and side.rows.dtype == torch.float16,
         }
     some = next((x for x in chunks if x is not None), None)
