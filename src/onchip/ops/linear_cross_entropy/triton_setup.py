@@ -65,20 +65,21 @@ def make_saved(
     if not any_grad:
         return Saved(blank(), blank(), blank(), hidden.new_empty(0, dtype=torch.int32))
     in_place = triton_spec.may_hold_any(config.stashed)
-    empty = _empty if fake else aligned
+    make = empty if fake else aligned
     return Saved(
         hidden.new_empty(hidden.shape, dtype=hidden.dtype if grad_hidden else dtype),
         # A chunk more than the gradient takes: each chunk of that is written where the exponentials of the one before
         # were, while those of its own are being read.
-        empty(weight, (tiles * triton_spec.VOCAB_TILE + config.weight_chunk, size), weight.dtype)
+        make(weight, (tiles * triton_spec.VOCAB_TILE + config.weight_chunk, size), weight.dtype)
         if in_place
         else blank(),
-        empty(hidden, (triton_spec.VOCAB_TILE * tiles * config.overflow,), dtype),
+        make(hidden, (triton_spec.VOCAB_TILE * tiles * config.overflow,), dtype),
         hidden.new_empty(triton_spec.vector_elements(tokens), dtype=torch.int32),
     )
 
 
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Not yet filled."""
     return like.new_empty(shape, dtype=dtype)
 
 
@@ -88,7 +89,7 @@ def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     The CPU's, for the interpreter, are pages of their own.
     """
     if like.device.type != "cpu":
-        return _empty(like, shape, dtype)
+        return empty(like, shape, dtype)
     size = math.prod(shape)
     pages = mmap.mmap(-1, max(1, size) * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype, count=max(1, size))[:size].view(shape)

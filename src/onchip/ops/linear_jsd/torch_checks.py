@@ -13,11 +13,11 @@ from torch import Tensor
 from onchip.ops._shared.checks import Check
 from onchip.ops._shared.torch_checks import DTYPES, as_array, for_oracle, relative_error
 from onchip.ops._shared.torch_inputs import dtype_name
-from onchip.ops.linear_jsd import checks, reference
+from onchip.ops.linear_jsd import checks, reference, triton_op
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_jsd.checks import compare
 from onchip.ops.linear_jsd.spec import TopK
-from onchip.ops.linear_jsd.torch_op import BACKENDS, jsd, linear_jsd
+from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
@@ -27,7 +27,7 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
 
 def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
     """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    return dict.fromkeys(BACKENDS)
+    return {"torch": None, "triton": triton_op.refusal_of(device, None, [getattr(torch, dtype)])}
 
 
 def as_arguments(inputs: Inputs, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -56,19 +56,25 @@ def call(arguments: Mapping[str, Any], **options: Any) -> Tensor:
     return linear_jsd(*pairs, teacher_logits=a["teacher_logits"], **biases, **more)  # type: ignore[misc]
 
 
-def check_case(case: Case, dtype: torch.dtype, device: str, *, scratch_bytes: int | None = None) -> list[Check]:
+def check_case(
+    case: Case, dtype: torch.dtype, device: str, *, scratch_bytes: int | None = None, backend: str = "auto"
+) -> list[Check]:
     """Run the op on `case`, forward and backward, and compare all that it returns with the oracle."""
     inputs = make_inputs(case)
     arguments = as_arguments(inputs, dtype, device)
     oracle = run_oracle(arguments, case.options)
-    options = dict(case.options) | {"teacher_grad": inputs.topk is None, "scratch_bytes": scratch_bytes}
-    results = _results(call(arguments, **options), arguments, teacher=inputs.topk is None)
+    # Where the teacher is given by logits, those of linear_jsd get no gradient from the kernels.
+    teacher = inputs.topk is None and not (
+        backend == "triton" and case.student == "hidden" and inputs.teacher_logits is not None
+    )
+    options = dict(case.options) | {"teacher_grad": teacher, "scratch_bytes": scratch_bytes, "backend": backend}
+    results = _results(call(arguments, **options), arguments, teacher=teacher)
     plain = {}
     if dtype != torch.float32:
-        made = _results(plain_jsd(arguments, **case.options), arguments, teacher=inputs.topk is None)
+        made = _results(plain_jsd(arguments, **case.options), arguments, teacher=teacher)
         plain = {name: relative_error(x, getattr(oracle, name)) for name, x in made.items()}
     arrays = {name: as_array(x) for name, x in results.items()}
-    return compare(case, dtype_name(dtype), "torch", arrays, oracle, plain)
+    return compare(case, dtype_name(dtype), "torch" if backend == "auto" else backend, arrays, oracle, plain)
 
 
 def _results(loss: Tensor, arguments: Mapping[str, Any], *, teacher: bool) -> dict[str, Tensor]:

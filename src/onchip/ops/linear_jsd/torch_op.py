@@ -7,23 +7,24 @@ maths is in the package's docstring.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.torch_autograd import differentiable_once, is_plain_one, scale_stash
-from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer
-from onchip.ops._shared.torch_tiles import Tokens, select_tokens
-from onchip.ops.linear_jsd import spec
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
-from onchip.ops.linear_jsd.torch_inputs import check_indices, check_tensors
-from onchip.ops.linear_jsd.torch_rows import Loss
-from onchip.ops.linear_jsd.torch_walk import Model, walk
+from onchip.ops._shared.torch_inputs import check_normalizer
+from onchip.ops._shared.torch_tiles import Tokens
+from onchip.ops.linear_jsd import spec, triton_op
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
+from onchip.ops.linear_jsd.torch_arguments import PARTS, SCHEMA, TENSORS, Arguments
+from onchip.ops.linear_jsd.torch_inputs import check_tensors
+from onchip.ops.linear_jsd.torch_walk import walk
 
 _DEVICES = ("cpu", "cuda", "meta")
-BACKENDS = ("torch",)
+# The order of preference of "auto".
+BACKENDS = ("torch", "triton")
 
 
 def linear_jsd(
@@ -87,7 +88,9 @@ def linear_jsd(
         check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of both models' float32 logits, whichever is less, and at least what one chunk needs.
-        backend: "torch" (the framework's own operations, on any device) or "auto".
+        backend: "torch" (the framework's own operations, on any device), "triton" (kernels for NVIDIA GPUs from Ampere
+            on; products of bfloat16 and float16, no teacher_topk, no gradient of teacher_logits) or "auto", which is
+            "torch" so far.
 
     Returns:
         The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is
@@ -102,7 +105,8 @@ def linear_jsd(
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
     Memory: `scratch_parts` of `onchip.ops.linear_jsd.spec` is the formula: about 13 * chunk * V bytes, and with 16-bit
-    weights 4 * V * Hs for their gradient's float32 sum.
+    weights 4 * V * Hs for their gradient's float32 sum.  That of backend "triton" is in `.triton_spec`: by default at
+    most 512 MiB, about 4 * chunk * V bytes where T <= Hs.
 
     Example:
         >>> import torch
@@ -179,7 +183,8 @@ def jsd(
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
     Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.spec`; between forward and backward
-    nothing but the inputs is kept.
+    nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of logits is read twice
+    for the loss (and a third time for its softmax), and once for its gradient.
 
     Example:
         >>> import torch
@@ -220,15 +225,16 @@ def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer
     first = named["student_hidden"] if op == OP else named["student_logits"]
     device = first.device
     normalizer = check_normalizer(op, normalizer, options.reduction, "the student", device)
-    refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
-    choose_backend(op, backend, {"torch": refused})
-
-    tensors: list[Any] = [named.get(f"{who}_{part}") for who in ("student", "teacher") for part in _PARTS]
+    tensors: list[Any] = [named.get(f"{who}_{part}") for who in ("student", "teacher") for part in PARTS]
     if not options.teacher_grad:
         tensors[4:] = [None if x is None else x.detach() for x in tensors[4:]]
     grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+    refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
+    refusals = {"torch": refused, "triton": triton_op.refusal(tensors, grads, dtypes, topk is not None)}
+    chosen = choose_backend(op, backend, {name: refusals[name] for name in BACKENDS})
+
     stash = any(grads) and options.reduction != "none" and not (grads[3] or grads[7])
-    arguments = _Arguments._make(
+    arguments = Arguments._make(
         (
             *tensors,
             *((None, None) if topk is None else (topk.indices, topk.values)),
@@ -252,170 +258,46 @@ def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer
             grads,
         )
     )
-    arguments.plan(None)  # a budget that is too small shows here
+    if chosen == "triton":
+        return triton_op.forward(arguments)
+    _plan(arguments)  # a budget that is too small shows here
     return _forward_op(*arguments)[0]  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
 
-_PARTS = ("hidden", "weight", "bias", "logits")
-# The arguments of both operators; `_Arguments` gives them their shapes and Python names, in the same order.
-# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
-_SCHEMA = (
-    ", ".join(f"Tensor? {who}_{part}" for who in ("student", "teacher") for part in _PARTS)
-    + ", Tensor? indices, Tensor? values, Tensor? target, Tensor? token_weight, Tensor? normalizer, "
-    "ScalarType student_dtype, ScalarType teacher_dtype, str op, SymInt[] shape, SymInt size, "
-    "str topk_kind, str topk_rest, float beta, float temperature, bool temperature_squared, int ignore_index, "
-    "str reduction, float hard_weight, bool check_inputs, int? scratch_bytes, bool stash, bool[] grads"
-)
+
+def _plan(a: Arguments, tokens: Tokens | None = None) -> int:
+    """Tokens of a chunk; without `tokens` in the worst case."""
+    return spec.plan(a.problem(tokens), a.scratch_bytes, a.op)
 
 
-class _Arguments(NamedTuple):
-    """The arguments of `_forward_op`, in order."""
-
-    student_hidden: Tensor | None  # [..., Hs]
-    student_weight: Tensor | None  # [V, Hs]
-    student_bias: Tensor | None  # [V]
-    student_logits: Tensor | None  # [..., V]
-    teacher_hidden: Tensor | None
-    teacher_weight: Tensor | None
-    teacher_bias: Tensor | None
-    teacher_logits: Tensor | None
-    indices: Tensor | None  # [..., K]
-    values: Tensor | None  # [..., K]
-    target: Tensor | None  # [...]
-    token_weight: Tensor | None  # [...]
-    normalizer: Tensor | None  # []
-    student_dtype: torch.dtype
-    teacher_dtype: torch.dtype
-    op: str
-    shape: list[int]  # [...]
-    size: int  # vocabulary entries that count
-    topk_kind: str
-    topk_rest: str
-    beta: float
-    temperature: float
-    temperature_squared: bool
-    ignore_index: int
-    reduction: str
-    hard_weight: float
-    check_inputs: bool
-    scratch_bytes: int | None
-    stash: bool
-    grads: list[bool]  # of the first eight
-
-    @property
-    def parameters(self) -> tuple[Tensor | None, ...]:
-        return self[:8]
-
-    @property
-    def first(self) -> Tensor:
-        x = self.student_logits if self.student_hidden is None else self.student_hidden
-        assert x is not None
-        return x
-
-    def tokens(self, *, check: bool) -> Tokens:
-        """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for."""
-        target, ignore_index = self.target, self.ignore_index
-        if target is None:
-            target, ignore_index = torch.zeros(self.shape, dtype=torch.int64, device=self.first.device), -1
-        tokens = select_tokens(
-            self.op,
-            target,
-            self.size,
-            self.token_weight,
-            None,
-            self.normalizer,
-            ignore_index=ignore_index,
-            reduction=self.reduction,
-            temperature=1.0,
-            check_values=check and self.check_inputs,
-        )
-        if check and self.indices is not None and (self.check_inputs or self.indices.device.type == "cpu"):
-            check_indices(self.op, self.indices, None if self.target is None else target != ignore_index, self.size)
-        return tokens
-
-    def model(self, who: int, grads: Sequence[bool]) -> Model | None:
-        """The student (0) or the teacher (1)."""
-        hidden, weight, bias, logits = self.parameters[4 * who : 4 * who + 4]
-        dtype = (self.student_dtype, self.teacher_dtype)[who]
-        if hidden is None and logits is None:
-            return None
-        return Model(
-            None if hidden is None else hidden.reshape(-1, hidden.shape[-1]).to(dtype),
-            None if weight is None else weight.to(dtype),
-            # In the products' dtype first, as F.linear does under autocast.
-            None if bias is None else bias.to(dtype).float(),
-            None if logits is None else logits.reshape(-1, logits.shape[-1]),
-            tuple(grads[4 * who : 4 * who + 4]),  # type: ignore[arg-type]
-        )
-
-    def head(self, who: int) -> Head:
-        hidden, weight, _, logits = self.parameters[4 * who : 4 * who + 4]
-        grads = self.grads[4 * who : 4 * who + 4]
-        if hidden is None or weight is None:
-            return Head(vocab=0 if logits is None else logits.shape[-1], grad_logits=grads[3])
-        return Head(
-            hidden.shape[-1],
-            weight.shape[0],
-            DTYPES[(self.student_dtype, self.teacher_dtype)[who]],
-            DTYPES[hidden.dtype],
-            DTYPES[weight.dtype],
-            *grads,
-        )
-
-    def plan(self, tokens: Tokens | None) -> int:
-        """Tokens of a chunk; `tokens` None: before targets are read, the worst case."""
-        device = "cpu" if self.first.device.type == "cpu" else "cuda"
-        total = 1
-        for n in self.shape:
-            total *= n
-        problem = Problem(
-            tokens=total,
-            vocab=self.size,
-            student=self.head(0),
-            teacher=self.head(1),
-            topk=0 if self.indices is None else self.indices.shape[-1],
-            hard=self.hard_weight > 0,
-            device=device,
-            stash=self.stash,
-            compacted=device == "cpu" if tokens is None else tokens.index is not None,
-        )
-        return spec.plan(problem, self.scratch_bytes, self.op)
-
-    def run(self, tokens: Tokens, row: Tensor, grads: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
-        """The computed tokens' losses, and the eight gradients that are wanted."""
-        student = self.model(0, grads)
-        assert student is not None
-        topk = None
-        if self.indices is not None and self.values is not None:
-            k = self.indices.shape[-1]
-            topk = (self.indices.reshape(-1, k), self.values.reshape(-1, k))
-        loss = Loss(
-            self.beta,
-            self.temperature,
-            self.temperature_squared,
-            self.hard_weight,
-            self.topk_kind,
-            self.topk_rest,
-        )
-        chunk = self.plan(tokens)
-        losses, *made = walk(loss, student, self.model(1, grads), topk, tokens, row=row, vocab=self.size, chunk=chunk)
-        return losses, made[0] + made[1]
+def _walk(a: Arguments, tokens: Tokens, row: Tensor, grads: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
+    """The computed tokens' losses, and the eight gradients that are wanted."""
+    student = a.model(0, grads)
+    assert student is not None
+    topk = None
+    if a.indices is not None and a.values is not None:
+        k = a.indices.shape[-1]
+        topk = (a.indices.reshape(-1, k), a.values.reshape(-1, k))
+    losses, *made = walk(
+        a.loss, student, a.model(1, grads), topk, tokens, row=row, vocab=a.size, chunk=_plan(a, tokens)
+    )
+    return losses, made[0] + made[1]
 
 
 @torch.library.custom_op(
-    "onchip::linear_jsd_torch", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+    "onchip::linear_jsd_torch", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return the loss, and with `stash` the gradients in float32 for an upstream gradient of 1; what isn't asked for is
     empty."""
-    a = _Arguments(*args)
+    a = Arguments(*args)
     # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
     with torch.autocast(a.first.device.type, enabled=False):
         tokens = a.tokens(check=True)
         grads = a.grads if a.stash else [False] * 8
-        losses, made = a.run(tokens, tokens.weight * tokens.inverse_count, grads)
+        losses, made = _walk(a, tokens, tokens.weight * tokens.inverse_count, grads)
         loss = tokens.spread(losses * tokens.weight, a.shape)
         if a.reduction != "none":
             loss = loss.sum() * tokens.inverse_count
@@ -428,7 +310,7 @@ def _shaped(x: Tensor | None, like: Tensor | None, first: Tensor) -> Tensor:
 
 @_forward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
+    a = Arguments(*args)
     loss = a.first.new_empty(a.shape if a.reduction == "none" else (), dtype=torch.float32)
     stashed = [
         a.first.new_empty(x.shape if x is not None and a.stash and wanted else 0, dtype=torch.float32)
@@ -440,16 +322,16 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "onchip::linear_jsd_torch_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_loss, {_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})",
+    schema=f"(Tensor grad_loss, {SCHEMA}) -> ({', '.join(['Tensor'] * 8)})",
 )
 def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients in their parameters' dtypes; what isn't asked for is empty."""
-    a = _Arguments(*args)
+    a = Arguments(*args)
     with torch.autocast(a.first.device.type, enabled=False):
         tokens = a.tokens(check=False)
         row = tokens.weight * tokens.inverse_count
         row = row * (tokens.upstream(grad_loss) if a.reduction == "none" else grad_loss)
-        _, made = a.run(tokens, row, a.grads)
+        _, made = _walk(a, tokens, row, a.grads)
         return tuple(
             a.first.new_empty(0) if x is None or like is None else x.view(like.shape).to(like.dtype)
             for x, like in zip(made, a.parameters, strict=True)
@@ -458,18 +340,15 @@ def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 @_backward_op.register_fake
 def _(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
+    a = Arguments(*args)
     return tuple(
         x.new_empty(x.shape) if x is not None and wanted else a.first.new_empty(0)
         for x, wanted in zip(a.parameters, a.grads, strict=True)
     )
 
 
-_TENSORS = 13  # of `_Arguments`
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = _Arguments(*inputs)
+    a = Arguments(*inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
     ctx.stash, ctx.grads, ctx.op = a.stash, a.grads, a.op
@@ -478,12 +357,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         ctx.dtypes = [None if x is None else x.dtype for x in a.parameters]
         ctx.save_for_backward(*output[1:])
     else:
-        ctx.options = a[_TENSORS:]
-        ctx.save_for_backward(*a[:_TENSORS])
+        ctx.options = a[TENSORS:]
+        ctx.save_for_backward(*a[:TENSORS])
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (len(_Arguments._fields) - 8)
+    nothing = (None,) * (len(Arguments._fields) - 8)
     if grad_loss is None:
         return (*[None] * 8, *nothing)
     grads: list[Tensor | None]

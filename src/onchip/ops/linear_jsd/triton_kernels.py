@@ -1,0 +1,564 @@
+"""The Triton kernels of linear_jsd and jsd, on which triton_launches.py says more.
+
+Sizes: T tokens, H hidden, V vocab, C the tokens of a chunk.  Tokens that are not ignored are compacted to the front: a
+*position* is an index among those, `count` of them, known to the device alone.
+
+A product's kernel never stores logits as such: of each tile of VOCAB_TILE columns it stores the largest logit of each
+position, in float32, the distances of all below it, taken from the float32 accumulator, and a sum of exponentials.  Of
+bfloat16 operands the distances are float16: exact where the probability is, and elsewhere off by 2^-12 of themselves at
+most, which is less than the rounding of the hidden states moves a logit by, and a fraction of what a logit rounded to
+bfloat16 is off by.  Exponentials in 16 bits would do for s and t but not for log(s / t) of what is unlikely.  Of
+float16 operands, which are finer themselves, the distances are float32.
+
+The maths is in the package's docstring; what follows from it here:
+
+Of both models' probabilities at an entry let hi be the larger, lo the smaller, q = log(hi / lo), w the weight of lo in
+the mixture m, and a = log(hi / m) = -log(1 - w + w exp(-q)), so that log(lo / m) = a - q.  Nothing overflows, equal
+logits give q = a = 0 exactly, and with r(x) = exp(x) - 1 - x the entry's part of the loss is
+
+    (1 - w) hi r(-a) + w lo r(q - a) = (1 - w) hi a + w lo (a - q)
+
+of which the first keeps its digits where q is small, and neither is below 0.  An error of a enters the first in the
+second order only.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.ops._shared.triton_maths import LOG2E, LOWEST, expm1, log1p
+from onchip.ops.linear_cross_entropy.triton_blocks import (
+    VOCAB_TILE,
+    exponential_row,
+    load_block,
+    place_tile,
+    store_columns,
+)
+
+# log-probabilities below this are taken for it: a difference of two is never NaN, and one that passes INFINITE tells
+# that one of the two probabilities is 0.
+FLOOR = tl.constexpr(-1.0e30)
+INFINITE = tl.constexpr(1.0e29)
+# KL(t || s), KL(s || t), and what lies between.
+FORWARD_KL, REVERSE_KL, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Rows of `stats`, [STATS, T] float32 by position.
+STUDENT_MAX, STUDENT_LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log s = (z - max) / temperature - log_sum
+TEACHER_MAX, TEACHER_LOG_SUM = tl.constexpr(2), tl.constexpr(3)
+STUDENT_MEAN, TEACHER_MEAN = tl.constexpr(4), tl.constexpr(5)  # what the gradients are centred by
+HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(6), tl.constexpr(7)  # of the student at temperature 1
+STUDENT_SHRINK, TEACHER_SHRINK = tl.constexpr(8), tl.constexpr(9)  # a kept gradient is to be multiplied by
+STATS = tl.constexpr(10)
+
+
+@triton.jit
+def logit_tiles(
+    rows,  # [C, H]: hidden of the positions from `first` on
+    weight,  # [V, H] with rows of stride weight_stride
+    bias,  # [V] float32
+    label,  # [C] int32
+    count,  # [1] int32
+    below,  # [chunk_tiles * tile_rows, VOCAB_TILE] float16 or float32 out: z - largest
+    largest,  # [C, chunk_tiles] float32 out: the largest z of a tile
+    total,  # [C, chunk_tiles] float32 out: sum of exp((z - largest) / temperature)
+    others,  # [C, chunk_tiles] float32 out: sum of exp(z - largest) over all but the label
+    first,  # position
+    first_tile,
+    chunk_tiles,
+    tile_rows,  # C rounded up to blocks
+    below_rows,
+    rows_stride,
+    weight_stride,
+    C,
+    H,
+    V,
+    inverse_temperature,
+    BIAS: tl.constexpr,
+    HARD: tl.constexpr,
+    SUMS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """A chunk of one model's logits: C positions from `first` on, some tiles of the vocabulary from `first_tile` on."""
+    n = tl.minimum(tl.load(count) - first, C)
+    tiles_t = tl.cdiv(tl.maximum(n, 0), BLOCK_T)
+    steps = tl.cdiv(H, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles_t * chunk_tiles, PROGRAMS, flatten=True):
+        i, j = place_tile(tile, tiles_t, chunk_tiles, GROUP)
+        t0 = i * BLOCK_T
+        v0 = (first_tile + j) * VOCAB_TILE
+        z = tl.zeros((BLOCK_T, VOCAB_TILE), tl.float32)
+        for k in range(steps):
+            a = load_block(rows, rows_stride, t0, k * BLOCK_K, C, H, BLOCK_T, BLOCK_K, TMA)
+            b = load_block(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TMA)
+            z = tl.dot(a, b.T, z)
+
+        t = t0 + tl.arange(0, BLOCK_T)
+        v = v0 + tl.arange(0, VOCAB_TILE)
+        inside = t < n
+        if BIAS:
+            z += tl.load(bias + v, mask=v < V, other=0.0)[None, :]
+        if RAGGED:
+            z = tl.where((v < V)[None, :], z, float("-inf"))
+        top = tl.maximum(tl.max(z, 1), LOWEST)
+        z -= top[:, None]
+        at = t.to(tl.int64) * chunk_tiles + j
+        tl.store(largest + at, top, mask=inside)
+        if SUMS and HARD:
+            y = tl.load(label + t, mask=inside, other=-1)
+            e = tl.exp2(z * LOG2E)
+            e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
+            tl.store(others + at, tl.sum(e, 1), mask=inside)
+        value = z.to(below.dtype if TMA else below.dtype.element_ty)
+        if SUMS:
+            # Of what is stored: a gradient is a difference of terms that cancel if the probabilities sum to 1.
+            e = tl.exp2(value.to(tl.float32) * (inverse_temperature * LOG2E))
+            tl.store(total + at, tl.sum(e, 1), mask=inside)
+        into = j * tile_rows + t0
+        store_columns(below, VOCAB_TILE, into, 0, below_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA)
+
+
+@triton.jit
+def _below(
+    source, largest, i, token, j, c, v, tiles, tile_rows, stride, V, maximum, LOGITS: tl.constexpr
+):  # fmt: skip
+    """z - maximum of one token, [tiles, VOCAB_TILE] float32; -inf outside."""
+    if LOGITS:
+        row = source + token.to(tl.int64) * stride
+        return tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32) - maximum
+    else:  # noqa: RET505 - without it, Triton compiles what follows for logits too
+        mine = j < tiles
+        row = (j.to(tl.int64) * tile_rows + i) * VOCAB_TILE
+        x = tl.load(source + row[:, None] + c[None, :], mask=mine[:, None], other=float("-inf")).to(tl.float32)
+        top = tl.load(largest + i.to(tl.int64) * tiles + j, mask=mine, other=LOWEST)
+        return x + (top - maximum)[:, None]
+
+
+@triton.jit
+def _log_probs(below, inverse_temperature, log_sum):
+    x = below * inverse_temperature - log_sum
+    return tl.where(x < FLOOR, FLOOR, x)  # a NaN stays one
+
+
+@triton.jit
+def _sums_of_tiles(largest, total, others, i, tiles, inverse_temperature, HARD: tl.constexpr):
+    """Of one token: its largest logit, the sum of exponentials at the temperature, and, but for the label, at 1."""
+    lane = tl.arange(0, 256)
+    row = i.to(tl.int64) * tiles
+    top = tl.full((256,), LOWEST, tl.float32)
+    for start in range(0, tiles, 256):
+        j = start + lane
+        top = tl.maximum(top, tl.load(largest + row + j, mask=j < tiles, other=LOWEST))
+    maximum = tl.max(top, 0)
+    soft = tl.zeros((256,), tl.float32)
+    hard = tl.zeros((256,), tl.float32)
+    for start in range(0, tiles, 256):
+        j = start + lane
+        drop = tl.load(largest + row + j, mask=j < tiles, other=LOWEST) - maximum
+        decay = tl.exp2(drop * (inverse_temperature * LOG2E))
+        soft += tl.load(total + row + j, mask=j < tiles, other=0.0) * decay
+        if HARD:
+            hard += tl.load(others + row + j, mask=j < tiles, other=0.0) * tl.exp2(drop * LOG2E)
+    return maximum, tl.sum(soft, 0), tl.sum(hard, 0)
+
+
+@triton.jit
+def _sums_of_logits(
+    source, token, stride, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """The same of logits that exist, in one reading: each lane has a maximum of its own."""
+    c = tl.arange(0, VOCAB_TILE)
+    top = tl.full((TILES, VOCAB_TILE), LOWEST, tl.float32)
+    soft = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+    hard = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+    row = source + token.to(tl.int64) * stride
+    for start in range(0, tiles, TILES):
+        v = (start + tl.arange(0, TILES))[:, None] * VOCAB_TILE + c[None, :]
+        z = tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32)
+        more = z > top
+        drop = -tl.abs(z - top)
+        e = tl.exp2(drop * (inverse_temperature * LOG2E))
+        soft = tl.where(more, soft * e + 1, soft + e)
+        if HARD:
+            e = tl.exp2(drop * LOG2E)
+            own = v == y
+            hard = tl.where(more, hard * e + tl.where(own, 0.0, 1.0), hard + tl.where(own, 0.0, e))
+        top = tl.where(more, z, top)
+    maximum = tl.max(tl.max(top, 1), 0)
+    drop = top - maximum
+    soft *= tl.exp2(drop * (inverse_temperature * LOG2E))
+    hard *= tl.exp2(drop * LOG2E)
+    return maximum, tl.sum(tl.sum(soft, 1), 0), tl.sum(tl.sum(hard, 1), 0)
+
+
+@triton.jit
+def _remainder(x):
+    """(exp(x) - 1 - x) / x^2 for |x| <= 1/2."""
+    return 0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))
+
+
+@triton.jit
+def _terms(log_s, log_t, beta, MODE: tl.constexpr):
+    """Of each entry: its part of the loss, what the gradients are made of, and both probabilities.
+
+    The gradients by the log-probabilities are `by_s - mean_s * s` and `by_t - mean_t * t`, up to a factor.
+    """
+    if MODE == REVERSE_KL:
+        term, by_t, by_s, t, s = _terms(log_t, log_s, beta, FORWARD_KL)
+    else:
+        d = log_t - log_s
+        below = d <= 0  # the student is the surer
+        q = tl.abs(d)
+        hi = tl.exp2(tl.where(below, log_s, log_t) * LOG2E)
+        e = tl.exp2(-q * LOG2E)
+        lo = hi * e
+        s = tl.where(below, hi, lo)
+        t = tl.where(below, lo, hi)
+        if MODE == FORWARD_KL:
+            far = tl.where(below, hi + lo * (d - 1), hi * (d - 1) + lo)
+            far = tl.where(d > INFINITE, tl.where(hi > 0, float("inf"), 0.0), far)
+            term = tl.where(q < 0.5, t * d * d * _remainder(-d), tl.where(far < 0, 0.0, far))
+            by_s = tl.where(below, hi - lo, lo - hi)
+            by_t = t * d
+        else:
+            w = tl.where(below, beta, 1 - beta)
+            other = tl.where(below, 1 - beta, beta)
+            a = -tl.log(other + w * e)
+            from_hi = hi * a
+            from_lo = lo * (a - q)
+            far = other * from_hi + w * from_lo
+            near = other * from_hi * a * _remainder(-a) - w * from_lo * (q - a) * _remainder(q - a)
+            term = tl.where(q < 0.5, near, tl.where(far < 0, 0.0, far))
+            by_s = tl.where(below, from_hi, from_lo)
+            by_t = tl.where(below, from_lo, from_hi)
+    return term, by_s, by_t, s, t
+
+
+@triton.jit
+def _store_gradient(
+    out,  # [rows, VOCAB_TILE], or [T, V]
+    g,  # [TILES, VOCAB_TILE]
+    j,
+    c,
+    v,
+    at,
+    token,
+    tiles,
+    V,
+    stride,
+    stash,
+    stash_stride,
+    stash_tokens,
+    overflow,
+    overflow_tokens,
+    again,
+    again_tokens,
+    first_tile,
+    LOGITS: tl.constexpr,
+):
+    if LOGITS:
+        tl.store(out + token.to(tl.int64) * stride + v, g.to(out.dtype.element_ty), mask=v < V)
+    else:
+        row = exponential_row(
+            first_tile + j, at, stash, stash_stride, stash_tokens, overflow, overflow_tokens, again, again_tokens,
+            first_tile,
+        )  # fmt: skip
+        where = row.to(tl.int64)[:, None] * VOCAB_TILE + c[None, :]
+        tl.store(out + where, g.to(out.dtype.element_ty), mask=(j < tiles)[:, None])
+
+
+@triton.jit
+def _sum(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def _shrink(bound):
+    """The inverse of the power of two that takes `bound` to below 2^14: float16's range is short."""
+    return tl.exp2(tl.floor(tl.log2(tl.maximum(bound, 1e-30))) - 13)
+
+
+@triton.jit
+def divergence_rows(
+    student,  # [tiles * tile_rows, VOCAB_TILE] as `logit_tiles` leaves it, or logits [T, V]
+    teacher,  # the same
+    student_largest,  # [tile_rows, tiles] float32, and so on
+    student_total,
+    student_others,
+    teacher_largest,
+    teacher_total,
+    student_gradient,  # [rows, VOCAB_TILE] out, or [T, V] out
+    teacher_gradient,
+    stats,  # [STATS, T] float32 in or out
+    loss,  # [T] float32 out, by token
+    position,  # [T] int32, by token: -1 for ignored ones
+    order,  # [T] int32: the token of a position
+    count,  # [1] int32
+    label,  # [T] int32: -1 if it is out of range
+    target_logit,  # [T] float32: the label's, of a student given by tiles
+    token_weight,  # [T] float32, by token
+    row,  # [T] float32, by position: factor of its gradients
+    first,  # position
+    first_tile,
+    tiles,
+    tile_rows,
+    T,
+    V,
+    student_stride,
+    teacher_stride,
+    student_gradient_stride,
+    teacher_gradient_stride,
+    student_stash,
+    student_stash_stride,
+    student_stash_tokens,
+    student_overflow,
+    student_overflow_tokens,
+    student_again,
+    student_again_tokens,
+    teacher_stash,
+    teacher_stash_stride,
+    teacher_stash_tokens,
+    teacher_overflow,
+    teacher_overflow_tokens,
+    teacher_again,
+    teacher_again_tokens,
+    inverse_temperature,
+    beta,
+    soft_weight,  # of the divergence in the loss
+    hard_weight,  # of the cross-entropy
+    MODE: tl.constexpr,
+    STUDENT_LOGITS: tl.constexpr,
+    TEACHER_LOGITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HARD: tl.constexpr,
+    SUMS: tl.constexpr,
+    STUDENT: tl.constexpr,
+    TEACHER: tl.constexpr,
+    STUDENT_MEAN_WANTED: tl.constexpr,
+    TEACHER_MEAN_WANTED: tl.constexpr,
+    ROW: tl.constexpr,
+    STUDENT_SCALED: tl.constexpr,
+    TEACHER_SCALED: tl.constexpr,
+    TOKEN_WEIGHT: tl.constexpr,
+    TILES: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Losses and statistics (with SUMS), and the logits' gradients, of one token per program.
+
+    With ROW gradients are multiplied by their row's factor, else by what suits float16 (SCALED).  Gradients of
+    logits are 0 for ignored tokens, those in tiles for the positions up to a whole block: products read them.
+    """
+    i = tl.program_id(0)
+    n = tl.load(count)
+    if BY_TOKEN:
+        token = i
+        at = tl.load(position + token)
+        there = at >= 0
+        blank = at < 0
+    else:
+        at = first + i
+        there = at < n
+        blank = (at >= n) & (at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD)
+        token = tl.load(order + at, mask=there, other=0)
+    c = tl.arange(0, VOCAB_TILE)
+    blocks = tl.cdiv(tiles, TILES)
+    if there:
+        y = tl.load(label + at)
+        if SUMS:
+            if STUDENT_LOGITS:
+                s_max, s_sum, s_others = _sums_of_logits(
+                    student, token, student_stride, V, y, tiles, inverse_temperature, HARD, TILES
+                )
+            else:
+                s_max, s_sum, s_others = _sums_of_tiles(
+                    student_largest, student_total, student_others, i, tiles, inverse_temperature, HARD
+                )
+            if TEACHER_LOGITS:
+                t_max, t_sum, _others = _sums_of_logits(
+                    teacher, token, teacher_stride, V, y, tiles, inverse_temperature, False, TILES
+                )
+            else:
+                t_max, t_sum, _others = _sums_of_tiles(
+                    teacher_largest, teacher_total, None, i, tiles, inverse_temperature, False
+                )
+            s_log = tl.log(s_sum)
+            t_log = tl.log(t_sum)
+            losses = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            by_ss = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            by_ts = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            ss = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            ts = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            s_bounds = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            t_bounds = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            for start in range(0, tiles, TILES):
+                j = start + tl.arange(0, TILES)
+                v = j[:, None] * VOCAB_TILE + c[None, :]
+                z = _below(
+                    student, student_largest, i, token, j, c, v, tiles, tile_rows, student_stride, V, s_max,
+                    STUDENT_LOGITS,
+                )  # fmt: skip
+                u = _below(
+                    teacher, teacher_largest, i, token, j, c, v, tiles, tile_rows, teacher_stride, V, t_max,
+                    TEACHER_LOGITS,
+                )  # fmt: skip
+                term, by_s, by_t, s, t = _terms(
+                    _log_probs(z, inverse_temperature, s_log), _log_probs(u, inverse_temperature, t_log), beta, MODE
+                )
+                losses += term
+                if STUDENT_MEAN_WANTED:
+                    by_ss += by_s
+                    ss += s
+                if TEACHER_MEAN_WANTED:
+                    by_ts += by_t
+                    ts += t
+                if STUDENT_SCALED:
+                    s_bounds = tl.maximum(s_bounds, tl.maximum(tl.abs(by_s), s))
+                if TEACHER_SCALED:
+                    t_bounds = tl.maximum(t_bounds, tl.maximum(tl.abs(by_t), t))
+            value = _sum(losses)
+            s_mean = value * 0
+            t_mean = value * 0
+            # Over the sums of the probabilities as they are: where both models are certain, all of a gradient cancels.
+            if STUDENT_MEAN_WANTED:
+                s_mean = tl.where(value == float("inf"), value, _sum(by_ss) / _sum(ss))
+            if TEACHER_MEAN_WANTED:
+                t_mean = tl.where(value == float("inf"), value, _sum(by_ts) / _sum(ts))
+            # A gradient is at most (1 + |mean|) times the largest of |by_s| and s.
+            soft = soft_weight * inverse_temperature
+            s_shrink = _shrink(tl.max(s_bounds) * (1 + tl.abs(s_mean)) * soft + hard_weight)
+            t_shrink = _shrink(tl.max(t_bounds) * (1 + tl.abs(t_mean)) * soft)
+            value *= soft_weight
+            hard_log = value * 0
+            label_log_prob = value * 0
+            if HARD:
+                if STUDENT_LOGITS:
+                    own_at = token.to(tl.int64) * student_stride + tl.maximum(y, 0)
+                    z_y = tl.load(student + own_at).to(tl.float32)
+                else:
+                    z_y = tl.load(target_logit + at)
+                top = tl.maximum(s_max, z_y)  # computed apart: the last digit may differ
+                rest = s_others * tl.exp2((s_max - top) * LOG2E)
+                own = tl.exp2((z_y - top) * LOG2E)
+                # log1p where the label leads: there the loss is small, and 1 + others would round it away.
+                log_total = tl.where(z_y >= top, log1p(rest), tl.log(rest + own))
+                label_log_prob = (z_y - top) - log_total
+                hard_log = log_total + (top - s_max)
+                value -= hard_weight * label_log_prob
+            if TOKEN_WEIGHT:
+                value *= tl.load(token_weight + token)
+            tl.store(loss + token, tl.where(y < 0, float("nan"), value))
+            into = stats + at
+            tl.store(into + STUDENT_MAX * T, s_max)
+            tl.store(into + STUDENT_LOG_SUM * T, s_log)
+            tl.store(into + TEACHER_MAX * T, t_max)
+            tl.store(into + TEACHER_LOG_SUM * T, t_log)
+            tl.store(into + STUDENT_MEAN * T, s_mean)
+            tl.store(into + TEACHER_MEAN * T, t_mean)
+            tl.store(into + HARD_LOG_SUM * T, hard_log)
+            tl.store(into + LABEL_LOG_PROB * T, label_log_prob)
+            tl.store(into + STUDENT_SHRINK * T, s_shrink)
+            tl.store(into + TEACHER_SHRINK * T, t_shrink)
+        else:
+            of = stats + at
+            s_max = tl.load(of + STUDENT_MAX * T)
+            s_log = tl.load(of + STUDENT_LOG_SUM * T)
+            t_max = tl.load(of + TEACHER_MAX * T)
+            t_log = tl.load(of + TEACHER_LOG_SUM * T)
+            s_mean = tl.load(of + STUDENT_MEAN * T)
+            t_mean = tl.load(of + TEACHER_MEAN * T)
+            hard_log = tl.load(of + HARD_LOG_SUM * T)
+            label_log_prob = tl.load(of + LABEL_LOG_PROB * T)
+            s_shrink = tl.load(of + STUDENT_SHRINK * T)
+            t_shrink = tl.load(of + TEACHER_SHRINK * T)
+        if STUDENT or TEACHER:
+            s_factor = soft_weight * inverse_temperature
+            t_factor = soft_weight * inverse_temperature
+            if MODE == MIXTURE:
+                s_factor *= 1 - beta
+                t_factor *= beta
+            hard_factor = hard_weight
+            if ROW:
+                r = tl.load(row + at)
+                s_factor *= r
+                t_factor *= r
+                hard_factor *= r
+            if STUDENT_SCALED and not ROW:
+                s_factor /= s_shrink
+                hard_factor /= s_shrink
+            if TEACHER_SCALED and not ROW:
+                t_factor /= t_shrink
+            at_label = hard_factor * expm1(label_log_prob)
+            # From the last on: what was read last is still in the cache.
+            for back in range(blocks):
+                j = (blocks - 1 - back) * TILES + tl.arange(0, TILES)
+                v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
+                z = _below(
+                    student, student_largest, i, token, j, c, v, tiles, tile_rows, student_stride, V, s_max,
+                    STUDENT_LOGITS,
+                )  # fmt: skip
+                u = _below(
+                    teacher, teacher_largest, i, token, j, c, v, tiles, tile_rows, teacher_stride, V, t_max,
+                    TEACHER_LOGITS,
+                )  # fmt: skip
+                _term, by_s, by_t, s, t = _terms(
+                    _log_probs(z, inverse_temperature, s_log), _log_probs(u, inverse_temperature, t_log), beta, MODE
+                )
+                if STUDENT:
+                    g = s_factor * (by_s - s_mean * s)
+                    if HARD:
+                        p = hard_factor * tl.exp2((z - hard_log) * LOG2E)
+                        g += tl.where(v == y, at_label, p)
+                    _store_gradient(
+                        student_gradient, g, j, c, v, at, token, tiles, V,
+                        student_gradient_stride, student_stash, student_stash_stride, student_stash_tokens,
+                        student_overflow, student_overflow_tokens, student_again, student_again_tokens, first_tile,
+                        STUDENT_LOGITS,
+                    )  # fmt: skip
+                if TEACHER:
+                    g = t_factor * (by_t - t_mean * t)
+                    _store_gradient(
+                        teacher_gradient, g, j, c, v, at, token, tiles, V,
+                        teacher_gradient_stride, teacher_stash, teacher_stash_stride, teacher_stash_tokens,
+                        teacher_overflow, teacher_overflow_tokens, teacher_again, teacher_again_tokens, first_tile,
+                        TEACHER_LOGITS,
+                    )  # fmt: skip
+    elif blank and (STUDENT or TEACHER):
+        for start in range(0, tiles, TILES):
+            j = start + tl.arange(0, TILES)
+            v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
+            g = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+            if STUDENT:
+                _store_gradient(
+                    student_gradient, g, j, c, v, at, token, tiles, V, student_gradient_stride, student_stash,
+                    student_stash_stride, student_stash_tokens, student_overflow, student_overflow_tokens,
+                    student_again, student_again_tokens, first_tile, STUDENT_LOGITS,
+                )  # fmt: skip
+            if TEACHER:
+                _store_gradient(
+                    teacher_gradient, g, j, c, v, at, token, tiles, V, teacher_gradient_stride, teacher_stash,
+                    teacher_stash_stride, teacher_stash_tokens, teacher_overflow, teacher_overflow_tokens,
+                    teacher_again, teacher_again_tokens, first_tile, TEACHER_LOGITS,
+                )  # fmt: skip
+
+
+@triton.jit
+def scale_positions(
+    rows,  # [T, H] in and out
+    scale,  # [T] float32
+    count,  # [1] int32
+    held,
+    H,
+    BLOCK: tl.constexpr,
+):
+    """Multiply the rows of the positions before `held` by their factors."""
+    t = tl.program_id(0)
+    if (t < tl.load(count)) & (t < held):
+        r = tl.load(scale + t)
+        for start in range(0, H, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            at = rows + t.to(tl.int64) * H + c
+            h = tl.load(at, mask=c < H, other=0).to(tl.float32)
+            tl.store(at, (h * r).to(rows.dtype.element_ty), mask=c < H)

@@ -1,0 +1,223 @@
+"""How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
+
+A chunk of C tokens takes both models' logits in 16 bits, 4 * C * V bytes (of float16 operands twice that).  From them
+the logits' gradient is made in the products' dtype.  Until backward, where the upstream gradient is known, that waits
+in the memory of the weight's
+gradient, which is there anyway and has room for H tokens (2 H where a float32 gradient meets 16-bit operands): then
+there are four products in all.  Tokens beyond those wait in scratch, and those that don't fit there either have their
+logits computed again in backward, in chunks of the vocabulary.
+
+What this moves through memory, in bytes for each logit (T4096 V128256: 0.53e9 of them; 1 byte each is 0.17 ms at 3.1
+TB/s): both products write 2, the row kernel reads 4 twice and writes 2, both gradients' products read 2, so 18 and at
+most 3.1 ms, of which the product kernels hide the part that is theirs.  float32 logits would make 30 of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from onchip.ops._shared.spec import DTYPE_BYTES, MIB
+from onchip.ops.linear_cross_entropy.triton_spec import RATES, Rates, up, waves
+from onchip.ops.linear_jsd.spec import OP, Head, Problem, logits_bytes
+
+TOKEN_TILE = 128
+VOCAB_TILE = 256
+DEFAULT_SCRATCH = 512 * MIB
+# Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
+USEFUL_TOKENS, USEFUL_TILES = 256, 16
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """One way to cut a problem."""
+
+    token_chunk: int
+    """Tokens whose logits are computed at a time."""
+    held: int = 0
+    """Tokens, in multiples of 128, whose logits' gradient is kept from forward on."""
+    vocab_chunk: int = 0
+    """Columns of the other tokens' logits' gradient that are computed at a time in backward, a multiple of 256."""
+    weight_chunk: int = 0
+    """Rows of a weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
+
+
+def vector_elements(tokens: int) -> int:
+    """float32 numbers that forward leaves of each token."""
+    return 10 * tokens
+
+
+def capacity(head: Head) -> int:
+    """Tokens whose logits' gradient fits in the memory of the weight's."""
+    if not head.grad_weight:
+        return 0
+    rows = head.hidden * DTYPE_BYTES[head.weight_dtype or head.dtype] // DTYPE_BYTES[head.dtype]
+    return rows // TOKEN_TILE * TOKEN_TILE
+
+
+def stashed(head: Head, c: TritonConfig) -> int:
+    """Tokens that wait in the memory of the weight's gradient."""
+    return min(c.held, capacity(head))
+
+
+def memory_rows(head: Head, vocab: int, c: TritonConfig) -> int:
+    """Rows of the weight's gradient to allocate: a chunk more than it has.
+
+    Each chunk of it is written where what the one before was made of lay, while what it is made of itself is read.
+    """
+    return max(head.vocab, up(vocab, VOCAB_TILE) + c.weight_chunk) if stashed(head, c) else head.vocab
+
+
+def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
+    columns = up(p.vocab, VOCAB_TILE)
+    tiles = columns // VOCAB_TILE
+    again = max(0, up(p.tokens, TOKEN_TILE) - c.held) if p.any_grad else 0
+    chunk = up(min(c.token_chunk, p.tokens), TOKEN_TILE)
+    casts = kept = more = overflow = forward = backward = 0
+    for h in (p.student, p.teacher):
+        if not h.hidden:
+            continue
+        element = DTYPE_BYTES[h.dtype]
+        casts += element * h.vocab * h.hidden if (h.weight_dtype or h.dtype) != h.dtype else 0
+        distance = 4 if h.dtype == "float16" else 2
+        forward += distance * chunk * columns + 12 * chunk * tiles
+        if again:
+            backward += distance * again * c.vocab_chunk + 12 * again * (c.vocab_chunk // VOCAB_TILE)
+        if not h.any_grad:
+            forward += element * chunk * h.hidden
+            backward += element * again * h.hidden
+            continue
+        kept += 0 if h.grad_hidden else element * p.tokens * h.hidden
+        more += DTYPE_BYTES[h.weight_dtype or h.dtype] * (memory_rows(h, p.vocab, c) - h.vocab) * h.hidden
+        overflow += element * columns * (c.held - stashed(h, c))
+        backward += element * again * c.vocab_chunk
+        backward += 4 * p.tokens * h.hidden if h.grad_hidden else 0
+        backward += 4 * h.vocab if h.grad_bias else 0
+    return {
+        "weights in the products' dtype": casts,
+        "vectors": 160 * p.tokens + MIB // 64,
+        "hidden rows": kept,
+        "one more chunk of the weight's gradient": more,
+        "logits' gradient in scratch": overflow,
+        "logits of a chunk, or sums and what is computed again in backward": max(forward, backward),
+    }
+
+
+def scratch_bytes(p: Problem, c: TritonConfig) -> int:
+    """Peak memory above inputs, loss and returned gradients, in bytes."""
+    return sum(scratch_parts(p, c).values())
+
+
+def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
+    """Milliseconds of forward, and of backward where gradients are wanted."""
+    launch = 1e-3 * rates.launch
+    tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
+    again = 1 - min(1.0, c.held / max(1, p.tokens)) if p.any_grad else 0.0
+    chunks = list(_sizes(p.tokens, c.token_chunk))
+    time = launch * 5 * len(chunks)
+    for h in (p.student, p.teacher):
+        if not h.hidden:
+            continue
+        product = 2e-9 * p.tokens * h.hidden * p.vocab / rates.product
+        for size in chunks:
+            cut = -(-size // TOKEN_TILE)
+            time += product * cut * TOKEN_TILE / max(1, p.tokens) * waves(cut * tiles, rates.programs)
+        if again:
+            columns = min(c.vocab_chunk // VOCAB_TILE, tiles)
+            cut = round(again * p.tokens) // TOKEN_TILE * columns
+            time += again * product * waves(cut, rates.programs) + launch * 3 * -(-tiles // columns)
+        blocks = -(-h.hidden // 256)
+        if h.grad_weight:
+            parts = list(_sizes(tiles, min(c.weight_chunk, c.vocab_chunk) // VOCAB_TILE))
+            cut = parts[0] * VOCAB_TILE // TOKEN_TILE * blocks
+            time += product * waves(cut, rates.programs) + launch * len(parts)
+        if h.grad_hidden:
+            time += product + 1e-9 * rates.add * p.tokens * h.hidden
+    return time
+
+
+def _sizes(total: int, chunk: int) -> Iterator[int]:
+    for start in range(0, total, max(1, chunk)):
+        yield min(chunk, total - start)
+
+
+def least_scratch(p: Problem, tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
+    """Bytes of scratch for chunks of so many tokens and tiles of the vocabulary: by default, to run at all."""
+    return scratch_bytes(p, _config(p, 0, tokens, tiles, tiles))
+
+
+def default_scratch(p: Problem) -> int:
+    """512 MiB or an eighth of both models' float32 logits, whichever is less, and at least what useful chunks need."""
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), least_scratch(p, USEFUL_TOKENS, USEFUL_TILES))
+
+
+def _config(p: Problem, held: int, tokens: int, vocab_tiles: int, weight_tiles: int) -> TritonConfig:
+    tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
+    if not p.any_grad:
+        return TritonConfig(min(p.tokens, tokens))
+    if held >= p.tokens:
+        vocab_tiles = tiles
+    vocab_tiles = min(vocab_tiles, tiles)
+    return TritonConfig(
+        min(p.tokens, tokens), held, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE
+    )
+
+
+@lru_cache(maxsize=1024)
+def plan(p: Problem, budget: int | None = None, rates: Rates = RATES["h100"]) -> TritonConfig:
+    """The plan of the least predicted time whose scratch fits the budget.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    least = least_scratch(p)
+    if budget is None:
+        budget = default_scratch(p)
+    if least > budget:
+        raise ValueError(
+            f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} on backend 'triton', which needs "
+            f"{least} bytes; raise scratch_bytes"
+        )
+    rows = up(p.tokens, TOKEN_TILE)
+    tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
+    per_tile = min([2 * -(-h.hidden // 256) for h in (p.student, p.teacher) if h.grad_weight] or [1])
+    # Chunks of the weight's gradient whose tiles fill whole waves, or nearly.
+    weights = {n * rates.programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, min(USEFUL_TILES, tiles)}
+    found = []
+    for weight in sorted(x for x in weights if 0 < x <= max(tiles, 1)):
+        for vocab in sorted({max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}):
+            for held in _holds(p, rows, budget, vocab, weight):
+                cut = _chunks(p, _config(p, held, TOKEN_TILE, vocab, weight), rows, budget)
+                found += [(predict(p, c, rates), scratch_bytes(p, c), c) for c in cut]
+    fastest = min(time for time, *_ in found)
+    # Of those that are as good as the fastest the smallest: the model isn't better than that.
+    return min((x for x in found if x[0] <= 1.007 * fastest), key=lambda x: (x[1], x[0]))[2]
+
+
+def _holds(p: Problem, rows: int, budget: int, vocab: int, weight: int) -> list[int]:
+    """None, and as many tokens as fit beside a chunk of tokens that is useful, and beside the smallest."""
+    if not p.any_grad:
+        return [0]
+    found = {0}
+    for tokens in (min(rows, USEFUL_TOKENS), TOKEN_TILE):
+        low, high = 0, rows // TOKEN_TILE
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = scratch_bytes(p, _config(p, middle * TOKEN_TILE, tokens, vocab, weight)) <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        found.add(low * TOKEN_TILE)
+    return sorted(found)
+
+
+def _chunks(p: Problem, c: TritonConfig, rows: int, budget: int) -> list[TritonConfig]:
+    """The fewest even chunks of tokens that fit, and a few more."""
+    if scratch_bytes(p, c) > budget:
+        return []
+    low, high = 1, max(1, rows // TOKEN_TILE)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = scratch_bytes(p, replace(c, token_chunk=middle * TOKEN_TILE)) <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    fewest = -(-rows // (low * TOKEN_TILE)) if rows else 1
+    sizes = {low * TOKEN_TILE} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
+    return [replace(c, token_chunk=max(1, min(size, p.tokens))) for size in sorted(sizes) if size <= low * TOKEN_TILE]

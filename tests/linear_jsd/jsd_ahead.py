@@ -1,0 +1,55 @@
+"""Compile linear_jsd's Triton kernels for a GPU that isn't there, as the ops would launch them on it."""
+
+from unittest import mock
+
+import torch
+
+from linear_cross_entropy.ahead_of_time import recording
+from onchip.ops.linear_jsd import triton_launches as jsd_launches
+from onchip.ops.linear_jsd import triton_spec as jsd_spec
+from onchip.torch import jsd, linear_jsd
+
+KERNELS = jsd_launches.kernels
+
+
+def launches(
+    device,
+    *,
+    plan=None,
+    hidden=512,
+    teacher_hidden=1024,
+    dtype=torch.bfloat16,
+    parameters=None,
+    tokens=300,
+    vocab=1000,
+    bias=False,
+    logits=False,
+    teacher_logits=False,
+    **options,
+):
+    """What the op launches, forward and backward, on a device: (compute capability, shared memory per block)."""
+
+    def leaf(*shape):
+        return torch.zeros(shape, dtype=parameters or dtype, requires_grad=True)
+
+    planned = mock.patch.object(jsd_spec, "plan", side_effect=jsd_spec.plan if plan is None else lambda *_: plan)
+    with recording(device) as found, planned, torch.autocast("cpu", dtype, enabled=parameters is not None):
+        if options.get("hard_weight"):
+            options["target"] = torch.zeros(tokens, dtype=torch.int64)
+        if logits:
+            loss = jsd(leaf(tokens, vocab), leaf(tokens, vocab), backend="triton", **options)
+        else:
+            pair = (None, None) if teacher_logits else (leaf(tokens, teacher_hidden), leaf(vocab, teacher_hidden))
+            loss = linear_jsd(
+                leaf(tokens, hidden),
+                leaf(vocab, hidden),
+                *pair,
+                student_bias=leaf(vocab) if bias else None,
+                teacher_bias=leaf(vocab) if bias and not teacher_logits else None,
+                teacher_logits=leaf(tokens, vocab).detach() if teacher_logits else None,
+                backend="triton",
+                **options,
+            )
+        if loss.requires_grad:
+            loss.sum().backward()
+    return found

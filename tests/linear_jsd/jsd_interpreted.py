@@ -1,0 +1,203 @@
+"""The Triton backend under Triton's interpreter, on the CPU: what test_jsd_triton.py starts in processes of their own.
+
+Triton reads TRITON_INTERPRET when it is imported.  Products are in float16 alone: the interpreter computes bfloat16
+wrongly.  What nobody wrote is NaN, so a result that depends on it is NaN too.  The interpreter takes a tenth of a
+second for each token, hence few of them.
+
+    TRITON_INTERPRET=1 python jsd_interpreted.py NAME ...     prints a line of JSON for each check
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from interpreter import main
+from onchip.ops.linear_jsd import triton_spec
+from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
+from onchip.ops.linear_jsd.torch_checks import check_case
+from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.torch import TopK, jsd, linear_jsd
+
+CHECKS = {}
+op = partial(linear_jsd, backend="triton")
+
+
+def check(*arguments):
+    """Register a function, once for each of `arguments` if there are any."""
+
+    def register(f):
+        for x in arguments or ((),):
+            parts = x if isinstance(x, tuple) else (x,)
+            CHECKS["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
+        return f
+
+    return register
+
+
+def planned(*sizes):
+    return mock.patch.object(triton_spec, "plan", return_value=TritonConfig(*sizes))
+
+
+def assert_right(case, dtype=torch.float16):
+    made = check_case(case, dtype, "cpu", backend="triton")
+    assert made
+    assert all(x.ok for x in made), [x for x in made if not x.ok]
+
+
+# Of `onchip check`'s cases those that take ways of their own through the products' kernels, with few tokens.
+NAMES = ("ragged", "equal models", "teacher's logits", "everything")
+CASES = {c.name: replace(c, tokens=4) for c in CHECK_CASES if c.name in NAMES}
+
+
+@check(*CASES)
+def case(name):
+    assert_right(CASES[name])
+
+
+# The same maths from logits: one kernel, far quicker here.
+ROWS = ("beta 0.1", "large logits, beta 1.0", "offset 1e4", "one class", "masked vocab")
+LOGITS = {
+    **{c.name: replace(c, tokens=9, vocab=5000) for c in CHECK_CASES if c.name.startswith("logits, beta")},
+    **{c.name: replace(c, tokens=9, student="logits", teacher="logits") for c in CHECK_CASES if c.name in ROWS},
+    **{
+        f"close, beta {b}": Case(
+            "close", 9, 40, 500, student="logits", teacher="logits", noise=0.01, options={"beta": b}
+        )
+        for b in (0.0, 0.5, 1.0)
+    },
+    "all": Case(
+        "all", 9, 31, 700, student="logits", teacher="logits", ignored=0.3, token_weight=True, padding=(8, 24),
+        options={"vocab": 700, "beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
+    ),
+    "equal": Case("equal", 5, 31, 300, student="logits", teacher="logits", noise=0.0),
+}  # fmt: skip
+
+
+@check(*LOGITS)
+def logits(name):
+    assert_right(LOGITS[name], torch.float32)
+
+
+def problem(tokens=6, hidden=16, vocab=300, noise=None):
+    h, x = (torch.randn(tokens, hidden).half().requires_grad_() for _ in range(2))
+    w, v = ((torch.randn(vocab, hidden) / 4).half().requires_grad_() for _ in range(2))
+    return h, w, x, v
+
+
+def gradients(loss, leaves):
+    return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
+
+
+def assert_close(made, expected, bound=2e-3):
+    """float16 results of the same numbers."""
+    for p, q in zip(made, expected, strict=True):
+        assert float((p.float() - q.float()).norm() / q.float().norm().clamp(min=1e-30)) < bound
+
+
+@check("computed again", "held in scratch", "all")
+def places(name):
+    """Gradients kept in the weight's memory, in scratch, and computed again, in two chunks of tokens and vocabulary."""
+    how = {
+        "computed again": ((4, 131, 600), (128, 0, 512, 256)),
+        "held in scratch": ((132, 72, 300), (128, 256, 512, 256)),  # 72 columns have no room for a block of tokens
+        "all": ((132, 136, 300), (128, 128, 256, 256)),
+    }
+    (tokens, hidden, vocab), plan = how[name]
+    torch.manual_seed(1)
+    h, w, x, v = problem(tokens, hidden, vocab)
+    y = torch.full((tokens,), -100)
+    y[:2], y[-3:] = 5, vocab - 1
+    y[:tokens:33] = 7
+    options = {"target": y, "temperature": 2.0, "hard_weight": 0.3, "teacher_grad": name == "all"}
+    leaves = (h, w, x, v) if options["teacher_grad"] else (h, w)
+    with planned(*plan):
+        made = gradients(op(h, w, x, v, **options), leaves)
+    assert_close(made, gradients(linear_jsd(h, w, x, v, backend="torch", **options), leaves))
+
+
+@check()
+def a_retained_graph_and_upstream_gradients():
+    h, w, x, v = problem()
+    loss = op(h, w, x, v, reduction="none")
+    upstream = torch.arange(1.0, 7)
+    first = torch.autograd.grad(loss, (h, w), upstream, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.mul_(3)  # what a caller does with its gradients must not reach the graph
+    second = torch.autograd.grad(loss, (h, w), upstream)
+    assert all(torch.equal(p, q) for p, q in zip(kept, second, strict=True))
+    expected = torch.autograd.grad(linear_jsd(h, w, x, v, reduction="none", backend="torch"), (h, w), upstream)
+    assert_close(kept, expected)
+
+
+@check()
+def a_bad_label_and_nan_where_nobody_counts():
+    h, w, x, v = problem()
+    y = torch.tensor([1, 2, -100, 3, -100, 4])
+    clean = gradients(op(h, w, x, v, target=y, token_weight=torch.ones(6)), (h, w))
+    with torch.no_grad():
+        h[2], x[4] = float("nan"), float("inf")
+    dirty = gradients(op(h, w, x, v, target=y), (h, w))
+    assert all(torch.equal(p, q) for p, q in zip(clean, dirty, strict=True))
+    assert not dirty[1][y == -100].any()
+    with pytest.raises(ValueError, match=r"target\[1\] is 300"):
+        op(h, w, x, v, target=torch.tensor([1, 300, 0, 0, 0, 0]))
+
+
+@check()
+def what_is_refused_says_why():
+    h, w, x, v = problem()
+    with pytest.raises(ValueError, match="no kernel for teacher_topk; pass backend='torch'"):
+        op(h, w, teacher_topk=TopK(torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 1), "log_probs", "tail"))
+    with pytest.raises(ValueError, match="no kernel for the gradient of teacher_logits"):
+        op(h, w, teacher_logits=torch.zeros(6, 300, requires_grad=True), teacher_grad=True)
+    with pytest.raises(ValueError, match="not of float32"):
+        op(*(p.float() for p in (h, w, x, v)))
+    with pytest.raises(ValueError, match="on backend 'triton', which needs"):
+        op(h, w, x, v, scratch_bytes=1)
+
+
+@check()
+def tokens_of_none():
+    h, w, x, v = problem(0)
+    assert all(not g.any() for g in gradients(op(h, w, x, v), (h, w)))
+    z = torch.zeros(0, 30, requires_grad=True)
+    assert gradients(jsd(z, z.detach(), backend="triton"), (z,))[1].shape == (0, 30)
+
+
+@check("linear", "logits")
+def the_schema_is_true(kind):
+    """The operators change what they say they change, and alias nothing."""
+    from onchip.ops.linear_jsd import torch_op, triton_op
+
+    found = []
+    with mock.patch.object(triton_op, "forward", side_effect=lambda a: found.append(a) or torch.zeros(())):
+        if kind == "linear":
+            h, w, x, v = problem(3)
+            torch_op.linear_jsd(h, w, x, v, backend="triton", teacher_grad=True)
+        else:
+            z = torch.randn(3, 40, requires_grad=True)
+            torch_op.jsd(z, torch.randn(3, 40), backend="triton")
+    names = ["test_autograd_registration", "test_faketensor"] + ["test_schema"] * (kind == "logits")
+    for name in names:
+        torch.library.opcheck(triton_op._forward_op, tuple(found[0]), test_utils=name)
+
+
+@check()
+def compile_takes_it_whole():
+    h, w, x, v = problem(3)
+
+    def f(h, w, x, v):
+        return op(torch.tanh(h), w, x, v, temperature=2.0).sum() * 3
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    made = gradients(compiled(h, w, x, v), (h, w))
+    assert all(torch.equal(p, q) for p, q in zip(made, gradients(f(h, w, x, v), (h, w)), strict=True))
+
+
+if __name__ == "__main__":
+    main(CHECKS, sys.argv[1:])

@@ -1,0 +1,65 @@
+"""The kernels compile for each kind of GPU, fit its shared memory, and spill next to nothing, without a GPU."""
+
+import pytest
+import torch
+from jsd_ahead import KERNELS, launches
+
+from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.ops.linear_jsd.triton_spec import TritonConfig
+
+# Compute capability, and bytes of shared memory that a block may use: H100, A100.
+HOPPER, AMPERE = (90, 232448), (80, 166912)
+# The gradients of the first tokens are kept, those of the others made in backward.
+MIXED = TritonConfig(128, 128, 512, 256)
+OWN = ("logit_tiles", "divergence_rows", "scale_positions")
+OPTIONS = {
+    "plain": {},
+    "all": {"bias": True, "hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "plan": MIXED},
+    "float16": {"dtype": torch.float16, "beta": 0.0, "teacher_hidden": 512},
+}
+
+
+def compiled(device, **options):
+    found = compile_all([x for x in launches(device, **options) if x.kernel.__name__ in OWN], device[0])
+    for k in found:
+        assert k.shared <= device[1], (k.kernel, k.constants, k.shared)
+        # Without descriptors a product's addresses take registers of their own.
+        assert k.stack <= 16 or not k.constants.get("TMA", True), (k.kernel, k.constants, k.stack)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_hopper(options):
+    found = compiled(HOPPER, **OPTIONS[options])
+    assert {k.kernel for k in found} == set(OWN)
+    for k in found:
+        if k.kernel == "logit_tiles":
+            assert "wgmma.mma_async" in k.ptx
+            assert "cp.async.bulk.tensor" in k.ptx
+        if k.kernel == "divergence_rows":
+            assert "ld.global.v4" in k.ptx  # eight numbers at a time
+
+
+def test_pointers():
+    for k in compiled(AMPERE, teacher_hidden=512, beta=1.0):
+        if k.kernel == "logit_tiles":
+            assert not k.constants["TMA"]
+            assert "mma.sync" in k.ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits(dtype):
+    """A row of a multiple of 16 bytes is read 16 bytes at a time."""
+    found = compiled(HOPPER, logits=True, dtype=dtype, vocab=1024, hard_weight=0.1, teacher_grad=True)
+    assert len(found) == 2
+    assert all("ld.global.v4" in k.ptx for k in found)
+    assert compiled(HOPPER, teacher_logits=True)
+
+
+def test_every_kernel_of_the_file_is_launched():
+    in_file = {
+        name
+        for name, f in vars(KERNELS).items()
+        if hasattr(f, "params") and f.__module__ == KERNELS.__name__ and not name.startswith("_")
+    }
+    assert in_file == set(OWN)

@@ -1,0 +1,303 @@
+"""The Triton backend on a CUDA device: accuracy, exact zeros, bits, memory, sizes, what must not synchronise."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onchip.bench.measure import peak_extra_bytes
+from onchip.ops._shared.spec import MIB
+from onchip.ops.linear_jsd import triton_spec
+from onchip.ops.linear_jsd.cases import CHECK_CASES
+from onchip.ops.linear_jsd.spec import Head, Problem
+from onchip.ops.linear_jsd.torch_checks import check_case
+from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.torch import jsd, linear_jsd
+
+pytestmark = pytest.mark.gpu
+op = partial(linear_jsd, backend="triton")
+HALF = (torch.bfloat16, torch.float16)
+BETAS = (0.0, 0.25, 0.5, 1.0)
+DENSE = [c for c in CHECK_CASES if c.teacher in ("hidden", "logits")]
+# Everything kept, some of it in scratch and some computed again, nothing kept.
+WAYS = {
+    "held": lambda t: TritonConfig(t, triton_spec.up(t, 128), 1 << 20, 1024),
+    "mixed": lambda t: TritonConfig(256, 384, 1536, 512),
+    "again": lambda t: TritonConfig(256, 0, 1536, 512),
+}
+
+
+@pytest.fixture(params=WAYS)
+def planned(monkeypatch, request):
+    """The op cuts its problems in each of the ways."""
+    way = WAYS[request.param]
+    monkeypatch.setattr(triton_spec, "plan", lambda p, *_: way(p.tokens))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """What torch.empty and its kin return is NaN, so a result that depends on what nobody wrote is NaN too."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(tokens, hidden, vocab, *, dtype=torch.bfloat16, std=1.0, noise=None, teacher=None, device="cuda"):
+    """Both models' hidden states and weights; `noise`: the teacher is the student but for so much."""
+    g = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, generator=g)
+
+    other = teacher or hidden
+    h, w = normal(tokens, hidden), normal(vocab, hidden) * std / hidden**0.5
+    x, v = (normal(tokens, other), normal(vocab, other) * std / other**0.5) if noise is None else (h, w)
+    x = x + normal(*x.shape) * (noise or 0)
+    return [p.to(dtype).requires_grad_() for p in (h, w, x, v)]
+
+
+def gradients(loss, leaves, grad=None):
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, grad)]
+
+
+def errors(made, reference):
+    return [float((m.double() - r.double()).norm() / r.double().norm()) for m, r in zip(made, reference, strict=True)]
+
+
+def plain(h, w, x, v, beta, *, dtype=None, temperature=1.0):
+    """The mean divergence of the framework's own operations, from logits that are rounded to the operands' dtype."""
+    z, u = (F.linear(a, b).to(dtype or a.dtype) / temperature for a, b in ((h, w), (x, v)))
+    ls, lt = z.log_softmax(-1), u.log_softmax(-1)
+    if beta in (0, 1):
+        a, b = (lt, ls) if beta == 0 else (ls, lt)
+        return (a.exp() * (a - b)).sum(-1).mean()
+    lm = torch.logaddexp(ls + math.log(1 - beta), lt + math.log(beta))
+    return ((1 - beta) * (ls.exp() * (ls - lm)).sum(-1) + beta * (lt.exp() * (lt - lm)).sum(-1)).mean()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("case", DENSE, ids=str)
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.usefixtures("poisoned")
+def test_check_cases(case, dtype):
+    assert all(x.ok for x in check_case(case, dtype, "cuda", backend="triton"))
+
+
+@pytest.mark.parametrize("case", [c for c in DENSE if c.student == "logits"], ids=str)
+def test_float32_logits(case):
+    assert all(x.ok for x in check_case(case, torch.float32, "cuda", backend="triton"))
+
+
+@pytest.mark.parametrize("sizes", [(600, 264, 2049, None), (600, 259, 2049, 328), (131, 520, 50257, 72)], ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.usefixtures("poisoned", "planned")
+def test_ways_agree_with_the_framework(sizes, dtype):
+    tokens, hidden, vocab, teacher = sizes
+    leaves = make(tokens, hidden, vocab, dtype=dtype, teacher=teacher)
+    y = torch.randint(vocab, (tokens,), device="cuda")
+    y[::5] = -100
+    weight = torch.rand(tokens, device="cuda")
+    options = {"target": y, "token_weight": weight, "hard_weight": 0.2, "temperature": 2.0, "teacher_grad": True}
+    made = gradients(op(*leaves, **options), leaves)
+    exact = [p.detach().float().requires_grad_() for p in leaves]
+    reference = gradients(linear_jsd(*exact, backend="torch", **options), exact)
+    bound = 6e-3 if dtype == torch.bfloat16 else 1e-3
+    assert errors(made, reference)[0] < 1e-4
+    assert max(errors(made, reference)[1:]) < bound
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("std", "noise"), [(1.0, None), (30.0, None), (1.0, 0.02), (1.0, 0.2), (0.02, None)])
+def test_no_less_accurate_than_eager_with_float32_logits(beta, std, noise):
+    leaves = make(1024, 512, 32000, std=std, noise=noise)
+    exact = [p.detach().double().requires_grad_() for p in leaves]
+    reference = gradients(plain(*exact, beta), exact[:2])
+    eager = errors(gradients(plain(*leaves, beta, dtype=torch.float32), leaves[:2]), reference)
+    ours = errors(gradients(op(*leaves, beta=beta), leaves[:2]), reference)
+    for name, a, b in zip(("loss", "hidden", "weight"), ours, eager, strict=True):
+        assert a <= max(b, 1e-5), (name, a, b)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.usefixtures("planned")
+def test_equal_models_are_exactly_zero(beta, dtype):
+    h, w, _, _ = make(600, 520, 5003, dtype=dtype, std=10.0)
+    loss = op(h, w, h, w, beta=beta, reduction="none", temperature=1.7)
+    assert not loss.any()
+    assert all(not g.any() for g in torch.autograd.grad(loss.sum(), (h, w)))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_never_below_zero_and_finite_where_both_underflow(beta):
+    for std, noise in ((100.0, 0.01), (1.0, 1e-3), (300.0, None)):
+        h, w, x, v = make(500, 256, 3001, std=std, noise=noise)
+        loss = op(h, w, x, v, beta=beta, reduction="none")
+        assert (loss >= 0).all()
+        assert loss.isfinite().all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), (h, w)))
+
+
+@pytest.mark.usefixtures("planned")
+def test_the_same_bits_every_time():
+    """On a side stream as well, and from one retained graph."""
+    leaves = make(1000, 520, 5003)
+
+    def run():
+        return gradients(op(*leaves, teacher_grad=True), leaves)
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(p, q) for p, q in zip(run(), first, strict=True))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        aside = run()
+    torch.cuda.synchronize()
+    assert all(torch.equal(p, q) for p, q in zip(aside, first, strict=True))
+    loss = op(*leaves, teacher_grad=True)
+    for retain in (True, True, False):
+        made = torch.autograd.grad(loss, leaves, retain_graph=retain)
+        assert all(torch.equal(p, q) for p, q in zip(made, first[1:], strict=True))
+        for g in made:
+            g.mul_(3)  # what a caller does with its gradients must not reach the graph
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_cuda_graph_without_synchronisation():
+    leaves = make(1000, 520, 5003)
+    y = torch.randint(5003, (1000,), device="cuda")
+
+    def step():
+        return gradients(op(*leaves, target=y, hard_weight=0.1), leaves[:2])
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        leaves[0].copy_(torch.randn_like(leaves[0]))
+        y[::3] = -100
+    graph.replay()
+    assert all(torch.equal(p, q) for p, q in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize("ignored", [0.5, 1.0])
+@pytest.mark.usefixtures("planned")
+def test_ignored_tokens_leak_nothing(ignored):
+    h, w, x, v = make(1000, 520, 5003)
+    y = torch.randint(5003, (1000,), device="cuda")
+    y[torch.rand(1000, device="cuda") < ignored] = -100
+    gone = y == -100
+    with torch.no_grad():
+        h[gone], x[gone] = math.nan, math.inf
+    loss, *grads = gradients(op(h, w, x, v, target=y), (h, w))
+    assert loss.isfinite()
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[0][gone].any()
+    if ignored == 1:
+        assert not loss
+        assert not grads[1].any()
+        return
+    few = [h[~gone].detach().requires_grad_(), w, x[~gone].detach(), v]
+    expected = gradients(linear_jsd(*few, backend="torch"), few[:2])
+    assert max(errors((grads[0][~gone], grads[1]), expected[1:])) < 1e-2
+
+
+def test_a_bad_label_is_nan_and_check_inputs_raises():
+    h, w, x, v = make(300, 128, 1000)
+    y = torch.randint(1000, (300,), device="cuda")
+    y[7] = 1000
+    loss = op(h, w, x, v, target=y, reduction="none")
+    assert loss.isnan().nonzero().tolist() == [[7]]
+    with pytest.raises(ValueError, match=r"target\[7\] is 1000"):
+        op(h, w, x, v, target=y, check_inputs=True)
+
+
+def test_more_elements_of_logits_than_32_bits_count():
+    tokens, hidden, vocab = 32768, 64, 131072
+    leaves = make(tokens, hidden, vocab)
+    loss = op(*leaves, reduction="none")
+    grad = torch.autograd.grad(loss.sum(), leaves[0])[0]
+    for some in (slice(0, 64), slice(tokens - 64, tokens)):
+        h, x = (leaves[i][some].detach().float().requires_grad_() for i in (0, 2))
+        expected = linear_jsd(
+            h, leaves[1].detach().float(), x, leaves[3].detach().float(), reduction="none", backend="torch"
+        )
+        assert errors([loss[some].detach()], [expected.detach()])[0] < 1e-4
+        assert errors([grad[some]], torch.autograd.grad(expected.sum(), h))[0] < 1e-2
+    z = torch.randn(17000, vocab, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    u = torch.randn_like(z)
+    loss = jsd(z, u, reduction="none", backend="triton")
+    grad = torch.autograd.grad(loss.sum(), z)[0]
+    last = z[-8:].detach().requires_grad_()
+    expected = jsd(last, u[-8:], reduction="none", backend="torch")
+    assert errors([loss[-8:].detach()], [expected.detach()])[0] < 1e-5
+    assert errors([grad[-8:]], torch.autograd.grad(expected.sum(), last))[0] < 5e-3
+
+
+@pytest.mark.parametrize("vocab", [1, 123, 50257, 262144])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_logits_of_any_width(vocab, dtype):
+    z, u = (torch.randn(37, vocab, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+    how = {"beta": 0.3, "temperature": 1.5, "teacher_grad": True}
+    made = gradients(jsd(z, u, backend="triton", **how), (z, u))
+    expected = gradients(jsd(z, u, backend="torch", **how), (z, u))
+    for a, b in zip(made, expected, strict=True):
+        assert torch.allclose(a, b, rtol=2e-5 if dtype == torch.float32 else 1e-2, atol=1e-9)
+
+
+def test_every_device_whichever_is_current():
+    for index in range(torch.cuda.device_count()):
+        h, w, x, v = make(300, 128, 1000, device=f"cuda:{index}")
+        made = gradients(op(h, w, x, v), (h, w))
+        assert all(g.device == h.device for g in made)
+        assert max(errors(made, gradients(linear_jsd(h, w, x, v, backend="torch"), (h, w)))) < 1e-2
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("size", [(4096, 2048, 50257), (4096, 512, 50257)], ids=str)
+def test_the_memory_formula_holds(size, dtype, teacher):
+    tokens, hidden, vocab = size
+    leaves = make(tokens, hidden, vocab, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    heads = [Head(hidden, vocab, name, name, name, wanted, wanted) for wanted in (True, teacher)]
+    p = Problem(tokens, vocab, *heads, device="cuda")
+    wanted = leaves if teacher else leaves[:2]
+
+    def step():
+        return gradients(op(*leaves, teacher_grad=teacher), wanted)
+
+    step()
+    formula = triton_spec.scratch_bytes(p, triton_spec.plan(p))
+    peak = peak_extra_bytes(step, device="cuda")
+    assert formula <= triton_spec.default_scratch(p)
+    assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB)
+
+
+def test_autocast_and_compile():
+    h, w, x, v = (p.detach().float().requires_grad_() for p in make(300, 256, 3000))
+
+    def f(h, w, x, v):
+        with torch.autocast("cuda", torch.bfloat16):
+            return op(torch.tanh(h), w, x, v, temperature=2.0) * 3
+
+    made = gradients(torch.compile(f, fullgraph=True)(h, w, x, v), (h, w))
+    expected = gradients(f(h, w, x, v), (h, w))
+    assert all(g.dtype == torch.float32 for g in made)
+    assert max(errors(made, expected)) < 1e-2
