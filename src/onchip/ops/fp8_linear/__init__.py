@@ -8,8 +8,8 @@ gradients, and 128x128 for weights.  With Q for quantising, and products of dequ
     dx = Q_1x128(dy) Q_128x128(w)
     dw = Q_128x1(dy)^T Q_128x1(x)         db = sum of dy over rows, of the unquantised numbers
 
-Products are summed in float32 over 128 elements first, then scaled and added up.  All three are written as A B^T on copies
-that the quantiser has transposed, since Hopper's FP8 instructions read operands along the contraction only.
+Products are summed in float32 over 128 elements first, then scaled and added up.  All three are written as A B^T on
+copies that the quantiser has transposed, since Hopper's FP8 instructions read operands along the contraction only.
 
 Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are those of arXiv:2209.05433.
 

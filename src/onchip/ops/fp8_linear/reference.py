@@ -64,7 +64,7 @@ def _largest_code(fmt: str) -> int:
     return 0x7E if fmt == "e4m3" else 0x7B
 
 
-# ------------------------------------------------------------------------------------------------------------ quantising
+# ----------------------------------------------------------------------------------------------------------- quantising
 
 
 class Quantized(NamedTuple):
@@ -88,8 +88,8 @@ class Quantized(NamedTuple):
 def to_scale(amax: Float32, fmt: str = "e4m3", scale: str = "float32") -> Float32:
     """The scale of a group whose largest magnitude is `amax`: amax / 448 (57344 for E5M2), and 1 where that is 0.
 
-    For scale="power_of_two" it is the next power of two that is no less.  No scale is below 2**-126, so that its inverse
-    is finite.  NaN and infinity stay what they are.
+    For scale="power_of_two" it is the next power of two that is no less.  No scale is below 2**-126, so that its
+    inverse is finite.  NaN and infinity stay what they are.
     """
     with np.errstate(invalid="ignore"):
         s = amax.astype(np.float32) / np.float32(FP8_MAX[fmt])
@@ -136,7 +136,7 @@ def compact_scales(q: Quantized, group: tuple[int, int]) -> Float32:
     return q.scale[:: group[0], :: group[1]]
 
 
-# ------------------------------------------------------------------------------------------------------------- the layer
+# ------------------------------------------------------------------------------------------------------------ the layer
 
 
 class Result(NamedTuple):

@@ -15,12 +15,12 @@ def graph_is_kept() -> bool:
     return kept
 
 
-def differentiable_once(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients as they are; with create_graph=True such that differentiating them raises."""
+def differentiable_once(grads: Sequence[Tensor | None], op: str = OP) -> list[Tensor | None]:
+    """The gradients as they are; with create_graph=True such that differentiating them raises, in the name of `op`."""
     if not torch.is_grad_enabled():
         return list(grads)
     anchor = torch.empty(0, requires_grad=True)
-    present = iter(_DifferentiatedTwice.apply(anchor, *[g for g in grads if g is not None]))
+    present = iter(_DifferentiatedTwice.apply(op, anchor, *[g for g in grads if g is not None]))
     return [None if g is None else next(present) for g in grads]
 
 
@@ -28,9 +28,10 @@ class _DifferentiatedTwice(torch.autograd.Function):
     """Passes gradients through and refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, op: str, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
         return tuple(g.view_as(g) for g in grads)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{OP}: a backward of the backward is not supported")
+        raise RuntimeError(f"{ctx.op}: a backward of the backward is not supported")

@@ -25,20 +25,20 @@ from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 
 
-def _constant_to_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+def constant_to_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """What torch.compiler.assume_constant_result does, which would import the compiler just to say so."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-@_constant_to_compiler  # it asks the system
+@constant_to_compiler  # it asks the system
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
-    if _interpreted():
+    if interpreted():
         return None if dtype == torch.float16 else "Triton's interpreter computes bfloat16 wrongly"
     if device != "cuda":
         return f"it runs on CUDA tensors, not on {device!r}"
@@ -63,7 +63,7 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]
 _FIELDS = tuple(field.name for field in fields(Problem))
 
 
-@_constant_to_compiler  # or the search for a plan would be traced
+@constant_to_compiler  # or the search for a plan would be traced
 def _plan(strategy: str, budget: int | None, *of_problem: Any) -> tuple[Any, ...]:
     return _numbers(triton_spec.plan(Problem(*of_problem), strategy, budget))
 
@@ -73,7 +73,7 @@ def _numbers(c: TritonConfig) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=1)
-def _interpreted() -> bool:
+def interpreted() -> bool:
     import triton  # type: ignore[import-untyped]
 
     return bool(triton.knobs.runtime.interpret)
