@@ -66,7 +66,7 @@ def name_of(dtype: torch.dtype) -> str:
 def result_dtype(x: Tensor) -> torch.dtype:
     """x's dtype, or autocast's."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         if dtype not in DTYPES:
             raise TypeError(f"{spec.OP}: autocast to {name_of(dtype)} is not supported")
