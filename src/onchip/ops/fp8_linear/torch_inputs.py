@@ -11,11 +11,12 @@ from onchip.ops.fp8_linear.spec import OP
 from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 
 
-def check_tensors(op: str, x: Any, weight: Any = None, bias: Any = None) -> None:
-    """Raise for what can be seen of the tensors; weight and bias may be None."""
+def check_tensors(op: str, **named: Any) -> None:
+    """Raise for what can be seen of the tensors, x among them; a bias may be None."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
-    tensors = {name: t for name, t in (("x", x), ("weight", weight), ("bias", bias)) if name == "x" or t is not None}
+    x = named["x"]
+    tensors = {name: t for name, t in named.items() if not (name == "bias" and t is None)}
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(t).__name__}")

@@ -113,7 +113,7 @@ def fp8_linear(
     options = Options(grad_dtype, scale, cache_weight)
     shared = x if isinstance(x, QuantizedActivation) else None
     given: Tensor = x if shared is None else shared.x  # type: ignore[assignment]
-    check_tensors(OP, given, weight, bias)
+    check_tensors(OP, x=given, weight=weight, bias=bias)
     spec.check_shapes(given.shape, weight.shape, None if bias is None else bias.shape)
     check_weight_grad_out(weight_grad_out, weight)
     chosen = _choose(OP, backend, given)
@@ -157,7 +157,7 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
     """
     name = "quantize_activation"
     spec.check_word("scale", scale, spec.SCALES)
-    check_tensors(name, x)
+    check_tensors(name, x=x)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
     columns = torch.is_grad_enabled()
