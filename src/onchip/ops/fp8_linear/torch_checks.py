@@ -52,7 +52,9 @@ def check_case(case: Case, dtype: torch.dtype, device: str, *, backend: str = "d
     """Run the op on `case`, forward and backward, and compare all that it returns with the oracle."""
     leaves, grad_out = as_arguments(make_inputs(case), dtype, device)
     # The oracle on exactly the numbers that the op was given.
-    given = Inputs(*(None if x is None else x.detach().float().cpu().numpy() for x in (*leaves, grad_out)))
+    tensors = (*leaves, grad_out)
+    arrays: list[Any] = [None if t is None else t.detach().float().cpu().numpy() for t in tensors]
+    given = Inputs(*arrays)
     oracle = reference.fp8_linear(given.x, given.weight, given.bias, grad_out=given.grad_out, **case.options)
     out = fp8_linear(*leaves, backend=backend, **case.options)
     out.backward(grad_out)

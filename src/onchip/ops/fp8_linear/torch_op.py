@@ -122,7 +122,7 @@ def fp8_linear(
         check_quantized(scale, shared.scale, columns=shared.columns is not None, wanted=grads[1])
     copies = (None,) * 4 if shared is None else shared[1:5]
     words = (options.grad_dtype, options.scale, chosen, options.cache_weight)
-    out, *_ = _forward_op(given, weight, bias, *copies, weight_grad_out, result_dtype(given), *words, grads)
+    out: Tensor = _forward_op(given, weight, bias, *copies, weight_grad_out, result_dtype(given), *words, grads)[0]
     return out
 
 
@@ -161,8 +161,10 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
     columns = torch.is_grad_enabled()
-    made = _quantize_op(x.detach(), scale, _choose(name, backend, x), columns)
-    return QuantizedActivation(x, *made[:2], *(made[2:] if columns else (None, None)), scale)
+    rows, row_scales, by_column, column_scales = _quantize_op(x.detach(), scale, _choose(name, backend, x), columns)
+    if columns:
+        return QuantizedActivation(x, rows, row_scales, by_column, column_scales, scale)
+    return QuantizedActivation(x, rows, row_scales, None, None, scale)
 
 
 def _choose(op: str, backend: str, x: Tensor) -> str:
@@ -198,8 +200,8 @@ def _backend(name: str) -> _Backend:
 
 def _multiply(
     backend: _Backend,
-    a: Quantized,  # [M, C]
-    b: Quantized,  # [N, C]
+    a: Quantized | None,  # [M, C]
+    b: Quantized | None,  # [N, C]
     *,
     by_block: bool,
     dtype: torch.dtype,
@@ -208,6 +210,8 @@ def _multiply(
     add_to: Tensor | None = None,
 ) -> Tensor:
     """A B^T + bias as [M, N] of `dtype`; or added to `add_to`, which is returned."""
+    assert a is not None
+    assert b is not None
     out = a.data.new_empty((len(a.data), columns), dtype=dtype) if add_to is None else add_to
     if out.numel() == 0:
         return out

@@ -127,4 +127,5 @@ def dequantize(q: Quantized, start: int, end: int, *, by_block: bool) -> Tensor:
         scales = of_blocks.repeat_interleave(BLOCK, 0)[start % BLOCK :][: end - start]
     else:
         scales = q.scales[:, start:end].T
-    return (q.data[start:end].float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
+    made: Tensor = (q.data[start:end].float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
+    return made

@@ -127,7 +127,7 @@ def _may_keep(weight: Tensor) -> bool:
 def _state(weight: Tensor, scale: str, quantizer: str) -> _State:
     return _State(
         weight.untyped_storage()._cdata,
-        weight.storage_offset(),
+        int(weight.storage_offset()),
         weight.shape,
         weight.stride(),
         weight.dtype,

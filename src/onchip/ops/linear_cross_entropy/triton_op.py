@@ -174,7 +174,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 
     a = _unpack(args)
     shape, tokens = a.target.shape, a.target.numel()
-    with _device_of(a.hidden), torch.autocast(a.hidden.device.type, enabled=False):
+    with device_of(a.hidden), torch.autocast(a.hidden.device.type, enabled=False):
         target = a.target.reshape(-1).to(torch.int64).contiguous()
         if a.check_inputs:
             _check_values(a)
@@ -299,7 +299,7 @@ def _backward_op(
 
     a, add = _backward_arguments(hidden_memory, weight_memory, args)
     tokens = a.target.numel()
-    with _device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
+    with device_of(a.weight), torch.autocast(a.weight.device.type, enabled=False):
         run = _run(a, a.weight.to(a.dtype), tokens)
         vectors = launches.Vectors.unpack(packed, tokens)
         saved = Saved(hidden_memory, weight_memory, overflow_memory, packed)
@@ -348,7 +348,7 @@ def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- their parts
 
 
-def _device_of(x: Tensor) -> Any:
+def device_of(x: Tensor) -> Any:
     """Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
