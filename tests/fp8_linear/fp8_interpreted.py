@@ -75,8 +75,8 @@ def product(name):
         )
         # Rows of 330 numbers fit no descriptor, of 332 they do.
         into = torch.full((m, 332 if tma else n), 0.5)[:, :n]
-        expected = into.clone()
-        torch_products.dequantized_product(a, b, by_block, None if add else bias, expected, add)
+        how = (by_block, None if add else bias, torch.float32, into.clone() if add else None)
+        expected = torch_products.dequantized_product(a, b, *how)
         launch = triton_launches.product_launch(
             a, b, by_block, None if add else bias, into, add, PRODUCTS[name], 2, tma=tma
         )

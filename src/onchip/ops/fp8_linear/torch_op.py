@@ -189,13 +189,22 @@ class _Backend(NamedTuple):
     product: Any
 
 
+# By backend.  Both quantisers make the same bits; Triton's reads a matrix once.
+_QUANTIZERS = {"scaled_mm": "torch", "triton": "triton", "dequantize": "torch"}
+
+
 def _backend(name: str) -> _Backend:
-    if name == "triton":
+    quantizer = _QUANTIZERS[name]
+    quantize: Any = torch_quantize
+    if "triton" in (quantizer, name):
         from onchip.ops.fp8_linear import triton_launches as kernels
 
-        return _Backend("triton", kernels.quantize_activation, kernels.quantize_weight, kernels.product)
-    product = scaled_mm_product if name == "scaled_mm" else dequantized_product
-    return _Backend("torch", torch_quantize.quantize_activation, torch_quantize.quantize_weight, product)
+        quantize = kernels if quantizer == "triton" else torch_quantize
+    if name == "triton":
+        product: Any = kernels.product
+    else:
+        product = scaled_mm_product if name == "scaled_mm" else dequantized_product
+    return _Backend(quantizer, quantize.quantize_activation, quantize.quantize_weight, product)
 
 
 def _multiply(
@@ -205,20 +214,16 @@ def _multiply(
     *,
     by_block: bool,
     dtype: torch.dtype,
-    columns: int,  # N
     bias: Tensor | None = None,
     add_to: Tensor | None = None,
 ) -> Tensor:
     """A B^T + bias as [M, N] of `dtype`; or added to `add_to`, which is returned."""
     assert a is not None
     assert b is not None
-    out = a.data.new_empty((len(a.data), columns), dtype=dtype) if add_to is None else add_to
-    if out.numel() == 0:
-        return out
-    if a.data.shape[1] == 0:  # a weight's gradient of no rows
-        return out if add_to is not None else out.zero_()
-    backend.product(a, b, by_block, bias, out, add_to is not None)
-    return out
+    if 0 in (len(a.data), a.data.shape[1]):  # no rows, or a weight's gradient of none
+        return a.data.new_zeros((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
+    made: Tensor = backend.product(a, b, by_block, bias, dtype, add_to)
+    return made
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
@@ -307,7 +312,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             cache=a.cache_weight,
         )
         n = len(a.weight)
-        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, columns=n, bias=a.bias)
+        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=a.bias)
         return (out.view(*a.x.shape[:-1], n), *(kept or _nothing(a.x)))
 
 
@@ -362,15 +367,13 @@ def _backward_op(
                 transposed=True,
                 cache=cache_weight,
             )
-            grad_x = _multiply(backend, rows, transposed, by_block=True, dtype=x_dtype, columns=k)
+            grad_x = _multiply(backend, rows, transposed, by_block=True, dtype=x_dtype)
             made[0] = grad_x.view(*grad_out.shape[:-1], k)
         if grads[1]:
             assert columns is not None
             assert column_scales is not None
             kept = Quantized(columns, column_scales)
-            grad_weight = _multiply(
-                backend, turned, kept, by_block=False, dtype=weight.dtype, columns=k, add_to=weight_grad_out
-            )
+            grad_weight = _multiply(backend, turned, kept, by_block=False, dtype=weight.dtype, add_to=weight_grad_out)
             if weight_grad_out is None:
                 made[1] = grad_weight
     return tuple(made)

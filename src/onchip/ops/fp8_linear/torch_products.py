@@ -19,10 +19,14 @@ def dequantized_product(
     b: Quantized,  # [N, C]
     by_block: bool,  # b's scales are 128x128, else 1x128
     bias: Tensor | None,  # [N]
-    out: Tensor,  # [M, N]; float32 where it is added to
-    add: bool,
-) -> None:
-    """out = A B^T + bias, or out += A B^T, of float32 copies of the operands, a chunk of rows of each at a time."""
+    dtype: torch.dtype,
+    add_to: Tensor | None,  # [M, N] float32
+) -> Tensor:
+    """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it.
+
+    Of float32 copies of the operands, a chunk of rows of each at a time.
+    """
+    out = new_result(a, b, dtype) if add_to is None else add_to
     depth = a.data.shape[1]
     step = max(1, _CHUNK // max(1, depth) // BLOCK) * BLOCK
     for n in range(0, len(b.data), step):
@@ -32,12 +36,18 @@ def dequantized_product(
             rows = slice(m, min(m + step, len(a.data)))
             left = dequantize(a, rows.start, rows.stop, by_block=False)
             tile = out[rows, columns]
-            if add:
+            if add_to is not None:
                 tile.addmm_(left, right.T)
             elif bias is None:
                 tile.copy_(left @ right.T)
             else:
                 tile.copy_(torch.addmm(bias[columns].float(), left, right.T))
+    return out
+
+
+def new_result(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Memory for A B^T."""
+    return a.data.new_empty((len(a.data), len(b.data)), dtype=dtype)
 
 
 @constant_to_compiler  # it asks the system
@@ -61,32 +71,31 @@ def scaled_mm_product(
     b: Quantized,  # [N, C]
     by_block: bool,
     bias: Tensor | None,  # [N]
-    out: Tensor,  # [M, N]
-    add: bool,
-) -> None:
+    dtype: torch.dtype,
+    add_to: Tensor | None,  # [M, N] float32
+) -> Tensor:
     """The same by cuBLAS.  Ragged sizes are padded with rows of zeros, and what they make is cut off."""
-    rows, columns = out.shape
+    rows, columns = len(a.data), len(b.data)
     a = _pad(a, up(rows, _CUBLAS_MULTIPLE), by_block=False)
     b = _pad(b, up(columns, _CUBLAS_MULTIPLE), by_block=by_block)
     # cuBLAS adds a bias of the result's own 16-bit dtype; any other is added in float32, before the only rounding.
-    in_product = bias is not None and bias.dtype == out.dtype != torch.float32
-    later = add or (bias is not None and not in_product)
-    product = F.scaled_mm(
+    in_product = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
+    after = bias if in_product is None else None
+    made = F.scaled_mm(
         a.data,
         b.data.T,
         a.scales.T,
         F.ScalingType.BlockWise1x128,
         b.scales.T,
         F.ScalingType.BlockWise128x128 if by_block else F.ScalingType.BlockWise1x128,
-        bias=F.pad(bias, (0, len(b.data) - columns)) if in_product and bias is not None else None,
-        output_dtype=torch.float32 if later else out.dtype,
+        bias=None if in_product is None else F.pad(in_product, (0, len(b.data) - columns)),
+        output_dtype=torch.float32 if add_to is not None or after is not None else dtype,
     )[:rows, :columns]
-    if add:
-        out.add_(product)
-    elif later and bias is not None:
-        out.copy_(product.add_(bias))
-    else:
-        out.copy_(product)
+    if add_to is not None:
+        return add_to.add_(made)
+    if after is not None:
+        made = made.add_(after)
+    return made.to(dtype).contiguous()
 
 
 def _pad(q: Quantized, rows: int, *, by_block: bool) -> Quantized:

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 
 from onchip.ops.fp8_linear import triton_kernels, triton_spec
 from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, blocks
+from onchip.ops.fp8_linear.torch_products import new_result
 from onchip.ops.fp8_linear.torch_quantize import FP8, Quantized, empty_blocks, empty_rows
 from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 from onchip.ops.linear_cross_entropy.triton_launches import Launch
@@ -62,15 +63,18 @@ def product(
     b: Quantized,  # [N, C]
     by_block: bool,  # b's scales are 128x128, else 1x128
     bias: Tensor | None,  # [N]
-    out: Tensor,  # [M, N]; float32 where it is added to
-    add: bool,
+    dtype: torch.dtype,
+    add_to: Tensor | None,  # [M, N] float32
     config: ProductConfig | None = None,
-) -> None:
-    """out = A B^T + bias, or out += A B^T."""
+) -> Tensor:
+    """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it."""
+    out = new_result(a, b, dtype) if add_to is None else add_to
     capability, processors, shared = _device(out.device.index)
     if config is None:
         config = triton_spec.heuristic_product(shared, by_block=by_block, element_bytes=out.element_size())
+    add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))
+    return out
 
 
 def quantize_launch(
