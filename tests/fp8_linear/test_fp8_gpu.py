@@ -9,11 +9,11 @@ from fp8_common import assert_right, same_bits
 from test_fp8_correctness import awkward
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops.fp8_linear import spec, torch_op, torch_products, torch_quantize, triton_op
+from onchip.ops.fp8_linear import checks, spec, torch_op, torch_products, torch_quantize, triton_op
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR
 from onchip.ops.fp8_linear.reference import snr_db
-from onchip.ops.fp8_linear.torch_checks import fits
+from onchip.ops.fp8_linear.torch_inputs import name_of
 from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation
 
@@ -134,7 +134,7 @@ def test_quantising_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CHECK_CASES, ids=str)
 def test_cases(case, dtype, backend):
-    if not fits(case, dtype):
+    if not checks.fits(case, name_of(dtype)):
         pytest.skip("its numbers are out of float16's range")
     assert_right(case, dtype, "cuda", backend=backend)
 

@@ -41,6 +41,11 @@ def compare(
     ]
 
 
+def fits(case: Case, dtype: str) -> bool:
+    """Whether the numbers of the case are in the dtype's range."""
+    return dtype != "float16" or (case.grad_std > 1e-4 and case.spread == 0)
+
+
 def bound(depth: int, dtype: str, *, tensor_cores: bool) -> float:
     """Limit of the relative error of a sum of so many products, rounded to `dtype` at the end."""
     # Partial sums grow as they go: the random walk's variance is a third of that at full size, of a twelfth of an ulp.

@@ -1,0 +1,47 @@
+"""Compare the JAX op with the oracle: what `onchip check` and the tests run."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onchip.ops.fp8_linear import reference
+from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, Inputs, make_inputs
+from onchip.ops.fp8_linear.checks import compare, compare_with_unquantized, fits
+from onchip.ops.fp8_linear.jax_op import fp8_linear
+from onchip.ops.linear_cross_entropy.checks import Check
+
+
+def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
+    """All cases on "cpu" or "cuda" in all dtypes, in turn."""
+    platform = "gpu" if device == "cuda" else device
+    return [
+        partial(check_case, case, dtype, platform)
+        for case, dtype in product(CHECK_CASES, ("float32", "bfloat16", "float16"))
+        if fits(case, dtype)
+    ]
+
+
+def check_case(case: Case, dtype: str, device: str = "cpu", *, backend: str = "xla") -> list[Check]:
+    """Run the op on `case`, forward and backward under jit, and compare all that it returns with the oracle."""
+    with jax.default_device(jax.devices(device)[0]):
+        leaves = [None if a is None else jnp.asarray(a, dtype) for a in make_inputs(case)]
+        arrays: list[Any] = [None if a is None else np.asarray(a.astype(jnp.float32)) for a in leaves]
+        *arguments, grad_out = leaves
+
+        def step(arguments: Any, grad_out: Any) -> Any:
+            out, pullback = jax.vjp(lambda *given: fp8_linear(*given, backend=backend, **case.options), *arguments)
+            return out, *pullback(grad_out)
+
+        made = jax.jit(step)(arguments, grad_out)
+    given = Inputs(*arrays)
+    oracle = reference.fp8_linear(given.x, given.weight, given.bias, grad_out=given.grad_out, **case.options)
+    results = {
+        name: np.asarray(a, np.float64) for name, a in zip(reference.Result._fields, made, strict=True) if a is not None
+    }
+    checks = compare(case, dtype, backend, results, oracle, tensor_cores=False)
+    return checks + compare_with_unquantized(case, dtype, backend, results, given)
