@@ -47,6 +47,7 @@ QUANTIZERS = {
     "pointers": QuantizeConfig(tma=False),
     "16 warps": QuantizeConfig(warps=16),
     "four blocks": QuantizeConfig(blocks=4, stages=2),
+    "read twice": QuantizeConfig(blocks=4, stages=3, twice=True),
 }
 
 
@@ -80,7 +81,7 @@ def unwritten_memory_shows():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fmt", spec.FP8_MAX)
 @pytest.mark.parametrize("config", QUANTIZERS)
-@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (513, 1000), (256, 384)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (513, 1000), (256, 384), (300, 264)], ids=str)
 def test_quantised_bits_are_pytorchs(shape, config, fmt, dtype, scale):
     """NaN, infinities, zeros, subnormals, 1e-30 and ties among them; on this device and on the CPU."""
     from onchip.ops.fp8_linear import triton_launches

@@ -86,7 +86,11 @@ def test_pointers():
 @pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize(
     ("config", "fmt"),
-    [(triton_spec.heuristic_quantize(), "e4m3"), (QuantizeConfig(warps=16, tma=False), "e5m2")],
+    [
+        (triton_spec.heuristic_quantize(), "e4m3"),
+        (QuantizeConfig(blocks=4, stages=3, twice=True), "e4m3"),
+        (QuantizeConfig(warps=16, tma=False), "e5m2"),
+    ],
     ids=str,
 )
 def test_quantizers(config, fmt, by_block):
@@ -102,5 +106,7 @@ def test_quantizers(config, fmt, by_block):
     assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
     assert "div.rn.f32" in found.ptx
     assert ("cp.async.bulk.tensor" in found.ptx) == config.tma
-    # x is read in 16 bytes at a time.
-    assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
+    # x is read through a descriptor, or in 16 bytes at a time.
+    assert "cp.async.bulk.tensor.2d.shared" in found.ptx or re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
+    if config.twice and not by_block:
+        assert found.registers <= 128  # two programs of 8 warps fit a multiprocessor

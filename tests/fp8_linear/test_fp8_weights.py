@@ -278,3 +278,16 @@ def test_another_weight_drops_the_old_ones_copies():
     layer.weight = torch.nn.Parameter(torch.zeros(136, 144))
     assert old not in torch_weights._CACHE.entries
     assert torch.equal(layer(x), layer.bias.expand(3, 136))
+
+
+def test_a_compiled_model_sees_each_step():
+    model = torch.nn.Sequential(Fp8Linear(64, 128), torch.nn.GELU(), Fp8Linear(128, 32))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 64)
+    for _ in range(2):
+        out = compiled(x)
+        assert torch.equal(out, model(x))
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -100,8 +100,11 @@ def quantize_launch(
     def operand(q: Quantized | None) -> Any:
         return None if q is None else _operand(q.data, BLOCK, BLOCK, tma)
 
+    # A descriptor's address and strides are multiples of 16 bytes, and its last stride is 1.
+    tma_in = tma and x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    tma_in = tma_in and x.stride(0) >= x.shape[1]
     arguments = {
-        "w" if by_block else "x": x,
+        "w" if by_block else "x": _operand(x, BLOCK, BLOCK, tma_in),
         "rows": operand(rows),
         "row_scales": None if rows is None else rows.scales,
         "columns": operand(columns),
@@ -120,6 +123,8 @@ def quantize_launch(
         "POWER_OF_TWO": scale == "power_of_two",
         "BLOCKS": config.blocks,
         "STAGES": config.stages,
+        **({} if by_block else {"TWICE": config.twice and rows is not None}),
+        "TMA_IN": tma_in,
         "TMA": tma,
     }
     kernel = triton_kernels.quantize_weight if by_block else triton_kernels.quantize_activation

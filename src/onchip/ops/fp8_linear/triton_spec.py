@@ -33,8 +33,10 @@ class QuantizeConfig:
     stages: int = 1
     """Blocks that are on their way at once."""
     warps: int = 8
+    twice: bool = False
+    """An activation's block is read again, from L2, for its second copy: with fewer registers, two programs fit."""
     tma: bool = True
-    """Both copies are written through descriptors; else by pointers."""
+    """Blocks are read and both copies written through descriptors, where they fit; else by pointers."""
 
 
 def heuristic_product(shared: int, *, by_block: bool, element_bytes: int) -> ProductConfig:
