@@ -12,8 +12,9 @@ demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
 
 # The examples of a page share their names, so a file stays on one worker; in order, so that short files come last.
+# One thread each: workers whose threads wait for each other on the same cores took up to 10 times as long.
 test: $(VENV)/.for-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.for-dev
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+OPS = ("cross_entropy", "linear_cross_entropy", "linear_jsd", "linear_log_probs")
+
 
 def run_python(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -24,10 +26,10 @@ def test_arrows_go_one_way():
         ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
         ("onchip.plan", ["torch", "jax"]),
-        ("onchip.ops.linear_cross_entropy.spec", ["torch", "jax", "numpy"]),
         ("onchip.ops.linear_cross_entropy.jax_spec", ["torch", "jax", "numpy"]),
-        ("onchip.ops.linear_cross_entropy.reference", ["torch", "jax"]),
-        ("onchip.ops.linear_cross_entropy.checks", ["torch", "jax"]),
+        *((f"onchip.ops.{op}.spec", ["torch", "jax", "numpy"]) for op in ("_shared", *OPS)),
+        # These import cases.py and reference.py too.
+        *((f"onchip.ops.{op}.checks", ["torch", "jax"]) for op in ("_shared", *OPS)),
     ],
 )
 def test_import_loads_no_more_than_needed(imported, unwanted):

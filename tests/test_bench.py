@@ -23,6 +23,8 @@ from torch import Tensor
 
 from onchip.bench import environment, plots, run, units
 from onchip.bench.run import run_bench
+from onchip.ops._shared import bench_peers
+from onchip.ops._shared.torch_bench import Implementation
 from onchip.ops.linear_cross_entropy import benchmark, cases, peers
 
 ROW = {
@@ -500,15 +502,15 @@ def test_a_result_of_another_shape_is_refused() -> None:
     reference = benchmark.reference(problem)
     with pytest.raises(ValueError, match="shape"):
         benchmark.check(reference, "forward", [torch.zeros(8)])
-    with pytest.raises(ValueError, match="longer"):
-        benchmark.check(reference, "forward+backward", [reference.values[0]])
+    with pytest.raises(ValueError, match="shorter"):
+        benchmark.check(reference, "forward+backward", [reference.values["loss"]])
 
 
 def test_all_count_the_same_tokens_where_some_are_ignored() -> None:
     case = cases.Case("small", tokens=96, hidden=32, vocab=1000, ignored=0.5)
     problem = benchmark.make_problem(case, "cpu", "float32")
     reference = benchmark.reference(problem)
-    assert not reference.values[1][problem.target == benchmark.IGNORED].any()
+    assert not reference.values["grad_hidden"][problem.target == benchmark.IGNORED].any()
     for impl in benchmark.IMPLEMENTATIONS:
         if impl.name != "torch.compile" and impl.unavailable("cpu", "float32") is None:
             for mode, step in impl.steps(problem).items():
@@ -570,7 +572,7 @@ def test_budget_of_an_implementation_is_a_function_of_the_problem() -> None:
 
 
 def test_peers_carry_the_version_of_their_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.metadata, "version", lambda package: f"{package}=1.2+cu130")
+    monkeypatch.setattr(bench_peers.metadata, "version", lambda package: f"{package}=1.2+cu130")
     versions = {impl.name: impl.version() for impl in benchmark.IMPLEMENTATIONS}
     assert versions["torch eager"] == "torch=1.2"
     assert versions["liger"] == "liger-kernel=1.2"
@@ -579,21 +581,21 @@ def test_peers_carry_the_version_of_their_own_package(monkeypatch: pytest.Monkey
 
 
 OPTIONAL = [
-    impl for impl in benchmark.IMPLEMENTATIONS if isinstance(impl, benchmark.Other) if impl.peer.package != "torch"
+    impl for impl in benchmark.IMPLEMENTATIONS if isinstance(impl, Implementation) if impl.peer.package != "torch"
 ]
 
 
 @pytest.mark.parametrize("impl", OPTIONAL, ids=lambda impl: impl.name)
-def test_optional_peers_say_why_they_do_not_run(impl: benchmark.Other, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_peers_say_why_they_do_not_run(impl: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(package: str) -> str:
-        raise peers.metadata.PackageNotFoundError(package)
+        raise bench_peers.metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(peers.metadata, "version", missing)
+    monkeypatch.setattr(bench_peers.metadata, "version", missing)
     assert impl.unavailable("cpu", "bfloat16") == "it runs on CUDA devices only"
     assert "not float64" in (impl.unavailable("cuda", "float64") or "")
     reason = f"{impl.peer.package} is not installed; pip install 'onchip[peers]'"
     assert impl.unavailable("cuda", "bfloat16") == reason
-    monkeypatch.setattr(peers.metadata, "version", lambda package: "1.2")
+    monkeypatch.setattr(bench_peers.metadata, "version", lambda package: "1.2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert (impl.unavailable("cuda", "bfloat16") is None) == (impl.name != "quack scaled-exp")
 
@@ -608,10 +610,10 @@ def test_a_peer_that_fails_at_import_is_listed(
     (package / "__init__.py").write_text(f"raise {error.__name__}('built for another Triton')")
     monkeypatch.syspath_prepend(str(tmp_path))
     broken = dataclasses.replace(
-        next(p for p in peers.PEERS if p.name == "cut-cross-entropy"), unavailable=peers._always
+        next(p for p in peers.PEERS if p.name == "cut-cross-entropy"), unavailable=bench_peers.always
     )
     eager = next(impl for impl in benchmark.IMPLEMENTATIONS if impl.name == "torch eager")
-    monkeypatch.setattr(benchmark, "IMPLEMENTATIONS", (benchmark.Other(broken), eager))
+    monkeypatch.setattr(benchmark, "IMPLEMENTATIONS", (Implementation(broken, benchmark._peer_steps), eager))
     document = run_bench(
         "linear_cross_entropy",
         benchmark.__name__,

@@ -2,16 +2,22 @@
 
 import json
 import re
+from collections import Counter
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import onchip
-from onchip import cli
+from onchip import check, cli
 from onchip.core import machine
-from onchip.ops.linear_cross_entropy import jax_checks, jax_op, spec, torch_checks, triton_spec
-from onchip.ops.linear_cross_entropy.torch_checks import Check
+from onchip.ops._shared.checks import Check
+from onchip.ops._shared.spec import DTYPE_BYTES
+from onchip.ops.cross_entropy import spec as cross_entropy_spec
+from onchip.ops.linear_cross_entropy import jax_checks, jax_op, spec, torch_checks, triton_op, triton_spec
+from onchip.ops.linear_jsd import spec as jsd_spec
+from onchip.ops.linear_log_probs import spec as log_probs_spec
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
 
@@ -130,9 +136,57 @@ def test_plan_by_model():
     assert by_model == by_size
 
 
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_log_probs", "linear_jsd"])
+def test_plan_of_the_other_ops(op):
+    arguments = [
+        "plan",
+        op,
+        "--tokens",
+        "8192",
+        "--model",
+        "llama3.1-8b",
+        "--scratch-mib",
+        "1",
+        "--scratch-mib",
+        "4096",
+    ]
+    document = json.loads(run(*arguments, "--json").stdout)
+    assert document["op"] == op
+    for plan in document["plans"]:
+        if not plan["fits"]:
+            assert (plan["budget_bytes"], "is too small" in plan["why"]) == (1 << 20, True)
+            continue
+        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
+        assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
+    assert {plan["fits"] for plan in document["plans"] if plan["budget_bytes"] == 4096 << 20} == {True}
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, arguments)
+    assert all(len(line.rstrip()) <= 80 and "…" not in line for line in result.stdout.splitlines())
+    assert "too small" in result.stdout
+
+
+def test_plan_of_the_other_ops_is_what_they_will_do():
+    sizes = ("--tokens", "8192", "--hidden", "4096", "--vocab", "128256")
+
+    def first(op, *more):
+        return json.loads(run("plan", op, *sizes, *more, "--json").stdout)["plans"][0]["chunk"]["tokens"]
+
+    rows = cross_entropy_spec.plan(cross_entropy_spec.Problem(8192, 128256, "bfloat16", "cuda"))
+    assert first("cross_entropy") == rows
+    log_probs = log_probs_spec.Problem(8192, 4096, 128256, dtype="bfloat16", device="cuda")
+    assert first("linear_log_probs") == log_probs_spec.plan(log_probs, "forward").token_chunk
+    student, teacher = (jsd_spec.Head(h, 128256, "bfloat16") for h in (4096, 2048))
+    jsd = jsd_spec.Problem(8192, 128256, student, teacher, device="cuda")
+    assert first("linear_jsd", "--teacher-hidden", "2048") == jsd_spec.plan(jsd)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["plan", "softmax", "--tokens", "8", "--vocab", "8"], "no op 'softmax'; there is: linear_cross_entropy, "),
+        (["plan", "cross_entropy", "--tokens", "8"], "give --hidden and --vocab, or --model"),
+        (["plan", "linear_jsd", *LLAMA[1:], "--teacher-hidden", "0"], "--teacher-hidden must be 1 or more; got 0"),
+        (["plan", "cross_entropy", *LLAMA[1:], "--backend", "cuda"], "backend must be one of 'auto', 'torch'"),
+        (["check", "softmax"], "no op 'softmax'; there is: linear_cross_entropy, linear_log_probs, "),
         (["plan", "--tokens", "0", "--model", "llama3.1-8b"], "--tokens must be 1 or more; got 0"),
         (["plan", "--tokens", "8"], "give --hidden and --vocab, or --model"),
         (["plan", "--tokens", "8", "--hidden", "8"], "give --hidden and --vocab, or --model"),
@@ -187,6 +241,9 @@ def test_info():
         ("torch", "torch", "cpu"), ("torch", "torch", "cuda"), ("torch", "triton", "cuda"),
         ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
     }  # fmt: skip
+    assert {(b["framework"], b["op"]) for b in document["backends"]} == {
+        (framework, op) for framework in ("torch", "jax") for op in cli.CHECKED
+    }
     assert all(b["why"] for b in document["backends"])
     assert all(b["usable"] for b in document["backends"] if b["device"] == "cpu")
     assert onchip.__version__ in run("info").stdout
@@ -204,7 +261,11 @@ def test_info_on_the_jax_backends_of_a_gpu(monkeypatch, capability, usable, why)
     monkeypatch.setattr("jax.devices", lambda: [gpu])
     document = json.loads(run("info", "--json").stdout)
     assert document["machine"]["jax gpu:0"] == "NVIDIA X100"
-    rows = {b["backend"]: b for b in document["backends"] if (b["framework"], b["device"]) == ("jax", "cuda")}
+    rows = {
+        b["backend"]: b
+        for b in document["backends"]
+        if (b["framework"], b["device"], b["op"]) == ("jax", "cuda", "linear_cross_entropy")
+    }
     assert rows["xla"]["usable"]
     assert (rows["mosaic_gpu"]["usable"], rows["mosaic_gpu"]["why"]) == (usable, why)
 
@@ -212,8 +273,8 @@ def test_info_on_the_jax_backends_of_a_gpu(monkeypatch, capability, usable, why)
 @pytest.mark.parametrize(
     ("capability", "installed", "usable", "why"),
     [
-        ((9, 0), True, True, "TMA kernels (compute capability 9.0)"),
-        ((8, 6), True, True, "pointer kernels (compute capability 8.6)"),
+        ((9, 0), True, True, "kernels for this device"),
+        ((8, 6), True, True, "kernels for this device"),
         ((7, 5), True, False, "it needs compute capability 8.0 or later; this is 7.5"),
         ((9, 0), False, False, "Triton is not installed"),
     ],
@@ -221,10 +282,11 @@ def test_info_on_the_jax_backends_of_a_gpu(monkeypatch, capability, usable, why)
 def test_info_on_the_triton_backend(monkeypatch, capability, installed, usable, why):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    monkeypatch.setattr(cli, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(triton_op, "find_spec", lambda name: object() if installed else None)
     rows = json.loads(run("info", "--json").stdout)["backends"]
-    (row,) = (row for row in rows if (row["framework"], row["backend"]) == ("torch", "triton"))
+    wanted = ("torch", "triton", "cuda", "linear_cross_entropy")
+    (row,) = (r for r in rows if (r["framework"], r["backend"], r["device"], r["op"]) == wanted)
     assert (row["usable"], row["why"]) == (usable, why)
 
 
@@ -268,23 +330,59 @@ QUANTITIES = {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "g
     ids=["default", "all", "torch", "jax"],
 )
 def test_check(few_cases, options, backends):
-    result = run("check", "--device", "cpu", *options, "--json")
+    result = run("check", "linear_cross_entropy", "--full", "--device", "cpu", *options, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert document["ok"]
     assert {(r["framework"], r["device"], r["dtype"], r["implementation"]) for r in document["rows"]} == {
         (framework, "cpu", dtype, f"{backend} {strategy}")
         for framework, backend in backends.items()
-        for dtype in spec.DTYPE_BYTES
+        for dtype in DTYPE_BYTES
         for strategy in ("stash", "recompute")
     }
     assert {r["quantity"] for r in document["rows"]} >= QUANTITIES
 
 
-def test_check_takes_the_frameworks_that_are_installed(few_cases, monkeypatch):
+@pytest.fixture
+def pretended(monkeypatch):
+    """Every check of every op is right at once; gives the checks that ran, as (framework, op)."""
+    ran = []
+
+    def planned(framework, op, number):
+        return lambda device: (
+            [lambda: ran.append((framework, op)) or [Check("case", "float32", "torch", "loss", 0.0, 1e-6)]] * number
+        )
+
+    for framework, ops in cli.CHECKS.items():
+        for op, module in ops.items():
+            monkeypatch.setattr(import_module(module), "planned_checks", planned(framework, op, 62))
+    return ran
+
+
+def test_check_runs_a_sample_of_every_op_in_every_framework(pretended):
+    document = json.loads(run("check", "--framework", "all", "--json").stdout)
+    assert document["ok"]
+    assert {(r["framework"], r["op"]) for r in document["rows"]} == {(f, op) for f in cli.CHECKS for op in cli.CHECKED}
+    counts = Counter(pretended)
+    assert set(counts.values()) == {6, 3}  # one in 11 of PyTorch's, one in 29 of JAX's
+
+
+def test_check_of_some_ops(pretended):
+    run("check", "cross_entropy", "linear_jsd", "--framework", "torch", "--full")
+    assert Counter(pretended) == {("torch", "cross_entropy"): 62, ("torch", "linear_jsd"): 62}
+
+
+@pytest.mark.parametrize("module", [m for ops in cli.CHECKS.values() for m in ops.values()])
+def test_a_sample_of_the_checks_has_all_dtypes(module):
+    planned = import_module(module).planned_checks("cpu")
+    step = check._ONE_IN["jax" if "jax" in module else "torch"]
+    sample = planned[::-step]
+    assert sample[0] is planned[-1]  # with all options at once
+    assert len({str(run.args[1]) for run in sample}) == 3
+
+
+def test_check_takes_the_frameworks_that_are_installed(pretended, monkeypatch):
     monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == "torch" else name)
-    right = Check("case", "float32", "stash", "loss", 0.0, 1e-6)
-    monkeypatch.setattr(jax_checks, "check_case", lambda *args, **how: [right])
     document = json.loads(run("check", "--json").stdout)
     assert {r["framework"] for r in document["rows"]} == {"jax"}
     result = run("check", "--framework", "all")
@@ -305,7 +403,7 @@ def test_the_default_framework_is_the_first_that_is_installed(monkeypatch):
 def test_check_that_fails_ends_with_1(few_cases, monkeypatch, framework, checks, title):
     wrong = Check("case", "float32", "stash", "loss", float("nan"), 1e-6)
     monkeypatch.setattr(checks, "check_case", lambda *args, **how: [wrong])
-    result = run("check", "--framework", framework, "--device", "cpu")
+    result = run("check", "linear_cross_entropy", "--framework", framework, "--device", "cpu")
     assert result.exit_code == 1
     assert "WRONG" in result.stdout
     assert f"linear_cross_entropy in {title} on cpu" in result.stdout

@@ -1,12 +1,12 @@
 """Tuning with a toy op on the CPU: what is measured, stored, taken up again and told."""
 
+import functools
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from onchip import cli
+from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import find_config, read_entries
 from onchip.ops.linear_cross_entropy import triton_spec, tuning
@@ -31,12 +32,12 @@ from onchip.tune.status import tuned_configs
 
 MACHINE = Machine("cpu", "toy9", shared_bytes=1000)
 VERSIONS = {"triton": "3.6.0", "torch": "2.11.0"}
-# What a config does is in its "kind"; its time is its "sleep" in units of 0.2 ms.
+# What a config does is in its "kind"; its "time" and 1 ms more are what the clock says.
 RIGHT, WRONG, NAN, RAISES = 0, 1, 2, 3
 
 
-def config(sleep: int, kind: int = RIGHT, block: int = 16) -> dict[str, int]:
-    return {"sleep": sleep, "kind": kind, "block": block}
+def config(time: int, kind: int = RIGHT, block: int = 16) -> dict[str, int]:
+    return {"time": time, "kind": kind, "block": block}
 
 
 CANDIDATES = [
@@ -79,9 +80,9 @@ class Toy(ModuleType):
             self.ran.append((kernel, problem.numel(), config))
             if config["kind"] == RAISES:
                 raise RuntimeError("no such instruction\nand this is advice")
-            time.sleep(config["sleep"] * 2e-4)
             return [problem.sum() + {RIGHT: 0, WRONG: 1, NAN: torch.nan}[config["kind"]]]
 
+        run.ms = 1 + config["time"]  # type: ignore[attr-defined]
         return run
 
     def check(self, kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
@@ -96,11 +97,22 @@ def toy() -> Toy:
     return Toy()
 
 
+def toy_time(step: Any, device: str) -> float:
+    step()
+    return float(step.ms)
+
+
+@pytest.fixture(autouse=True)
+def toy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(time_interleaved=functools.partial(timing.time_interleaved, toy_time))
+    monkeypatch.setattr(harness, "measuring", lambda framework: clock)
+
+
 @pytest.fixture(autouse=True)
 def no_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "home" / app)
     monkeypatch.setattr(configs, "SHIPPED_FOLDER", tmp_path / "shipped")
-    monkeypatch.setattr(run, "_versions", lambda: VERSIONS)
+    monkeypatch.setattr(run, "_versions", lambda framework: VERSIONS)
     configs.clear_cache()
     yield
     configs.clear_cache()
@@ -136,7 +148,7 @@ def test_the_fastest_right_candidate_is_stored(toy: Toy, tmp_path: Path) -> None
     assert (entry.kernel, entry.dtype, entry.sizes) == ("forward", "bfloat16", {"tokens": 10})
     assert (entry.config, entry.ms, entry.versions) == (config(1), row["best_ms"], VERSIONS)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry.date)
-    assert "sleep=1, kind=0, block=16" in text.getvalue()
+    assert "time=1, kind=0, block=16" in text.getvalue()
     assert "1, 2, 1 of 9" in text.getvalue()
     json.dumps(document, allow_nan=False)
 
@@ -159,7 +171,7 @@ def test_the_heuristic_is_in_the_final(toy: Toy, tmp_path: Path) -> None:
     toy.all_candidates = [config(40), *(config(i) for i in range(5)), config(30)]
     row = only_row(tune(toy, tmp_path))
     assert row["heuristic_ms"] >= 8
-    runs = [config["sleep"] for *_, config in toy.ran]
+    runs = [config["time"] for *_, config in toy.ran]
     final = 2 + harness.FINAL_REPEATS
     rough = 2 + harness.ROUGH_REPEATS
     assert runs.count(40) == rough + final
@@ -211,8 +223,9 @@ def test_a_step_that_fails_only_when_timed_is_left_out(toy: Toy, tmp_path: Path)
     def step(kernel: str, problem: Tensor, config_: Mapping[str, int]) -> Callable[[], Sequence[Tensor]]:
         ran = make_step(kernel, problem, config_)
 
+        @functools.wraps(ran)
         def tires() -> Sequence[Tensor]:
-            if config_["sleep"] == 1 and len([c for *_, c in toy.ran if c == config_]) > 2:
+            if config_["time"] == 1 and len([c for *_, c in toy.ran if c == config_]) > 2:
                 raise RuntimeError("tired")
             return ran()
 
@@ -226,7 +239,7 @@ def test_a_step_that_fails_only_when_timed_is_left_out(toy: Toy, tmp_path: Path)
 
 def test_a_lost_device_ends_the_run_but_not_the_log(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "_device_works", lambda device: False)
-    with pytest.raises(ValueError, match="sleep=0, kind=3, block=16 has left the device unusable"):
+    with pytest.raises(ValueError, match="time=0, kind=3, block=16 has left the device unusable"):
         tune(toy, tmp_path)
     assert logged(tmp_path)[-1]["outcome"] == "failing"
     toy.ran.clear()
@@ -252,7 +265,7 @@ def test_what_has_a_winner_is_skipped(toy: Toy, tmp_path: Path) -> None:
 def test_other_versions_are_tuned_anew(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(toy, tmp_path)
     toy.ran.clear()
-    monkeypatch.setattr(run, "_versions", lambda: VERSIONS | {"triton": "3.7.0"})
+    monkeypatch.setattr(run, "_versions", lambda framework: VERSIONS | {"triton": "3.7.0"})
     assert only_row(tune(toy, tmp_path))["status"] == "tuned"
     assert len(toy.configs_that_ran()) == 8
     (entry,) = read_entries(tmp_path, "toy", "toy9")
@@ -271,7 +284,7 @@ def test_an_interrupted_run_goes_on(toy: Toy, tmp_path: Path, monkeypatch: pytes
     toy.check = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         tune(toy, tmp_path)
-    assert [line["config"]["sleep"] for line in logged(tmp_path)] == [20, 5]
+    assert [line["config"]["time"] for line in logged(tmp_path)] == [20, 5]
     toy.check = check  # type: ignore[method-assign]
     with (tmp_path / "toy9" / "toy.tune.jsonl").open("a") as file:
         file.write('\n{"kernel": "forw')  # what a process leaves that is killed while it writes
@@ -279,7 +292,7 @@ def test_an_interrupted_run_goes_on(toy: Toy, tmp_path: Path, monkeypatch: pytes
     row = only_row(tune(toy, tmp_path))
     assert row["config"] == config(1)
     assert row["outcomes"] == {"right": 5, "wrong": 2, "failing": 1, "shared memory": 1}
-    runs = [config["sleep"] for *_, config in toy.ran]
+    runs = [config["time"] for *_, config in toy.ran]
     assert runs.count(20) == runs.count(5) == 2 + harness.FINAL_REPEATS  # only the final
     assert runs.count(1) == 2 + harness.ROUGH_REPEATS + 2 + harness.FINAL_REPEATS
 
@@ -317,7 +330,7 @@ def test_a_config_that_was_right_before_the_kernel_changed_is_not_stored(
     check = toy.check
 
     def changed(kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
-        return (1.0, 1e-3) if toy.ran[-1][2]["sleep"] == 1 else check(kernel, reference, returned)
+        return (1.0, 1e-3) if toy.ran[-1][2]["time"] == 1 else check(kernel, reference, returned)
 
     toy.check = changed  # type: ignore[method-assign]
     row = only_row(tune(toy, tmp_path))
@@ -384,7 +397,7 @@ def run_cli(*arguments: object) -> Any:
 def toy_gpu(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
     """The command line with one op, the toy, and one device whose work the CPU does."""
     monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    monkeypatch.setattr(cli, "TUNINGS", {"toy": "toy_tuning"})
+    monkeypatch.setattr(cli, "TUNINGS", {"torch": {"toy": "toy_tuning"}, "jax": {}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -428,11 +441,18 @@ def test_command_says_what_is_wrong(toy_gpu: Toy, monkeypatch: pytest.MonkeyPatc
     assert "tune needs a CUDA device, and PyTorch sees none here" in result.stderr
 
 
+def test_command_without_a_device_of_jax() -> None:
+    result = run_cli("tune", "linear_cross_entropy", "--framework", "jax")
+    assert result.exit_code == 2
+    assert "tune needs a CUDA device, and JAX sees none here" in result.stderr
+
+
 def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    versions = run._versions()
+    versions = run._versions("torch")
     assert torch.__version__.startswith(versions["torch"])
     assert set(versions) <= {"torch", "triton"}
+    assert set(run._versions("jax")) == {"jax", "jaxlib"}
 
 
 def test_info_tells_which_configs_are_tuned(toy_gpu: Toy) -> None:

@@ -3,10 +3,9 @@
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,17 +24,18 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+OPS = ("linear_cross_entropy", "linear_log_probs", "cross_entropy", "linear_jsd")
+CHECKED = (*OPS, "fp8_linear")
 # Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
+CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
-    "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.benchmark"},
+    "torch": {op: f"onchip.ops.{op}.benchmark" for op in OPS},
     "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_benchmark"},
 }
-CHECKS = {
-    "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.torch_checks"},
-    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_checks"},
+TUNINGS = {
+    "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"},
+    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_tuning"},
 }
-TUNINGS = {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"}
-BENCHED = sorted({op for modules in BENCHMARKS.values() for op in modules})
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
@@ -49,6 +49,11 @@ def _clear_errors() -> Iterator[None]:
     except (ValueError, ImportError) as error:
         Console(stderr=True).print(f"[red bold]onchip:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+def _known_op(op: str, known: Collection[str]) -> None:
+    if op not in known:
+        raise ValueError(f"no op {op!r}; there is: {', '.join(known)}")
 
 
 def _console(as_json: bool) -> Console:
@@ -92,9 +97,14 @@ def demo(
 
 @app.command()
 def plan(
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(OPS)}.")] = OPS[0],
+    *,
     tokens: Annotated[int, typer.Option(help="Tokens in a batch: all leading dimensions multiplied.")],
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
+    teacher_hidden: Annotated[
+        int | None, typer.Option(help="The teacher's hidden size, of linear_jsd. Default: as --hidden.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A model's name instead of --hidden and --vocab.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
@@ -103,14 +113,17 @@ def plan(
     scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what linear_cross_entropy costs before it runs: scratch, products and traffic per strategy and budget."""
+    """Tell what an op costs before it runs: scratch, products and chunks per strategy and budget."""
     with _clear_errors():
         from onchip.plan import plan_document, show_plan
 
+        _known_op(op, OPS)
         document = plan_document(
+            op,
             tokens=tokens,
             hidden=hidden,
             vocab=vocab,
+            teacher_hidden=teacher_hidden,
             model=model,
             dtype=dtype,
             weight_dtype=weight_dtype,
@@ -126,21 +139,27 @@ def plan(
 
 @app.command()
 def check(
+    ops: Annotated[list[str] | None, typer.Argument(help=f"Of: {', '.join(CHECKED)}. Default: all.")] = None,
     framework: Annotated[
         str | None, typer.Option(help="torch, jax, or all. Default: those that are installed.")
     ] = None,
     device: Device = "auto",
+    full: Annotated[bool, typer.Option("--full", help="All cases in all dtypes: minutes instead of one.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the correctness cases of linear_cross_entropy on this machine against a float64 oracle."""
+    """Run the ops' correctness cases on this machine against float64 oracles."""
     with _clear_errors():
         from onchip.check import run_check
+
+        for op in ops or CHECKED:
+            _known_op(op, CHECKED)
 
         named = list(CHECKS) if framework == "all" else [choose_framework(framework)]
         chosen = installed_frameworks() or named if framework is None else named
         for name in chosen:
             require_packages("check", (name,), name)
-        document = run_check({name: CHECKS[name] for name in chosen}, device, _console(as_json))
+        modules = {name: {op: CHECKS[name][op] for op in CHECKED if op in (ops or CHECKED)} for name in chosen}
+        document = run_check(modules, device, _console(as_json), full=full)
     if as_json:
         _print_json(document)
     if not document["ok"]:
@@ -149,7 +168,7 @@ def check(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHED)}.")],
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(OPS)}.")],
     framework: Annotated[str | None, typer.Option(help="torch or jax. Default: torch where it is installed.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Case name or pattern; may be given several times.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Implementation name or pattern; likewise.")] = None,
@@ -163,8 +182,7 @@ def bench(
     """Time an op beside its competitors, after checking that each is right."""
     with _clear_errors():
         framework = choose_framework(framework)
-        if op not in BENCHMARKS[framework]:
-            raise ValueError(f"no op {op!r}; there is: {', '.join(BENCHMARKS[framework])}")
+        _known_op(op, BENCHMARKS[framework])
         from onchip.bench.run import run_bench
 
         document = run_bench(
@@ -186,7 +204,8 @@ def bench(
 
 @app.command()
 def tune(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(TUNINGS)}.")],
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(TUNINGS['torch'])}.")],
+    framework: Annotated[str | None, typer.Option(help="torch or jax. Default: torch where it is installed.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Case name or pattern; may be given several times.")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="Kernel name or pattern; likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="The inputs' dtype.")] = "bfloat16",
@@ -201,13 +220,14 @@ def tune(
 ) -> None:
     """Find the fastest block sizes of an op's kernels on this GPU and store them for later runs."""
     with _clear_errors():
-        if op not in TUNINGS:
-            raise ValueError(f"no op {op!r}; there is: {', '.join(TUNINGS)}")
+        framework = choose_framework(framework)
+        _known_op(op, TUNINGS[framework])
         from onchip.tune.run import run_tune
 
         document = run_tune(
             op,
-            TUNINGS[op],
+            TUNINGS[framework][op],
+            framework,
             cases=case,
             kernels=kernel,
             dtype=dtype,
@@ -234,10 +254,14 @@ def info(as_json: Json = False) -> None:
     for name, value in {**document["versions"], **document["machine"]}.items():
         table.add_row(name, value or "[dim]not installed[/]")
     console.print(table)
-    table = Table("framework", "backend", "device", "usable", "why", title="backends")
+    table = Table("framework", "backend", "device", "usable", "why", "ops", title="backends")
+    ops: dict[tuple[Any, ...], list[str]] = {}  # one line for those that agree in everything else
     for row in document["backends"]:
         usable = "[green]yes[/]" if row["usable"] else "[red]no[/]"
-        table.add_row(row["framework"], row["backend"], row["device"], usable, escape(row["why"]))
+        cells = (row["framework"], row["backend"], row["device"], usable, escape(row["why"]))
+        ops.setdefault(cells, []).append(row["op"])
+    for cells, names in ops.items():
+        table.add_row(*cells, "all" if len(names) == len(CHECKED) else ", ".join(names))
     console.print(table)
     _print_tuned(document["tuned"], console)
 
@@ -278,28 +302,10 @@ def _info() -> dict[str, Any]:
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             machine[f"cuda:{i}"] = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute {p.major}.{p.minor}"
-    no_triton, kernels = no_cuda, ""
-    if no_triton is None:
-        no_triton, kernels = _triton_kernels()
-    backends = [
-        {
-            "op": op,
-            "framework": "torch",
-            "backend": backend,
-            "device": device,
-            "usable": reason is None,
-            "why": reason or what,
-        }
-        for op in CHECKS["torch"]
-        for backend, device, reason, what in (
-            ("torch", "cpu", no_torch, "the framework's own matrix products"),
-            ("torch", "cuda", no_cuda, "the framework's own matrix products"),
-            ("triton", "cuda", no_triton, kernels),
-        )
-    ]
+    backends = [row for op in CHECKS["torch"] for row in _torch_backends(op, no_torch, no_cuda)]
     if versions["jax"] is None:
         reason = "JAX is not installed; pip install 'onchip[jax]'"
-        backends += [_jax_row(op, "xla", device, reason) for op in CHECKS["jax"] for device in ("cpu", "cuda")]
+        backends += [_row(op, "jax", "xla", device, reason) for op in CHECKS["jax"] for device in ("cpu", "cuda")]
     else:
         import jax
 
@@ -310,27 +316,46 @@ def _info() -> dict[str, Any]:
         "versions": versions,
         "machine": machine,
         "backends": backends,
-        "tuned": _tuned(no_cuda),
+        "tuned": _tuned(no_cuda, sees_jax=versions["jax"] is not None),
     }
 
 
-def _jax_backends(op: str) -> list[dict[str, Any]]:
+def _torch_backends(op: str, no_torch: str | None, no_cuda: str | None) -> list[dict[str, Any]]:
     """The backends that can run a plain call in bfloat16 on the CPU, and all of those for a CUDA device."""
+    if no_torch is not None:
+        return [_row(op, "torch", "torch", device, no_torch) for device in ("cpu", "cuda")]
+    checks = import_module(CHECKS["torch"][op])
+    on_cpu = checks.plain_refusals("cpu", "bfloat16")
+    on_gpu = dict.fromkeys(on_cpu, no_cuda) if no_cuda else checks.plain_refusals("cuda", "bfloat16")
+    rows = [_row(op, "torch", backend, "cpu", None) for backend, reason in on_cpu.items() if reason is None]
+    return rows + [_row(op, "torch", backend, "cuda", reason) for backend, reason in on_gpu.items()]
+
+
+def _jax_backends(op: str) -> list[dict[str, Any]]:
+    """As of PyTorch."""
     import jax
 
     sees_cuda = any(d.platform == "gpu" for d in jax.devices())
     no_cuda = None if sees_cuda else f"JAX sees no CUDA device (jaxlib {metadata.version('jaxlib')})"
     checks = import_module(CHECKS["jax"][op])
-    on_cpu, on_gpu = (checks.plain_refusals(platform, "bfloat16", 128, 1024) for platform in ("cpu", "gpu"))
-    rows = [_jax_row(op, backend, "cpu", None) for backend, reason in on_cpu.items() if reason is None]
-    return rows + [_jax_row(op, backend, "cuda", no_cuda or reason) for backend, reason in on_gpu.items()]
+    on_cpu, on_gpu = (checks.plain_refusals(platform, "bfloat16") for platform in ("cpu", "gpu"))
+    rows = [_row(op, "jax", backend, "cpu", None) for backend, reason in on_cpu.items() if reason is None]
+    return rows + [_row(op, "jax", backend, "cuda", no_cuda or reason) for backend, reason in on_gpu.items()]
 
 
-def _jax_row(op: str, backend: str, device: str, reason: str | None) -> dict[str, Any]:
-    what = "matrix products and loops of XLA" if backend == "xla" else "kernels for this device"
+_BACKENDS = {
+    "torch": "the framework's own operations",
+    "xla": "matrix products and loops of XLA",
+    "dequantize": "the framework's own operations, in float32",
+    "scaled_mm": "cuBLAS's blockwise FP8 products",
+}
+
+
+def _row(op: str, framework: str, backend: str, device: str, reason: str | None) -> dict[str, Any]:
+    what = _BACKENDS.get(backend, "kernels for this device")
     return {
         "op": op,
-        "framework": "jax",
+        "framework": framework,
         "backend": backend,
         "device": device,
         "usable": reason is None,
@@ -338,28 +363,23 @@ def _jax_row(op: str, backend: str, device: str, reason: str | None) -> dict[str
     }
 
 
-def _triton_kernels() -> tuple[str | None, str]:
-    """Why the Triton backend can't be used on the current CUDA device, or None; and which kernels it has there."""
-    if find_spec("triton") is None:
-        return "Triton is not installed", ""
-    import torch
+def _tuned(no_cuda: str | None, sees_jax: bool) -> dict[str, Any]:
+    """Which kernels have a tuned config on the CUDA devices here; `no_cuda` says why PyTorch has none."""
+    devices = {}
+    if no_cuda is None:
+        import torch
 
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
-        return f"it needs compute capability 8.0 or later; this is {major}.{minor}", ""
-    return None, f"{'TMA' if major >= 9 else 'pointer'} kernels (compute capability {major}.{minor})"
+        devices["torch"] = [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
+    if sees_jax:
+        import jax
 
-
-def _tuned(no_cuda: str | None) -> dict[str, Any]:
-    """Which kernels have a tuned config on the CUDA devices here; `no_cuda` says why there are none."""
-    if no_cuda is not None:
+        devices["jax"] = [d.device_kind for d in jax.devices() if d.platform == "gpu"]
+    if not any(devices.values()):
         return {"rows": [], "notes": [f"none apply, as there is no CUDA device here ({no_cuda})"]}
-    import torch
-
     from onchip.tune.status import tuned_configs
 
-    names = [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
-    return tuned_configs(TUNINGS, [device_slug(name) for name in names])
+    found = [tuned_configs(TUNINGS[name], [device_slug(d) for d in names]) for name, names in devices.items()]
+    return {key: [x for part in found for x in part[key]] for key in ("rows", "notes")}
 
 
 if __name__ == "__main__":

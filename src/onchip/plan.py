@@ -1,7 +1,8 @@
-"""`onchip plan`: what linear_cross_entropy will cost, from the shapes alone.  Imports no framework."""
+"""`onchip plan`: what an op will cost, from the shapes alone.  Imports no framework."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -9,9 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.cases import MODELS
+from onchip.ops._shared.spec import DTYPE_BYTES, MIB
+from onchip.ops.cross_entropy import spec as cross_entropy
 from onchip.ops.linear_cross_entropy import spec, triton_spec
-from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.ops.linear_jsd import spec as linear_jsd
+from onchip.ops.linear_log_probs import spec as linear_log_probs
 
 BUDGETS_MIB = (64, 256, 1024, 4096, 16384)
 STRATEGIES = ("stash", "recompute")
@@ -22,10 +27,12 @@ RATES_OF = "h100"
 
 
 def plan_document(
+    op: str = spec.OP,
     *,
     tokens: int,
     hidden: int | None,
     vocab: int | None,
+    teacher_hidden: int | None = None,
     model: str | None,
     dtype: str,
     weight_dtype: str | None,
@@ -33,7 +40,7 @@ def plan_document(
     backend: str = "auto",
     scratch_mib: Sequence[int] | None,
 ) -> dict[str, Any]:
-    """The plan of a forward and backward with both gradients, for the default budget and some others, as a document.
+    """The plan of a forward and backward with all gradients, for the default budget and some others, as a document.
 
     Raises:
         ValueError: a size below 1, an unknown model, dtype, device or backend, a backend that can't run it, or too
@@ -43,18 +50,24 @@ def plan_document(
         if model not in MODELS:
             raise ValueError(f"no model {model!r}; there is: {', '.join(MODELS)}. Or give --hidden and --vocab")
         hidden, vocab = hidden or MODELS[model][0], vocab or MODELS[model][1]
-    if hidden is None or vocab is None:
+    if vocab is None or (hidden is None and op != cross_entropy.OP):
         raise ValueError("give --hidden and --vocab, or --model")
-    for name, size in (("--tokens", tokens), ("--hidden", hidden), ("--vocab", vocab)):
+    hidden = 0 if op == cross_entropy.OP or hidden is None else hidden  # it has no product
+    sizes = {"--tokens": tokens, "--vocab": vocab} | ({} if op == cross_entropy.OP else {"--hidden": hidden})
+    for name, size in (sizes | ({} if teacher_hidden is None else {"--teacher-hidden": teacher_hidden})).items():
         if size < 1:
             raise ValueError(f"{name} must be 1 or more; got {size}")
     for name, value in (("--dtype", dtype), ("--weight-dtype", weight_dtype or dtype)):
-        if value not in spec.DTYPE_BYTES:
-            raise ValueError(f"{name} must be one of {', '.join(spec.DTYPE_BYTES)}; got {value!r}")
+        if value not in DTYPE_BYTES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}; got {value!r}")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"--device must be cuda or cpu; got {device!r}")
     if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
         raise ValueError(f"--scratch-mib must be 1 or more; got {min(scratch_mib)}")
+    if op != spec.OP:
+        choose_backend(op, backend, {"torch": None})
+        call = _Call(tokens, hidden, vocab, teacher_hidden or hidden, dtype, weight_dtype or dtype, device)
+        return _plain_document(op, call, scratch_mib)
     problem = Problem(tokens, hidden, vocab, dtype=dtype, weight_dtype=weight_dtype or dtype, device=device)
     refused = None if device == "cuda" and dtype != "float32" else f"its kernels don't run in {dtype} on {device}"
     chosen = choose_backend(spec.OP, backend, {"triton": refused, "torch": None})
@@ -67,7 +80,7 @@ def plan_document(
         "weight_dtype": weight_dtype or dtype,
         "device": device,
         "backend": chosen,
-        "logits_bytes": {"float32": spec.logits_bytes(problem), dtype: tokens * vocab * spec.DTYPE_BYTES[dtype]},
+        "logits_bytes": {"float32": spec.logits_bytes(problem), dtype: tokens * vocab * DTYPE_BYTES[dtype]},
     }
     return document | (_triton_plans if chosen == "triton" else _torch_plans)(problem, scratch_mib)
 
@@ -247,18 +260,152 @@ def _triton_table(document: dict[str, Any], console: Console) -> None:
     )
 
 
+# --------------------------------------------------------------------------------- the other ops, on the torch backend
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What was asked for."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    teacher_hidden: int
+    dtype: str
+    weight_dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One way to run an op: how much it multiplies, and its plan for a budget, or ValueError where that is too small.
+
+    A plan is the sizes of the chunks by name, and the parts of the scratch in bytes.
+    """
+
+    name: str
+    products: int
+    plan: Callable[[int | None], tuple[dict[str, int], dict[str, int]]]
+
+
+def _cross_entropy_passes(call: _Call) -> list[_Pass]:
+    def plan(budget: int | None) -> tuple[dict[str, int], dict[str, int]]:
+        p = cross_entropy.Problem(call.tokens, call.vocab, call.dtype, call.device)
+        rows = cross_entropy.plan(p, budget)
+        return {"tokens": rows, "vocab": call.vocab}, cross_entropy.scratch_parts(p, rows)
+
+    return [_Pass("forward, and backward", 0, plan)]
+
+
+def _log_probs_passes(call: _Call) -> list[_Pass]:
+    def plan(budget: int | None, strategy: str, entropy: bool) -> tuple[dict[str, int], dict[str, int]]:
+        p = linear_log_probs.Problem(
+            call.tokens,
+            call.hidden,
+            call.vocab,
+            dtype=call.dtype,
+            weight_dtype=call.weight_dtype,
+            device=call.device,
+            entropy=entropy,
+        )
+        linear_log_probs.require_scratch(p, budget)
+        config = linear_log_probs.plan(p, strategy, budget)
+        sizes = {"tokens": config.token_chunk, "vocab": config.vocab_chunk}
+        return sizes, linear_log_probs.scratch_parts(p, config)
+
+    ways = [("forward", "forward", 1), ("backward", "recompute", 3)]
+    return [
+        _Pass(f"{name}{', entropy' if entropy else ''}", n, partial(plan, strategy=strategy, entropy=entropy))
+        for entropy in (False, True)
+        for name, strategy, n in ways
+    ]
+
+
+def _jsd_passes(call: _Call) -> list[_Pass]:
+    def plan(budget: int | None, grad: bool) -> tuple[dict[str, int], dict[str, int]]:
+        dtypes = (call.dtype, call.dtype, call.weight_dtype)
+        student = linear_jsd.Head(call.hidden, call.vocab, *dtypes, grad, grad)
+        teacher = linear_jsd.Head(call.teacher_hidden, call.vocab, *dtypes)
+        p = linear_jsd.Problem(call.tokens, call.vocab, student, teacher, device=call.device, stash=grad)
+        chunk = linear_jsd.plan(p, budget)
+        return {"tokens": chunk, "vocab": call.vocab}, linear_jsd.scratch_parts(p, chunk)
+
+    return [
+        _Pass("forward alone", 2, partial(plan, grad=False)),
+        _Pass("forward with gradients", 4, partial(plan, grad=True)),
+    ]
+
+
+_PASSES: dict[str, Callable[[_Call], list[_Pass]]] = {
+    cross_entropy.OP: _cross_entropy_passes,
+    linear_log_probs.OP: _log_probs_passes,
+    linear_jsd.OP: _jsd_passes,
+}
+
+
+def _plain_document(op: str, call: _Call, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
+    budgets: list[int | None] = [None, *(mib * MIB for mib in scratch_mib or BUDGETS_MIB)]
+    number = call.tokens * call.vocab * (2 if op == linear_jsd.OP else 1)
+    return {
+        "op": op,
+        **asdict(call),
+        "backend": "torch",
+        "logits_bytes": {"float32": 4 * number, call.dtype: number * DTYPE_BYTES[call.dtype]},
+        "plans": [_plain_row(one, budget) for budget in budgets for one in _PASSES[op](call)],
+    }
+
+
+def _plain_row(one: _Pass, budget: int | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"pass": one.name, "products": one.products, "budget_bytes": budget}
+    try:
+        chunk, parts = one.plan(budget)
+    except ValueError as error:
+        return row | {"fits": False, "why": str(error)}
+    return row | {"fits": True, "chunk": chunk, "scratch_bytes": sum(parts.values()), "scratch_parts": parts}
+
+
+def _plain_table(document: dict[str, Any], console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("budget", "pass", "prods", "chunk", "scratch"):
+        table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
+    for row in document["plans"]:
+        budget = "default" if row["budget_bytes"] is None else _mib(row["budget_bytes"])
+        cells = ["[dim]too small[/]", ""]
+        if row["fits"]:
+            cells = [f"{row['chunk']['tokens']}x{row['chunk']['vocab']}", _mib(row["scratch_bytes"])]
+        table.add_row(budget, row["pass"], str(row["products"]), *cells)
+    console.print(table)
+    largest = [row for row in document["plans"] if row["budget_bytes"] is None][-1]
+    parts = "".join(f"\n  {name}: {_mib(size)}" for name, size in largest["scratch_parts"].items() if size)
+    console.print(
+        "All sizes in MiB.  prods: matrix products of the pass.  chunk: tokens x vocab.\n"
+        "scratch: peak above inputs, results and returned gradients.  Its parts in the\n"
+        f"default budget, {largest['pass']}:{parts}",
+        highlight=False,
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- printing
 
 
 def show_plan(document: dict[str, Any], console: Console) -> None:
     """Print the document as a table."""
     logits = " or ".join(f"{_mib(size)} MiB in {dtype}" for dtype, size in document["logits_bytes"].items())
+    sizes = {"T": "tokens", "H": "hidden", "V": "vocab", "teacher's H": "teacher_hidden"}
+    if document["op"] != linear_jsd.OP:
+        del sizes["teacher's H"]
+    shown = " ".join(f"{letter}={document[name]}" for letter, name in sizes.items() if document[name])
     console.print(
-        f"{document['op']}: T={document['tokens']} H={document['hidden']} V={document['vocab']} {document['dtype']} "
-        f"on {document['device']},\n{document['backend']} backend, forward and both gradients\nfull logits: {logits}",
+        f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n{document['backend']} backend, "
+        f"forward and all gradients\nfull logits: {logits}",
         highlight=False,
     )
-    (_triton_table if document["backend"] == "triton" else _torch_table)(document, console)
+    if document["op"] != spec.OP:
+        _plain_table(document, console)
+    elif document["backend"] == "triton":
+        _triton_table(document, console)
+    else:
+        _torch_table(document, console)
 
 
 def _mib(size: int) -> str:

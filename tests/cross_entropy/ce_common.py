@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from onchip.ops.cross_entropy.torch_checks import Computed, check_case
+from shared import assert_same as assert_same
+from shared import assert_within_bounds
 
 
 def small_problem(tokens=24, vocab=70, dtype=torch.float32, seed=0):
@@ -24,22 +26,8 @@ def plain(logits, target, **options):
 
 def assert_right(case, dtype=torch.float32, device="cpu", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
-    wrong = [c for c in check_case(case, dtype, device, **how) if not c.ok]
-    assert not wrong, wrong
+    assert_within_bounds(check_case(case, dtype, device, **how))
 
 
 def gradient(loss, x, grad=None):
     return torch.autograd.grad(loss, x, grad_outputs=grad)[0]
-
-
-def assert_same(a, b, scale=1.0):
-    """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||, times `scale` for larger terms.
-
-    Infinities must agree.
-    """
-    assert a.shape == b.shape
-    a, b = a.detach().double(), b.detach().double()
-    assert (a.isinf() == b.isinf()).all()
-    a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
-    eps = torch.finfo(torch.float32).eps
-    assert float((a - b).norm()) <= 32 * eps * scale * max(1.0, float(b.norm())), (a, b)

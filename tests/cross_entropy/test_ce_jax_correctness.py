@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ce_common_jax import assert_right, assert_same, plain, quick_compilation, small_problem  # noqa: F401
+from ce_common_jax import assert_right, assert_same, quick_compilation, small_problem  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onchip.ops._shared.checks import relative_error
 from onchip.ops.cross_entropy import reference, spec
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.cross_entropy.jax_checks import as_arguments, run_oracle
 from onchip.ops.cross_entropy.jax_op import CrossEntropyStats, cross_entropy
-from onchip.ops.linear_cross_entropy.checks import relative_error
+from shared_jax import plain_loss as plain
 
 CASES = {c.name: c for c in CHECK_CASES}
 

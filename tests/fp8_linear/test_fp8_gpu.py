@@ -9,11 +9,12 @@ from fp8_common import assert_right, same_bits
 from test_fp8_correctness import awkward
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops.fp8_linear import checks, spec, torch_op, torch_products, torch_quantize, triton_op
+from onchip.ops._shared.torch_inputs import dtype_name
+from onchip.ops.fp8_linear import checks, spec, torch_products, torch_quantize
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR
 from onchip.ops.fp8_linear.reference import snr_db
-from onchip.ops.fp8_linear.torch_inputs import name_of
+from onchip.ops.fp8_linear.torch_checks import plain_refusals
 from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation
 
@@ -25,12 +26,8 @@ def usable():
     """Backends that can run here; collected on machines without a device, too."""
     if not torch.cuda.is_available():
         return ("dequantize",)
-    refusals = {
-        "scaled_mm": torch_products.scaled_mm_refusal(torch.device("cuda")),
-        "triton": triton_op.refusal("cuda", 0),
-        "dequantize": None,
-    }
-    return tuple(name for name in torch_op.BACKENDS if refusals[name] is None)
+    refusals = plain_refusals("cuda")
+    return tuple(name for name, reason in refusals.items() if reason is None)
 
 
 BACKENDS = pytest.mark.parametrize("backend", usable())
@@ -135,7 +132,7 @@ def test_quantising_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CHECK_CASES, ids=str)
 def test_cases(case, dtype, backend):
-    if not checks.fits(case, name_of(dtype)):
+    if not checks.fits(case, dtype_name(dtype)):
         pytest.skip("its numbers are out of float16's range")
     assert_right(case, dtype, "cuda", backend=backend)
 

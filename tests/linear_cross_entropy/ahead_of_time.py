@@ -117,14 +117,13 @@ def compile_all(found, capability):
     sources = {}
     for launch in found:
         source = _source(launch)
-        key = (launch.kernel.__name__, str(source.signature), str(source.constants), launch.warps, launch.stages)
+        key = (launch.kernel.__name__, str(source.signature), str(source.constants), str(launch.options))
         sources.setdefault(key, (source, launch))
     return [_compile(*pair, capability) for pair in sources.values()]
 
 
 def _compile(source, launch, capability):
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, stack = _resources(kernel.asm["cubin"])
     constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
     return Compiled(launch.kernel.__name__, constants, kernel.asm["ptx"], kernel.metadata.shared, registers, stack)

@@ -6,6 +6,9 @@ import torch
 
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.torch_checks import check_case
+from shared import assert_same as assert_same
+from shared import assert_within_bounds
+from shared import gradients as gradients
 
 
 def small_problem(tokens=24, hidden=16, vocab=70, dtype=torch.float32, device="cpu", bias=False, seed=0):
@@ -22,25 +25,7 @@ def small_problem(tokens=24, hidden=16, vocab=70, dtype=torch.float32, device="c
 
 def assert_right(case, dtype=torch.float32, device="cpu", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
-    wrong = [c for c in check_case(case, dtype, device, **how) if not c.ok]
-    assert not wrong, wrong
-
-
-def gradients(loss, *inputs, grad=None):
-    return torch.autograd.grad(loss, inputs, grad_outputs=grad)
-
-
-def assert_same(a, b, scale=1.0):
-    """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||, times `scale` for larger terms.
-
-    Infinities must agree.
-    """
-    assert a.shape == b.shape
-    a, b = a.detach().double(), b.detach().double()
-    assert (a.isinf() == b.isinf()).all()
-    a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
-    eps = torch.finfo(torch.float32).eps
-    assert float((a - b).norm()) <= 32 * eps * scale * max(1.0, float(b.norm())), (a, b)
+    assert_within_bounds(check_case(case, dtype, device, **how))
 
 
 def capture(step):

@@ -1,21 +1,15 @@
 """What the tests of the JAX front end share."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from onchip.ops.linear_cross_entropy.jax_checks import check_case
+from shared import assert_within_bounds
+from shared_jax import assert_same as assert_same
+from shared_jax import plain_loss
+from shared_jax import quick_compilation as quick_compilation
 
 STRATEGIES = ("stash", "recompute")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Spare LLVM its optimizations in the modules that import this: nearly all of the tests' time is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def small_problem(tokens=24, hidden=16, vocab=70, dtype="float32", seed=0):
@@ -31,26 +25,9 @@ def small_problem(tokens=24, hidden=16, vocab=70, dtype="float32", seed=0):
 
 def assert_right(case, dtype="float32", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
-    wrong = [c for c in check_case(case, dtype, **how) if not c.ok]
-    assert not wrong, wrong
+    assert_within_bounds(check_case(case, dtype, **how))
 
 
-def assert_same(a, b, scale=1.0):
-    """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||.  Infinities must agree."""
-    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert x.shape == y.shape
-        assert (np.isinf(x) == np.isinf(y)).all()
-        x, y = np.where(np.isinf(x), 0, x), np.where(np.isinf(y), 0, y)
-        bound = 32 * np.finfo(np.float32).eps * scale * max(1.0, np.linalg.norm(y))
-        assert np.linalg.norm(x - y) <= bound, (x, y)
-
-
-def plain(hidden, weight, labels, bias=0.0, ignore_index=-100, reduction="mean"):
+def plain(hidden, weight, labels, bias=0.0, **options):
     """The loss written out."""
-    kept = labels != ignore_index
-    log_p = jax.nn.log_softmax(jnp.matmul(hidden, weight.T, precision="highest") + bias)
-    loss = jnp.where(kept, -jnp.take_along_axis(log_p, jnp.where(kept, labels, 0)[..., None], -1)[..., 0], 0)
-    return loss if reduction == "none" else loss.sum() / jnp.maximum(kept.sum(), 1)
+    return plain_loss(jnp.matmul(hidden, weight.T, precision="highest") + bias, labels, **options)

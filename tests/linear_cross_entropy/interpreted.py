@@ -6,11 +6,6 @@ interpreter computes bfloat16 wrongly.  What nobody wrote is NaN, so a result th
     TRITON_INTERPRET=1 python interpreted.py NAME ...     prints a line of JSON for each check
 """
 
-import json
-import sys
-import time
-import traceback
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -21,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from common import assert_right, gradients, mixed_plan, small_problem
 
+from interpreter_runs import main
+from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import float32_bounds
 from onchip.ops.linear_cross_entropy.spec import Problem
-from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, relative_error, run_oracle
+from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, run_oracle
 from onchip.torch import linear_cross_entropy
 
 STRATEGIES = ("stash", "recompute")
@@ -312,22 +309,5 @@ def the_schema_is_true(strategy):
         torch.library.opcheck(triton_op._forward_op, triton_op.pack(arguments), test_utils=name)
 
 
-def main(names):
-    warnings.simplefilter("ignore")  # the interpreter's NumPy overflows where kernels do on purpose
-    torch.set_num_threads(1)
-    # Fills what torch.empty and its kin return with NaN, and with the largest integer.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(3).isnan().all()
-    for name in names:
-        torch.manual_seed(0)
-        error, start = "", time.perf_counter()
-        try:
-            CHECKS[name]()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"name": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:] or CHECKS)
+    main(CHECKS)

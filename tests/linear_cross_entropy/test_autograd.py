@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onchip.ops.linear_cross_entropy import torch_op, torch_tiles
 from onchip.torch import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
+from shared import count_products
 
 STRATEGIES = ("stash", "recompute")
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -46,14 +47,7 @@ def test_only_what_needs_a_gradient_gets_one(needs, reduction, strategy):
                             ((0, 1), {"stash": 2, "recompute": 3}), ((0, 0), {"stash": 1, "recompute": 1})], ids=str,
 )  # fmt: skip
 def test_nothing_is_multiplied_for_what_needs_no_gradient(needs, products, strategy, monkeypatch):
-    work = []
-    product = torch_tiles._product
-
-    def counted(out, a, b, **options):
-        work.append(a.shape[0] * a.shape[1] * b.shape[1])
-        product(out, a, b, **options)
-
-    monkeypatch.setattr(torch_tiles, "_product", counted)
+    work = count_products(monkeypatch, torch_tiles)
     h, w, y, _ = small_problem()
     y[0, :6] = -100  # a quarter is ignored: that too costs nothing
     h.requires_grad_(bool(needs[0]))

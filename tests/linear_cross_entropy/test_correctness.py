@@ -10,9 +10,11 @@ from common import assert_right, assert_same, gradients, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onchip.ops._shared.spec import Config
+from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.linear_cross_entropy import spec, torch_tiles
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, relative_error, run_oracle
+from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, run_oracle
 from onchip.torch import linear_cross_entropy
 
 STRATEGIES = ("stash", "recompute")
@@ -96,7 +98,7 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     grads = (True, True, True)
 
     def run(token_chunk, vocab_chunk):
-        config = spec.Config(strategy, token_chunk, vocab_chunk)
+        config = Config(strategy, token_chunk, vocab_chunk)
         if strategy == "stash":
             softmax, *made = torch_tiles.stash(h, head, tokens, config, grads=grads, stats=True)
             return [softmax.loss(head, tokens), softmax.entropy(), softmax.argmax.float(), *made]

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from common import assert_right, assert_same, capture, gradients, small_problem
 
 from onchip.bench.measure import peak_extra_bytes
+from onchip.ops._shared.spec import MIB
 from onchip.ops.linear_cross_entropy import spec, torch_op, triton_op, triton_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
-from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.torch import linear_cross_entropy
 from onchip.torch import linear_cross_entropy as op
 

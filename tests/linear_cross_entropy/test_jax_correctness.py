@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.jax import LinearCrossEntropyStats, linear_cross_entropy
+from onchip.ops._shared.checks import relative_error
+from onchip.ops._shared.jax_call import Needs, Static, Tensors
+from onchip.ops._shared.spec import Config
 from onchip.ops.linear_cross_entropy import jax_spec, jax_xla, reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.linear_cross_entropy.checks import relative_error
-from onchip.ops.linear_cross_entropy.jax_call import Needs, Static, Tensors
 from onchip.ops.linear_cross_entropy.jax_checks import DTYPES, as_arguments, run_oracle
-from onchip.ops.linear_cross_entropy.spec import Config, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
 
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 

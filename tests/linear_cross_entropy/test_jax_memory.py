@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from onchip.jax import linear_cross_entropy
+from onchip.ops._shared.spec import DEFAULT_SCRATCH, MIB
 from onchip.ops.linear_cross_entropy import jax_spec
-from onchip.ops.linear_cross_entropy.spec import DEFAULT_SCRATCH, MIB, Problem, logits_bytes
+from onchip.ops.linear_cross_entropy.spec import Problem, logits_bytes
 
 
 def temporary_bytes(problem, **options):

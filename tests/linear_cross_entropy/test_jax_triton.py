@@ -15,9 +15,9 @@ import torch
 from ahead_of_time import compile_all
 
 from onchip.jax import linear_cross_entropy
+from onchip.ops._shared.jax_call import Static
 from onchip.ops.linear_cross_entropy import jax_op, jax_triton, jax_triton_calls
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.jax_call import Static
 from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.ops.linear_cross_entropy.triton_launches import Launch
 
@@ -47,7 +47,7 @@ def launched(monkeypatch):
         return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
 
     jax.clear_caches()  # or what was traced before is not traced again
-    monkeypatch.setattr(jax_op, "_platform", lambda: "gpu")
+    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(jax_triton, "refusal", lambda static, problem: None)
     monkeypatch.setattr(jax_triton_calls, "triton_call", record)
     yield found

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from onchip.bench.measure import peak_extra_bytes
+from onchip.ops._shared.spec import MIB
 from onchip.ops.linear_cross_entropy import spec
-from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.torch import linear_cross_entropy
 
 # What matrix products and the allocator take beyond the formula.

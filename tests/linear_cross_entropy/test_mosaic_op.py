@@ -8,9 +8,9 @@ import pytest
 
 from onchip.core import configs
 from onchip.jax import linear_cross_entropy
+from onchip.ops._shared.jax_call import Static
 from onchip.ops.linear_cross_entropy import jax_op, mosaic_op, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.jax_call import Static
 from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy.spec import OP, Problem
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def as_on_hopper(monkeypatch):
-    monkeypatch.setattr(jax_op, "_platform", lambda: "gpu")
+    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
 
 

@@ -4,15 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onchip.ops._shared.spec import DTYPE_BYTES, MIB
 from onchip.ops.linear_cross_entropy import spec
-from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
 
 problems = st.builds(
     Problem,
     tokens=st.integers(0, 40_000),
     hidden=st.integers(1, 8192),
     vocab=st.integers(1, 300_000),
-    dtype=st.sampled_from(list(spec.DTYPE_BYTES)),
+    dtype=st.sampled_from(list(DTYPE_BYTES)),
     weight_dtype=st.sampled_from(["", "float32"]),
     device=st.sampled_from(["cpu", "cuda"]),
     grad_hidden=st.booleans(),

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from common import assert_right, capture, gradients, mixed_plan
 
 from onchip.bench.measure import peak_extra_bytes
+from onchip.ops._shared.spec import MIB
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import Case
-from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.torch import linear_cross_entropy
 
 pytestmark = pytest.mark.gpu

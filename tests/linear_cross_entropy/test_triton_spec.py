@@ -1,6 +1,5 @@
 """Planning for the Triton backend: every plan fits its budget and the kernels' tiles, and none is a bad bargain."""
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onchip.ops._shared.spec import MIB
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.spec import MIB, Problem
+from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.ops.linear_cross_entropy.triton_spec import TOKEN_TILE, VOCAB_TILE, plan, predict, scratch_bytes, up
 
 STRATEGIES = ("auto", "stash", "recompute")
@@ -139,15 +139,20 @@ def test_forward_only_takes_fewer_tokens_at_a_time_in_less_memory():
     assert scratch_bytes(p, plan(p)) <= triton_spec.FORWARD_SCRATCH
 
 
-def test_a_plan_is_made_again_the_same_and_quickly():
+def test_a_plan_is_made_again_the_same():
     for p in TABLE:
         for budget in (None, least(p, "auto") + 100 * MIB):
             plan.cache_clear()
             first = plan(p, "auto", budget)
             plan.cache_clear()
-            start = time.perf_counter()
             assert plan(p, "auto", budget) == first
-            assert time.perf_counter() - start < 0.1
+
+
+def test_a_plan_is_found_among_few_candidates():
+    # Each costs about 20 us of the first call with a shape.
+    for p in TABLE:
+        budget = least(p, "auto") + 100 * MIB
+        assert len(triton_spec._candidates(p, "auto", budget, triton_spec.RATES["h100"])) < 2000
 
 
 @pytest.mark.parametrize("shared", [232448, 166912, 101376])

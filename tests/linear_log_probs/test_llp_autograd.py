@@ -5,9 +5,10 @@ import torch
 from common_llp import assert_same, small_problem
 from torch.utils.checkpoint import checkpoint
 
-from onchip.ops.linear_log_probs import torch_op, torch_walks
+from onchip.ops.linear_log_probs import torch_op
 from onchip.ops.linear_log_probs.torch_checks import plain_linear_log_probs
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
+from shared import count_products
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +43,7 @@ def test_only_what_needs_a_gradient_gets_one(needs):
 
 @pytest.mark.parametrize(("needs", "products"), [((1, 1), 4), ((1, 0), 3), ((0, 1), 3), ((0, 0), 1)], ids=str)
 def test_nothing_is_multiplied_for_what_needs_no_gradient(needs, products, monkeypatch):
-    from onchip.ops.linear_cross_entropy import torch_tiles
-
-    work = []
-    product = torch_tiles._product
-
-    def counted(out, a, b, **options):
-        work.append(a.shape[0] * a.shape[1] * b.shape[1])
-        product(out, a, b, **options)
-
-    for module in (torch_tiles, torch_walks):
-        monkeypatch.setattr(module, "_product", counted)
+    work = count_products(monkeypatch)
     h, w, ids, _ = small_problem(2)
     ids[0, :6] = -100  # a quarter is ignored: that too costs nothing
     ids[1, :, 1] = -100

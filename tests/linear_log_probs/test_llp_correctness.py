@@ -9,7 +9,7 @@ from common_llp import assert_right, assert_same, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops.linear_cross_entropy.spec import Config
+from onchip.ops._shared.spec import Config
 from onchip.ops.linear_log_probs import reference, spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_log_probs.torch_checks import as_arguments, gradients, plain_linear_log_probs, run_oracle

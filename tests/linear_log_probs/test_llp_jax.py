@@ -12,31 +12,13 @@ from onchip.ops.linear_log_probs import jax_op, reference, spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
 from onchip.ops.linear_log_probs.jax_checks import check_case, plain_linear_log_probs
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Spare LLVM its optimizations: nearly all of the tests' time is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+from shared import assert_within_bounds
+from shared_jax import assert_same, quick_compilation  # noqa: F401
 
 
 def assert_right(case, dtype="float32", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
-    wrong = [c for c in check_case(case, dtype, **how) if not c.ok]
-    assert not wrong, wrong
-
-
-def assert_same(a, b, scale=1.0):
-    """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||."""
-    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        assert x.shape == y.shape
-        bound = 32 * np.finfo(np.float32).eps * scale * max(1.0, np.linalg.norm(y))
-        assert np.linalg.norm(x - y) <= bound, (x, y)
+    assert_within_bounds(check_case(case, dtype, **how))
 
 
 def objective(op, h, w, ids, b=None, **options):

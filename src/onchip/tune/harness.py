@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from onchip.bench.measure import Step, time_interleaved
+from onchip.bench.measuring import measuring
+from onchip.bench.timing import Step
 from onchip.core.configs import format_config
 from onchip.tune.log import Result, config_key
 
@@ -65,6 +66,8 @@ class Machine:
     """The device's name in paths, such as "h100"."""
     shared_bytes: int
     """Shared memory that one program can have, in bytes."""
+    framework: str = "torch"
+    """What the op's kernels run in."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class Search:
             checked += 1
             if step := self.checked_step(problem, reference, config, results):
                 steps[name] = step
-        timings = time_interleaved(
+        timings = measuring(self.machine.framework).time_interleaved(
             steps,
             device=self.machine.device,
             repeats=ROUGH_REPEATS,
@@ -182,7 +185,7 @@ class Search:
             # Checked once more, for the kernel may have changed since an earlier run has logged it as right.
             if step := self.checked_step(problem, reference, config, results):
                 steps[name] = step
-        timings = time_interleaved(
+        timings = measuring(self.machine.framework).time_interleaved(
             steps,
             device=self.machine.device,
             repeats=FINAL_REPEATS,
@@ -208,7 +211,7 @@ class Search:
     def give_up(self, config: Mapping[str, int], error: Exception, results: dict[Any, Result]) -> None:
         reason = one_line(error)
         self.keep(results, Result(config, "failing", reason=reason))
-        if not _device_works(self.machine.device):
+        if not _device_works(self.machine):
             raise DeviceLostError(
                 f"{self.kernel} with {format_config(config)} has left the device unusable for this process ({reason}); "
                 "run the command again to go on: this config is in the log and will be passed over"
@@ -230,14 +233,19 @@ def _progress(doing: str, results: Mapping[Any, Result]) -> str:
     return doing if best is None else f"{doing} (best so far {best.ms:.3g} ms: {format_config(best.config)})"
 
 
-def _device_works(device: str) -> bool:
+def _device_works(machine: Machine) -> bool:
     """False after an illegal memory access, say: every later call of the process would fail too."""
-    if device == "cpu":
+    if machine.device == "cpu":
         return True
-    import torch
-
     try:
-        torch.cuda.synchronize()
+        if machine.framework == "torch":
+            import torch
+
+            torch.cuda.synchronize()
+        else:
+            import jax
+
+            jax.block_until_ready(jax.numpy.zeros(1) + 1)
     except Exception:
         return False
     return True

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from onchip.bench.units import format_ms
 from onchip.core import configs
-from onchip.core.machine import require_packages
+from onchip.core.machine import FRAMEWORKS, require_packages, resolve_device
 from onchip.core.names import matching
 from onchip.tune import log
 from onchip.tune.harness import DeviceLostError, Machine, Op, Search, one_line
@@ -47,22 +47,38 @@ class Row:
     """Why nothing was stored."""
 
 
-def run_tune(op: str, module: str, *, console: Console, **options: Any) -> dict[str, Any]:
+def run_tune(op: str, module: str, framework: str, *, console: Console, **options: Any) -> dict[str, Any]:
     """Tune the op called `op` on this machine's current CUDA device; `options` are those of `tune_op`.
 
     Raises:
-        ImportError: PyTorch is missing, or something that the op's kernels need.
+        ImportError: the framework is missing, or something that the op's kernels need.
         ValueError: there is no CUDA device, or an option can't be served.
     """
-    require_packages("tune", ("torch",), "torch")
+    require_packages("tune", (framework,), framework)
+    try:
+        resolve_device("cuda", framework)
+    except ValueError as e:
+        raise ValueError(
+            f"tune needs a CUDA device, and {FRAMEWORKS[framework]} sees none here; `onchip info` says more"
+        ) from e
+    machine = _torch_machine() if framework == "torch" else _jax_machine()
+    return tune_op(op, cast(Op, import_module(module)), machine, console=console, **options)
+
+
+def _torch_machine() -> Machine:
     import torch
 
-    if not torch.cuda.is_available():
-        raise ValueError("tune needs a CUDA device, and PyTorch sees none here; `onchip info` says more")
     # Any: PyTorch's type stubs lack the limit that a kernel can opt in to.
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    machine = Machine("cuda", configs.device_slug(properties.name), properties.shared_memory_per_block_optin)
-    return tune_op(op, cast(Op, import_module(module)), machine, console=console, **options)
+    return Machine("cuda", configs.device_slug(properties.name), properties.shared_memory_per_block_optin)
+
+
+def _jax_machine() -> Machine:
+    import jax
+
+    device = jax.devices("gpu")[0]
+    slug = configs.device_slug(device.device_kind)
+    return Machine("cuda", slug, device.shared_memory_per_block_optin, framework="jax")
 
 
 def tune_op(
@@ -127,7 +143,7 @@ def tune_op(
         dtype,
         folder,
         log_path,
-        versions=_versions(),
+        versions=_versions(machine.framework),
         again=again,
         deadline=time.monotonic() + (limit_seconds if limit_seconds is not None else math.inf),
     )
@@ -222,10 +238,10 @@ class _Run:
         return configs.read_entries(self.folder, self.name, self.machine.slug)
 
 
-def _versions() -> dict[str, str]:
+def _versions(framework: str) -> dict[str, str]:
     """What a stored time depends on besides the device."""
     versions = {}
-    for package in ("triton", "torch"):
+    for package in ("triton", "torch") if framework == "torch" else ("jax", "jaxlib"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return versions

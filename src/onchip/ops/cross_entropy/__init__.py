@@ -13,7 +13,8 @@ with eps = label_smoothing, and with p = softmax(z), for an upstream gradient g_
     d z_tv / d x_tv = (1 - tanh(a_tv / softcap)^2) logit_scale / tau_t
 
 Forward keeps lse_t and log p_ty; backward makes p again from x and lse, a chunk of rows at a time, and takes the
-target's p - 1 as expm1(log p).  The loss is that of linear_cross_entropy, and so is the arithmetic: see there.
+target's p - 1 as expm1(log p).  The Triton kernels make the gradient of a reduced loss in forward, while a row is in
+the caches.  The loss is that of linear_cross_entropy, and so is the arithmetic: see there.
 
 Sources: that the log-sum-exp is all that backward needs, and that its gradient may take the logits' memory, are as in
 Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
@@ -23,10 +24,13 @@ Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gem
     torch_op.py       PyTorch: the public function and module, the operators and autograd
     torch_inputs.py   what the public function checks
     torch_rows.py     the computation with PyTorch's own operations, a chunk of rows at a time
+    triton_op.py      the operators of the Triton backend, launches and autograd; its tiles are in spec.py
+    triton_rows.py    its kernels
     jax_op.py         JAX: the public function, its derivative rules
     jax_inputs.py     what the public function checks
     jax_xla.py        the computation in plain JAX, a chunk of rows at a time
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py         what they share; no framework
+    checks.py         how large an error may be; no framework
+    benchmark.py, peers.py   what `onchip bench` runs
 """

@@ -1,14 +1,14 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.linear_cross_entropy.cases import MODELS
+from onchip.ops._shared.cases import MODELS, draw_factors, draw_target, ignore_some, named_case, target_logit
 
 
 @dataclass(frozen=True)
@@ -57,38 +57,18 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     tokens, vocab = case.tokens, case.vocab
     logits = rng.standard_normal((tokens, vocab), dtype=np.float32) * np.float32(case.logit_std)
     first = min(case.masked, vocab - 1)
-    if case.zipf:
-        rank = np.arange(1, vocab - first + 1)
-        target = first + rng.choice(vocab - first, size=tokens, p=(1 / rank) / (1 / rank).sum())
-    else:
-        target = rng.integers(first, vocab, size=tokens)
+    target = draw_target(case, rng)
     if case.target_prob is not None:
         logits[np.arange(tokens), target] = target_logit(case)
     logits += np.float32(case.logit_offset)
     logits[:, :first] = -np.inf
     padding = np.full((tokens, case.sliced), np.nan, np.float32)
-    ignore_index = case.options.get("ignore_index", -100)
-    target[rng.permutation(tokens)[: round(case.ignored * tokens)]] = ignore_index
-    per_token = case.options.get("reduction") == "none"
-    return Inputs(
-        logits=np.concatenate([logits, padding], 1) if case.sliced else logits,
-        target=target.astype(np.int64),
-        token_weight=rng.random(tokens, dtype=np.float32) * 2 if case.token_weight else None,
-        temperature=rng.uniform(0.5, 2, tokens).astype(np.float32) if case.token_temperature else None,
-        grad_loss=rng.standard_normal(tokens if per_token else (), dtype=np.float32) + np.float32(not per_token),
-    )
+    ignore_some(case, target, rng)
+    logits = np.concatenate([logits, padding], 1) if case.sliced else logits
+    return Inputs(logits, target, *draw_factors(case, rng))
 
 
-def target_logit(case: Case) -> float:
-    """The target's logit that gives it `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
-    assert case.target_prob is not None
-    return math.log(case.target_prob / (1 - case.target_prob) * case.vocab) + case.logit_std**2 / 2
-
-
-def _case(name: str, tokens: int, vocab: int, **more: Any) -> Case:
-    fields = {k: more.pop(k) for k in list(more) if k in Case.__dataclass_fields__}
-    return Case(name, tokens, vocab, **fields, options=more)
-
+_case = partial(named_case, Case)
 
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
 # ones hide; ragged sizes show masking mistakes.
@@ -129,19 +109,28 @@ CHECK_CASES = (
         normalizer=100,
     ),
 )
-# The cases that `onchip bench` runs unless told otherwise, by device type.
-CPU_CASE = _case("cpu", 4096, 32768)
-MODEL_CASES = tuple(_case(name, 8192, vocab) for name, (_, vocab) in MODELS.items())
+# The cases that `onchip bench` runs unless told otherwise, by device type: a model's head and variants of it, a short
+# vocabulary, and those of images, characters or small tokenizers.
+CPU_CASE = _case("cpu", 2048, 16384)
 LLAMA = "llama3.1-8b"
-LLAMA_VARIANTS = (
+LLAMA_CASES = (
+    _case(LLAMA, 8192, MODELS[LLAMA][1]),
     _case(f"{LLAMA}-half-ignored", 8192, MODELS[LLAMA][1], ignored=0.5),
-    _case(f"{LLAMA}-zipf", 8192, MODELS[LLAMA][1], zipf=True),
+    _case(f"{LLAMA}-offset", 8192, MODELS[LLAMA][1], logit_offset=100.0),
     _case(f"{LLAMA}-sliced", 8192, MODELS[LLAMA][1], sliced=128),
+)
+SHORT_CASES = (
+    _case("vocab-32000", 8192, 32000),
+    _case("vocab-8192", 16384, 8192),
+    _case("vocab-1000", 32768, 1000),
+)
+# Only where they are named.
+OTHER_CASES = (
+    *(_case(name, 8192, vocab) for name, (_, vocab) in MODELS.items() if name != LLAMA),
+    _case(f"{LLAMA}-zipf", 8192, MODELS[LLAMA][1], zipf=True),
     # More than 2**31 logits.
     _case(f"{LLAMA}-t16896", 16896, MODELS[LLAMA][1]),
 )
-# Many rows of a short vocabulary: image classes, characters, bytes and small tokenizers.
-SHORT_CASES = tuple(_case(f"vocab-{v}", (1 << 28) // v, v) for v in (1000, 2048, 4096, 8192))
-_CUDA_CASES = (*MODEL_CASES, *LLAMA_VARIANTS, *SHORT_CASES)
-BENCH_CASES = {case.name: case for case in (CPU_CASE, *_CUDA_CASES)}
+_CUDA_CASES = (*LLAMA_CASES, *SHORT_CASES)
+BENCH_CASES = {case.name: case for case in (CPU_CASE, *_CUDA_CASES, *OTHER_CASES)}
 DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in _CUDA_CASES)}

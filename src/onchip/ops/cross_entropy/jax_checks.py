@@ -9,19 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onchip.ops._shared.checks import Check, compare, relative_error
+from onchip.ops._shared.jax_checks import DTYPES, for_oracle, plain_cross_entropy, platform_of, split_arrays
 from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.cross_entropy.checks import compare
-from onchip.ops.cross_entropy.jax_op import cross_entropy
-from onchip.ops.linear_cross_entropy.checks import Check, relative_error
-
-DTYPES = ("float32", "bfloat16", "float16")
+from onchip.ops.cross_entropy.checks import float32_bounds
+from onchip.ops.cross_entropy.jax_op import BACKENDS, cross_entropy
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on "cpu" or "cuda" in all dtypes, in turn."""
-    platform = "gpu" if device == "cuda" else device
+    platform = platform_of(device)
     return [partial(check_case, case, dtype, platform) for case, dtype in product(CHECK_CASES, DTYPES)]
+
+
+def plain_refusals(platform: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on "cpu", "gpu" or "tpu", or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: str) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
@@ -54,13 +58,13 @@ def check_case(
             plain = plain_errors(logits, labels, keywords, inputs.grad_loss, oracle)
     names = ("loss", "lse", "log_prob", "entropy", "correct", "grad_logits")
     results = {name: np.asarray(x) for name, x in zip(names, (loss, *stats, grad), strict=True)}
-    return compare(case, dtype, backend, results, oracle, plain)
+    bounds = float32_bounds(case, oracle)
+    return compare(case.name, dtype, backend, results, oracle, bounds, plain, choice="correct")
 
 
 def _run(op: Any, logits: jax.Array, labels: jax.Array, keywords: Mapping[str, Any], grad_loss: Any) -> Any:
     """Loss, statistics and the gradient of the logits."""
-    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
-    options = {name: x for name, x in keywords.items() if name not in arrays}
+    arrays, options = split_arrays(keywords)
 
     def step(logits: Any, labels: Any, arrays: Any, grad_loss: Any) -> Any:
         loss, pullback, stats = jax.vjp(lambda x: op(x, labels, **arrays, **options), logits, has_aux=True)
@@ -71,15 +75,11 @@ def _run(op: Any, logits: jax.Array, labels: jax.Array, keywords: Mapping[str, A
 
 def run_oracle(logits: jax.Array, labels: jax.Array, keywords: Mapping[str, Any], grad_loss: Any) -> reference.Result:
     """The oracle on exactly the numbers that the op was given."""
-
-    def array(x: Any) -> Any:
-        return np.asarray(x, np.float64) if isinstance(x, jax.Array) else x
-
     return reference.cross_entropy(
-        array(logits),
-        np.asarray(labels),
+        for_oracle(logits),
+        for_oracle(labels),
         grad_loss=grad_loss,
-        **{name: array(value) for name, value in keywords.items()},
+        **{name: for_oracle(value) for name, value in keywords.items()},
     )
 
 
@@ -92,40 +92,3 @@ def plain_errors(
         "loss": relative_error(np.asarray(loss, np.float64), oracle.loss),
         "grad_logits": relative_error(np.asarray(grad, np.float64), oracle.grad_logits),
     }
-
-
-def plain_cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: float | None = None,
-    token_weight: jax.Array | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float | jax.Array = 1.0,
-) -> jax.Array:
-    """The same loss written with the framework's own functions in logits' dtype."""
-    z = logits * logit_scale
-    if softcap is not None:
-        z = softcap * jnp.tanh(z / softcap)
-    z = z / (temperature[..., None].astype(z.dtype) if isinstance(temperature, jax.Array) else temperature)
-    kept = labels != ignore_index
-    y = jnp.where(kept, labels, 0)
-    log_p = jax.nn.log_softmax(z, -1)
-    loss = -(1 - label_smoothing) * jnp.take_along_axis(log_p, y[..., None], -1)[..., 0]
-    if z_loss > 0:
-        loss = loss + z_loss * jax.nn.logsumexp(z, -1) ** 2
-    if label_smoothing > 0:
-        loss = loss - label_smoothing * log_p.mean(-1)
-    if token_weight is not None:
-        loss = loss * token_weight.astype(z.dtype)
-    loss = jnp.where(kept, loss, 0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / (jnp.maximum(kept.sum(), 1) if normalizer is None else normalizer)

@@ -15,11 +15,21 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.jax_call import Static, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_inputs import (
+    as_constant,
+    as_constants,
+    check_normalizer,
+    check_numbers,
+    is_array,
+    known_numbers,
+    plain_labels,
+    platform,
+)
 from onchip.ops.cross_entropy import jax_xla, spec
-from onchip.ops.cross_entropy.jax_inputs import check_arrays, check_normalizer, check_scalar
+from onchip.ops.cross_entropy.jax_inputs import check_arrays
+from onchip.ops.cross_entropy.jax_xla import Outputs
 from onchip.ops.cross_entropy.spec import OP, Options, Problem
-from onchip.ops.linear_cross_entropy.jax_call import Outputs, Static, Tensors
-from onchip.ops.linear_cross_entropy.jax_inputs import as_constant, is_array, plain_labels
 
 BACKENDS = ("xla",)
 
@@ -121,26 +131,18 @@ def cross_entropy(
         "logit_scale": logit_scale,
         "temperature": temperature,
     }
-    known = {name: x for name, x in numbers.items() if not is_array(x)}
     Options(
         ignore_index=ignore_index,
         reduction=reduction,
         scratch_bytes=scratch_bytes,
         return_stats=return_stats,
-        **known,
+        **known_numbers(numbers),
     )
     check_arrays(logits, labels, token_weight, temperature if is_array(temperature) else None)
-    check_normalizer(normalizer, reduction)
-    for name, x in numbers.items():
-        if is_array(x) and not (name == "temperature" and x.ndim):
-            check_scalar(name, x)
+    check_normalizer(OP, normalizer, reduction)
+    check_numbers(OP, numbers)
 
     shape, vocab = labels.shape, logits.shape[-1]
-    # A number that changes nothing is left out of the computation.
-    without = {"label_smoothing": 0, "z_loss": 0, "softcap": None, "logit_scale": 1, "temperature": 1}
-    constants = {
-        name: None if not is_array(x) and x == without[name] else as_constant(x) for name, x in numbers.items()
-    }
     rows = jnp.reshape(logits, (int(np.prod(shape)), vocab))
     tensors = Tensors(
         hidden=rows,
@@ -148,11 +150,11 @@ def cross_entropy(
         labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
         token_weight=as_constant(token_weight),
         normalizer=as_constant(normalizer),
-        **constants,
+        **as_constants(numbers),
     )
     static = Static(
         backend=backend,
-        platform=_platform(),
+        platform=platform(),
         dtype=rows.dtype.name,
         weight_layout="vh",
         reduction=reduction,
@@ -168,13 +170,6 @@ def cross_entropy(
         return loss
     assert outputs.stats is not None
     return loss, CrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
-
-
-def _platform() -> str:
-    """The platform that a computation traced now will run on."""
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    name = jax.default_backend() if device is None else device if isinstance(device, str) else device.platform
-    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
 def _problem(static: Static, tensors: Tensors, *, grad: bool = True) -> Problem:
@@ -194,7 +189,7 @@ def _problem(static: Static, tensors: Tensors, *, grad: bool = True) -> Problem:
 def _nothing(static: Static) -> Outputs:
     """The result of a call without tokens."""
     none = jnp.zeros(0, jnp.float32)
-    stats: Any = CrossEntropyStats(none, none, none, jnp.zeros(0, bool)) if static.return_stats else None
+    stats = (none, none, none, jnp.zeros(0, bool)) if static.return_stats else None
     return Outputs(none if static.reduction == "none" else jnp.zeros((), jnp.float32), stats)
 
 
@@ -239,14 +234,8 @@ def _run_backward(static: Static, chunk: int, residuals: Any, grad_loss: jax.Arr
     return _jit_backward(static, chunk, residuals, grad_loss)
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError(
-        f"{OP}: differentiated twice; it has first derivatives by reverse mode only (jax.grad, jax.vjp)"
-    )
-
-
-_run_forward.defjvp(_refuse)
-_run_backward.defjvp(_refuse)
+_run_forward.defjvp(partial(refuse_second_derivative, OP))
+_run_backward.defjvp(partial(refuse_second_derivative, OP))
 
 
 # jit, so that a call outside of one is not run operation by operation.

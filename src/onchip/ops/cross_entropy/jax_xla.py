@@ -1,7 +1,7 @@
 """The 'xla' backend: cross_entropy in plain JAX, a chunk of rows at a time, on any device.
 
-What is done with a chunk is what linear_cross_entropy does with a tile: its types serve here with the logits in
-hidden's place.  The tokens that are not ignored are moved to the front (as a list of row numbers; no logits are copied
+What is done with a chunk is what the other ops do with a tile: the shared types serve here with the logits in hidden's
+place.  The tokens that are not ignored are moved to the front (as a list of row numbers; no logits are copied
 for it), and the loops end after them.
 
 Rows of 16-bit floats are fetched and stored as integers of the same bits.  XLA's CPU backend would otherwise do both in
@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.ops.cross_entropy.spec import Problem
-from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Outputs, Static, Tensors
-from onchip.ops.linear_cross_entropy.jax_tiles import (
+from onchip.ops._shared.jax_call import Static, Tensors
+from onchip.ops._shared.jax_tiles import (
     Columns,
     PerToken,
     Rows,
@@ -30,7 +29,9 @@ from onchip.ops.linear_cross_entropy.jax_tiles import (
     select_tokens,
     sum_kept,
     take_rows,
+    transform,
 )
+from onchip.ops.cross_entropy.spec import Problem
 
 Array = jax.Array
 
@@ -38,6 +39,13 @@ Array = jax.Array
 def refusal(problem: Problem) -> str | None:
     """Why this backend can't serve the call: it always can."""
     return None
+
+
+class Outputs(NamedTuple):
+    """What forward returns."""
+
+    loss: Array  # [] float32, or [T] with reduction "none"
+    stats: tuple[Array, Array, Array, Array] | None  # [T] lse, log_prob, entropy and correct, if asked for
 
 
 class Residuals(NamedTuple):
@@ -67,8 +75,10 @@ def forward(static: Static, chunk: int, tensors: Tensors) -> tuple[Outputs, Resi
     made = over_tokens(tokens, chunk, step, PerToken.empty(tokens.source.shape[0], stats=stats))
     loss = made.loss * tokens.weight
     loss = tokens.spread(loss) if static.reduction == "none" else sum_kept(loss, tokens) * tokens.inverse_count
-    columns = (made.lse, made.log_prob, made.entropy, made.correct)
-    returned = LinearCrossEntropyStats(*map(tokens.spread, columns)) if stats else None
+    returned = None
+    if made.entropy is not None and made.correct is not None:
+        spread = tokens.spread
+        returned = (spread(made.lse), spread(made.log_prob), spread(made.entropy), spread(made.correct))
     return Outputs(loss, returned), Residuals(tensors, tokens, made.lse, made.log_prob)
 
 
@@ -117,13 +127,4 @@ def _as_floats(x: Array, dtype: Any) -> Array:
 
 def _final_logits(rows: Rows, tensors: Tensors) -> tuple[Array, Array | None]:
     """The logits after scale, softcap and temperature in float32, and their derivative's softcap."""
-    z, slope = _as_floats(rows.hidden, tensors.hidden.dtype).astype(jnp.float32), None
-    if tensors.logit_scale is not None:
-        z *= tensors.logit_scale
-    if tensors.softcap is not None:
-        tanh = jnp.tanh(z / tensors.softcap)
-        slope = 1 - tanh * tanh
-        z = tensors.softcap * tanh
-    if rows.temperature is not None:
-        z /= rows.temperature
-    return z, slope
+    return transform(_as_floats(rows.hidden, tensors.hidden.dtype).astype(jnp.float32), tensors, rows)

@@ -1,12 +1,16 @@
 """What every front end of cross_entropy shares: options, memory formulas, the choice of chunks."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
 
-from onchip.ops.linear_cross_entropy.spec import DEFAULT_SCRATCH, DTYPE_BYTES, REDUCTIONS
+from onchip.ops._shared.spec import (
+    DEFAULT_SCRATCH,
+    DTYPE_BYTES,
+    check_leading,
+    check_loss_options,
+    check_per_token,
+    require_bool,
+)
 
 OP = "cross_entropy"
 
@@ -35,72 +39,22 @@ class Options:
     scratch_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _require_int("ignore_index", self.ignore_index)
-        if self.reduction not in REDUCTIONS:
-            allowed = ", ".join(map(repr, REDUCTIONS))
-            raise ValueError(f"{OP}: reduction must be one of {allowed}; got {self.reduction!r}")
-        _require_bool("check_inputs", self.check_inputs)
-        _require_bool("return_stats", self.return_stats)
-        _require_bool("inplace_backward", self.inplace_backward)
-        _require_number("label_smoothing", self.label_smoothing)
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"{OP}: label_smoothing must be in [0, 1]; got {self.label_smoothing}")
-        _require_number("z_loss", self.z_loss)
-        if self.z_loss < 0:
-            raise ValueError(f"{OP}: z_loss must be 0 or more; got {self.z_loss}")
-        if self.softcap is not None:
-            require_positive("softcap", self.softcap, remedy="; pass None for no softcap")
-        require_positive("logit_scale", self.logit_scale)
-        require_positive("temperature", self.temperature)
-        if self.scratch_bytes is not None:
-            _require_int("scratch_bytes", self.scratch_bytes)
-            if self.scratch_bytes <= 0:
-                raise ValueError(f"{OP}: scratch_bytes must be positive; got {self.scratch_bytes}")
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{OP}: {name} must be True or False; got {type(value).__name__}")
-
-
-def _require_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{OP}: {name} must be an int; got {type(value).__name__}")
-
-
-def _require_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{OP}: {name} must be a number; got {type(value).__name__}")
-    number: Any = value
-    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
-        raise ValueError(f"{OP}: {name} must be finite; got {value}")
-
-
-def require_positive(name: str, value: Any, remedy: str = "") -> None:
-    """Raise unless `value` is a finite number above 0."""
-    _require_number(name, value)
-    if value <= 0:
-        raise ValueError(f"{OP}: {name} must be above 0; got {value}{remedy}")
+        check_loss_options(OP, self)
+        for name in ("check_inputs", "return_stats", "inplace_backward"):
+            require_bool(OP, name, getattr(self, name))
 
 
 def check_shapes(
     logits: Sequence[int], target: Sequence[int], per_token: Mapping[str, Sequence[int]], target_name: str = "target"
 ) -> None:
     """Raise ValueError unless the shapes are [..., V], [...], and [...] for each entry of `per_token`."""
-    logits, target = tuple(logits), tuple(target)
     if len(logits) < 1:
         raise ValueError(f"{OP}: logits must be [..., V]; got no dimension")
     if logits[-1] < 1:
         raise ValueError(f"{OP}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
-    if target != logits[:-1]:
-        raise ValueError(
-            f"{OP}: {target_name} has shape {list(target)} but logits has shape {list(logits)}; "
-            f"{target_name} must have logits' leading dimensions, {list(logits[:-1])}"
-        )
+    check_leading(OP, target_name, target, "logits", logits)
     for name, shape in per_token.items():
-        if tuple(shape) != target:
-            whose = target_name + ("'" if target_name.endswith("s") else "'s")
-            raise ValueError(f"{OP}: {name} has shape {list(shape)}; it must have {whose} shape, {list(target)}")
+        check_per_token(OP, name, shape, target_name, target)
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -134,6 +88,8 @@ class Problem:
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
     xla: bool = False
     """Compiled by XLA: temporary memory as its compiler for the CPU lays it out."""
+    triton: bool = False
+    """Run by the Triton kernels, which hold rows in registers alone."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -143,6 +99,8 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
+    if p.triton:
+        return {"vectors": 48 * p.tokens}
     # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
     copies = 1 + int(p.stats or (p.softcap and p.grad))
     if p.xla:
@@ -183,8 +141,10 @@ def plan(p: Problem, budget: int | None = None) -> int:
     if given < one:
         raise ValueError(
             f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} in {p.dtype}: "
-            f"one row needs {one} bytes; raise scratch_bytes"
+            f"{'the kernels need' if p.triton else 'one row needs'} {one} bytes; raise scratch_bytes"
         )
+    if p.triton:
+        return p.tokens
     rows = min(p.tokens, (given - fixed) // (one - fixed))
     if p.device == "cpu":
         rows = min(rows, _useful_rows(p))
@@ -193,3 +153,45 @@ def plan(p: Problem, budget: int | None = None) -> int:
 
 def _useful_rows(p: Problem) -> int:
     return min(max(1, p.tokens), -(-USEFUL[p.device] // p.vocab))
+
+
+# ------------------------------------------------------------------------------------------------ the Triton kernels
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """How a Triton kernel takes a row: see triton_rows.py."""
+
+    tile: int
+    """Elements of a row that are read at a time."""
+    warps: int
+    programs: int
+    """Of one multiprocessor; each takes one row after the other."""
+    stages: int = 1
+    """Tiles that are under way at a time."""
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so many that all programs of a multiprocessor find room in its 65536."""
+        return min(255, 65536 // (32 * self.warps * self.programs) // 8 * 8)
+
+
+# What the rows in flight of a multiprocessor may take of the cache that they are read from again: of the H100's 50 MB a
+# third is left for the gradient that is being written.
+_CACHE_SHARE = 256 << 10
+
+
+def heuristic_tiles(vocab: int, dtype: str, *, twice: bool) -> RowTiles:
+    """The tiles for rows of `vocab` logits; `twice`: what registers don't hold is read a second time, from the cache.
+
+    A tile has 32 elements for each thread, which need 64 registers, and a multiprocessor 32 warps.
+    """
+    size = 1 << (vocab - 1).bit_length()
+    if size <= 16384:
+        warps = max(1, size // 1024)
+    elif twice:
+        rows = _CACHE_SHARE // (DTYPE_BYTES[dtype] * vocab)
+        warps = 32 if rows < 2 else 16 if rows < 4 else 8
+    else:
+        warps = 8
+    return RowTiles(tile=1024 * warps, warps=warps, programs=32 // warps)

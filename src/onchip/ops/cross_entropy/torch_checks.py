@@ -7,23 +7,31 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops.cross_entropy import reference
+from onchip.ops._shared.checks import Check, compare
+from onchip.ops._shared.torch_checks import DTYPES, as_array, for_oracle, plain_cross_entropy, relative_error
+from onchip.ops._shared.torch_inputs import dtype_name
+from onchip.ops.cross_entropy import reference, triton_op
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.cross_entropy.checks import compare
-from onchip.ops.cross_entropy.torch_op import cross_entropy
-from onchip.ops.linear_cross_entropy.checks import Check, relative_error
+from onchip.ops.cross_entropy.checks import float32_bounds
+from onchip.ops.cross_entropy.torch_op import BACKENDS, cross_entropy
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
-    """All cases on `device` in all dtypes, with a new tensor for the gradient and over the logits, one by one."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    """All cases on `device` in all dtypes, with a new gradient and one over the logits, with each backend that can run
+    them, one by one.
+    """
     return [
-        partial(check_case, case, dtype, device, inplace=inplace)
-        for case, dtype, inplace in product(CHECK_CASES, dtypes, (False, True))
+        partial(check_case, case, dtype, device, inplace=inplace, backend=backend)
+        for case, dtype, inplace, backend in product(CHECK_CASES, DTYPES, (False, True), BACKENDS)
+        if backend == "torch" or triton_op.refusal(torch.empty(0, 1, dtype=dtype, device=device)) is None
     ]
+
+
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -61,10 +69,11 @@ def check_case(
     )
     (gradient,) = torch.autograd.grad(loss, logits, torch.from_numpy(np.asarray(inputs.grad_loss)).to(device))
     names = ("loss", "lse", "log_prob", "entropy", "correct", "grad_logits")
-    results = {name: _array(x) for name, x in zip(names, (loss, *stats, gradient), strict=True)}
+    results = {name: as_array(x) for name, x in zip(names, (loss, *stats, gradient), strict=True)}
     plain = {} if dtype == torch.float32 else plain_errors(logits, target, keywords, inputs.grad_loss, oracle)
     implementation = f"{backend} in place" if inplace else backend
-    return compare(case, str(dtype).removeprefix("torch."), implementation, results, oracle, plain)
+    bounds = float32_bounds(case, oracle)
+    return compare(case.name, dtype_name(dtype), implementation, results, oracle, bounds, plain, choice="correct")
 
 
 class Computed(torch.autograd.Function):
@@ -82,21 +91,12 @@ class Computed(torch.autograd.Function):
 
 def run_oracle(logits: Tensor, target: Tensor, keywords: Mapping[str, Any], grad_loss: Any) -> reference.Result:
     """The oracle on exactly the numbers that the op was given."""
-
-    def array(x: Any) -> Any:
-        return x.detach().double().cpu().numpy() if isinstance(x, Tensor) else x
-
     return reference.cross_entropy(
-        array(logits),
-        target.cpu().numpy(),
+        as_array(logits),
+        as_array(target),
         grad_loss=grad_loss,
-        **{name: array(value) for name, value in keywords.items()},
+        **{name: for_oracle(value) for name, value in keywords.items()},
     )
-
-
-def _array(x: Tensor) -> Any:
-    x = x.detach()
-    return (x.double() if x.is_floating_point() else x).cpu().numpy()
 
 
 def plain_errors(
@@ -107,43 +107,6 @@ def plain_errors(
     loss = plain_cross_entropy(leaf, target, **keywords)
     (gradient,) = torch.autograd.grad(loss, leaf, torch.from_numpy(np.asarray(grad_loss)).to(loss))
     return {
-        "loss": relative_error(_array(loss), oracle.loss),
-        "grad_logits": relative_error(_array(gradient), oracle.grad_logits),
+        "loss": relative_error(loss, oracle.loss),
+        "grad_logits": relative_error(gradient, oracle.grad_logits),
     }
-
-
-def plain_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: float | None = None,
-    token_weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,
-) -> Tensor:
-    """The same loss written with the framework's own functions in logits' dtype."""
-    z = logits * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / (temperature[..., None].to(z) if isinstance(temperature, Tensor) else temperature)
-    kept = target != ignore_index
-    y = target.masked_fill(~kept, 0)
-    log_p = F.log_softmax(z, -1)
-    loss = -(1 - label_smoothing) * log_p.gather(-1, y[..., None])[..., 0]
-    if z_loss > 0:
-        loss = loss + z_loss * torch.logsumexp(z, -1) ** 2
-    if label_smoothing > 0:
-        loss = loss - label_smoothing * log_p.mean(-1)
-    if token_weight is not None:
-        loss = loss * token_weight.to(z)
-    loss = loss.masked_fill(~kept, 0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / (kept.sum().clamp(min=1) if normalizer is None else normalizer)

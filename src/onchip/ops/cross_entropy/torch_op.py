@@ -1,27 +1,29 @@
 """cross_entropy for PyTorch: the public function and module, torch.library and autograd.
 
-Read from the top: the public function has its inputs checked (torch_inputs.py) and calls `_forward_op`, which walks
-the rows in chunks (torch_rows.py).  In backward, autograd calls `_backward_op`, which walks them again into a new
-tensor, or with inplace_backward `torch_rows.backward` over the logits themselves.  The maths is in the package's
-docstring.
+Read from the top: the public function has its inputs checked (torch_inputs.py) and calls a backend's registered
+operator: that of triton_op.py, or `_forward_op` here, which walks the rows in chunks (torch_rows.py).  In
+backward, autograd calls `_backward_op`, which walks them again into a new tensor, or with inplace_backward
+`torch_rows.backward` over the logits themselves.  The maths is in the package's docstring.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops.cross_entropy import spec, torch_rows
+from onchip.ops._shared import torch_tiles
+from onchip.ops._shared.spec import require_positive
+from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
+from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer
+from onchip.ops.cross_entropy import spec, torch_rows, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options, Problem
-from onchip.ops.cross_entropy.torch_inputs import check_inplace, check_normalizer, check_tensors
-from onchip.ops.linear_cross_entropy import torch_tiles
-from onchip.ops.linear_cross_entropy.spec import OP as SHARED_OP
-from onchip.ops.linear_cross_entropy.torch_autograd import graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
+from onchip.ops.cross_entropy.torch_inputs import check_inplace, check_tensors
 
 _DEVICES = ("cpu", "cuda", "meta")
-BACKENDS = ("torch",)
+# Best first: the order in which "auto" asks them.
+BACKENDS = ("torch", "triton")
 
 
 class CrossEntropyStats(NamedTuple):
@@ -87,9 +89,11 @@ def cross_entropy(
             be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
             and gets a new tensor.  Not inside torch.compile.
-        backend: "torch" (the framework's own operations) or "auto".
+        backend: "torch" (the framework's own operations), "triton" (kernels for NVIDIA GPUs from Ampere on, which read
+            the logits once) or "auto", which is "torch".
         scratch_bytes: bound on the peak memory above logits, loss and returned gradient.  Default: 256 MiB or an eighth
-            of the float32 logits, whichever is less, and at least what a useful chunk of rows needs.
+            of the float32 logits, whichever is less, and at least what a useful chunk of rows needs.  Backend "triton"
+            needs little, whatever the bound.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
@@ -106,8 +110,8 @@ def cross_entropy(
 
     Memory: forward keeps 8 bytes per token, and logits and target by reference.  `scratch_parts` of
     `onchip.ops.cross_entropy.spec` is the formula of the peak: about 4 * rows * V bytes for chunks of so many rows,
-    twice that with return_stats or softcap.  The gradient is one tensor of logits' dtype, or none with
-    inplace_backward.
+    twice that with return_stats or softcap; with backend "triton" 48 bytes per token.  The gradient is one tensor of
+    logits' dtype, or none with inplace_backward; "triton" makes it in forward already, unless reduction is "none".
 
     Example:
         >>> import torch
@@ -137,16 +141,17 @@ def cross_entropy(
         scratch_bytes=scratch_bytes,
     )
     check_tensors(logits, target, token_weight, per_token_temperature)
-    normalizer = check_normalizer(normalizer, reduction, logits)
+    normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
     device = logits.device.type
-    choose_backend(
-        OP,
-        backend,
-        {"torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}"},
-    )
+    refusals = {
+        "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
+        "triton": triton_op.refusal(logits),
+    }
+    chosen = choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS})
     if inplace_backward:
         check_inplace(logits)
-    loss, *stats = _forward_op(
+    forward = triton_op.forward if chosen == "triton" else _forward_op
+    loss, *stats = forward(
         logits,
         target,
         token_weight,
@@ -217,7 +222,7 @@ class CrossEntropyLoss(torch.nn.Module):
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):
-            spec.require_positive("normalizer", normalizer)
+            require_positive(OP, "normalizer", normalizer)
         self.normalizer = normalizer
 
     def forward(
@@ -282,20 +287,18 @@ class _Arguments(NamedTuple):
     def prepare(self, *, check_values: bool) -> tuple[torch_tiles.Head, torch_tiles.Tokens]:
         """The options as those of a head without a product, and the tokens."""
         vocab = self.logits.shape[-1]
-        try:
-            tokens = torch_tiles.select_tokens(
-                self.target,
-                vocab,
-                self.token_weight,
-                self.token_temperature,
-                self.normalizer,
-                ignore_index=self.ignore_index,
-                reduction=self.reduction,
-                temperature=self.temperature,
-                check_values=check_values,
-            )
-        except ValueError as error:  # what the ops share speaks in the name of the other one
-            raise ValueError(str(error).replace(SHARED_OP, OP, 1)) from None
+        tokens = torch_tiles.select_tokens(
+            OP,
+            self.target,
+            vocab,
+            self.token_weight,
+            self.token_temperature,
+            self.normalizer,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            temperature=self.temperature,
+            check_values=check_values,
+        )
         no_weight = self.logits.new_empty((vocab, 0))
         head = torch_tiles.Head(no_weight, None, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale)
         return head, tokens
@@ -376,7 +379,7 @@ def _write_gradient(a: _Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Ten
     head, tokens = a.prepare(check_values=False)
     upstream = tokens.inverse_count
     if a.reduction == "none":
-        tokens = torch_rows.weighted(tokens, grad_loss)
+        tokens = replace(tokens, weight=tokens.weight * tokens.upstream(grad_loss))
     else:
         upstream = upstream * grad_loss
     torch_rows.backward(
@@ -412,22 +415,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         with torch.no_grad():
             _write_gradient(a._replace(logits=gradient), grad_loss, lse, log_prob, gradient)
         return (gradient, *nothing)
-    gradient = _backward_op(grad_loss, lse, log_prob, *a)
-    if torch.is_grad_enabled():  # create_graph=True: differentiating the gradient is to raise
-        gradient = _DifferentiatedTwice.apply(torch.empty(0, requires_grad=True), gradient)
-    return (gradient, *nothing)
-
-
-class _DifferentiatedTwice(torch.autograd.Function):
-    """Passes a gradient through and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{OP}: a backward of the backward is not supported")
+    return (*differentiable_once(OP, [_backward_op(grad_loss, lse, log_prob, *a)]), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

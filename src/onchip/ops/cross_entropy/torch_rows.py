@@ -4,12 +4,10 @@ Two walks over the rows: `forward` makes their softmax statistics, `backward` th
 float32 and works in it in place.  Nothing here synchronises a GPU.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from onchip.ops.linear_cross_entropy.torch_tiles import Head, Softmax, Tokens, _spans, _temperature, _to_gradient
+from onchip.ops._shared.torch_tiles import Head, Softmax, Tokens, spans, temperature_of, to_gradient, transform
 
 
 class Rows:
@@ -70,11 +68,11 @@ def forward(logits: Tensor, head: Head, tokens: Tokens, chunk: int, *, stats: bo
     rows = Rows(logits)
     softmax = Softmax.empty(n, logits.device)
     tile, spare = _buffer(n, chunk, logits), _buffer(n, chunk, logits) if stats else None
-    for start, stop in _spans(n, chunk):
+    for start, stop in spans(n, chunk):
         size = (stop - start) * vocab
         z = tile[:size].view(-1, vocab)
         rows.read(tokens, start, stop, z)
-        _transform(z, head, _temperature(tokens, start, stop), None)
+        transform(z, head, temperature_of(tokens, start, stop), None)
         part = softmax.part(start, stop)
         beside = None if spare is None else spare[:size].view(-1, vocab)
         part.absorb(z, 0, tokens.label[start:stop], smoothing=head.label_smoothing > 0, spare=beside)
@@ -104,42 +102,19 @@ def backward(
     source, target = Rows(logits), Rows(out)
     tile = _buffer(n, chunk, logits)
     derivative = None if head.softcap is None else _buffer(n, chunk, logits)
-    for start, stop in _spans(n, chunk):
+    for start, stop in spans(n, chunk):
         size, span = (stop - start) * vocab, slice(start, stop)
         z = tile[:size].view(-1, vocab)
         slope = None if derivative is None else derivative[:size].view(-1, vocab)
         source.read(tokens, start, stop, z)
-        _transform(z, head, _temperature(tokens, start, stop), slope)
+        transform(z, head, temperature_of(tokens, start, stop), slope)
         e = z.sub_(shift[span, None]).exp_()
-        g = _to_gradient(e, factor[span], row[span], lse[span], log_prob[span], tokens.label[span], 0, head, slope)
+        g = to_gradient(e, factor[span], row[span], lse[span], log_prob[span], tokens.label[span], 0, head, slope)
         target.write(tokens, start, stop, g)
     if tokens.index is not None:
         ignored = torch.ones(out.shape[:-1].numel(), dtype=torch.bool, device=out.device)
         target.clear(ignored.index_fill_(0, tokens.index, False).nonzero()[:, 0])
 
 
-def weighted(tokens: Tokens, grad_loss: Tensor) -> Tokens:
-    """The tokens with the upstream gradient of each [...] in its weight; that of an ignored one is never used."""
-    upstream = grad_loss.reshape(-1).float()
-    if tokens.index is not None:
-        upstream = upstream[tokens.index]
-    if tokens.kept is not None:
-        upstream = upstream.masked_fill(~tokens.kept, 0)
-    return replace(tokens, weight=tokens.weight * upstream)
-
-
 def _buffer(n: int, chunk: int, like: Tensor) -> Tensor:
     return torch.empty(min(n, chunk) * like.shape[-1], dtype=torch.float32, device=like.device)
-
-
-def _transform(z: Tensor, head: Head, temperature: Tensor | float, slope: Tensor | None) -> None:
-    """Logits to final logits in place; `slope` gets the derivative of the softcap."""
-    if head.logit_scale != 1:
-        z.mul_(head.logit_scale)
-    if head.softcap is not None:
-        z.div_(head.softcap).tanh_()
-        if slope is not None:
-            torch.mul(z, z, out=slope).neg_().add_(1)
-        z.mul_(head.softcap)
-    if isinstance(temperature, Tensor) or temperature != 1:
-        z.div_(temperature)

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from onchip.ops._shared.checks import DEVIATIONS, Check, relative_error
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import Case, Inputs
 from onchip.ops.fp8_linear.reference import Array
-from onchip.ops.linear_cross_entropy.checks import Check, relative_error
 
-# Rounding errors are taken to add up like a random walk; so many of its standard deviations are allowed.
-_DEVIATIONS = 4
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 # Hopper's FP8 instructions align the addends of a sum to its largest, with 13 bits after the point, and cut the rest: a
 # relative error of about 2**-13 for each of the four that make 128 elements.
@@ -51,7 +49,7 @@ def bound(depth: int, dtype: str, *, tensor_cores: bool) -> float:
     # Partial sums grow as they go: the random walk's variance is a third of that at full size, of a twelfth of an ulp.
     walk = float(np.finfo(np.float32).eps) * (1 + float(np.sqrt(depth / 24)))
     rounding = 0.0 if dtype == "float32" else UNIT_ROUNDOFF[dtype]
-    return _DEVIATIONS * walk + rounding + (TENSOR_CORE_ERROR if tensor_cores else 0.0)
+    return DEVIATIONS * walk + rounding + (TENSOR_CORE_ERROR if tensor_cores else 0.0)
 
 
 def compare_with_unquantized(

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onchip.ops._shared.checks import Check
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.fp8_linear.checks import compare, compare_with_unquantized, fits
-from onchip.ops.fp8_linear.jax_op import fp8_linear
-from onchip.ops.linear_cross_entropy.checks import Check
+from onchip.ops.fp8_linear.jax_op import BACKENDS, fp8_linear
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
@@ -24,6 +24,11 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
         for case, dtype in product(CHECK_CASES, ("float32", "bfloat16", "float16"))
         if fits(case, dtype)
     ]
+
+
+def plain_refusals(platform: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on "cpu", "gpu" or "tpu", or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def check_case(case: Case, dtype: str, device: str = "cpu", *, backend: str = "xla") -> list[Check]:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.jax_inputs import is_array
+from onchip.ops._shared.spec import DTYPE_BYTES, require_one_of
 from onchip.ops.fp8_linear import spec
-from onchip.ops.fp8_linear.spec import BLOCK, DTYPE_BYTES, FP8_MAX, LEAST_SCALE, OP, blocks, up
-from onchip.ops.linear_cross_entropy.jax_inputs import is_array
+from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, LEAST_SCALE, OP, blocks, up
 
 BACKENDS = ("xla",)
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -70,7 +71,7 @@ def fp8_linear(
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
     spec.Options(grad_dtype, scale)
-    spec.check_word("weight_layout", weight_layout, _LAYOUTS)
+    require_one_of(OP, "weight_layout", weight_layout, _LAYOUTS)
     for name, array in (("x", x), ("weight", weight), ("bias", bias)):
         if array is None and name == "bias":
             continue

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from onchip.ops._shared.spec import require_bool, require_one_of
 
 OP = "fp8_linear"
 BLOCK = 128
@@ -14,7 +15,6 @@ LEAST_SCALE = 2.0**-126
 SCALE_MULTIPLE = 4
 """Rows of a weight's scales are padded to so many, as cuBLAS reads them."""
 SCALES = ("float32", "power_of_two")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,9 @@ class Options:
     cache_weight: bool = True
 
     def __post_init__(self) -> None:
-        check_word("grad_dtype", self.grad_dtype, tuple(FP8_MAX))
-        check_word("scale", self.scale, SCALES)
-        if not isinstance(self.cache_weight, bool):
-            raise TypeError(f"{OP}: cache_weight must be True or False; got {type(self.cache_weight).__name__}")
-
-
-def check_word(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{OP}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+        require_one_of(OP, "grad_dtype", self.grad_dtype, tuple(FP8_MAX))
+        require_one_of(OP, "scale", self.scale, SCALES)
+        require_bool(OP, "cache_weight", self.cache_weight)
 
 
 def check_shapes(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | None) -> None:

@@ -9,29 +9,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onchip.ops._shared.checks import Check
+from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops.fp8_linear import reference, triton_op
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.fp8_linear.checks import compare, compare_with_unquantized, fits
-from onchip.ops.fp8_linear.torch_inputs import name_of
 from onchip.ops.fp8_linear.torch_op import BACKENDS, fp8_linear
 from onchip.ops.fp8_linear.torch_products import scaled_mm_refusal
-from onchip.ops.linear_cross_entropy.checks import Check
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on `device` in all dtypes, with each backend that can run them, one by one."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    index = torch.cuda.current_device() if device == "cuda" else None
-    refusals = {
-        "scaled_mm": scaled_mm_refusal(torch.device(device)),
-        "triton": triton_op.refusal(device, index),
-        "dequantize": None,
-    }
+    refusals = plain_refusals(device)
     return [
         partial(check_case, case, dtype, device, backend=backend)
         for case, dtype, backend in product(CHECK_CASES, dtypes, BACKENDS)
-        if refusals[backend] is None and fits(case, name_of(dtype))
+        if refusals[backend] is None and fits(case, dtype_name(dtype))
     ]
+
+
+def plain_refusals(device: str, dtype: str = "bfloat16") -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    index = torch.cuda.current_device() if device == "cuda" else None
+    reasons = {"scaled_mm": scaled_mm_refusal(torch.device(device)), "triton": triton_op.refusal(device, index)}
+    return {backend: reasons.get(backend) for backend in BACKENDS}
 
 
 def as_arguments(inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[list[Any], Tensor]:
@@ -56,7 +58,7 @@ def check_case(case: Case, dtype: torch.dtype, device: str, *, backend: str = "d
     out.backward(grad_out)
     made = (out, *(x.grad for x in leaves if x is not None))
     results = {name: x.detach().double().cpu().numpy() for name, x in zip(reference.Result._fields, made, strict=False)}
-    name = name_of(dtype)
+    name = dtype_name(dtype)
     checks = compare(case, name, backend, results, oracle, tensor_cores=backend != "dequantize")
     return checks + compare_with_unquantized(case, name, backend, results, given)
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
 from onchip.ops.fp8_linear import spec
 from onchip.ops.fp8_linear.spec import OP
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
 
 
 def check_tensors(op: str, **named: Any) -> None:
@@ -21,7 +21,7 @@ def check_tensors(op: str, **named: Any) -> None:
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(t).__name__}")
         if t.dtype not in DTYPES:
-            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {name_of(t.dtype)}")
+            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(t.dtype)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
     if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors.values()):
@@ -35,7 +35,7 @@ def check_weight_grad_out(out: Any, weight: Tensor) -> None:
     if not isinstance(out, Tensor):
         raise TypeError(f"{OP}: weight_grad_out must be a torch.Tensor; got {type(out).__name__}")
     if out.dtype != torch.float32:
-        raise TypeError(f"{OP}: weight_grad_out must be float32; got {name_of(out.dtype)}")
+        raise TypeError(f"{OP}: weight_grad_out must be float32; got {dtype_name(out.dtype)}")
     if out.shape != weight.shape or not out.is_contiguous():
         raise ValueError(
             f"{OP}: weight_grad_out must be contiguous, of weight's shape, {list(weight.shape)}; "
@@ -59,17 +59,12 @@ def check_quantized(scale: str, x_scale: str, *, columns: bool, wanted: bool) ->
         )
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """ "float8_e4m3fn" for torch.float8_e4m3fn."""
-    return str(dtype).removeprefix("torch.")
-
-
 def result_dtype(x: Tensor) -> torch.dtype:
     """x's dtype, or autocast's."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         if dtype not in DTYPES:
-            raise TypeError(f"{spec.OP}: autocast to {name_of(dtype)} is not supported")
+            raise TypeError(f"{spec.OP}: autocast to {dtype_name(dtype)} is not supported")
         return dtype
     return x.dtype

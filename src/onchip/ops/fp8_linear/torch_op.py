@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.spec import require_one_of
+from onchip.ops._shared.torch_autograd import differentiable_once
 from onchip.ops.fp8_linear import spec, torch_quantize, triton_op
 from onchip.ops.fp8_linear.spec import OP, Options
 from onchip.ops.fp8_linear.torch_inputs import (
@@ -23,7 +25,6 @@ from onchip.ops.fp8_linear.torch_inputs import (
 from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
 from onchip.ops.fp8_linear.torch_quantize import FP8, Quantized
 from onchip.ops.fp8_linear.torch_weights import quantized_weight
-from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
@@ -156,7 +157,7 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
         torch.Size([16, 256])
     """
     name = "quantize_activation"
-    spec.check_word("scale", scale, spec.SCALES)
+    require_one_of(name, "scale", scale, spec.SCALES)
     check_tensors(name, x=x)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
@@ -426,7 +427,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
     wanted = list(ctx.options[-1])
     wanted[1] = wanted[1] and ctx.weight_grad_out is None
     grads = [g if want else None for g, want in zip(made, wanted, strict=True)]
-    return (*differentiable_once(grads, OP), *nothing)
+    return (*differentiable_once(OP, grads), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

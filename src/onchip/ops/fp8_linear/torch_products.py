@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.ops._shared.triton_calls import constant_to_compiler
 from onchip.ops.fp8_linear.spec import BLOCK, SCALE_MULTIPLE, blocks, up
 from onchip.ops.fp8_linear.torch_quantize import Quantized, dequantize
-from onchip.ops.linear_cross_entropy.triton_op import constant_to_compiler
 
 # Elements of a chunk of an operand in float32: 64 MiB.
 _CHUNK = 1 << 24

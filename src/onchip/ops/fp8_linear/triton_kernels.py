@@ -8,12 +8,7 @@ multiplication tutorial; a partial sum over 128 elements that is then scaled is 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops.linear_cross_entropy.triton_blocks import (
-    add_columns,
-    place_tile,
-    store_block,
-    store_columns,
-)
+from onchip.ops._shared.triton_tiles import add_columns, place_tile, store_block, store_columns
 
 BLOCK = tl.constexpr(128)
 LEAST_SCALE = tl.constexpr(2.0**-126)

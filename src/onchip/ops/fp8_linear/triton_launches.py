@@ -12,13 +12,12 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
+from onchip.ops._shared.triton_calls import Launch, device_of
 from onchip.ops.fp8_linear import triton_kernels, triton_spec
 from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, blocks
 from onchip.ops.fp8_linear.torch_products import new_result
 from onchip.ops.fp8_linear.torch_quantize import FP8, Quantized, empty_blocks, empty_rows
 from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
-from onchip.ops.linear_cross_entropy.triton_launches import Launch
-from onchip.ops.linear_cross_entropy.triton_op import device_of
 
 _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 

@@ -21,8 +21,7 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     reference.py      the contract in NumPy float64, with gradients
     torch_op.py       PyTorch: the public function and module; the operators and autograd of the 'torch' backend
     torch_inputs.py   what the public function checks
-    torch_tiles.py    the computation with PyTorch's own matrix products
-    torch_autograd.py what both backends' autograd formulas share
+    torch_tiles.py    the computation with PyTorch's own matrix products, a tile at a time
     triton_op.py      the operators and autograd of the 'triton' backend
     triton_spec.py    its memory formulas, cost model and plans; no framework
     triton_walks.py   what is launched, in which order
@@ -30,9 +29,8 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     triton_softmax.py, triton_gradients.py   the kernels of forward and of backward; triton_blocks.py, what they share
     jax_op.py         JAX: the public function, its derivative rules, the choice of a backend
     jax_inputs.py     what the public function checks
-    jax_call.py       what it hands to a backend: the interface of all of JAX's backends
-    jax_xla.py        the 'xla' backend: its walks in plain JAX; jax_tiles.py, what they do with one tile;
-                      jax_spec.py, their memory formulas and plans
+    jax_call.py       the interface of all of JAX's backends
+    jax_xla.py        the 'xla' backend: its walks in plain JAX; jax_spec.py, their memory formulas and plans
     jax_positions.py  what the backends with kernels share: tokens by position, merging, the parts of backward
     mosaic_op.py      the 'mosaic_gpu' backend; mosaic_spec.py, its memory formulas and plans
     mosaic_product.py the persistent product that its kernels are made of; mosaic_blocks.py, what they share;
@@ -40,7 +38,9 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     jax_triton.py     the 'triton' backend of JAX; jax_triton_calls.py, the kernels as jax-triton calls them
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py         what they share; no framework
+    checks.py         how large an error may be; no framework
     benchmark.py, peers.py   what `onchip bench` runs
     tuning.py         what `onchip tune` tries
+
+What a walk does with one tile, and what the public functions check alike, is in `onchip.ops._shared`.
 """

@@ -3,7 +3,6 @@
 Bench cases are plain: mean over the tokens that are not ignored, no bias, no options; so every peer can run them.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,18 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onchip
+from onchip.ops._shared.bench_peers import Peer
+from onchip.ops._shared.cases import target_logit
+from onchip.ops._shared.spec import DTYPE_BYTES, MIB
+from onchip.ops._shared.torch_bench import Implementation, Reference, Step, bounds_of, gradient_step
 from onchip.ops.linear_cross_entropy import cases, spec, triton_op, triton_spec
-from onchip.ops.linear_cross_entropy.peers import PEERS, Loss, Peer
+from onchip.ops.linear_cross_entropy.peers import PEERS, Loss
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
 from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
 
 CASES = cases.BENCH_CASES
 DEFAULT_CASES = cases.DEFAULT_BENCH_CASES
-DTYPES = tuple(spec.DTYPE_BYTES)
+DTYPES = tuple(DTYPE_BYTES)
 
 IGNORED = -100  # the ignore_index that all implementations have by default
 
-Step = Callable[[], Sequence[Tensor]]
 ScratchBytes = Callable[[spec.Problem], int | None]
 """The budget for a problem; None for the op's default."""
 
@@ -73,7 +75,7 @@ def _draw(case: cases.Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
         target = torch.randint(case.vocab, (case.tokens,), generator=rng, device=device)
     if case.target_prob is not None:
         chosen = weight[target]
-        missing = cases.target_logit(case) - (hidden * chosen).sum(1, keepdim=True)
+        missing = target_logit(case) - (hidden * chosen).sum(1, keepdim=True)
         hidden += missing / chosen.square().sum(1, keepdim=True) * chosen
     shuffled = torch.randperm(case.tokens, generator=rng, device=device)
     target[shuffled[: round(case.ignored * case.tokens)]] = IGNORED
@@ -86,10 +88,8 @@ def _steps(problem: Problem, loss: Loss) -> dict[str, Step]:
         with torch.no_grad():
             return [loss(problem.hidden.detach(), problem.weight.detach(), problem.target)]
 
-    def both() -> Sequence[Tensor]:
-        value = loss(problem.hidden, problem.weight, problem.target)
-        return [value.detach(), *torch.autograd.grad(value, (problem.hidden, problem.weight))]
-
+    leaves = (problem.hidden, problem.weight)
+    both = gradient_step(lambda: loss(*leaves, problem.target), leaves)
     return {"forward": forward, "forward+backward": both}
 
 
@@ -144,37 +144,18 @@ def _at_worst(p: spec.Problem) -> spec.Problem:
     return replace(p, compacted=p.device == "cpu")
 
 
-@dataclass(frozen=True)
-class Other:
-    """A peer's function."""
-
-    peer: Peer
-
-    @property
-    def name(self) -> str:
-        return self.peer.name
-
-    def version(self) -> str:
-        return self.peer.version()
-
-    def unavailable(self, device: str, dtype: str) -> str | None:
-        return self.peer.unavailable(device, dtype)
-
-    def config(self, problem: Problem, mode: str) -> dict[str, Any]:
-        return self.peer.config
-
-    def steps(self, problem: Problem) -> dict[str, Step]:
-        return _steps(problem, self.peer.load())
+def _peer_steps(problem: Problem, peer: Peer) -> dict[str, Step]:
+    return _steps(problem, peer.load())
 
 
 IMPLEMENTATIONS = (
     Own("onchip auto", "auto"),
-    Own("onchip, 64 MiB + 4TH", "auto", lambda p: 64 * spec.MIB + 4 * p.tokens * p.hidden, only_cuda=True),
+    Own("onchip, 64 MiB + 4TH", "auto", lambda p: 64 * MIB + 4 * p.tokens * p.hidden, only_cuda=True),
     Own("onchip, an eighth of the logits", "auto", _part_of_logits(8, "recompute"), only_cuda=True),
     Own("onchip, no bound", "auto", lambda p: 1 << 60, only_cuda=True),
     Own("onchip stash", "stash"),
     Own("onchip recompute", "recompute", _part_of_logits(16, "recompute")),
-    *(Other(peer) for peer in PEERS),
+    *(Implementation(peer, _peer_steps) for peer in PEERS),
 )
 
 
@@ -198,29 +179,19 @@ def floor(problem: Problem, mode: str) -> Step:
 # ------------------------------------------------------------------------------------------------------ correctness
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What a step should return in 'forward+backward', in float64, and how far from it each may be."""
-
-    values: Sequence[Tensor]
-    bounds: Sequence[float]
-
-
 def reference(problem: Problem) -> Reference:
     """The float64 oracle on the CPU, on a GPU (where that would take minutes) the framework's own float64."""
-    values = _float64_on_gpu(problem) if problem.hidden.is_cuda else _float64_on_cpu(problem)
-    eps = torch.finfo(problem.hidden.dtype).eps
-    if problem.hidden.dtype == torch.float32:
-        # Rounding errors of a sum add up like a random walk over all the products that it is made of.
-        tokens, hidden, vocab = len(problem.hidden), problem.hidden.shape[1], len(problem.weight)
-        lengths = (hidden + vocab, hidden + 2 * vocab, hidden + vocab + tokens)
-        return Reference(values, [eps * n**0.5 for n in lengths])
-    # Twice the error of the plain expression in this dtype.  Its loss is a single number, which may be right by luck,
-    # so that counts as no better than one rounding.
-    loss = F.cross_entropy(F.linear(problem.hidden, problem.weight), problem.target)
-    plain = (loss.detach(), *torch.autograd.grad(loss, (problem.hidden, problem.weight)))
-    errors = [_relative_error(out, ref) for out, ref in zip(plain, values, strict=True)]
-    return Reference(values, [2 * max(errors[0], eps / 2), *(2 * e for e in errors[1:])])
+    made = _float64_on_gpu(problem) if problem.hidden.is_cuda else _float64_on_cpu(problem)
+    values = dict(zip(("loss", "grad_hidden", "grad_weight"), made, strict=True))
+    tokens, hidden, vocab = len(problem.hidden), problem.hidden.shape[1], len(problem.weight)
+    lengths = (hidden + vocab, hidden + 2 * vocab, hidden + vocab + tokens)
+    plain: Sequence[Tensor] = ()
+    if problem.hidden.dtype != torch.float32:
+        plain = _steps(problem, lambda h, w, y: F.cross_entropy(F.linear(h, w), y))["forward+backward"]()
+    return Reference(values, bounds_of(values, plain, problem.hidden.dtype, lengths, forward=1))
+
+
+check = Reference.check
 
 
 def _float64_on_cpu(problem: Problem) -> tuple[Tensor, ...]:
@@ -248,19 +219,3 @@ def _float64_on_gpu(problem: Problem, chunk: int | None = None) -> tuple[Tensor,
         grad_hidden[tokens] = grad_logits @ weight
         grad_weight.addmm_(grad_logits.T, hidden)
     return tuple(x.div_(len(kept)) for x in (loss, grad_hidden, grad_weight))
-
-
-def check(reference: Reference, mode: str, returned: Sequence[Tensor]) -> dict[str, tuple[float, float]]:
-    """Relative error and bound of the loss, and in 'forward+backward' of both gradients."""
-    names = ("loss",) if mode == "forward" else ("loss", "grad_hidden", "grad_weight")
-    errors = [_relative_error(out, ref) for out, ref in zip(returned, reference.values[: len(names)], strict=True)]
-    return dict(zip(names, zip(errors, reference.bounds, strict=False), strict=True))
-
-
-def _relative_error(out: Tensor, ref: Tensor) -> float:
-    """||out - ref|| / ||ref||, in float64 and a few rows at a time."""
-    if out.shape != ref.shape:
-        raise ValueError(f"a result has shape {list(out.shape)} where {list(ref.shape)} is right")
-    blocks = zip(torch.atleast_1d(out).split(4096), torch.atleast_1d(ref).split(4096), strict=True)
-    error = sum(float((o.double() - r).square().sum()) for o, r in blocks)
-    return math.sqrt(error) / float(ref.norm())

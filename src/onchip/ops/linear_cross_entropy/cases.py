@@ -1,110 +1,12 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
+from onchip.ops._shared.cases import MODELS, Case, Inputs, make_inputs, named_case
 
-# Hidden size and vocabulary of published models: (H, V).
-MODELS = {
-    "llama3.1-8b": (4096, 128256),
-    "qwen3-8b": (4096, 151936),
-    "qwen3-32b": (5120, 151936),
-    "gemma3-4b": (2560, 262144),
-    "gpt-oss-120b": (2880, 201088),
-    "deepseek-v3": (7168, 129280),
-}
+__all__ = ["BENCH_CASES", "CHECK_CASES", "DEFAULT_BENCH_CASES", "MODELS", "Case", "Inputs", "make_inputs"]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
-
-    name: str
-    tokens: int
-    hidden: int
-    vocab: int
-    logit_std: float = 1.0
-    """Standard deviation of the logits, before `logit_offset` and the options."""
-    logit_offset: float = 0.0
-    """Added to every logit, through the bias."""
-    target_prob: float | None = None
-    """About the probability that each token's target gets; None leaves it to chance."""
-    zipf: bool = False
-    """Targets follow Zipf's law, as words do; otherwise they are uniform."""
-    ignored: float = 0.0
-    """Fraction of the tokens whose target is ignore_index."""
-    masked: int = 0
-    """So many vocabulary entries, the first ones, have a bias of -inf."""
-    bias: bool = False
-    token_weight: bool = False
-    token_temperature: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class Inputs(NamedTuple):
-    """Arrays of one case; floats are float32, and what the case doesn't have is None."""
-
-    hidden: npt.NDArray[np.float32]  # [T, H]
-    weight: npt.NDArray[np.float32]  # [V, H]
-    target: npt.NDArray[np.int64]  # [T]
-    bias: npt.NDArray[np.float32] | None  # [V]
-    token_weight: npt.NDArray[np.float32] | None  # [T]
-    temperature: npt.NDArray[np.float32] | None  # [T]
-    grad_loss: npt.NDArray[np.float32]  # [T] for reduction="none", else []
-
-
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """Random inputs of `case`: hidden ~ N(0, 1), weight ~ N(0, logit_std / sqrt(H)), the rest as the case says."""
-    rng = np.random.default_rng(seed)
-    tokens, hidden_size, vocab = case.tokens, case.hidden, case.vocab
-    hidden = rng.standard_normal((tokens, hidden_size), dtype=np.float32)
-    weight = rng.standard_normal((vocab, hidden_size), dtype=np.float32) * np.float32(case.logit_std / hidden_size**0.5)
-    first = min(case.masked, vocab - 1)
-    if case.zipf:
-        rank = np.arange(1, vocab - first + 1)
-        target = first + rng.choice(vocab - first, size=tokens, p=(1 / rank) / (1 / rank).sum())
-    else:
-        target = rng.integers(first, vocab, size=tokens)
-    if case.target_prob is not None:
-        chosen = weight[target]
-        missing = target_logit(case) - np.einsum("th,th->t", hidden, chosen)
-        hidden += (missing / np.einsum("th,th->t", chosen, chosen))[:, None].astype(np.float32) * chosen
-    bias = None
-    if case.bias or case.masked or case.logit_offset:
-        bias = rng.standard_normal(vocab, dtype=np.float32) * np.float32(case.bias) + np.float32(case.logit_offset)
-        bias[:first] = -np.inf
-    ignore_index = case.options.get("ignore_index", -100)
-    target[rng.permutation(tokens)[: round(case.ignored * tokens)]] = ignore_index
-    per_token = case.options.get("reduction") == "none"
-    return Inputs(
-        hidden=hidden,
-        weight=weight,
-        target=target.astype(np.int64),
-        bias=bias,
-        token_weight=rng.random(tokens, dtype=np.float32) * 2 if case.token_weight else None,
-        temperature=rng.uniform(0.5, 2, tokens).astype(np.float32) if case.token_temperature else None,
-        grad_loss=rng.standard_normal(tokens if per_token else (), dtype=np.float32) + np.float32(not per_token),
-    )
-
-
-def target_logit(case: Case) -> float:
-    """The target's logit that gives it `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
-    assert case.target_prob is not None
-    return math.log(case.target_prob / (1 - case.target_prob) * case.vocab) + case.logit_std**2 / 2
-
-
-def _case(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
-    fields = {k: more.pop(k) for k in list(more) if k in Case.__dataclass_fields__}
-    return Case(name, tokens, hidden, vocab, **fields, options=more)
-
+_case = partial(named_case, Case)
 
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
 # ones hide; ragged sizes show masking mistakes.

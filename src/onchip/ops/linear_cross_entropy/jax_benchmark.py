@@ -18,15 +18,17 @@ import numpy as np
 from jax import Array, lax
 
 import onchip
+from onchip.ops._shared.cases import target_logit
+from onchip.ops._shared.jax_call import Static
+from onchip.ops._shared.spec import DTYPE_BYTES, MIB
 from onchip.ops.linear_cross_entropy import cases, jax_op, jax_spec, spec
-from onchip.ops.linear_cross_entropy.jax_call import Static
 from onchip.ops.linear_cross_entropy.jax_checks import plain_refusals
 from onchip.ops.linear_cross_entropy.jax_peers import IGNORED, PEERS, Loss, Peer, plain
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
 
 CASES = cases.BENCH_CASES
 DEFAULT_CASES = cases.DEFAULT_BENCH_CASES
-DTYPES = tuple(spec.DTYPE_BYTES)
+DTYPES = tuple(DTYPE_BYTES)
 
 ScratchBytes = Callable[[spec.Problem], int | None]
 """The budget for a problem; None for the op's default."""
@@ -90,7 +92,7 @@ def _draw(case: cases.Case, dtype: str) -> tuple[Array, Array, Array]:
         labels = jax.random.randint(keys[2], (case.tokens,), 0, case.vocab)
     if case.target_prob is not None:
         chosen = weight[labels]
-        missing = cases.target_logit(case) - (hidden * chosen).sum(1, keepdims=True)
+        missing = target_logit(case) - (hidden * chosen).sum(1, keepdims=True)
         hidden += missing / jnp.square(chosen).sum(1, keepdims=True) * chosen
     shuffled = jax.random.permutation(keys[3], case.tokens)
     labels = labels.at[shuffled[: round(case.ignored * case.tokens)]].set(IGNORED)
@@ -149,7 +151,7 @@ def _default(problem: spec.Problem) -> None:
 
 
 def _small(problem: spec.Problem) -> int:
-    return 64 * spec.MIB + 4 * problem.tokens * problem.hidden
+    return 64 * MIB + 4 * problem.tokens * problem.hidden
 
 
 def _eighth_of_logits(problem: spec.Problem) -> int:

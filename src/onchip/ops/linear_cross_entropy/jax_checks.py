@@ -9,19 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onchip.ops._shared.checks import Check, compare, relative_error
+from onchip.ops._shared.jax_call import Static
+from onchip.ops._shared.jax_checks import (
+    DTYPES,
+    for_oracle,
+    linear_arguments,
+    plain_cross_entropy,
+    platform_of,
+    split_arrays,
+)
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_cross_entropy.checks import Check, compare, relative_error
-from onchip.ops.linear_cross_entropy.jax_call import Static
+from onchip.ops.linear_cross_entropy.checks import float32_bounds
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy, refusals
 from onchip.ops.linear_cross_entropy.spec import Problem
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on "cpu" or "cuda" in all dtypes, with both strategies and each backend that can run them, in turn."""
-    platform = "gpu" if device == "cuda" else device
+    platform = platform_of(device)
     return [
         partial(check_case, case, dtype, platform, strategy=strategy, backend=backend)
         for case, dtype, strategy in product(CHECK_CASES, DTYPES, ("stash", "recompute"))
@@ -30,7 +37,9 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     ]
 
 
-def plain_refusals(platform: str, dtype: str, hidden: int, vocab: int, strategy: str = "auto") -> dict[str, str | None]:
+def plain_refusals(
+    platform: str, dtype: str, hidden: int = 128, vocab: int = 1024, strategy: str = "auto"
+) -> dict[str, str | None]:
     """Why each backend can't serve a call with these sizes and no options on "cpu", "gpu" or "tpu", or None."""
     static = Static("auto", platform, dtype, "vh", "mean", strategy, scratch_bytes=None, return_stats=False)
     device = "cpu" if platform == "cpu" else "cuda"
@@ -39,16 +48,11 @@ def plain_refusals(platform: str, dtype: str, hidden: int, vocab: int, strategy:
 
 def as_arguments(case: Case, inputs: Inputs, dtype: str) -> tuple[list[Any], dict[str, Any]]:
     """(hidden, weight [V, H], labels, bias) and the keyword arguments of the op."""
-
-    def array(x: Any) -> Any:
-        return None if x is None else jnp.asarray(x, dtype)
-
     keywords = dict(case.options)
     for name in ("token_weight", "temperature"):
         if (value := getattr(inputs, name)) is not None:
             keywords[name] = jnp.asarray(value)
-    labels = jnp.asarray(inputs.target, jnp.int32)
-    return [array(inputs.hidden), array(inputs.weight), labels, array(inputs.bias)], keywords
+    return linear_arguments(inputs, inputs.target, dtype), keywords
 
 
 def check_case(
@@ -86,14 +90,14 @@ def check_case(
             plain = plain_errors(arguments, keywords, inputs.grad_loss, oracle)
     names = ("loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "grad_weight", "grad_bias")
     results = {name: np.asarray(x) for name, x in zip(names, (loss, *stats, *grads), strict=False)}
-    return compare(case, dtype, f"{backend} {strategy}", results, oracle, plain)
+    bounds = float32_bounds(case, oracle)
+    return compare(case.name, dtype, f"{backend} {strategy}", results, oracle, bounds, plain, choice="correct")
 
 
 def _run(op: Any, arguments: list[Any], keywords: Mapping[str, Any], grad_loss: Any) -> tuple[Any, Any, list[Any]]:
     """Loss, statistics and the gradients of hidden, weight and bias, if that is there."""
     hidden, weight, labels, bias = arguments
-    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
-    options = {name: x for name, x in keywords.items() if name not in arrays}
+    arrays, options = split_arrays(keywords)
 
     def step(leaves: Any, labels: Any, arrays: Any, grad_loss: Any) -> Any:
         loss, pullback, stats = jax.vjp(
@@ -107,18 +111,10 @@ def _run(op: Any, arguments: list[Any], keywords: Mapping[str, Any], grad_loss: 
 
 def run_oracle(arguments: list[Any], keywords: Mapping[str, Any], grad_loss: Any) -> reference.Result:
     """The oracle on exactly the numbers that the op was given."""
-
-    def array(x: Any) -> Any:
-        return np.asarray(x, np.float64) if isinstance(x, jax.Array) else x
-
-    hidden, weight, labels, bias = arguments
     return reference.linear_cross_entropy(
-        array(hidden),
-        array(weight),
-        np.asarray(labels),
-        array(bias),
+        *map(for_oracle, arguments),
         grad_loss=grad_loss,
-        **{name: array(value) for name, value in keywords.items()},
+        **{name: for_oracle(value) for name, value in keywords.items()},
     )
 
 
@@ -135,42 +131,8 @@ def plain_errors(
 
 
 def plain_linear_cross_entropy(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: float | None = None,
-    token_weight: jax.Array | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float | jax.Array = 1.0,
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Array | None = None, **options: Any
 ) -> jax.Array:
     """The same loss written with the framework's own functions in hidden's dtype, logits and all."""
     a = hidden @ weight.T
-    if bias is not None:
-        a = a + bias
-    z = a * logit_scale
-    if softcap is not None:
-        z = softcap * jnp.tanh(z / softcap)
-    z = z / (temperature[..., None].astype(z.dtype) if isinstance(temperature, jax.Array) else temperature)
-    kept = labels != ignore_index
-    y = jnp.where(kept, labels, 0)
-    log_p = jax.nn.log_softmax(z, -1)
-    loss = -(1 - label_smoothing) * jnp.take_along_axis(log_p, y[..., None], -1)[..., 0]
-    if z_loss > 0:
-        loss = loss + z_loss * jax.nn.logsumexp(z, -1) ** 2
-    if label_smoothing > 0:
-        loss = loss - label_smoothing * log_p.mean(-1)
-    if token_weight is not None:
-        loss = loss * token_weight.astype(z.dtype)
-    loss = jnp.where(kept, loss, 0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / (jnp.maximum(kept.sum(), 1) if normalizer is None else normalizer)
+    return plain_cross_entropy(a if bias is None else a + bias, labels, **options)

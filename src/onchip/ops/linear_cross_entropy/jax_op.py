@@ -16,16 +16,20 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy import jax_triton, jax_xla, mosaic_op
-from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Needs, Outputs, Static, Tensors
-from onchip.ops.linear_cross_entropy.jax_inputs import (
+from onchip.ops._shared.jax_call import Needs, Static, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_inputs import (
     as_constant,
-    check_arrays,
+    as_constants,
     check_normalizer,
-    check_scalar,
+    check_numbers,
     is_array,
+    known_numbers,
     plain_labels,
+    platform,
 )
+from onchip.ops.linear_cross_entropy import jax_triton, jax_xla, mosaic_op
+from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Outputs
+from onchip.ops.linear_cross_entropy.jax_inputs import check_arrays
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 
 # Best first, by platform.
@@ -136,30 +140,22 @@ def linear_cross_entropy(
         "logit_scale": logit_scale,
         "temperature": temperature,
     }
-    known = {name: x for name, x in numbers.items() if not is_array(x)}
     Options(
         ignore_index=ignore_index,
         reduction=reduction,
         scratch_bytes=scratch_bytes,
         strategy=strategy,
         return_stats=return_stats,
-        **known,
+        **known_numbers(numbers),
     )
     token_temperature = temperature if is_array(temperature) else None
     check_arrays(hidden, weight, labels, bias, token_weight, token_temperature, weight_layout)
-    check_normalizer(normalizer, reduction)
-    for name, x in numbers.items():
-        if is_array(x) and not (name == "temperature" and x.ndim):
-            check_scalar(name, x)
+    check_normalizer(OP, normalizer, reduction)
+    check_numbers(OP, numbers)
 
     shape = labels.shape
     size = hidden.shape[-1]
     vocab = weight.shape[weight_layout.index("v")]
-    # A number that changes nothing is left out of the computation.
-    without = {"label_smoothing": 0, "z_loss": 0, "softcap": None, "logit_scale": 1, "temperature": 1}
-    constants = {
-        name: None if not is_array(x) and x == without[name] else as_constant(x) for name, x in numbers.items()
-    }
     tensors = Tensors(
         hidden=jnp.reshape(hidden, (int(np.prod(shape)), size)),
         weight=jnp.asarray(weight),
@@ -167,12 +163,11 @@ def linear_cross_entropy(
         bias=None if bias is None else jnp.asarray(bias),
         token_weight=as_constant(token_weight),
         normalizer=as_constant(normalizer),
-        **constants,
+        **as_constants(numbers),
     )
-    platform = _platform()
     static = Static(
         backend=backend,
-        platform=platform,
+        platform=platform(),
         dtype=tensors.hidden.dtype.name,
         weight_layout=weight_layout,
         reduction=reduction,
@@ -199,13 +194,6 @@ def planned(static: Static, problem: Problem) -> tuple[str, Any]:
     """The backend that a call gets, and its plan."""
     backend = choose_backend(OP, static.backend, refusals(static, problem))
     return backend, _MODULES[backend].plan(problem, static.strategy, static.scratch_bytes)
-
-
-def _platform() -> str:
-    """The platform that a computation traced now will run on."""
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    name = jax.default_backend() if device is None else device if isinstance(device, str) else device.platform
-    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
 def _problem(static: Static, tensors: Tensors, needs: Needs) -> Problem:
@@ -287,14 +275,8 @@ def _run_backward(static: Static, config: Any, needs: Needs, residuals: Any, gra
     return _jit_backward(static, config, needs, residuals, grad_loss)
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError(
-        f"{OP}: differentiated twice; it has first derivatives by reverse mode only (jax.grad, jax.vjp)"
-    )
-
-
-_run_forward.defjvp(_refuse)
-_run_backward.defjvp(_refuse)
+_run_forward.defjvp(partial(refuse_second_derivative, OP))
+_run_backward.defjvp(partial(refuse_second_derivative, OP))
 
 
 # jit, so that a call outside of one is not run operation by operation.

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core import configs
-from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Outputs, Static, Tensors
-from onchip.ops.linear_cross_entropy.jax_tiles import (
+from onchip.ops._shared.jax_call import Static, Tensors
+from onchip.ops._shared.jax_tiles import (
     PerToken,
     Softmax,
     Tokens,
@@ -23,6 +23,7 @@ from onchip.ops.linear_cross_entropy.jax_tiles import (
     select_tokens,
     sum_kept,
 )
+from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Outputs
 from onchip.ops.linear_cross_entropy.mosaic_spec import TOKEN_TILE, VOCAB_TILE, MosaicPlan, split_at, up
 from onchip.ops.linear_cross_entropy.spec import OP
 

@@ -3,16 +3,8 @@
 The formulas are of what XLA allocates for a jitted step beyond its arguments and results.
 """
 
-from onchip.ops.linear_cross_entropy.spec import (
-    DEFAULT_SCRATCH,
-    DTYPE_BYTES,
-    OP,
-    SMALLEST,
-    USEFUL,
-    Config,
-    Problem,
-    logits_bytes,
-)
+from onchip.ops._shared.spec import DEFAULT_SCRATCH, DTYPE_BYTES, SMALLEST, USEFUL, Config
+from onchip.ops.linear_cross_entropy.spec import OP, Problem, logits_bytes
 
 # No chunk has more tokens: the loops end with the last chunk that has one which counts, so that smaller chunks skip
 # more of what is ignored.

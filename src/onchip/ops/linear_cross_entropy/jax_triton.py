@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onchip.ops._shared.jax_call import Needs, Static, Tensors
+from onchip.ops._shared.jax_tiles import Softmax
 from onchip.ops.linear_cross_entropy import jax_positions, mosaic_spec, triton_spec
-from onchip.ops.linear_cross_entropy.jax_call import Needs, Outputs, Static, Tensors
+from onchip.ops.linear_cross_entropy.jax_call import Outputs
 from onchip.ops.linear_cross_entropy.jax_positions import (
     Head,
     Saved,
@@ -29,7 +31,6 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     target_logit,
     upstream,
 )
-from onchip.ops.linear_cross_entropy.jax_tiles import Softmax
 from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, MosaicPlan, up
 from onchip.ops.linear_cross_entropy.spec import Problem
 

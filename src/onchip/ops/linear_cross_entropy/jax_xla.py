@@ -4,34 +4,26 @@ Three walks over the [tokens, vocab] matrix: without gradients, 'stash' and 'rec
 ignored are moved to the front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from onchip.ops.linear_cross_entropy import jax_spec
-from onchip.ops.linear_cross_entropy.jax_call import (
-    LinearCrossEntropyStats,
-    Needs,
-    Outputs,
-    Static,
-    Tensors,
-)
-from onchip.ops.linear_cross_entropy.jax_tiles import (
+from onchip.ops._shared.jax_call import Needs, Static, Tensors
+from onchip.ops._shared.jax_tiles import (
     Columns,
     PerToken,
     Rows,
     Softmax,
     Tokens,
     complete,
-    cut,
     gradient_rows,
     logits,
     logits_gradient,
     over_tokens,
     over_vocab,
     product,
+    recompute_walk,
     select_tokens,
     sum_kept,
     take_rows,
@@ -39,7 +31,10 @@ from onchip.ops.linear_cross_entropy.jax_tiles import (
     weight_product,
     write,
 )
-from onchip.ops.linear_cross_entropy.spec import Config, Problem
+from onchip.ops._shared.spec import Config
+from onchip.ops.linear_cross_entropy import jax_spec
+from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Outputs
+from onchip.ops.linear_cross_entropy.spec import Problem
 
 Array = jax.Array
 
@@ -186,65 +181,16 @@ def _recompute(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """The gradients, chunk by chunk of the vocabulary, each chunk's logits computed again."""
     tensors, tokens = residuals.tensors, residuals.tokens
-    dtype, size = tensors.hidden.dtype, tensors.hidden.shape[1]
     vocab = tensors.weight.shape[static.vocab_axis]
-    padded = tokens.source.shape[0]
     upstream = grad_loss.astype(jnp.float32)
     if static.reduction == "none":
         upstream = upstream.at[tokens.source].get(mode="fill", fill_value=0)
     factors, too_large = gradient_rows(tokens, tensors, upstream)
 
-    def shrink(x: Array) -> Array:
-        return x if too_large is None else x / too_large
-
-    def put(x: Array, part: Array, columns: Columns, axis: int = 0) -> Array:
-        part = shrink(part).astype(dtype)
-        if columns.done is not None:
-            # What was done before is 0 in `part` and has its value in `x`, the rest is 0 there.
-            part += cut(x, columns.start, columns.size, axis)
-        return write(x, part, columns.start, axis)
-
-    def tile(start: Any, carry: Any, *, columns: Columns, weight: Array) -> Any:
-        """Add what the tokens from `start` on give with a chunk of the vocabulary."""
-        grad_hidden, weight_part, bias_part = carry
-        rows = take_rows(tensors, tokens, start, config.token_chunk)
+    def gradient(z: Array, slope: Array | None, rows: Rows, columns: Columns) -> Array:
         lse, row = rows.cut(residuals.lse), rows.cut(factors)
         part = PerToken(lse, lse, rows.cut(residuals.log_prob), None, None)
-        z, slope = logits(static, tensors, rows, weight, columns)
         one = jnp.ones((), jnp.float32)
-        g = logits_gradient(z, slope, lse, one, row, part, rows.label, columns, tensors, vocab)
-        if needs.bias:
-            bias_part += jnp.sum(g, 0)
-        g = g.astype(dtype)
-        if needs.hidden:
-            made = product(g, weight, (1, static.vocab_axis))
-            grad_hidden = write(grad_hidden, rows.cut(grad_hidden) + made, start)
-        if needs.weight:
-            weight_part += weight_product(static, g, rows.hidden)
-        return grad_hidden, weight_part, bias_part
+        return logits_gradient(z, slope, lse, one, row, part, rows.label, columns, tensors, vocab)
 
-    def step(columns: Columns, carry: Any) -> Any:
-        grad_hidden, grad_weight, grad_bias = carry
-        weight = vocab_rows(static, tensors, columns)
-        parts = (
-            grad_hidden,
-            jnp.zeros(weight.shape, jnp.float32) if needs.weight else None,
-            jnp.zeros(columns.size, jnp.float32) if needs.bias else None,
-        )
-        add = partial(tile, columns=columns, weight=weight)
-        grad_hidden, weight_part, bias_part = over_tokens(tokens, config.token_chunk, add, parts)
-        if needs.weight:
-            grad_weight = put(grad_weight, weight_part, columns, static.vocab_axis)
-        if needs.bias:
-            grad_bias = put(grad_bias, bias_part, columns)
-        return grad_hidden, grad_weight, grad_bias
-
-    carry = (
-        jnp.zeros((padded, size), jnp.float32) if needs.hidden else None,
-        jnp.zeros(tensors.weight.shape, dtype) if needs.weight else None,
-        jnp.zeros(vocab, dtype) if needs.bias else None,
-    )
-    grad_hidden, grad_weight, grad_bias = over_vocab(vocab, config.vocab_chunk, step, carry)
-    if grad_hidden is not None:
-        grad_hidden = tokens.spread(shrink(grad_hidden)).astype(dtype)
-    return grad_hidden, grad_weight, grad_bias
+    return recompute_walk(static, config, tensors, tokens, needs, gradient, too_large)

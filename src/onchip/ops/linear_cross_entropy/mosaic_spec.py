@@ -7,7 +7,8 @@ results.
 
 from dataclasses import dataclass
 
-from onchip.ops.linear_cross_entropy.spec import DEFAULT_SCRATCH, MIB, OP, Problem, logits_bytes
+from onchip.ops._shared.spec import DEFAULT_SCRATCH, MIB
+from onchip.ops.linear_cross_entropy.spec import OP, Problem, logits_bytes
 
 TOKEN_TILE, VOCAB_TILE = 128, 256
 FORWARD_SCRATCH = 64 * MIB

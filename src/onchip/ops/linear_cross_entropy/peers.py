@@ -1,38 +1,21 @@
 """What other libraries offer for the same loss, for `onchip bench` alone.  Each is imported when it is asked for."""
 
-import importlib.util
-import os
-import shutil
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
+
+from onchip.ops._shared.bench_peers import (
+    NARROW,
+    Peer,
+    always,
+    compiled,
+    gpu_only,
+    no_compiler,
+    only_narrow,
+    optional,
+)
 
 Loss = Callable[[Any, Any, Any], Any]
 """Mean cross-entropy of (hidden [T, H], weight [V, H], target [T]) over the tokens whose target is not -100."""
-Refusal = Callable[[str, str], str | None]
-"""Why something can't run on (device, dtype) here, or None."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One function of another library."""
-
-    name: str
-    load: Callable[[], Loss]
-    """The function, anew for each problem."""
-    unavailable: Refusal
-    config: dict[str, Any] = field(default_factory=dict)
-    package: str = "torch"
-    """The distribution that it comes with."""
-
-    def version(self) -> str:
-        return metadata.version(self.package).partition("+")[0]
-
-
-def _always(device: str, dtype: str) -> None:
-    return None
 
 
 def _eager() -> Loss:
@@ -47,24 +30,8 @@ def _eager_float32_logits() -> Loss:
     return lambda hidden, weight, target: F.cross_entropy(F.linear(hidden, weight).float(), target)
 
 
-def _only_narrow(device: str, dtype: str) -> str | None:
-    return "in float32 it is the same as torch eager" if dtype == "float32" else None
-
-
 def _compiled() -> Loss:
-    import torch
-
-    # Each problem is compiled for its own shapes.  Without the reset the shapes of earlier ones would count towards
-    # the limit on recompilations, past which a function runs eagerly without a word.
-    torch.compiler.reset()
-    return torch.compile(_eager(), dynamic=False, fullgraph=True)
-
-
-def _no_compiler(device: str, dtype: str) -> str | None:
-    if device == "cuda":
-        return None if importlib.util.find_spec("triton") else "it needs Triton, which is not installed"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return None if shutil.which(compiler) else f"it needs a C++ compiler, and there is no {compiler!r} on the PATH"
+    return compiled(_eager())
 
 
 def _linear_cross_entropy() -> Loss:
@@ -87,21 +54,6 @@ def _older_torch(device: str, dtype: str) -> str | None:
     if hasattr(torch.nn.functional, "linear_cross_entropy"):
         return None
     return f"torch.nn.functional.linear_cross_entropy came with torch 2.13; this is {torch.__version__}"
-
-
-def _gpu_only(package: str, dtypes: tuple[str, ...]) -> Refusal:
-    def refusal(device: str, dtype: str) -> str | None:
-        if device != "cuda":
-            return "it runs on CUDA devices only"
-        if dtype not in dtypes:
-            return f"it takes {' and '.join(dtypes)}, not {dtype}"
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return f"{package} is not installed; pip install 'onchip[peers]'"
-        return None
-
-    return refusal
 
 
 def _liger(accum_dtype: str | None) -> Loss:
@@ -127,7 +79,7 @@ def _quack(chunk_size: int, use_scaled_exp: bool) -> Loss:
 
 
 def _hopper_only(device: str, dtype: str) -> str | None:
-    if refusal := _gpu_only("quack-kernels", ("bfloat16",))(device, dtype):
+    if refusal := gpu_only("quack-kernels", ("bfloat16",))(device, dtype):
         return refusal
     import torch
 
@@ -135,16 +87,10 @@ def _hopper_only(device: str, dtype: str) -> str | None:
     return None if (major, minor) == (9, 0) else f"it is for compute capability 9.0; this device has {major}.{minor}"
 
 
-def _optional(name: str, package: str, load: Callable[..., Loss], unavailable: Refusal, **config: Any) -> Peer:
-    """What comes with `package`, loaded with `config`."""
-    return Peer(name, lambda: load(**config), unavailable, config, package)
-
-
-_NARROW = ("float16", "bfloat16")
 PEERS = (
-    Peer("torch eager", _eager, _always),
-    Peer("torch eager, float32 logits", _eager_float32_logits, _only_narrow),
-    Peer("torch.compile", _compiled, _no_compiler),
+    Peer("torch eager", _eager, always),
+    Peer("torch eager, float32 logits", _eager_float32_logits, only_narrow),
+    Peer("torch.compile", _compiled, no_compiler),
     Peer("F.linear_cross_entropy", _linear_cross_entropy, _older_torch, {"options": None}),
     Peer(
         "F.linear_cross_entropy chunked",
@@ -152,29 +98,29 @@ PEERS = (
         _older_torch,
         {"options": "LinearCrossEntropyOptions()"},
     ),
-    _optional("liger", "liger-kernel", _liger, _gpu_only("liger-kernel", ("float32", *_NARROW)), accum_dtype=None),
-    _optional("liger, float32 sums", "liger-kernel", _liger, _gpu_only("liger-kernel", _NARROW), accum_dtype="float32"),
-    _optional(
+    optional("liger", "liger-kernel", _liger, gpu_only("liger-kernel", ("float32", *NARROW)), accum_dtype=None),
+    optional("liger, float32 sums", "liger-kernel", _liger, gpu_only("liger-kernel", NARROW), accum_dtype="float32"),
+    optional(
         "cut-cross-entropy",
         "cut-cross-entropy",
         _cut_cross_entropy,
-        _gpu_only("cut-cross-entropy", _NARROW),
+        gpu_only("cut-cross-entropy", NARROW),
         filter_eps="high",
     ),
-    _optional(
+    optional(
         "cut-cross-entropy, no filter",
         "cut-cross-entropy",
         _cut_cross_entropy,
-        _gpu_only("cut-cross-entropy", _NARROW),
+        gpu_only("cut-cross-entropy", NARROW),
         filter_eps=None,
     ),
-    _optional(
+    optional(
         "quack base",
         "quack-kernels",
         _quack,
-        _gpu_only("quack-kernels", _NARROW),
+        gpu_only("quack-kernels", NARROW),
         chunk_size=1024,
         use_scaled_exp=False,
     ),
-    _optional("quack scaled-exp", "quack-kernels", _quack, _hopper_only, chunk_size=1024, use_scaled_exp=True),
+    optional("quack scaled-exp", "quack-kernels", _quack, _hopper_only, chunk_size=1024, use_scaled_exp=True),
 )

@@ -1,24 +1,24 @@
 """What every front end of linear_cross_entropy shares: options, memory formulas, the choice of strategy and chunks."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
+
+from onchip.ops._shared.spec import (
+    DEFAULT_SCRATCH,
+    DTYPE_BYTES,
+    SMALLEST,
+    USEFUL,
+    Config,
+    check_head,
+    check_leading,
+    check_loss_options,
+    check_per_token,
+    require_bool,
+    require_one_of,
+)
 
 OP = "linear_cross_entropy"
-REDUCTIONS = ("mean", "sum", "none")
 STRATEGIES = ("auto", "stash", "recompute")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-MIB = 1 << 20
-DEFAULT_SCRATCH = 256 * MIB
-# Chunks of tokens and of the vocabulary.  Below the smallest nothing is planned, whatever the budget: a matrix product
-# would be all overhead.  A useful one keeps the device busy; the default budget allows for it.  'stash' in addition
-# reads and writes the float32 weight gradient once per chunk: on an H100 (T4096 H4096 V128256, bfloat16) it took 61 ms
-# with chunks of 256 tokens, 41 with 512, 32 with 1024 and 29 with 2048, where 'recompute' in 256 MiB took 39.
-SMALLEST = (64, 512)
-USEFUL = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
 # ---------------------------------------------------------------------------------------------------------- options
@@ -41,55 +41,10 @@ class Options:
     return_stats: bool = False
 
     def __post_init__(self) -> None:
-        _require_int("ignore_index", self.ignore_index)
-        _require_one_of("reduction", self.reduction, REDUCTIONS)
-        _require_one_of("strategy", self.strategy, STRATEGIES)
-        _require_bool("check_inputs", self.check_inputs)
-        _require_bool("return_stats", self.return_stats)
-        _require_number("label_smoothing", self.label_smoothing)
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"{OP}: label_smoothing must be in [0, 1]; got {self.label_smoothing}")
-        _require_number("z_loss", self.z_loss)
-        if self.z_loss < 0:
-            raise ValueError(f"{OP}: z_loss must be 0 or more; got {self.z_loss}")
-        if self.softcap is not None:
-            require_positive("softcap", self.softcap, remedy="; pass None for no softcap")
-        require_positive("logit_scale", self.logit_scale)
-        require_positive("temperature", self.temperature)
-        if self.scratch_bytes is not None:
-            _require_int("scratch_bytes", self.scratch_bytes)
-            if self.scratch_bytes <= 0:
-                raise ValueError(f"{OP}: scratch_bytes must be positive; got {self.scratch_bytes}")
-
-
-def _require_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{OP}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{OP}: {name} must be True or False; got {type(value).__name__}")
-
-
-def _require_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{OP}: {name} must be an int; got {type(value).__name__}")
-
-
-def _require_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{OP}: {name} must be a number; got {type(value).__name__}")
-    number: Any = value
-    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
-        raise ValueError(f"{OP}: {name} must be finite; got {value}")
-
-
-def require_positive(name: str, value: Any, remedy: str = "") -> None:
-    """Raise unless `value` is a finite number above 0."""
-    _require_number(name, value)
-    if value <= 0:
-        raise ValueError(f"{OP}: {name} must be above 0; got {value}{remedy}")
+        check_loss_options(OP, self)
+        require_one_of(OP, "strategy", self.strategy, STRATEGIES)
+        require_bool(OP, "check_inputs", self.check_inputs)
+        require_bool(OP, "return_stats", self.return_stats)
 
 
 def check_shapes(
@@ -98,25 +53,18 @@ def check_shapes(
     target: Sequence[int],
     bias: Sequence[int] | None,
     per_token: Mapping[str, Sequence[int]],
+    *,
+    layout: str | None = None,
+    target_name: str = "target",
 ) -> None:
-    """Raise ValueError unless the shapes are [..., H], [V, H], [...], [V], and [...] for each entry of `per_token`."""
-    hidden, weight, target = tuple(hidden), tuple(weight), tuple(target)
-    if len(weight) != 2 or weight[0] < 1 or weight[1] < 1:
-        raise ValueError(f"{OP}: weight must be [V, H] with V, H >= 1; got shape {list(weight)}")
-    if len(hidden) < 1:
-        raise ValueError(f"{OP}: hidden must be [..., H]; got a 0-d tensor")
-    if hidden[-1] != weight[1]:
-        raise ValueError(f"{OP}: hidden has H={hidden[-1]} but weight has H={weight[1]}; weight must be [V, H]")
-    if target != hidden[:-1]:
-        raise ValueError(
-            f"{OP}: target has shape {list(target)} but hidden has shape {list(hidden)}; "
-            f"target must have hidden's leading dimensions, {list(hidden[:-1])}"
-        )
-    if bias is not None and tuple(bias) != weight[:1]:
-        raise ValueError(f"{OP}: bias has shape {list(bias)} but weight has V={weight[0]}; bias must be [V]")
+    """Raise ValueError unless the shapes are [..., H], [V, H], [...], [V], and [...] for each entry of `per_token`.
+
+    The JAX front end, whose weight may be [H, V], gives its weight_layout.
+    """
+    check_head(OP, hidden, weight, bias, layout=layout)
+    check_leading(OP, target_name, target, "hidden", hidden)
     for name, shape in per_token.items():
-        if tuple(shape) != target:
-            raise ValueError(f"{OP}: {name} has shape {list(shape)}; it must have target's shape, {list(target)}")
+        check_per_token(OP, name, shape, target_name, target)
 
 
 # ------------------------------------------------------------------------------------------------- memory and plan
@@ -159,15 +107,6 @@ class Problem:
     def widened(self) -> bool:
         """16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their results."""
         return self.device == "cpu" and self.dtype != "float32"
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a problem is cut.  `strategy` is 'stash', 'recompute', or 'forward' where nothing needs a gradient."""
-
-    strategy: str
-    token_chunk: int
-    vocab_chunk: int
 
 
 def logits_bytes(p: Problem) -> int:

@@ -10,36 +10,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops.linear_cross_entropy import checks, reference
+from onchip.ops._shared.checks import Check, compare
+from onchip.ops._shared.torch_checks import (
+    DTYPES,
+    as_array,
+    detached,
+    for_oracle,
+    linear_arguments,
+    plain_cross_entropy,
+    relative_error,
+)
+from onchip.ops._shared.torch_inputs import dtype_name
+from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_cross_entropy.checks import Check, compare
+from onchip.ops.linear_cross_entropy.checks import float32_bounds
 from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
 from onchip.ops.linear_cross_entropy.triton_op import refusal
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on `device` in all dtypes, with both strategies and each backend that can run them, one by one."""
-    dtypes, strategies = (torch.float32, torch.bfloat16, torch.float16), ("stash", "recompute")
-    index = torch.cuda.current_device() if device == "cuda" else None
     return [
         partial(check_case, case, dtype, device, strategy=strategy, backend=backend)
-        for case, dtype, strategy, backend in product(CHECK_CASES, dtypes, strategies, ("torch", "triton"))
-        if backend == "torch" or refusal(device, index, dtype) is None
+        for case, dtype, strategy in product(CHECK_CASES, DTYPES, ("stash", "recompute"))
+        for backend, reason in plain_refusals(device, dtype_name(dtype)).items()
+        if reason is None
     ]
+
+
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[list[Any], dict[str, Any]]:
     """(hidden, weight, target, bias), floats as leaves that need gradients, and the keyword arguments of the op."""
-
-    def leaf(x: Any) -> Tensor | None:
-        return None if x is None else torch.from_numpy(x).to(device=device, dtype=dtype).requires_grad_()
-
     keywords = dict(case.options)
     for name in ("token_weight", "temperature"):
         if (value := getattr(inputs, name)) is not None:
             keywords[name] = torch.from_numpy(value).to(device)
-    target = torch.from_numpy(inputs.target).to(device)
-    return [leaf(inputs.hidden), leaf(inputs.weight), target, leaf(inputs.bias)], keywords
+    return linear_arguments(inputs, inputs.target, dtype, device), keywords
 
 
 def check_case(
@@ -66,43 +76,26 @@ def check_case(
     loss.backward(torch.from_numpy(np.asarray(inputs.grad_loss)).to(device))
     grads = [x.grad for x in (arguments[0], arguments[1], arguments[3]) if x is not None]
     quantities = ("loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "grad_weight", "grad_bias")
-    results = {name: _array(x) for name, x in zip(quantities, (loss, *stats, *grads), strict=False)}
+    results = {name: as_array(x) for name, x in zip(quantities, (loss, *stats, *grads), strict=False)}
     plain = {} if dtype == torch.float32 else plain_errors(arguments, keywords, inputs.grad_loss, oracle)
-    return compare(case, str(dtype).removeprefix("torch."), f"{backend} {strategy}", results, oracle, plain)
+    bounds, name = float32_bounds(case, oracle), f"{backend} {strategy}"
+    return compare(case.name, dtype_name(dtype), name, results, oracle, bounds, plain, choice="correct")
 
 
 def run_oracle(arguments: list[Any], keywords: Mapping[str, Any], grad_loss: Any) -> reference.Result:
     """The oracle on exactly the numbers that the op was given."""
-
-    def array(x: Any) -> Any:
-        return x.detach().double().cpu().numpy() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    hidden, weight, target, bias = arguments
     return reference.linear_cross_entropy(
-        array(hidden),
-        array(weight),
-        target.cpu().numpy(),
-        array(bias),
+        *map(for_oracle, arguments),
         grad_loss=grad_loss,
-        **{name: array(value) for name, value in keywords.items()},
+        **{name: for_oracle(value) for name, value in keywords.items()},
     )
-
-
-def relative_error(out: Tensor, ref: Any) -> float:
-    """||out - ref|| / ||ref||, as `checks.relative_error`."""
-    return checks.relative_error(_array(out), ref)
-
-
-def _array(x: Tensor) -> Any:
-    x = x.detach()
-    return (x.double() if x.is_floating_point() else x).cpu().numpy()
 
 
 def plain_errors(
     arguments: list[Any], keywords: Mapping[str, Any], grad_loss: Any, oracle: reference.Result
 ) -> dict[str, float]:
     """The errors that the plain framework expression makes in the arguments' dtype."""
-    leaves: list[Any] = [None if x is None else x.detach().clone().requires_grad_(x.requires_grad) for x in arguments]
+    leaves = detached(arguments)
     loss = plain_linear_cross_entropy(*leaves, **keywords)
     loss.backward(torch.from_numpy(np.asarray(grad_loss)).to(loss))
     named = {"grad_hidden": leaves[0], "grad_weight": leaves[1], "grad_bias": leaves[3]}
@@ -111,38 +104,7 @@ def plain_errors(
 
 
 def plain_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: float | None = None,
-    token_weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float | Tensor = 1.0,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     """The same loss written with the framework's own functions in hidden's dtype, logits and all."""
-    z = F.linear(hidden, weight, bias) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / (temperature[..., None].to(z) if isinstance(temperature, Tensor) else temperature)
-    kept = target != ignore_index
-    y = target.masked_fill(~kept, 0)
-    log_p = F.log_softmax(z, -1)
-    lse = torch.logsumexp(z, -1)
-    loss = -(1 - label_smoothing) * log_p.gather(-1, y[..., None])[..., 0] + z_loss * lse**2
-    if label_smoothing > 0:
-        loss = loss - label_smoothing * log_p.mean(-1)
-    if token_weight is not None:
-        loss = loss * token_weight.to(z)
-    loss = loss.masked_fill(~kept, 0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / (kept.sum().clamp(min=1) if normalizer is None else normalizer)
+    return plain_cross_entropy(F.linear(hidden, weight, bias), target, **options)

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.spec import Config, require_positive
+from onchip.ops._shared.torch_autograd import is_plain_one, scale_stash
+from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer
 from onchip.ops.linear_cross_entropy import spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
-from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_inputs import (
-    DTYPES,
-    check_normalizer,
-    check_tensors,
-    check_weight_grad_out,
-)
+from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors, check_weight_grad_out
+from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("triton", "torch")
@@ -148,7 +146,7 @@ def linear_cross_entropy(
         return_stats=return_stats,
     )
     dtype = check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
-    normalizer = check_normalizer(normalizer, reduction, hidden)
+    normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(weight_grad_out, weight)
     device = hidden.device.type
     refusals = {
@@ -241,7 +239,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):
-            spec.require_positive("normalizer", normalizer)
+            require_positive(OP, "normalizer", normalizer)
         self.normalizer = normalizer
 
     def forward(
@@ -386,7 +384,7 @@ class _Arguments(NamedTuple):
         )
         return self.hidden.reshape(-1, self.hidden.shape[-1]).to(self.dtype), head, tokens
 
-    def plan(self, strategy: str, tokens: torch_tiles.Tokens) -> spec.Config:
+    def plan(self, strategy: str, tokens: torch_tiles.Tokens) -> Config:
         compacted = tokens.index is not None
         problem = _problem(
             self.hidden,
@@ -472,12 +470,7 @@ def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -
         hidden, head, tokens = a.prepare(check_values=False)
         scale = tokens.inverse_count
         if a.reduction == "none":
-            upstream = grad_loss.reshape(-1).float()
-            if tokens.index is not None:
-                upstream = upstream[tokens.index]
-            if tokens.kept is not None:
-                upstream = upstream.masked_fill(~tokens.kept, 0)
-            tokens = replace(tokens, weight=tokens.weight * upstream)
+            tokens = replace(tokens, weight=tokens.weight * tokens.upstream(grad_loss))
         else:
             scale = scale * grad_loss
         made = torch_tiles.recompute(
@@ -556,28 +549,17 @@ def _scale_stash(
     if stash.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
         grad_hidden, _, _, target = saved
         upstream = grad_loss.float().masked_fill(target == stash.ignore_index, 0)
-        return [_scale(grad_hidden, upstream[..., None], stash.dtypes[0]), None, None]
-    # loss.backward() sends 1, which on the CPU can be seen for free: then the stash itself is the gradient, unless the
-    # graph is retained and will need it again.  (While AOTAutograd traces, tensors are of a subclass.)
-    as_is = (
-        type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and float(grad_loss) == 1 and not graph_is_kept()
-    )
+        return [scale_stash(grad_hidden, upstream[..., None], stash.dtypes[0]), None, None]
+    as_is = is_plain_one(grad_loss)
     wanted = list(stash.grads)
     if weight_grad_out is not None and wanted[1]:
         with torch.no_grad():
             weight_grad_out.addcmul_(saved[1], grad_loss.float())
         wanted[1] = False
     return [
-        _scale(stashed, None if as_is else grad_loss, dtype) if want else None
+        scale_stash(stashed, None if as_is else grad_loss, dtype) if want else None
         for stashed, dtype, want in zip(saved[:3], stash.dtypes, wanted, strict=True)
     ]
-
-
-def _scale(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if factor is None:
-        return stashed.to(dtype)
-    # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
-    return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -26,54 +26,13 @@ The persistent loop over tiles with its flattened product is that of Triton's ma
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-LOG2E = tl.constexpr(1.4426950408889634)
-# Where every logit so far is -inf, the maximum is this: finite, so that a difference of two is never NaN.
-LOWEST = tl.constexpr(-8.0e37)
+from onchip.ops._shared.triton_maths import tanh
+
 VOCAB_TILE = tl.constexpr(256)
 # Logits up to so much above a token's shift are stored relative to it.
 REACH = tl.constexpr(60.0)
 # What stands for the target of a position that has none, where targets are sorted.
 NO_LABEL = tl.constexpr(2**31 - 1)
-# Triton's interpreter has no reduction through a descriptor.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def load_block(x, stride, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
-    """The block [R, C] at (row, column) of a [rows, columns] matrix, 0 outside of it."""
-    if TMA:
-        return x.load([row, column])
-    else:  # noqa: RET505 - without it, Triton compiles what follows for a descriptor too
-        r = row + tl.arange(0, R)
-        c = column + tl.arange(0, C)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        return tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0)
-
-
-@triton.jit
-def store_block(x, stride, row, column, rows, columns, value, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
-    """Store a block [R, C] at (row, column) of a [rows, columns] matrix, and nothing outside of it."""
-    if TMA:
-        x.store([row, column], value)
-    else:
-        r = row + tl.arange(0, R)
-        c = column + tl.arange(0, C)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        tl.store(x + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside)
-
-
-@triton.jit
-def place_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile: up to GROUP rows of tiles at a time, column by column, so that L2 serves the operands.
-
-    The groups are even: of 17 rows as 16 and 1, the last took as long as reading all of the weight for one row does.
-    """
-    size = tl.cdiv(tiles_m, tl.cdiv(tiles_m, GROUP))
-    per_group = size * tiles_n
-    first = (tile // per_group) * size
-    height = min(tiles_m - first, size)
-    within = tile % per_group
-    return first + within % height, within // height
 
 
 @triton.jit
@@ -93,77 +52,6 @@ def exponential_row(
 
 
 @triton.jit
-def halves(x, M: tl.constexpr, N: tl.constexpr):
-    """The left and the right half of x [M, N]."""
-    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def store_columns(
-    into, stride, row, column, rows, columns, value,
-    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    if PARTS == 1:
-        store_block(into, stride, row, column, rows, columns, value, R, C, TMA)
-    else:
-        left, right = halves(value, R, C)
-        store_columns(into, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, TMA)
-        store_columns(into, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, TMA)
-
-
-@triton.jit
-def add_columns(
-    into,
-    stride,
-    row,
-    column,
-    rows,
-    columns,
-    value,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    PARTS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Add value [R, C] to what is there, in one atomic addition per element."""
-    if PARTS > 1:
-        left, right = halves(value, R, C)
-        add_columns(into, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, TMA)
-        add_columns(into, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, TMA)
-    elif TMA and INTERPRETED:
-        into.store([row, column], into.load([row, column]) + value)
-    elif TMA:
-        into.atomic_add([row, column], value)
-    else:
-        r = row + tl.arange(0, R)
-        c = column + tl.arange(0, C)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        tl.atomic_add(into + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def tanh(x):
-    # The approximate instruction has 11 bits; this has 22, and its own limits at both ends.
-    return 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) for x >= 0: below 1/2 a series, of 2 atanh(x / (2 + x)), since the instruction's error is absolute."""
-    s = x / (2 + x)
-    q = s * s
-    series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11))))))
-    return tl.where(x < 0.5, series, tl.log(1 + x))
-
-
-@triton.jit
-def expm1(x):
-    """exp(x) - 1 for x <= 0: Taylor's series near 0."""
-    series = x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))))
-    return tl.where(x > -0.3, series, tl.exp2(x * LOG2E) - 1)
-
-
-@triton.jit
 def unscaled_logits(product, bias, v, inner_scale, V, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
     """The logits up to a factor of each token: x with z = x * factor."""
     x = product
@@ -172,12 +60,3 @@ def unscaled_logits(product, bias, v, inner_scale, V, BIAS: tl.constexpr, SOFTCA
     if SOFTCAP:
         x = tanh(x * inner_scale)
     return x
-
-
-@triton.jit
-def target_gradient(lse, log_prob, z_loss):
-    """d loss / dz of the target, without label smoothing.
-
-    p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-    """
-    return expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E)

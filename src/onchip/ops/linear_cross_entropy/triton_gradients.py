@@ -6,18 +6,9 @@ Sizes, positions and the matrix of exponentials are explained in triton_blocks.p
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops.linear_cross_entropy.triton_blocks import (
-    LOG2E,
-    NO_LABEL,
-    VOCAB_TILE,
-    add_columns,
-    exponential_row,
-    load_block,
-    place_tile,
-    store_columns,
-    target_gradient,
-    unscaled_logits,
-)
+from onchip.ops._shared.triton_maths import LOG2E, target_gradient
+from onchip.ops._shared.triton_tiles import add_columns, load_block, place_tile, store_columns
+from onchip.ops.linear_cross_entropy.triton_blocks import NO_LABEL, VOCAB_TILE, exponential_row, unscaled_logits
 
 
 @triton.jit

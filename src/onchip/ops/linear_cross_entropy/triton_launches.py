@@ -1,6 +1,6 @@
 """The launches of linear_cross_entropy's Triton kernels, one function for each, and the memory that they work on.
 
-A `Launch` is run, or compiled ahead of time; in which order they run is in triton_walks.py.
+In which order they run is in triton_walks.py.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
+from onchip.ops._shared.triton_calls import Launch
 from onchip.ops.linear_cross_entropy import triton_blocks, triton_gradients, triton_softmax
 from onchip.ops.linear_cross_entropy.torch_tiles import Head
 from onchip.ops.linear_cross_entropy.triton_spec import vector_elements
@@ -35,20 +36,6 @@ class Tiles:
     stages: int
     parts: int
     """A result leaves in so many pieces, each staged in shared memory."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch, to be run or to be compiled ahead of time."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-    warps: int = 4
-    stages: int = 1
-
-    def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
 class Vectors(NamedTuple):

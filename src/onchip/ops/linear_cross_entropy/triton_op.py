@@ -5,47 +5,31 @@ the logits in the weight's, the tokens' hidden states in hidden's.  `_backward_o
 place; autograd clones them first where the graph is retained.  What is launched is in triton_walks.py.
 """
 
-import contextlib
 import math
 import mmap
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core import configs
+from onchip.ops._shared.spec import DTYPE_BYTES
+from onchip.ops._shared.torch_autograd import graph_is_kept
+from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.triton_calls import constant_to_compiler, device_of, device_refusal
 from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
-from onchip.ops.linear_cross_entropy.spec import DTYPE_BYTES, OP, Problem
-from onchip.ops.linear_cross_entropy.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
+from onchip.ops.linear_cross_entropy.spec import OP, Problem
+from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
 from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 
 
-def constant_to_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.assume_constant_result does, which would import the compiler just to say so."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@constant_to_compiler  # it asks the system
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
-    if find_spec("triton") is None:
-        return "Triton is not installed"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
-    if interpreted():
-        return None if dtype == torch.float16 else "Triton's interpreter computes bfloat16 wrongly"
-    if device != "cuda":
-        return f"it runs on CUDA tensors, not on {device!r}"
-    if torch.version.hip is not None:
-        return "it is written for NVIDIA GPUs"
-    major, minor = torch.cuda.get_device_capability(index)
-    return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
+    return device_refusal(device, index, dtype)
 
 
 def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]:
@@ -70,13 +54,6 @@ def _plan(strategy: str, budget: int | None, *of_problem: Any) -> tuple[Any, ...
 
 def _numbers(c: TritonConfig) -> tuple[Any, ...]:
     return c.token_chunk, c.vocab_chunk, c.weight_chunk, c.stashed, c.overflow, c.halves
-
-
-@lru_cache(maxsize=1)
-def interpreted() -> bool:
-    import triton  # type: ignore[import-untyped]
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
@@ -346,11 +323,6 @@ def _(hidden_memory: Tensor, weight_memory: Tensor, *args: Any) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------- their parts
-
-
-def device_of(x: Tensor) -> Any:
-    """Triton launches on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

@@ -6,19 +6,9 @@ Sizes, positions and the matrix of exponentials are explained in triton_blocks.p
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops.linear_cross_entropy.triton_blocks import (
-    LOG2E,
-    LOWEST,
-    REACH,
-    VOCAB_TILE,
-    exponential_row,
-    load_block,
-    log1p,
-    place_tile,
-    store_columns,
-    tanh,
-    unscaled_logits,
-)
+from onchip.ops._shared.triton_maths import LOG2E, LOWEST, log1p, tanh
+from onchip.ops._shared.triton_tiles import load_block, place_tile, store_columns
+from onchip.ops.linear_cross_entropy.triton_blocks import REACH, VOCAB_TILE, exponential_row, unscaled_logits
 
 
 @triton.jit

@@ -8,14 +8,8 @@ that aren't have their logits computed again: so between three products and four
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from onchip.ops.linear_cross_entropy.spec import (
-    DEFAULT_SCRATCH,
-    DTYPE_BYTES,
-    MIB,
-    OP,
-    Problem,
-    logits_bytes,
-)
+from onchip.ops._shared.spec import DEFAULT_SCRATCH, DTYPE_BYTES, MIB
+from onchip.ops.linear_cross_entropy.spec import OP, Problem, logits_bytes
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256

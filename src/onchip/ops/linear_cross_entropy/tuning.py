@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
 from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
-from onchip.ops.linear_cross_entropy.spec import DTYPE_BYTES
 from onchip.ops.linear_cross_entropy.triton_spec import TOKEN_TILE, VOCAB_TILE, up
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ Sources: generalised JSD for distillation: GKD (arXiv:2306.13649).  Temperature 
     torch_walk.py     the walk over chunks of tokens
     jax_op.py         JAX: the public functions, their derivative rules and the walk; jax_inputs.py, what they check;
                       jax_rows.py, loss and gradients of rows of logits
-    cases.py          named problems for tests and `onchip check`
+    cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle; checks.py, what they share
+    benchmark.py, peers.py   what `onchip bench` runs
 """

@@ -6,14 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.linear_cross_entropy.checks import Check, relative_error
+from onchip.ops._shared.checks import DEVIATIONS, Check, relative_error
 from onchip.ops.linear_jsd import reference
 from onchip.ops.linear_jsd.cases import Case, Inputs
 
-__all__ = ["Check", "compare", "oracle_of", "relative_error"]
-
-# Rounding errors are taken to add up like a random walk; so many of its standard deviations are allowed.
-_DEVIATIONS = 4
 # Half the distance of two numbers next to each other, relative to them.
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 
@@ -84,5 +80,5 @@ def bounds(case: Case, dtype: str, oracle: reference.Result) -> dict[str, float]
         logit = eps * (1 + largest + case.logit_std * float(np.sqrt(case.hidden / 24))) / tau
     logit *= 1 + (2 / oracle.distance if oracle.distance > 0 else 0)
     sums = eps * float(np.sqrt((case.tokens + case.vocab) / 24))
-    loss = _DEVIATIONS * (eps + logit)
-    return {"loss": loss, "gradient": _DEVIATIONS * (logit + sums) + (_ROUNDING[dtype] if dtype != "float32" else 0)}
+    loss = DEVIATIONS * (eps + logit)
+    return {"loss": loss, "gradient": DEVIATIONS * (logit + sums) + (_ROUNDING[dtype] if dtype != "float32" else 0)}

@@ -9,19 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onchip.ops._shared.checks import Check, relative_error
+from onchip.ops._shared.jax_checks import DTYPES, platform_of
 from onchip.ops.linear_jsd import checks, reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_jsd.checks import Check, compare, relative_error
-from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
+from onchip.ops.linear_jsd.checks import compare
+from onchip.ops.linear_jsd.jax_op import BACKENDS, jsd, linear_jsd
 from onchip.ops.linear_jsd.spec import TopK
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on "cpu" or "cuda" in all dtypes, in turn."""
-    platform = "gpu" if device == "cuda" else device
+    platform = platform_of(device)
     return [partial(check_case, case, dtype, platform) for case, dtype in product(CHECK_CASES, DTYPES)]
+
+
+def plain_refusals(platform: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on "cpu", "gpu" or "tpu", or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def check_case(

@@ -17,11 +17,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy import jax_call, jax_tiles
-from onchip.ops.linear_cross_entropy.jax_inputs import as_constant, plain_labels
-from onchip.ops.linear_cross_entropy.jax_op import _platform
+from onchip.ops._shared import jax_call, jax_tiles
+from onchip.ops._shared.jax_call import refuse_second_derivative
+from onchip.ops._shared.jax_inputs import as_constant, check_normalizer, plain_labels, platform
 from onchip.ops.linear_jsd import jax_rows, spec
-from onchip.ops.linear_jsd.jax_inputs import check_arrays, check_normalizer
+from onchip.ops.linear_jsd.jax_inputs import check_arrays
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
 
 BACKENDS = ("xla",)
@@ -284,7 +284,7 @@ def _call(
     )
     static = _Static(
         op,
-        _platform(),
+        platform(),
         layout,
         options.reduction,
         jax_rows.Loss(
@@ -386,14 +386,8 @@ def _scaled(grads: Any, kinds: Any, grad_loss: Any) -> Any:
     return [None if g is None else (g * grad_loss).astype(k.dtype) for g, k in zip(grads, kinds, strict=True)]
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError(
-        f"{OP}, {LOGITS_OP}: differentiated twice; they have first derivatives by reverse mode only (jax.grad, jax.vjp)"
-    )
-
-
-_run.defjvp(_refuse)
-_scaled.defjvp(_refuse)
+_run.defjvp(partial(refuse_second_derivative, f"{OP}, {LOGITS_OP}"))
+_scaled.defjvp(partial(refuse_second_derivative, f"{OP}, {LOGITS_OP}"))
 
 
 # --------------------------------------------------------------------------------------------------------- the walk
@@ -449,7 +443,7 @@ def _jit_walk(static: _Static, tensors: _Tensors, grad_loss: Any) -> tuple[Any, 
             h, _, b, given = p[4 * who : 4 * who + 4]
             if h is not None:
                 hidden[who] = widen(take(h))
-                z = _dot(hidden[who], weights[who], 1, 1 - vocab_axis)
+                z = jax_tiles.product(hidden[who], weights[who], (1, 1 - vocab_axis))
                 logits.append(z if b is None else z + b[:size].astype(jnp.float32))
             elif given is not None:
                 logits.append(take(given)[:, :size].astype(jnp.float32))
@@ -475,9 +469,9 @@ def _jit_walk(static: _Static, tensors: _Tensors, grad_loss: Any) -> tuple[Any, 
             if hidden[who] is not None:
                 g = g.astype(hidden[who].dtype)
             if sums[at] is not None:
-                sums[at] = sums[at].at[source].set(_dot(g, weights[who], 1, vocab_axis), mode="drop")
+                sums[at] = sums[at].at[source].set(jax_tiles.product(g, weights[who], (1, vocab_axis)), mode="drop")
             if sums[at + 1] is not None:
-                part = _dot(g, hidden[who], 0, 0) if layout == "vh" else _dot(hidden[who], g, 0, 0)
+                part = jax_tiles.weight_product(counted, g, hidden[who])
                 where = (slice(size), slice(None)) if layout == "vh" else (slice(None), slice(size))
                 sums[at + 1] = sums[at + 1].at[where].add(part)
         return losses, sums
@@ -494,10 +488,3 @@ def _jit_walk(static: _Static, tensors: _Tensors, grad_loss: Any) -> tuple[Any, 
     if grad_loss is not None:
         sums = [None if g is None else g.astype(x.dtype) for g, x in zip(sums, p, strict=True)]
     return loss, sums
-
-
-def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    """The product over one axis of each, in float32."""
-    dimensions = (((axis_a,), (axis_b,)), ((), ()))
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,20 +1,27 @@
 """What every front end of linear_jsd and jsd shares: options, top-k teachers, memory formulas and plans."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, NamedTuple
+
+from onchip.ops._shared.spec import (
+    DEFAULT_SCRATCH,
+    DTYPE_BYTES,
+    REDUCTIONS,
+    check_head,
+    require_bool,
+    require_fraction,
+    require_int,
+    require_one_of,
+    require_positive,
+    require_positive_int,
+)
 
 OP = "linear_jsd"
 LOGITS_OP = "jsd"
-REDUCTIONS = ("mean", "sum", "none")
 KINDS = ("log_probs", "logits")
 RESTS = ("tail", "truncated", "renormalised")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-MIB = 1 << 20
-DEFAULT_SCRATCH = 256 * MIB
 # Tokens of a chunk.  Below the smallest nothing is planned, whatever the budget.  The default budget allows for a
 # useful one, which keeps the device busy.
 SMALLEST = 16
@@ -70,49 +77,15 @@ class Options:
 
     def __post_init__(self) -> None:
         op = self.op
-        for name in ("beta", "hard_weight"):
-            value = getattr(self, name)
-            require_number(op, name, value)
-            if not 0 <= value <= 1:
-                raise ValueError(f"{op}: {name} must be in [0, 1]; got {value}")
+        require_fraction(op, "beta", self.beta)
+        require_fraction(op, "hard_weight", self.hard_weight)
         require_positive(op, "temperature", self.temperature)
         for name in ("temperature_squared", "teacher_grad", "check_inputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{op}: {name} must be True or False; got {type(getattr(self, name)).__name__}")
-        _require_int(op, "ignore_index", self.ignore_index)
-        _require_one_of(op, "reduction", self.reduction, REDUCTIONS)
-        for name in ("vocab", "scratch_bytes"):
-            value = getattr(self, name)
-            if value is not None:
-                _require_int(op, name, value)
-                if value <= 0:
-                    raise ValueError(f"{op}: {name} must be positive; got {value}")
-
-
-def _require_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-
-
-def _require_int(op: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
-
-
-def require_number(op: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{op}: {name} must be a number; got {type(value).__name__}")
-    number: Any = value
-    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
-        raise ValueError(f"{op}: {name} must be finite; got {value}")
-
-
-def require_positive(op: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a finite number above 0."""
-    require_number(op, name, value)
-    if value <= 0:
-        raise ValueError(f"{op}: {name} must be above 0; got {value}")
+            require_bool(op, name, getattr(self, name))
+        require_int(op, "ignore_index", self.ignore_index)
+        require_one_of(op, "reduction", self.reduction, REDUCTIONS)
+        require_positive_int(op, "vocab", self.vocab)
+        require_positive_int(op, "scratch_bytes", self.scratch_bytes)
 
 
 # ------------------------------------------------------------------------------------------------ what fits together
@@ -210,23 +183,8 @@ class Shapes:
             raise ValueError(f"{op}: hard_weight={options.hard_weight} needs {self.labels}, the hard labels")
 
     def _check_head(self, who: str) -> int:
-        op = self.op
-        hidden, weight = getattr(self, f"{who}_hidden"), getattr(self, f"{who}_weight")
-        bias = getattr(self, f"{who}_bias")
-        if len(weight) != 2 or min(weight) < 1:
-            raise ValueError(f"{op}: {who}_weight must be [V, H] with V, H >= 1; got shape {list(weight)}")
-        if len(hidden) < 1:
-            raise ValueError(f"{op}: {who}_hidden must be [..., H]; got a 0-d array")
-        if hidden[-1] != weight[1]:
-            raise ValueError(
-                f"{op}: {who}_hidden has H={hidden[-1]} but {who}_weight has H={weight[1]}; {who}_weight must be [V, H]"
-            )
-        if bias is not None and bias != weight[:1]:
-            raise ValueError(
-                f"{op}: {who}_bias has shape {list(bias)} but {who}_weight has V={weight[0]}; {who}_bias must be [V]"
-            )
-        size: int = weight[0]
-        return size
+        hidden, weight, bias = (getattr(self, f"{who}_{part}") for part in ("hidden", "weight", "bias"))
+        return check_head(self.op, hidden, weight, bias, whose=f"{who}_")
 
 
 def _last(op: str, name: str, shape: tuple[int, ...], letter: str) -> int:
@@ -239,8 +197,8 @@ def check_topk(op: str, topk: Any) -> None:
     """Raise unless `topk` is a TopK whose words are known and go together."""
     if not isinstance(topk, TopK):
         raise TypeError(f"{op}: teacher_topk must be a TopK(indices, values, kind, rest); got {type(topk).__name__}")
-    _require_one_of(op, "teacher_topk.kind", topk.kind, KINDS)
-    _require_one_of(op, "teacher_topk.rest", topk.rest, RESTS)
+    require_one_of(op, "teacher_topk.kind", topk.kind, KINDS)
+    require_one_of(op, "teacher_topk.rest", topk.rest, RESTS)
     if topk.kind == "logits" and topk.rest != "renormalised":
         raise ValueError(
             f"{op}: teacher_topk.rest={topk.rest!r} needs the teacher's probabilities: pass kind='log_probs', "

@@ -10,17 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.ops._shared.checks import Check
+from onchip.ops._shared.torch_checks import DTYPES, as_array, for_oracle, relative_error
+from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops.linear_jsd import checks, reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_jsd.checks import Check, compare
+from onchip.ops.linear_jsd.checks import compare
 from onchip.ops.linear_jsd.spec import TopK
-from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
+from onchip.ops.linear_jsd.torch_op import BACKENDS, jsd, linear_jsd
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on `device` in all dtypes, one by one."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return [partial(check_case, case, dtype, device) for case, dtype in product(CHECK_CASES, dtypes)]
+    return [partial(check_case, case, dtype, device) for case, dtype in product(CHECK_CASES, DTYPES)]
+
+
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(inputs: Inputs, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -59,9 +66,9 @@ def check_case(case: Case, dtype: torch.dtype, device: str, *, scratch_bytes: in
     plain = {}
     if dtype != torch.float32:
         made = _results(plain_jsd(arguments, **case.options), arguments, teacher=inputs.topk is None)
-        plain = {name: checks.relative_error(_array(x), getattr(oracle, name)) for name, x in made.items()}
-    arrays = {name: _array(x) for name, x in results.items()}
-    return compare(case, str(dtype).removeprefix("torch."), "torch", arrays, oracle, plain)
+        plain = {name: relative_error(x, getattr(oracle, name)) for name, x in made.items()}
+    arrays = {name: as_array(x) for name, x in results.items()}
+    return compare(case, dtype_name(dtype), "torch", arrays, oracle, plain)
 
 
 def _results(loss: Tensor, arguments: Mapping[str, Any], *, teacher: bool) -> dict[str, Tensor]:
@@ -76,15 +83,10 @@ def _results(loss: Tensor, arguments: Mapping[str, Any], *, teacher: bool) -> di
 
 def run_oracle(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> reference.Result:
     """The oracle on exactly the numbers that the op was given."""
-    arrays = {name: _array(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    arrays = {name: for_oracle(x) for name, x in arguments.items()}
     if (topk := arrays["topk"]) is not None:
-        arrays["topk"] = (_array(topk.indices), _array(topk.values), topk.kind, topk.rest)
+        arrays["topk"] = (as_array(topk.indices), as_array(topk.values), topk.kind, topk.rest)
     return checks.oracle_of(Inputs(**arrays), options)
-
-
-def _array(x: Tensor) -> Any:
-    x = x.detach()
-    return (x.double() if x.is_floating_point() else x).cpu().numpy()
 
 
 def plain_jsd(

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy.torch_autograd import graph_is_kept
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
-from onchip.ops.linear_cross_entropy.torch_tiles import Tokens, select_tokens
+from onchip.ops._shared.torch_autograd import differentiable_once, is_plain_one, scale_stash
+from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer
+from onchip.ops._shared.torch_tiles import Tokens, select_tokens
 from onchip.ops.linear_jsd import spec
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
-from onchip.ops.linear_jsd.torch_inputs import check_normalizer, check_tensors, check_values, product_dtype
+from onchip.ops.linear_jsd.torch_inputs import check_indices, check_tensors
 from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.torch_walk import Model, walk
 
@@ -216,11 +216,10 @@ def jsd(
 
 def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer: Any, backend: str) -> Tensor:
     op = options.op
-    shape, size = check_tensors(op, options, named, topk)
-    dtypes = [product_dtype(op, who, named) for who in ("student", "teacher")]
+    shape, size, dtypes = check_tensors(op, options, named, topk)
     first = named["student_hidden"] if op == OP else named["student_logits"]
     device = first.device
-    normalizer = check_normalizer(op, normalizer, options.reduction, device)
+    normalizer = check_normalizer(op, normalizer, options.reduction, "the student", device)
     refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
     choose_backend(op, backend, {"torch": refused})
 
@@ -316,20 +315,12 @@ class _Arguments(NamedTuple):
         return x
 
     def tokens(self, *, check: bool) -> Tokens:
-        if check:
-            check_values(
-                self.op,
-                self.target,
-                self.indices,
-                self.normalizer,
-                vocab=self.size,
-                ignore_index=self.ignore_index,
-                asked=self.check_inputs,
-            )
+        """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for."""
         target, ignore_index = self.target, self.ignore_index
         if target is None:
             target, ignore_index = torch.zeros(self.shape, dtype=torch.int64, device=self.first.device), -1
-        return select_tokens(
+        tokens = select_tokens(
+            self.op,
             target,
             self.size,
             self.token_weight,
@@ -338,8 +329,11 @@ class _Arguments(NamedTuple):
             ignore_index=ignore_index,
             reduction=self.reduction,
             temperature=1.0,
-            check_values=False,
+            check_values=check and self.check_inputs,
         )
+        if check and self.indices is not None and (self.check_inputs or self.indices.device.type == "cpu"):
+            check_indices(self.op, self.indices, None if self.target is None else target != ignore_index, self.size)
+        return tokens
 
     def model(self, who: int, grads: Sequence[bool]) -> Model | None:
         """The student (0) or the teacher (1)."""
@@ -454,12 +448,7 @@ def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
     with torch.autocast(a.first.device.type, enabled=False):
         tokens = a.tokens(check=False)
         row = tokens.weight * tokens.inverse_count
-        if a.reduction == "none":
-            upstream = grad_loss.reshape(-1).float()
-            upstream = upstream if tokens.index is None else upstream[tokens.index]
-            row = row * (upstream if tokens.kept is None else upstream.masked_fill(~tokens.kept, 0))
-        else:
-            row = row * grad_loss
+        row = row * (tokens.upstream(grad_loss) if a.reduction == "none" else grad_loss)
         _, made = a.run(tokens, row, a.grads)
         return tuple(
             a.first.new_empty(0) if x is None or like is None else x.view(like.shape).to(like.dtype)
@@ -499,47 +488,15 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (*[None] * 8, *nothing)
     grads: list[Tensor | None]
     if ctx.stash:
-        # loss.backward() sends 1, which on the CPU can be seen for free: then the stash itself is the gradient, unless
-        # the graph is retained and will need it again.  (While AOTAutograd traces, tensors are of a subclass.)
-        as_is = type(grad_loss) is Tensor and grad_loss.device.type == "cpu" and float(grad_loss) == 1
-        factor = None if as_is and not graph_is_kept() else grad_loss
+        factor = None if is_plain_one(grad_loss) else grad_loss
         grads = [
-            _scale(x, factor, dtype) if wanted else None
+            scale_stash(x, factor, dtype) if wanted else None
             for x, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.grads, strict=True)
         ]
     else:
         made = _backward_op(grad_loss, *ctx.saved_tensors, *ctx.options)
         grads = [x if wanted else None for x, wanted in zip(made, ctx.grads, strict=True)]
-    return (*_differentiable_once(ctx.op, grads), *nothing)
-
-
-def _scale(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if factor is None:
-        return stashed.to(dtype)
-    # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
-    return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
-
-
-def _differentiable_once(op: str, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients as they are; with create_graph=True such that differentiating them raises."""
-    if not torch.is_grad_enabled():
-        return list(grads)
-    anchor = torch.empty(0, requires_grad=True)
-    present = iter(_DifferentiatedTwice.apply(anchor, op, *[g for g in grads if g is not None]))
-    return [None if g is None else next(present) for g in grads]
-
-
-class _DifferentiatedTwice(torch.autograd.Function):
-    """Passes gradients through and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, op: str, *grads: Tensor) -> tuple[Tensor, ...]:
-        ctx.op = op
-        return tuple(g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{ctx.op}: a backward of the backward is not supported")
+    return (*differentiable_once(ctx.op, grads), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

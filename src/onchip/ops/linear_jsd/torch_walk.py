@@ -5,13 +5,13 @@ rows, in place.  Nothing here synchronises a GPU.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from onchip.ops.linear_cross_entropy.torch_tiles import Tokens, _product
+from onchip.ops._shared.torch_tiles import Tokens, product, spans
 from onchip.ops.linear_jsd import torch_rows
 from onchip.ops.linear_jsd.spec import BLOCKS, SLAB
 
@@ -29,11 +29,6 @@ class Model:
     @property
     def any_grad(self) -> bool:
         return any(self.grads)
-
-
-def _spans(total: int, chunk: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, max(1, chunk)):
-        yield start, min(total, start + chunk)
 
 
 def _widen(x: Tensor) -> Tensor:
@@ -76,8 +71,8 @@ class _Side:
         assert m.weight is not None
         self.rows = _widen(_rows(m.hidden, self.tokens, start, stop))
         step = SLAB if self.rows.dtype != m.weight.dtype else self.vocab
-        for v0, v1 in _spans(self.vocab, step):
-            _product(out[:, v0:v1], self.rows, _widen(m.weight[v0:v1]).t())
+        for v0, v1 in spans(self.vocab, step):
+            product(out[:, v0:v1], self.rows, _widen(m.weight[v0:v1]).t())
         if m.bias is not None:
             out.add_(m.bias[: self.vocab])
         return out
@@ -102,12 +97,12 @@ class _Side:
         step = SLAB if self.rows.dtype != m.weight.dtype else vocab
         if grad_hidden is not None:
             part = grad_hidden[start:stop] if tokens.index is None else torch.zeros_like(grad_hidden[: stop - start])
-            for v0, v1 in _spans(vocab, step):
-                _product(part, g[:, v0:v1], _widen(m.weight[v0:v1]), accumulate=True)
+            for v0, v1 in spans(vocab, step):
+                product(part, g[:, v0:v1], _widen(m.weight[v0:v1]), accumulate=True)
             if tokens.index is not None:
                 grad_hidden.index_copy_(0, tokens.index[start:stop], part)
         if grad_weight is not None:
-            _product(grad_weight[:vocab], g.t(), self.rows, accumulate=True)
+            product(grad_weight[:vocab], g.t(), self.rows, accumulate=True)
 
 
 def walk(
@@ -129,9 +124,9 @@ def walk(
     losses = row.new_empty(n)
     want = [side.model.any_grad for side in sides]
     block = -(-chunk // BLOCKS)
-    for start, stop in _spans(n, chunk):
+    for start, stop in spans(n, chunk):
         filled = [side.fill(start, stop) for side in sides]
-        for b0, b1 in _spans(stop - start, block):
+        for b0, b1 in spans(stop - start, block):
             given: Sequence[Tensor] = (
                 [x[b0:b1] for x in filled[1:]]
                 if topk is None

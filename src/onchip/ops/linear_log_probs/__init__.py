@@ -32,7 +32,8 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
     jax_xla.py        the walks in plain JAX
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py         what they share; no framework
+    checks.py         how large an error may be; no framework
+    benchmark.py, peers.py   what `onchip bench` runs
 
-What one tile of logits is made of comes from linear_cross_entropy's torch_tiles.py and jax_tiles.py.
+What a walk does with one tile is in `onchip.ops._shared`.
 """

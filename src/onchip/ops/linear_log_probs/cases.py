@@ -1,13 +1,14 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.linear_cross_entropy import cases
-from onchip.ops.linear_cross_entropy.cases import MODELS
+from onchip.ops._shared import cases
+from onchip.ops._shared.cases import MODELS, named_case
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     )
 
 
-def _case(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
-    fields = {k: more.pop(k) for k in list(more) if k in Case.__dataclass_fields__}
-    return Case(name, tokens, hidden, vocab, **fields, options=more)
-
+_case = partial(named_case, Case)
 
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
 # ones hide; ragged sizes show masking mistakes.
@@ -104,8 +102,14 @@ CHECK_CASES = (
         logit_scale=0.5,
     ),
 )
-# The cases that `onchip bench` runs unless told otherwise, by device type.
-CPU_CASE = _case("cpu", 4096, 1024, 32768)
-MODEL_CASES = tuple(_case(name, 8192, h, v) for name, (h, v) in MODELS.items())
-BENCH_CASES = {case.name: case for case in (CPU_CASE, *MODEL_CASES)}
-DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in MODEL_CASES)}
+# The cases that `onchip bench` runs unless told otherwise, by device type: a model's head, with entropy and without.
+_CPU_CASES = (_case("cpu", 1024, 512, 16384), _case("cpu-entropy", 1024, 512, 16384, entropy=True))
+LLAMA = "llama3.1-8b"
+_CUDA_CASES = (_case(LLAMA, 8192, *MODELS[LLAMA]), _case(f"{LLAMA}-entropy", 8192, *MODELS[LLAMA], entropy=True))
+# Only where they are named.
+OTHER_CASES = tuple(_case(name, 8192, h, v) for name, (h, v) in MODELS.items() if name != LLAMA)
+BENCH_CASES = {case.name: case for case in (*_CPU_CASES, *_CUDA_CASES, *OTHER_CASES)}
+DEFAULT_BENCH_CASES = {
+    "cpu": tuple(case.name for case in _CPU_CASES),
+    "cuda": tuple(case.name for case in _CUDA_CASES),
+}

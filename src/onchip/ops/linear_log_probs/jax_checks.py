@@ -9,35 +9,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops.linear_cross_entropy.checks import Check, relative_error
+from onchip.ops._shared.checks import Check, compare, relative_error
+from onchip.ops._shared.jax_checks import DTYPES, for_oracle, linear_arguments, platform_of, split_arrays
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_log_probs.checks import compare
-from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
-
-DTYPES = ("float32", "bfloat16", "float16")
+from onchip.ops.linear_log_probs.checks import float32_bounds
+from onchip.ops.linear_log_probs.jax_op import BACKENDS, LogProbs, linear_log_probs
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on "cpu" or "cuda" in all dtypes, with and without the entropy, one by one."""
-    platform = "gpu" if device == "cuda" else device
+    platform = platform_of(device)
     return [
         partial(check_case, case, dtype, platform, entropy=entropy)
         for case, dtype, entropy in product(CHECK_CASES, DTYPES, (False, True))
     ]
 
 
+def plain_refusals(platform: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on "cpu", "gpu" or "tpu", or None."""
+    return dict.fromkeys(BACKENDS)
+
+
 def as_arguments(case: Case, inputs: Inputs, dtype: str) -> tuple[list[Any], dict[str, Any]]:
     """(hidden, weight [V, H], ids, bias) and the keyword arguments of the op."""
-
-    def array(x: Any) -> Any:
-        return None if x is None else jnp.asarray(x, dtype)
-
     keywords = dict(case.options)
     if inputs.temperature is not None:
         keywords["temperature"] = jnp.asarray(inputs.temperature)
-    ids = jnp.asarray(inputs.ids, jnp.int32)
-    return [array(inputs.hidden), array(inputs.weight), ids, array(inputs.bias)], keywords
+    return linear_arguments(inputs, inputs.ids, dtype), keywords
 
 
 def check_case(
@@ -76,14 +75,14 @@ def check_case(
             made = run(partial(plain_linear_log_probs, entropy=entropy), arguments, keywords, inputs)
             plain = {name: relative_error(x, getattr(oracle, name)) for name, x in made.items() if name != "top1"}
     name = f"{backend} with entropy" if entropy else backend
-    return compare(case, dtype, name, results, oracle, plain)
+    bounds = float32_bounds(case, oracle)
+    return compare(case.name, dtype, name, results, oracle, bounds, plain, choice="top1")
 
 
 def run(op: Any, arguments: list[Any], keywords: Mapping[str, Any], inputs: Inputs) -> dict[str, Any]:
     """Values and gradients, named like the oracle's fields, as float64."""
     hidden, weight, ids, bias = arguments
-    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
-    options = {name: x for name, x in keywords.items() if name not in arrays}
+    arrays, options = split_arrays(keywords)
 
     def step(leaves: Any, ids: Any, arrays: Any, upstream: Any) -> Any:
         def values(*x: Any) -> Any:
@@ -106,20 +105,12 @@ def run_oracle(
     arguments: list[Any], keywords: Mapping[str, Any], inputs: Inputs, *, entropy: bool = True
 ) -> reference.Result:
     """The oracle on exactly the numbers that the op was given."""
-
-    def array(x: Any) -> Any:
-        return np.asarray(x, np.float64) if isinstance(x, jax.Array) else x
-
-    hidden, weight, ids, bias = arguments
     return reference.linear_log_probs(
-        array(hidden),
-        array(weight),
-        np.asarray(ids),
-        array(bias),
+        *map(for_oracle, arguments),
         grad_log_prob=inputs.grad_log_prob,
         grad_entropy=inputs.grad_entropy if entropy else 0.0,
         grad_lse=inputs.grad_lse,
-        **{name: array(value) for name, value in keywords.items()},
+        **{name: for_oracle(value) for name, value in keywords.items()},
     )
 
 

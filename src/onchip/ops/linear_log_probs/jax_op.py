@@ -15,13 +15,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy.jax_call import IGNORED, Needs, Tensors
-from onchip.ops.linear_cross_entropy.jax_call import Static as Call
-from onchip.ops.linear_cross_entropy.jax_inputs import as_constant, is_array, plain_labels
-from onchip.ops.linear_cross_entropy.jax_op import _platform
-from onchip.ops.linear_cross_entropy.spec import Config
+from onchip.ops._shared.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_call import Static as Call
+from onchip.ops._shared.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
+from onchip.ops._shared.spec import Config
 from onchip.ops.linear_log_probs import jax_xla, spec
-from onchip.ops.linear_log_probs.jax_inputs import check_arrays, check_scalar
+from onchip.ops.linear_log_probs.jax_inputs import check_arrays
 from onchip.ops.linear_log_probs.jax_xla import Outputs, Residuals, Static
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
 
@@ -119,34 +118,27 @@ def linear_log_probs(
     (arXiv:1805.02867).
     """
     numbers = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
-    known = {name: x for name, x in numbers.items() if not is_array(x)}
+    known = known_numbers(numbers)
     Options(ignore_index=ignore_index, entropy=entropy, lse=lse, top1=top1, scratch_bytes=scratch_bytes, **known)
     check_arrays(hidden, weight, ids, bias, temperature if is_array(temperature) else None, weight_layout)
-    for name, x in numbers.items():
-        if is_array(x) and name != "temperature":
-            check_scalar(name, x)
+    check_numbers(OP, numbers)
 
     shape, size = hidden.shape[:-1], hidden.shape[-1]
     total = int(np.prod(shape))
     vocab = weight.shape[weight_layout.index("v")]
     each = ids.shape[-1] if ids.ndim > len(shape) else 1
     plain = plain_labels(ids, vocab, int(ignore_index)).reshape(total, each)
-    # A number that changes nothing is left out of the computation.
-    without = {"softcap": None, "logit_scale": 1, "temperature": 1}
-    constants = {
-        name: None if not is_array(x) and x == without[name] else as_constant(x) for name, x in numbers.items()
-    }
     tensors = Tensors(
         hidden=jnp.reshape(hidden, (total, size)),
         weight=jnp.asarray(weight),
         # Here a label only says whether a token counts.
         labels=jnp.where((plain != IGNORED).any(1), 0, IGNORED),
         bias=None if bias is None else jnp.asarray(bias),
-        **constants,
+        **as_constants(numbers),
     )
     chosen = choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     budget = None if scratch_bytes is None else int(scratch_bytes)
-    call = Call(chosen, _platform(), tensors.hidden.dtype.name, weight_layout, "none", "recompute", budget, False)
+    call = Call(chosen, platform(), tensors.hidden.dtype.name, weight_layout, "none", "recompute", budget, False)
     static = Static(call, entropy)
     if total == 0:
         none = jnp.zeros(0, jnp.float32)
@@ -242,14 +234,8 @@ def _run_backward(static: Static, config: Config, needs: Needs, residuals: Resid
     return _jit_backward(static, config, needs, residuals, upstream)
 
 
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError(
-        f"{OP}: differentiated twice; it has first derivatives by reverse mode only (jax.grad, jax.vjp)"
-    )
-
-
-_run_forward.defjvp(_refuse)
-_run_backward.defjvp(_refuse)
+_run_forward.defjvp(partial(refuse_second_derivative, OP))
+_run_backward.defjvp(partial(refuse_second_derivative, OP))
 
 
 # jit, so that a call outside of one is not run operation by operation.

@@ -5,32 +5,30 @@ to the front (as a list of row numbers; no tensor is copied for it), and the loo
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.ops.linear_cross_entropy.jax_call import IGNORED, OUT_OF_RANGE, Needs, Tensors
-from onchip.ops.linear_cross_entropy.jax_call import Static as Call
-from onchip.ops.linear_cross_entropy.jax_tiles import (
-    _FLOAT16_ROW,
-    _LOWEST,
+from onchip.ops._shared.jax_call import IGNORED, OUT_OF_RANGE, Needs, Tensors
+from onchip.ops._shared.jax_call import Static as Call
+from onchip.ops._shared.jax_tiles import (
+    FLOAT16_ROW,
+    LOWEST,
     Columns,
+    Rows,
     Tokens,
-    cut,
     logits,
     over_tokens,
     over_vocab,
-    product,
+    recompute_walk,
     select_tokens,
     take_rows,
     vocab_rows,
-    weight_product,
     write,
 )
-from onchip.ops.linear_cross_entropy.spec import Config
+from onchip.ops._shared.spec import Config
 
 Array = jax.Array
 # exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
@@ -85,7 +83,7 @@ class Softmax(NamedTuple):
     @staticmethod
     def empty(n: int, ids: int, *, entropy: bool) -> "Softmax":
         zeros = jnp.zeros(n, jnp.float32)
-        lowest, none = jnp.full(n, _LOWEST, jnp.float32), jnp.full(n, -1, jnp.int32)
+        lowest, none = jnp.full(n, LOWEST, jnp.float32), jnp.full(n, -1, jnp.int32)
         return Softmax(lowest, zeros, zeros if entropy else None, none, jnp.zeros((n, ids), jnp.float32))
 
     def absorb(self, z: Array, columns: Columns, ids: Array) -> "Softmax":
@@ -200,8 +198,8 @@ def _prepare(residuals: Residuals, upstream: Outputs) -> tuple[Known, Array | No
         size = jnp.sum(jnp.abs(g), 1) + sum(jnp.abs(x) for x in (g_entropy, g_lse) if x is not None)
         largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
         # The smallest normal number: a power of 2 times anything below would overflow.
-        enough = largest > jnp.finfo(jnp.float32).tiny * _FLOAT16_ROW
-        too_large = jnp.where(enough, _FLOAT16_ROW / largest, 1)
+        enough = largest > jnp.finfo(jnp.float32).tiny * FLOAT16_ROW
+        too_large = jnp.where(enough, FLOAT16_ROW / largest, 1)
         g = g * too_large
         g_entropy, g_lse = (None if x is None else x * too_large for x in (g_entropy, g_lse))
 
@@ -260,59 +258,9 @@ def backward(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary; None in `upstream` is zero."""
     tensors, tokens, ids, _ = residuals
-    call = static.call
-    dtype, size = tensors.hidden.dtype, tensors.hidden.shape[1]
-    vocab, padded = tensors.weight.shape[call.vocab_axis], tokens.source.shape[0]
     known, too_large = _prepare(residuals, upstream)
 
-    def shrink(x: Array) -> Array:
-        return x if too_large is None else x / too_large
+    def gradient(z: Array, slope: Array | None, rows: Rows, columns: Columns) -> Array:
+        return _logits_gradient(z, slope, known, rows.cut(ids), columns, rows.cut)
 
-    def put(x: Array, part: Array, columns: Columns, axis: int = 0) -> Array:
-        part = shrink(part).astype(dtype)
-        if columns.done is not None:
-            # What was done before is 0 in `part` and has its value in `x`, the rest is 0 there.
-            part += cut(x, columns.start, columns.size, axis)
-        return write(x, part, columns.start, axis)
-
-    def tile(start: Any, carry: Any, *, columns: Columns, weight: Array) -> Any:
-        """Add what the tokens from `start` on give with a chunk of the vocabulary."""
-        grad_hidden, weight_part, bias_part = carry
-        rows = take_rows(tensors, tokens, start, config.token_chunk)
-        z, slope = logits(call, tensors, rows, weight, columns)
-        g = _logits_gradient(z, slope, known, rows.cut(ids), columns, rows.cut)
-        if needs.bias:
-            bias_part += jnp.sum(g, 0)
-        g = g.astype(dtype)
-        if needs.hidden:
-            made = product(g, weight, (1, call.vocab_axis))
-            grad_hidden = write(grad_hidden, rows.cut(grad_hidden) + made, start)
-        if needs.weight:
-            weight_part += weight_product(call, g, rows.hidden)
-        return grad_hidden, weight_part, bias_part
-
-    def step(columns: Columns, carry: Any) -> Any:
-        grad_hidden, grad_weight, grad_bias = carry
-        weight = vocab_rows(call, tensors, columns)
-        parts = (
-            grad_hidden,
-            jnp.zeros(weight.shape, jnp.float32) if needs.weight else None,
-            jnp.zeros(columns.size, jnp.float32) if needs.bias else None,
-        )
-        add = partial(tile, columns=columns, weight=weight)
-        grad_hidden, weight_part, bias_part = over_tokens(tokens, config.token_chunk, add, parts)
-        if needs.weight:
-            grad_weight = put(grad_weight, weight_part, columns, call.vocab_axis)
-        if needs.bias:
-            grad_bias = put(grad_bias, bias_part, columns)
-        return grad_hidden, grad_weight, grad_bias
-
-    carry = (
-        jnp.zeros((padded, size), jnp.float32) if needs.hidden else None,
-        jnp.zeros(tensors.weight.shape, dtype) if needs.weight else None,
-        jnp.zeros(vocab, dtype) if needs.bias else None,
-    )
-    grad_hidden, grad_weight, grad_bias = over_vocab(vocab, config.vocab_chunk, step, carry)
-    if grad_hidden is not None:
-        grad_hidden = tokens.spread(shrink(grad_hidden)).astype(dtype)
-    return grad_hidden, grad_weight, grad_bias
+    return recompute_walk(static.call, config, tensors, tokens, needs, gradient, too_large)

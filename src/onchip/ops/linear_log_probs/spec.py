@@ -1,12 +1,18 @@
 """What both front ends of linear_log_probs share: options, memory formulas, the choice of chunks.  No framework."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
 
-from onchip.ops.linear_cross_entropy.spec import DEFAULT_SCRATCH, DTYPE_BYTES, SMALLEST, USEFUL, Config
+from onchip.ops._shared.spec import (
+    DEFAULT_SCRATCH,
+    DTYPE_BYTES,
+    SMALLEST,
+    USEFUL,
+    Config,
+    check_head,
+    check_logit_options,
+    require_bool,
+)
 
 OP = "linear_log_probs"
 # The loops of the 'xla' backend end with the last chunk of tokens that has one which counts: no chunk has more.
@@ -31,33 +37,9 @@ class Options:
     scratch_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _require_int("ignore_index", self.ignore_index)
+        check_logit_options(OP, self)
         for name in ("entropy", "lse", "top1", "check_inputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{OP}: {name} must be True or False; got {type(getattr(self, name)).__name__}")
-        if self.softcap is not None:
-            _require_positive("softcap", self.softcap, remedy="; pass None for no softcap")
-        _require_positive("logit_scale", self.logit_scale)
-        _require_positive("temperature", self.temperature)
-        if self.scratch_bytes is not None:
-            _require_int("scratch_bytes", self.scratch_bytes)
-            if self.scratch_bytes <= 0:
-                raise ValueError(f"{OP}: scratch_bytes must be positive; got {self.scratch_bytes}")
-
-
-def _require_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{OP}: {name} must be an int; got {type(value).__name__}")
-
-
-def _require_positive(name: str, value: Any, remedy: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{OP}: {name} must be a number; got {type(value).__name__}")
-    number: Any = value
-    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
-        raise ValueError(f"{OP}: {name} must be finite; got {value}")
-    if number <= 0:
-        raise ValueError(f"{OP}: {name} must be above 0; got {value}{remedy}")
+            require_bool(OP, name, getattr(self, name))
 
 
 def check_shapes(
@@ -66,20 +48,14 @@ def check_shapes(
     ids: Sequence[int],
     bias: Sequence[int] | None,
     temperature: Sequence[int],
-    layout: str = "vh",
+    layout: str | None = None,
 ) -> None:
-    """Raise ValueError unless the shapes are [..., H], [V, H] ([H, V] for layout "hv"), [...] or [..., K], [V], and []
-    or [...].
+    """Raise ValueError unless the shapes are [..., H], [V, H], [...] or [..., K], [V], and [] or [...].
+
+    The JAX front end, whose weight may be [H, V], gives its weight_layout.
     """
-    hidden, weight, ids, temperature = tuple(hidden), tuple(weight), tuple(ids), tuple(temperature)
-    must = "weight must be [V, H]" if layout == "vh" else "weight must be [H, V] with weight_layout='hv'"
-    if len(weight) != 2 or weight[0] < 1 or weight[1] < 1:
-        raise ValueError(f"{OP}: {must}, V, H >= 1; got shape {list(weight)}")
-    if len(hidden) < 1:
-        raise ValueError(f"{OP}: hidden must be [..., H]; got a 0-d tensor")
-    vocab, size = weight if layout == "vh" else weight[::-1]
-    if hidden[-1] != size:
-        raise ValueError(f"{OP}: hidden has H={hidden[-1]} but weight has H={size}; {must}")
+    check_head(OP, hidden, weight, bias, layout=layout)
+    hidden, ids, temperature = tuple(hidden), tuple(ids), tuple(temperature)
     leading = hidden[:-1]
     if ids != leading and ids[:-1] != leading:
         raise ValueError(
@@ -88,8 +64,6 @@ def check_shapes(
         )
     if len(ids) > len(leading) and ids[-1] < 1:
         raise ValueError(f"{OP}: ids has shape {list(ids)}; [..., K] needs K >= 1")
-    if bias is not None and tuple(bias) != (vocab,):
-        raise ValueError(f"{OP}: bias has shape {list(bias)} but weight has V={vocab}; bias must be [V]")
     if temperature not in ((), leading):
         raise ValueError(
             f"{OP}: temperature has shape {list(temperature)}; it must be a number or have hidden's leading "

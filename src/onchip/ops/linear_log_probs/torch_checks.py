@@ -9,34 +9,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops.linear_cross_entropy.checks import Check
-from onchip.ops.linear_cross_entropy.torch_checks import relative_error
+from onchip.ops._shared.checks import Check, compare
+from onchip.ops._shared.torch_checks import DTYPES, as_array, detached, for_oracle, linear_arguments, relative_error
+from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_log_probs.checks import compare
-from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
+from onchip.ops.linear_log_probs.checks import float32_bounds
+from onchip.ops.linear_log_probs.torch_op import BACKENDS, LogProbs, linear_log_probs
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on `device` in all dtypes, with and without the entropy, one by one."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return [
         partial(check_case, case, dtype, device, entropy=entropy)
-        for case, dtype, entropy in product(CHECK_CASES, dtypes, (False, True))
+        for case, dtype, entropy in product(CHECK_CASES, DTYPES, (False, True))
     ]
+
+
+def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return dict.fromkeys(BACKENDS)
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[list[Any], dict[str, Any]]:
     """(hidden, weight, ids, bias), floats as leaves that need gradients, and the keyword arguments of the op."""
-
-    def leaf(x: Any) -> Tensor | None:
-        return None if x is None else torch.from_numpy(x).to(device=device, dtype=dtype).requires_grad_()
-
     keywords = dict(case.options)
     if inputs.temperature is not None:
         keywords["temperature"] = torch.from_numpy(inputs.temperature).to(device)
-    ids = torch.from_numpy(inputs.ids).to(device)
-    return [leaf(inputs.hidden), leaf(inputs.weight), ids, leaf(inputs.bias)], keywords
+    return linear_arguments(inputs, inputs.ids, dtype, device), keywords
 
 
 def check_case(
@@ -57,10 +57,11 @@ def check_case(
     )
     names = ("log_prob", "entropy", "lse", "top1")
     results = {name: x.detach().cpu().numpy() for name, x in zip(names, out, strict=True) if x is not None}
-    results |= {name: _array(x) for name, x in gradients(out, arguments, inputs).items()}
+    results |= {name: as_array(x) for name, x in gradients(out, arguments, inputs).items()}
     plain = {} if dtype == torch.float32 else plain_errors(arguments, keywords, inputs, oracle, entropy=entropy)
     name = f"{backend} with entropy" if entropy else backend
-    return compare(case, str(dtype).removeprefix("torch."), name, results, oracle, plain)
+    bounds = float32_bounds(case, oracle)
+    return compare(case.name, dtype_name(dtype), name, results, oracle, bounds, plain, choice="top1")
 
 
 def gradients(out: LogProbs, arguments: list[Any], inputs: Inputs) -> dict[str, Tensor]:
@@ -77,32 +78,20 @@ def run_oracle(
     arguments: list[Any], keywords: Mapping[str, Any], inputs: Inputs, *, entropy: bool = True
 ) -> reference.Result:
     """The oracle on exactly the numbers that the op was given."""
-
-    def array(x: Any) -> Any:
-        return x.detach().double().cpu().numpy() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    hidden, weight, ids, bias = arguments
     return reference.linear_log_probs(
-        array(hidden),
-        array(weight),
-        ids.cpu().numpy(),
-        array(bias),
+        *map(for_oracle, arguments),
         grad_log_prob=inputs.grad_log_prob,
         grad_entropy=inputs.grad_entropy if entropy else 0.0,
         grad_lse=inputs.grad_lse,
-        **{name: array(value) for name, value in keywords.items()},
+        **{name: for_oracle(value) for name, value in keywords.items()},
     )
-
-
-def _array(x: Tensor) -> Any:
-    return x.detach().double().cpu().numpy()
 
 
 def plain_errors(
     arguments: list[Any], keywords: Mapping[str, Any], inputs: Inputs, oracle: reference.Result, *, entropy: bool = True
 ) -> dict[str, float]:
     """The errors that the plain framework expression makes in the arguments' dtype."""
-    leaves: list[Any] = [None if x is None else x.detach().clone().requires_grad_(x.requires_grad) for x in arguments]
+    leaves = detached(arguments)
     out = plain_linear_log_probs(*leaves, **keywords, entropy=entropy)
     made: dict[str, Any] = {name: x for name, x in out._asdict().items() if x is not None and name != "top1"}
     made |= gradients(out, leaves, inputs)

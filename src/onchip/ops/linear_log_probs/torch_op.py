@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops.linear_cross_entropy.torch_inputs import DTYPES
-from onchip.ops.linear_cross_entropy.torch_tiles import Head
+from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_tiles import Head, operand_dtype
 from onchip.ops.linear_log_probs import spec, torch_walks
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
 from onchip.ops.linear_log_probs.torch_inputs import check_tensors
@@ -299,7 +299,7 @@ def _backward_op(
         known, too_large = torch_walks.prepare(
             picks,
             head,
-            torch_walks.operand_dtype(hidden),
+            operand_dtype(hidden),
             log_prob=log_probs,
             lse=lses,
             mean=rows(mean) if a.with_entropy else None,

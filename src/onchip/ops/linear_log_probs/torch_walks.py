@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.ops.linear_cross_entropy.spec import Config
-from onchip.ops.linear_cross_entropy.torch_tiles import (
-    _FLOAT16_ROW,
-    _LOWEST,
+from onchip.ops._shared.spec import Config
+from onchip.ops._shared.torch_tiles import (
+    FLOAT16_ROW,
+    LOWEST,
     Head,
+    Tile,
     Tokens,
-    _add_hidden_gradient,
-    _logits,
-    _operand_dtype,
-    _product,
-    _shrink,
-    _spans,
-    _temperature,
-    _Tile,
+    check_temperature_values,
+    final_logits,
+    raise_for_label,
+    recompute_walk,
+    spans,
+    temperature_of,
 )
 from onchip.ops.linear_log_probs.spec import OP
 
@@ -77,15 +76,13 @@ def select(
     counted = plain != ignore_index
     out_of_range = counted & ((plain < 0) | (plain >= vocab))
     if check_values and bool(out_of_range.any()):
-        _raise_for_id(ids, out_of_range, vocab, ignore_index)
+        raise_for_label(OP, "ids", ids, out_of_range, vocab, ignore_index)
     kept = counted.any(1)
     tau: Tensor | float = temperature
     if token_temperature is not None:
         tau = token_temperature.reshape(-1).expand(tokens).to(torch.float32)
-        wrong = kept & ~((tau > 0) & (tau < float("inf")))
-        if check_values and bool(wrong.any()):
-            value = float(tau[wrong][0])
-            raise ValueError(f"{OP}: temperature must be finite and above 0 for every token; got {value}")
+        if check_values:
+            check_temperature_values(OP, tau, kept)
         tau = tau.masked_fill(~kept, 1)[:, None]
     plain = plain.masked_fill(~counted, _NOWHERE)
     index = None
@@ -99,16 +96,6 @@ def select(
     unused = torch.empty(0, device=ids.device)
     chosen = Tokens(index, None if on_cpu else kept, None, plain[:, 0], unused, tau, unused)
     return Picks(chosen, plain, bad, tokens)
-
-
-def _raise_for_id(ids: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int) -> None:
-    wrong = out_of_range.view(ids.shape)
-    where = [int(i) for i in wrong.nonzero()[0]]
-    position = f"ids[{', '.join(map(str, where))}]" if where else "ids"
-    raise ValueError(
-        f"{OP}: {position} is {int(ids[tuple(where)])}, which is neither ignore_index ({ignore_index}) nor in "
-        f"[0, {vocab}); {int(wrong.sum())} of {wrong.numel()} ids are out of range"
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -127,7 +114,7 @@ class Softmax:
     @staticmethod
     def empty(n: int, ids: int, device: torch.device) -> "Softmax":
         return Softmax(
-            max=torch.full((n,), _LOWEST, dtype=torch.float32, device=device),
+            max=torch.full((n,), LOWEST, dtype=torch.float32, device=device),
             others=torch.zeros(n, dtype=torch.float32, device=device),
             moment=torch.zeros(n, dtype=torch.float32, device=device),
             argmax=torch.full((n,), -1, device=device),
@@ -183,13 +170,13 @@ def forward(hidden: Tensor, head: Head, picks: Picks, config: Config, *, entropy
     """The softmax of every token of `hidden` [T, H]; one product."""
     tokens, n = picks.tokens, picks.ids.shape[0]
     softmax = Softmax.empty(n, picks.ids.shape[1], hidden.device)
-    tile = _Tile(min(n, config.token_chunk) * config.vocab_chunk, hidden, spare=entropy)
-    for t0, t1 in _spans(n, config.token_chunk):
+    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, hidden, spare=entropy)
+    for t0, t1 in spans(n, config.token_chunk):
         h = tokens.rows(hidden, t0, t1, masked=False)
         part, ids = softmax.part(t0, t1), picks.ids[t0:t1]
-        for v0, v1 in _spans(head.vocab, config.vocab_chunk):
+        for v0, v1 in spans(head.vocab, config.vocab_chunk):
             z, _, spare = tile.cut(t1 - t0, v1 - v0)
-            _logits(z, h, head, v0, _temperature(tokens, t0, t1), None)
+            final_logits(z, h, head, v0, temperature_of(tokens, t0, t1), None)
             part.absorb(z, v0, ids, spare)
     return softmax
 
@@ -253,7 +240,7 @@ def prepare(
         for more in (g_entropy, g_lse):
             size = size if more is None else size + more.abs()
         largest = size.nan_to_num(nan=0).amax()
-        too_large = torch.where(largest > 0, _FLOAT16_ROW / largest, 1)
+        too_large = torch.where(largest > 0, FLOAT16_ROW / largest, 1)
         g = g * too_large
         g_entropy = None if g_entropy is None else g_entropy * too_large
         g_lse = None if g_lse is None else g_lse * too_large
@@ -325,51 +312,18 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of hidden, weight and bias in `dtypes`, chunk by chunk of the vocabulary; logits computed again."""
-    tokens, n, vocab = picks.tokens, picks.ids.shape[0], head.vocab
-    tile = _Tile(
-        min(n, config.token_chunk) * config.vocab_chunk,
+
+    def gradient(z: Tensor, slope: Tensor | None, spare: Tensor | None, t0: int, t1: int, v0: int) -> Tensor:
+        return _to_gradient(z, known.part(t0, t1), picks.ids[t0:t1], v0, slope, spare)
+
+    return recompute_walk(
         hidden,
-        slope=head.softcap is not None,
+        head,
+        picks.tokens,
+        config,
+        gradient,
+        too_large=too_large,
+        grads=grads,
+        dtypes=dtypes,
         spare=known.entropy is not None,
-        narrow=True,
     )
-    grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if grads[0] else None
-    grad_weight = torch.empty(head.weight.shape, dtype=dtypes[1], device=hidden.device) if grads[1] else None
-    grad_bias = hidden.new_zeros(vocab, dtype=torch.float32) if grads[2] else None
-    weight_part = None
-    if grads[1] and dtypes[1] != torch.float32:
-        weight_part = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=torch.float32)
-    whole = config.token_chunk >= n  # then the rows of hidden are made ready once
-    h = tokens.rows(hidden, 0, n) if whole else None
-    for v0, v1 in _spans(vocab, config.vocab_chunk):
-        if grad_weight is not None:
-            into = grad_weight[v0:v1] if weight_part is None else weight_part[: v1 - v0]
-            if n == 0:
-                into.zero_()
-        for t0, t1 in _spans(n, config.token_chunk):
-            rows = tokens.rows(hidden, t0, t1) if h is None else h
-            z, slope, spare = tile.cut(t1 - t0, v1 - v0)
-            _logits(z, rows, head, v0, _temperature(tokens, t0, t1), slope)
-            g = _to_gradient(z, known.part(t0, t1), picks.ids[t0:t1], v0, slope, spare)
-            if grad_bias is not None:
-                grad_bias[v0:v1].add_(g.sum(0))
-            g = tile.operand(g)
-            if grad_hidden is not None:
-                _add_hidden_gradient(grad_hidden, g, head, config.vocab_chunk, tokens, t0, t1, v0)
-            if grad_weight is not None:
-                _product(into, g.t(), rows, accumulate=t0 > 0)
-        if grad_weight is not None:
-            _shrink(into, too_large)
-            if weight_part is not None:
-                grad_weight[v0:v1] = into
-    grad_hidden, grad_bias = _shrink(grad_hidden, too_large), _shrink(grad_bias, too_large)
-    return (
-        None if grad_hidden is None else grad_hidden.to(dtypes[0]),
-        grad_weight,
-        None if grad_bias is None else grad_bias.to(dtypes[2]),
-    )
-
-
-def operand_dtype(hidden: Tensor) -> torch.dtype:
-    """What the products read."""
-    return _operand_dtype(hidden)

@@ -1,19 +1,22 @@
-"""What the walks of the 'xla' backend do with one tile: its tokens, its logits, their softmax and their gradient."""
+"""What walks over the [tokens, vocab] matrix in JAX do with one tile: its tokens, its logits, their softmax and their
+gradient."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.ops.linear_cross_entropy.jax_call import IGNORED, OUT_OF_RANGE, Static, Tensors
+from onchip.ops._shared.jax_call import IGNORED, OUT_OF_RANGE, Needs, Static, Tensors
+from onchip.ops._shared.spec import Config
 
 Array = jax.Array
 # Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
-_LOWEST = float(jnp.finfo(jnp.float32).min) / 4
+LOWEST = float(jnp.finfo(jnp.float32).min) / 4
 # float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
-_FLOAT16_ROW = 256.0
+FLOAT16_ROW = 256.0
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
@@ -164,9 +167,14 @@ def vocab_rows(static: Static, tensors: Tensors, columns: Columns) -> Array:
 def logits(static: Static, tensors: Tensors, rows: Rows, weight: Array, columns: Columns) -> tuple[Array, Array | None]:
     """The final logits of the tokens over the vocabulary entries in `weight`, and their derivative's softcap."""
     z = product(rows.hidden, weight, (1, 1 - static.vocab_axis))
-    slope = None
     if tensors.bias is not None:
         z += cut(tensors.bias, columns.start, columns.size).astype(jnp.float32)
+    return transform(z, tensors, rows)
+
+
+def transform(z: Array, tensors: Tensors, rows: Rows) -> tuple[Array, Array | None]:
+    """The logits after scale, softcap and temperature, and their derivative's softcap."""
+    slope = None
     if tensors.logit_scale is not None:
         z *= tensors.logit_scale
     if tensors.softcap is not None:
@@ -192,7 +200,7 @@ class Softmax(NamedTuple):
     def empty(n: int, *, smoothing: bool, stats: bool) -> "Softmax":
         zeros = jnp.zeros(n, jnp.float32)
         return Softmax(
-            max=jnp.full(n, _LOWEST, jnp.float32),
+            max=jnp.full(n, LOWEST, jnp.float32),
             label=zeros,
             others=zeros,
             offset_sum=zeros if smoothing else None,
@@ -330,5 +338,75 @@ def gradient_rows(tokens: Tokens, tensors: Tensors, upstream: Array) -> tuple[Ar
         return row, None
     largest = jnp.max(jnp.where(jnp.isfinite(row), jnp.abs(row), 0))
     # The smallest normal number: a power of 2 times anything below would overflow.
-    too_large = jnp.where(largest > jnp.finfo(jnp.float32).tiny * _FLOAT16_ROW, _FLOAT16_ROW / largest, 1)
+    too_large = jnp.where(largest > jnp.finfo(jnp.float32).tiny * FLOAT16_ROW, FLOAT16_ROW / largest, 1)
     return row * too_large, too_large
+
+
+def recompute_walk(
+    static: Static,
+    config: Config,
+    tensors: Tensors,
+    tokens: Tokens,
+    needs: Needs,
+    gradient: Callable[[Array, Array | None, Rows, Columns], Array],
+    too_large: Array | None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, each chunk's logits computed again.
+
+    `gradient` makes that of the logits before softcap and scale, `too_large` times too large, of final logits and their
+    derivative's softcap.
+    """
+    dtype, size = tensors.hidden.dtype, tensors.hidden.shape[1]
+    vocab, padded = tensors.weight.shape[static.vocab_axis], tokens.source.shape[0]
+
+    def shrink(x: Array) -> Array:
+        return x if too_large is None else x / too_large
+
+    def put(x: Array, part: Array, columns: Columns, axis: int = 0) -> Array:
+        part = shrink(part).astype(dtype)
+        if columns.done is not None:
+            # What was done before is 0 in `part` and has its value in `x`, the rest is 0 there.
+            part += cut(x, columns.start, columns.size, axis)
+        return write(x, part, columns.start, axis)
+
+    def tile(start: Any, carry: Any, *, columns: Columns, weight: Array) -> Any:
+        """Add what the tokens from `start` on give with a chunk of the vocabulary."""
+        grad_hidden, weight_part, bias_part = carry
+        rows = take_rows(tensors, tokens, start, config.token_chunk)
+        z, slope = logits(static, tensors, rows, weight, columns)
+        g = gradient(z, slope, rows, columns)
+        if needs.bias:
+            bias_part += jnp.sum(g, 0)
+        g = g.astype(dtype)
+        if needs.hidden:
+            made = product(g, weight, (1, static.vocab_axis))
+            grad_hidden = write(grad_hidden, rows.cut(grad_hidden) + made, start)
+        if needs.weight:
+            weight_part += weight_product(static, g, rows.hidden)
+        return grad_hidden, weight_part, bias_part
+
+    def step(columns: Columns, carry: Any) -> Any:
+        grad_hidden, grad_weight, grad_bias = carry
+        weight = vocab_rows(static, tensors, columns)
+        parts = (
+            grad_hidden,
+            jnp.zeros(weight.shape, jnp.float32) if needs.weight else None,
+            jnp.zeros(columns.size, jnp.float32) if needs.bias else None,
+        )
+        add = partial(tile, columns=columns, weight=weight)
+        grad_hidden, weight_part, bias_part = over_tokens(tokens, config.token_chunk, add, parts)
+        if needs.weight:
+            grad_weight = put(grad_weight, weight_part, columns, static.vocab_axis)
+        if needs.bias:
+            grad_bias = put(grad_bias, bias_part, columns)
+        return grad_hidden, grad_weight, grad_bias
+
+    carry = (
+        jnp.zeros((padded, size), jnp.float32) if needs.hidden else None,
+        jnp.zeros(tensors.weight.shape, dtype) if needs.weight else None,
+        jnp.zeros(vocab, dtype) if needs.bias else None,
+    )
+    grad_hidden, grad_weight, grad_bias = over_vocab(vocab, config.vocab_chunk, step, carry)
+    if grad_hidden is not None:
+        grad_hidden = tokens.spread(shrink(grad_hidden)).astype(dtype)
+    return grad_hidden, grad_weight, grad_bias

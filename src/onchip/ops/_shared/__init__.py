@@ -1,0 +1,18 @@
+"""What two or more ops share.
+
+It imports no op; whatever speaks in an op's name takes that as its first argument, `op`.
+
+    spec.py            options' checks, shape checks of a linear layer, sizes of chunks; no framework
+    cases.py           models, and the random inputs of problems with a softmax; no framework
+    checks.py          a comparison with an oracle and its bounds; no framework
+    torch_inputs.py    what PyTorch's public functions check
+    torch_tiles.py     a tile of logits in PyTorch: which tokens count, products, running softmax, gradient
+    torch_autograd.py  what autograd formulas share
+    torch_checks.py    plain expressions in PyTorch that an op is held against
+    bench_peers.py     what a benchmark compares with; no framework
+    torch_bench.py     how a benchmark in PyTorch runs it, and the comparison with a reference
+    jax_call.py        what a front end in JAX hands to a backend
+    jax_inputs.py      what JAX's public functions check
+    jax_tiles.py       a tile of logits in JAX: which tokens count, products, running softmax, gradient
+    jax_checks.py      plain expressions in JAX that an op is held against
+"""

@@ -1,0 +1,98 @@
+"""What a benchmark compares with: functions that are imported when they are asked for.  Imports no framework."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import onchip
+
+Refusal = Callable[[str, str], str | None]
+"""Why something can't run on (device, dtype) here, or None."""
+
+NARROW = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One function, of another library or of this one."""
+
+    name: str
+    load: Callable[[], Callable[..., Any]]
+    """The function, anew for each problem; what it imports, it imports then."""
+    unavailable: Refusal
+    config: dict[str, Any] = field(default_factory=dict)
+    package: str = "torch"
+    """The distribution that it comes with."""
+
+    def version(self) -> str:
+        return onchip.__version__ if self.package == "onchip" else metadata.version(self.package).partition("+")[0]
+
+
+def optional(
+    name: str, package: str, load: Callable[..., Callable[..., Any]], unavailable: Refusal, **config: Any
+) -> Peer:
+    """What comes with `package`, loaded with `config`."""
+    return Peer(name, lambda: load(**config), unavailable, config, package)
+
+
+def own(
+    load: Callable[..., Callable[..., Any]], backends: Sequence[str], suffix: str = "", **config: Any
+) -> list[Peer]:
+    """This package's function, loaded with `config` and a backend: 'auto', and each one by name if there are several.
+
+    A backend that can't run a problem says so when its steps are made or run.
+    """
+    names = ["auto", *(backends if len(backends) > 1 else ())]
+    return [optional(f"onchip {b}{suffix}", "onchip", load, always, backend=b, **config) for b in names]
+
+
+# -------------------------------------------------------------------------------------------------- why not
+
+
+def always(device: str, dtype: str) -> None:
+    return None
+
+
+def only_narrow(device: str, dtype: str) -> str | None:
+    return "in float32 it is the same as torch eager" if dtype == "float32" else None
+
+
+def no_compiler(device: str, dtype: str) -> str | None:
+    if device == "cuda":
+        return None if importlib.util.find_spec("triton") else "it needs Triton, which is not installed"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return None if shutil.which(compiler) else f"it needs a C++ compiler, and there is no {compiler!r} on the PATH"
+
+
+def gpu_only(package: str, dtypes: tuple[str, ...]) -> Refusal:
+    def refusal(device: str, dtype: str) -> str | None:
+        if device != "cuda":
+            return "it runs on CUDA devices only"
+        if dtype not in dtypes:
+            return f"it takes {' and '.join(dtypes)}, not {dtype}"
+        return not_installed(package)
+
+    return refusal
+
+
+def not_installed(package: str) -> str | None:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return f"{package} is not installed; pip install 'onchip[peers]'"
+    return None
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` by torch.compile."""
+    import torch
+
+    # Each problem is compiled for its own shapes.  Without the reset the shapes of earlier ones would count towards
+    # the limit on recompilations, past which a function runs eagerly without a word.
+    torch.compiler.reset()
+    return torch.compile(function, dynamic=False, fullgraph=True)

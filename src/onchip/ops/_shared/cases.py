@@ -1,0 +1,125 @@
+"""Models, and random inputs of problems with a softmax over a vocabulary.  No framework."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+AnyCase = TypeVar("AnyCase")
+
+# Hidden size and vocabulary of published models: (H, V).
+MODELS = {
+    "llama3.1-8b": (4096, 128256),
+    "qwen3-8b": (4096, 151936),
+    "qwen3-32b": (5120, 151936),
+    "gemma3-4b": (2560, 262144),
+    "gpt-oss-120b": (2880, 201088),
+    "deepseek-v3": (7168, 129280),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of a linear layer: its shape, what its numbers look like, and the options that it passes to the op."""
+
+    name: str
+    tokens: int
+    hidden: int
+    vocab: int
+    logit_std: float = 1.0
+    """Standard deviation of the logits, before `logit_offset` and the options."""
+    logit_offset: float = 0.0
+    """Added to every logit, through the bias."""
+    target_prob: float | None = None
+    """About the probability that each token's target gets; None leaves it to chance."""
+    zipf: bool = False
+    """Targets follow Zipf's law, as words do; otherwise they are uniform."""
+    ignored: float = 0.0
+    """Fraction of the tokens whose target is ignore_index."""
+    masked: int = 0
+    """So many vocabulary entries, the first ones, have a bias of -inf."""
+    bias: bool = False
+    token_weight: bool = False
+    token_temperature: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Inputs(NamedTuple):
+    """Arrays of one case; floats are float32, and what the case doesn't have is None."""
+
+    hidden: npt.NDArray[np.float32]  # [T, H]
+    weight: npt.NDArray[np.float32]  # [V, H]
+    target: npt.NDArray[np.int64]  # [T]
+    bias: npt.NDArray[np.float32] | None  # [V]
+    token_weight: npt.NDArray[np.float32] | None  # [T]
+    temperature: npt.NDArray[np.float32] | None  # [T]
+    grad_loss: npt.NDArray[np.float32]  # [T] for reduction="none", else []
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """Random inputs of `case`: hidden ~ N(0, 1), weight ~ N(0, logit_std / sqrt(H)), the rest as the case says."""
+    rng = np.random.default_rng(seed)
+    tokens, hidden_size, vocab = case.tokens, case.hidden, case.vocab
+    hidden = rng.standard_normal((tokens, hidden_size), dtype=np.float32)
+    weight = rng.standard_normal((vocab, hidden_size), dtype=np.float32) * np.float32(case.logit_std / hidden_size**0.5)
+    first = min(case.masked, vocab - 1)
+    target = draw_target(case, rng)
+    if case.target_prob is not None:
+        chosen = weight[target]
+        missing = target_logit(case) - np.einsum("th,th->t", hidden, chosen)
+        hidden += (missing / np.einsum("th,th->t", chosen, chosen))[:, None].astype(np.float32) * chosen
+    bias = None
+    if case.bias or case.masked or case.logit_offset:
+        bias = rng.standard_normal(vocab, dtype=np.float32) * np.float32(case.bias) + np.float32(case.logit_offset)
+        bias[:first] = -np.inf
+    ignore_some(case, target, rng)
+    return Inputs(hidden, weight, target, bias, *draw_factors(case, rng))
+
+
+# What follows takes the cases of any op that have what is read of them.
+
+
+def draw_target(case: Any, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """[T] vocabulary indices, none of them masked."""
+    tokens, first = int(case.tokens), int(min(case.masked, case.vocab - 1))
+    size = int(case.vocab) - first
+    if not case.zipf:
+        return first + rng.integers(size, size=tokens)
+    rank = np.arange(1, size + 1)
+    return first + rng.choice(size, size=tokens, p=(1 / rank) / (1 / rank).sum())
+
+
+def ignore_some(case: Any, target: npt.NDArray[np.int64], rng: np.random.Generator) -> None:
+    """Write ignore_index to the part of the tokens that the case says."""
+    target[rng.permutation(case.tokens)[: round(case.ignored * case.tokens)]] = case.options.get("ignore_index", -100)
+
+
+def draw_factors(
+    case: Any, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None, npt.NDArray[np.float32]]:
+    """Token weights, token temperatures (None if the case has none) and the upstream gradient."""
+    tokens, per_token = case.tokens, case.options.get("reduction") == "none"
+    return (
+        rng.random(tokens, dtype=np.float32) * 2 if case.token_weight else None,
+        rng.uniform(0.5, 2, tokens).astype(np.float32) if case.token_temperature else None,
+        rng.standard_normal(tokens if per_token else (), dtype=np.float32) + np.float32(not per_token),
+    )
+
+
+def target_logit(case: Any) -> float:
+    """The target's logit that gives it `target_prob`: the others' exponentials sum to about V exp(std^2 / 2)."""
+    assert case.target_prob is not None
+    return math.log(case.target_prob / (1 - case.target_prob) * case.vocab) + float(case.logit_std) ** 2 / 2
+
+
+def named_case(kind: Callable[..., AnyCase], name: str, *sizes: int, **more: Any) -> AnyCase:
+    """A case from its name, its sizes in their order, and fields or else options of the op."""
+    fields = {k: more.pop(k) for k in list(more) if k in kind.__dataclass_fields__}  # type: ignore[attr-defined]
+    return kind(name, *sizes, **fields, options=more)

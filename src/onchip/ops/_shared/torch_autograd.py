@@ -1,0 +1,52 @@
+"""What autograd formulas share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running will leave its graph for another."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
+
+
+def differentiable_once(op: str, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients as they are; with create_graph=True such that differentiating them raises."""
+    if not torch.is_grad_enabled():
+        return list(grads)
+    anchor = torch.empty(0, requires_grad=True)
+    present = iter(_DifferentiatedTwice.apply(anchor, op, *[g for g in grads if g is not None]))
+    return [None if g is None else next(present) for g in grads]
+
+
+class _DifferentiatedTwice(torch.autograd.Function):
+    """Passes gradients through and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, op: str, *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{ctx.op}: a backward of the backward is not supported")
+
+
+def scale_stash(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A gradient that was made for an upstream gradient of 1, for the one that came (None: 1), in `dtype`."""
+    if factor is None:
+        return stashed.to(dtype)
+    # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
+    return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
+
+
+def is_plain_one(grad_loss: Tensor) -> bool:
+    """Whether the upstream gradient is seen for free to be the 1 that loss.backward() sends, and no graph is kept.
+
+    Then a stash itself is the gradient.  (While AOTAutograd traces, tensors are of a subclass.)
+    """
+    on_cpu = type(grad_loss) is Tensor and grad_loss.device.type == "cpu"
+    return on_cpu and float(grad_loss) == 1 and not graph_is_kept()

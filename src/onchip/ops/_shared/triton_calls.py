@@ -1,0 +1,67 @@
+"""What it takes to call Triton's kernels: a device that can run them, and the launch.  Imports no Triton by itself."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, to be run or to be compiled ahead of time."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    warps: int = 4
+    stages: int = 1
+    registers: int | None = None
+    """The most that a thread may have; None leaves it to the compiler."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is compiled."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def constant_to_compiler(function: _Function) -> _Function:
+    """What torch.compiler.assume_constant_result does, which would import the compiler just to say so."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_to_compiler  # it asks the system
+def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    """Why no Triton kernel can serve a call on this device with tensors of `dtype`, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if _interpreted():
+        return "Triton's interpreter computes bfloat16 wrongly" if dtype == torch.bfloat16 else None
+    if device != "cuda":
+        return f"it runs on CUDA tensors, not on {device!r}"
+    if torch.version.hip is not None:
+        return "it is written for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"it needs compute capability 8.0 or later; this is {major}.{minor}"
+
+
+@lru_cache(maxsize=1)
+def _interpreted() -> bool:
+    import triton  # type: ignore[import-untyped]
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def device_of(x: Tensor) -> Any:
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,336 @@
+"""cross_entropy for PyTorch on the Triton kernels: two registered operators and autograd between them.
+
+`_forward_op` computes the loss; where that is one number and a gradient is wanted, it also makes the gradient of that
+number while the logits are in the caches, into a tensor of its own.  `_backward_op` leaves that as it is where the
+upstream gradient turns out to be 1, which the device alone knows, and else writes it anew from the logits, so that it
+is rounded once.  With reduction="none" or inplace_backward the logits are read in forward and again in backward.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.ops._shared import torch_tiles
+from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
+from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.triton_calls import Launch, device_of, device_refusal
+from onchip.ops.cross_entropy import spec
+from onchip.ops.cross_entropy.spec import OP, Problem, RowTiles
+
+
+def refusal(logits: Tensor) -> str | None:
+    """Why the kernels can't serve a call with these logits, or None."""
+    reason = device_refusal(logits.device.type, logits.device.index, logits.dtype)
+    if reason is None and logits.numel() > 0 and len(_leading(logits)) > 2:
+        reason = (
+            f"its logits' leading dimensions must reduce to two of a constant stride each; got shape "
+            f"{list(logits.shape)} with strides {list(logits.stride())}"
+        )
+    return reason
+
+
+def _leading(x: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the leading dimensions, those that are one in memory being merged."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------ registered operators
+
+
+class Arguments(NamedTuple):
+    """What the operators are told."""
+
+    logits: Tensor  # [..., V]
+    target: Tensor  # [...]
+    token_weight: Tensor | None  # [...]
+    token_temperature: Tensor | None  # [...] or []
+    normalizer: Tensor | None  # []
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    check_inputs: bool
+    scratch_bytes: int | None
+    stats: bool
+    inplace: bool
+    grad: bool
+
+    @property
+    def fused(self) -> bool:
+        """Whether forward makes the gradient."""
+        return self.grad and not self.inplace and self.reduction != "none"
+
+
+# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
+# Numbers and flags go in lists, since what torch.library does in Python grows with the square of the arguments.
+_SCHEMA = (
+    "Tensor logits, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer, "
+    "int ignore_index, str reduction, float[] numbers, int? scratch_bytes, bool[] flags"
+)
+
+
+def pack(a: Arguments) -> tuple[Any, ...]:
+    """The arguments as the operators take them."""
+    numbers = [a.label_smoothing, a.z_loss, a.softcap or 0.0, a.logit_scale, a.temperature]
+    return (*a[:7], numbers, a.scratch_bytes, [a.check_inputs, a.stats, a.inplace, a.grad])
+
+
+def _unpack(packed: Sequence[Any]) -> Arguments:
+    *first, numbers, scratch, (check_inputs, stats, inplace, grad) = packed
+    label_smoothing, z_loss, softcap, logit_scale, temperature = numbers
+    numbers = (label_smoothing, z_loss, softcap or None, logit_scale, temperature)
+    return Arguments._make((*first, *numbers, check_inputs, scratch, stats, inplace, grad))
+
+
+@torch.library.custom_op(
+    "onchip::cross_entropy_triton", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 7)})"
+)
+def _forward_op(*args: Any) -> tuple[Tensor, ...]:
+    """Return loss, lse, log_prob, entropy, correct, the divisor and the gradient; what isn't asked for is empty."""
+    a = _unpack(args)
+    shape, tokens = a.target.shape, a.target.numel()
+    if a.scratch_bytes is not None:
+        spec.plan(
+            Problem(tokens, a.logits.shape[-1], DTYPES[a.logits.dtype], "cuda", grad=a.grad, triton=True),
+            a.scratch_bytes,
+        )
+    with device_of(a.logits):
+        if a.check_inputs:
+            _check_values(a)
+        loss, lse, log_prob = (a.logits.new_empty(tokens, dtype=torch.float32) for _ in range(3))
+        entropy = a.logits.new_empty(tokens if a.stats else 0, dtype=torch.float32)
+        correct = a.logits.new_empty(tokens if a.stats else 0, dtype=torch.bool)
+        gradient = torch.empty(a.logits.shape if a.fused else 0, dtype=a.logits.dtype, device=a.logits.device)
+        divisor = _divisor(a)
+        if tokens > 0:
+            _launch(
+                a, "losses", gradient,
+                {
+                    "divisor": divisor, "loss": loss, "lse": lse, "log_prob": log_prob, "entropy": entropy,
+                    "correct": correct, "STATS": a.stats, "GRADIENT": a.fused,
+                },
+            )  # fmt: skip
+        return (
+            loss.view(shape) if a.reduction == "none" else loss.sum() / divisor,
+            lse.view(shape),
+            log_prob.view(shape),
+            entropy.view(shape) if a.stats else entropy,
+            correct.view(shape) if a.stats else correct,
+            divisor,
+            gradient,
+        )
+
+
+@_forward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = _unpack(args)
+    shape = a.target.shape
+    per_token = [a.logits.new_empty(shape, dtype=torch.float32) for _ in range(4)]
+    return (
+        per_token[0] if a.reduction == "none" else a.logits.new_empty((), dtype=torch.float32),
+        per_token[1],
+        per_token[2],
+        per_token[3] if a.stats else a.logits.new_empty(0, dtype=torch.float32),
+        a.logits.new_empty(shape if a.stats else 0, dtype=torch.bool),
+        a.logits.new_empty((), dtype=torch.float32),
+        torch.empty(a.logits.shape if a.fused else 0, dtype=a.logits.dtype, device=a.logits.device),
+    )
+
+
+@torch.library.custom_op(
+    "onchip::cross_entropy_triton_backward",
+    mutates_args=("gradient",),
+    schema=f"(Tensor(a!) gradient, Tensor grad_loss, Tensor lse, Tensor log_prob, Tensor divisor, {_SCHEMA}) -> ()",
+)
+def _backward_op(
+    gradient: Tensor, grad_loss: Tensor, lse: Tensor, log_prob: Tensor, divisor: Tensor, *args: Any
+) -> None:
+    """Write the gradient of the logits to `gradient`, where forward hasn't done it and the upstream gradient is 1."""
+    _write_gradient(_unpack(args), gradient, grad_loss, lse, log_prob, divisor)
+
+
+@_backward_op.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- their parts
+
+
+def _check_values(a: Arguments) -> None:
+    torch_tiles.select_tokens(
+        OP,
+        a.target,
+        a.logits.shape[-1],
+        a.token_weight,
+        a.token_temperature,
+        a.normalizer,
+        ignore_index=a.ignore_index,
+        reduction=a.reduction,
+        temperature=a.temperature,
+        check_values=True,
+    )
+
+
+def _divisor(a: Arguments) -> Tensor:
+    """[] float32: what the loss is divided by."""
+    device = a.logits.device
+    if a.normalizer is not None:
+        torch_tiles.check_normalizer_value(OP, a.normalizer)
+        if a.normalizer.device == device:
+            return a.normalizer.to(torch.float32, copy=True)
+        return torch.full((), float(a.normalizer), dtype=torch.float32, device=device)
+    if a.reduction == "mean":
+        return (a.target != a.ignore_index).sum(dtype=torch.float32).clamp_(min=1)
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _write_gradient(
+    a: Arguments, gradient: Tensor, grad_loss: Tensor, lse: Tensor, log_prob: Tensor, divisor: Tensor
+) -> None:
+    if a.target.numel() == 0:
+        return
+    with device_of(a.logits):
+        _launch(
+            a, "gradients", gradient,
+            {
+                "divisor": divisor, "lse": lse.reshape(-1), "log_prob": log_prob.reshape(-1),
+                "grad_loss": _flat(grad_loss), "PER_TOKEN": a.reduction == "none", "UNLESS_ONE": a.fused,
+            },
+        )  # fmt: skip
+
+
+def _launch(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) -> None:
+    """Launch a kernel of triton_rows.py on the rows of the logits and of their gradient."""
+    from onchip.ops.cross_entropy import triton_rows
+
+    tokens, vocab, element = a.target.numel(), a.logits.shape[-1], a.logits.element_size()
+    tiles = tiles_of(vocab, DTYPES[a.logits.dtype], twice=a.fused and kernel == "losses")
+    inner, *rows = _rows(a.logits, out)
+    strides = [x.stride(-1) if vocab > 1 and x.numel() > 0 else 1 for x in (a.logits, out)]
+    # So many elements are read and written at a time.
+    whole = all(x.data_ptr() % 16 == 0 for x in (a.logits, out)) and strides == [1, 1]
+    unit = math.gcd(16 // element, vocab, *rows) if whole else 1
+    logits_outer, logits_inner, out_outer, out_inner = (x // unit for x in rows)
+    temperature = a.token_temperature
+    loops = (vocab - 1) // tiles.tile
+    arguments = {
+        "logits": a.logits,
+        "target": a.target.reshape(-1).to(torch.int64).contiguous(),
+        "token_weight": None if a.token_weight is None else _flat(a.token_weight),
+        "temperature": None if temperature is None else _flat(temperature.expand(a.target.shape)),
+        "out": out,
+        "T": tokens,
+        "V_units": vocab // unit,
+        "loops": loops,
+        "ignore_index": a.ignore_index,
+        "inner": inner,
+        "logits_outer": logits_outer,
+        "logits_inner": logits_inner,
+        "logits_stride": strides[0],
+        "out_inner": out_inner,
+        "inner_scale": 1.0 if a.softcap is None else a.logit_scale / a.softcap,
+        "outer_scale": (a.logit_scale if a.softcap is None else a.softcap) / a.temperature,
+        "logit_scale": a.logit_scale / a.temperature,
+        "label_smoothing": a.label_smoothing,
+        "z_loss": a.z_loss,
+        "TOKEN_WEIGHT": a.token_weight is not None,
+        "TEMPERATURE": temperature is not None,
+        "SMOOTHING": a.label_smoothing > 0,
+        "SOFTCAP": a.softcap is not None,
+        "UNIT": unit,
+        "TILE": tiles.tile,
+        "LANES": 32 * tiles.warps,
+        "STAGES": tiles.stages,
+    }
+    if kernel == "losses":
+        arguments |= {"LOOP": loops > 0}
+    else:
+        arguments |= {"out_outer": out_outer, "out_stride": strides[1]}
+    grid = (min(tokens, tiles.programs * _multiprocessors(a.logits)),)
+    Launch(getattr(triton_rows, kernel), grid, arguments | more, warps=tiles.warps, registers=tiles.registers).run()
+
+
+# By this name, so that it can be replaced where tiles are compared.
+tiles_of: Callable[..., RowTiles] = spec.heuristic_tiles
+
+
+def _rows(logits: Tensor, out: Tensor) -> tuple[int, int, int, int, int]:
+    """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
+    vocab, tokens = logits.shape[-1], logits.shape[:-1].numel()
+    leading = _leading(logits)
+    (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
+    if len(leading) < 2:
+        inner = tokens
+    if out is logits:  # in place
+        return inner, outer, row, outer, row
+    return inner, outer, row, inner * vocab, vocab
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1).to(torch.float32).contiguous()
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return _count_multiprocessors(x.device.index) if x.is_cuda else 4
+
+
+@lru_cache(maxsize=64)
+def _count_multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+# ---------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, lse, log_prob, _, _, divisor, gradient = output
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(gradient, lse, log_prob, divisor, *inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * (4 + len(ctx.options))
+    if grad_loss is None:
+        return (None, *nothing)
+    gradient, lse, log_prob, divisor, *tensors = ctx.saved_tensors
+    packed = (*tensors, *ctx.options)
+    a = _unpack(packed)
+    if a.inplace and not graph_is_kept():
+        # Detached, it still counts as a change of the logits: whatever saved them for its own backward will raise.
+        gradient = a.logits.detach()
+        with torch.no_grad():
+            _write_gradient(a._replace(logits=gradient), gradient, grad_loss, lse, log_prob, divisor)
+            torch.autograd.graph.increment_version(gradient)
+        return (gradient, *nothing)
+    if not a.fused:
+        gradient = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
+    elif graph_is_kept():
+        gradient = gradient.clone()
+    _backward_op(gradient, grad_loss, lse, log_prob, divisor, *packed)
+    return (*differentiable_once(OP, [gradient]), *nothing)
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def forward(*args: Any) -> tuple[Tensor, ...]:
+    """Loss, lse, log_prob, entropy and correct, for the arguments that `Arguments` lists."""
+    return tuple(_forward_op(*pack(Arguments(*args)))[:5])

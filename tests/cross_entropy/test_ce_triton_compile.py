@@ -1,0 +1,98 @@
+"""The kernels compile for each kind of GPU, read 16 bytes at a time, and spill next to nothing.  No GPU is needed."""
+
+from unittest import mock
+
+import pytest
+import torch
+from ce_common import computed
+
+from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.ops._shared import triton_calls
+from onchip.ops.cross_entropy import spec, triton_op, triton_rows
+from onchip.torch import cross_entropy
+
+HOPPER, AMPERE = 90, 80
+TOKENS = 160
+EVERYTHING = {
+    "token_weight": torch.ones(TOKENS), "temperature": torch.ones(TOKENS), "label_smoothing": 0.1, "z_loss": 1e-3,
+    "softcap": 5.0, "return_stats": True,
+}  # fmt: skip
+
+
+def launches(vocab, dtype=torch.bfloat16, *, tiles=None, inplace=False, **options):
+    """What the op launches, forward and backward."""
+    found = []
+    with (
+        mock.patch.object(triton_op, "device_refusal", return_value=None),
+        mock.patch.object(triton_op, "tiles_of", spec.heuristic_tiles if tiles is None else lambda *_, **__: tiles),
+        mock.patch.object(triton_calls.Launch, "run", lambda launch: found.append(launch)),
+    ):
+        logits = torch.empty(TOKENS, vocab, dtype=dtype, requires_grad=True)  # never touched, so it costs nothing
+        given = computed(logits) if inplace else logits
+        target = torch.zeros(TOKENS, dtype=torch.int64)
+        loss = cross_entropy(given, target, backend="triton", inplace_backward=inplace, **options)
+        (loss[0] if isinstance(loss, tuple) else loss).sum().backward()
+    return found
+
+
+def by_kernel(found):
+    return {k.kernel: k for k in found}
+
+
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "options"),
+    [
+        (128256, torch.bfloat16, {}),  # read again from the caches
+        (128256, torch.float32, {"reduction": "none"}),
+        (1000, torch.float16, {}),  # in registers; rows of a multiple of 16 bytes but not of 32
+    ],
+    ids=str,
+)
+def test_kernels(vocab, dtype, options, capability):
+    found = by_kernel(compile_all(launches(vocab, dtype, **options), capability))
+    assert set(found) == {"losses", "gradients"}
+    for k in found.values():
+        assert k.shared <= 4096
+        assert k.stack <= 32, (k.kernel, k.constants, k.stack)
+        assert k.registers <= 64
+        assert "ld.global.L1::evict_first.L2::cache_hint.v4.b32" in k.ptx
+    gradient = "losses" if "reduction" not in options else "gradients"
+    assert "st.global.L1::evict_first.L2::cache_hint.v4.b32" in found[gradient].ptx
+
+
+def test_every_option_at_once():
+    for k in compile_all(launches(128256, **EVERYTHING), HOPPER):
+        assert k.stack <= 256, (k.kernel, k.constants, k.stack)
+
+
+def test_rows_that_are_not_aligned():
+    """One element at a time, side by side."""
+    found = by_kernel(compile_all(launches(50257), HOPPER))
+    for k in found.values():
+        assert k.constants["UNIT"] == 1
+        assert k.stack <= 128, (k.kernel, k.constants, k.stack)
+        assert "ld.global.L1::evict_first.L2::cache_hint.b16" in k.ptx
+
+
+def test_tiles_under_way():
+    """With stages, tiles are fetched into shared memory while others are worked on."""
+    tiles = spec.RowTiles(tile=16384, warps=16, programs=1, stages=3)
+    k = by_kernel(compile_all(launches(128256, tiles=tiles)[:1], HOPPER))["losses"]
+    assert 2 * 2 * 16384 <= k.shared <= 232448
+    assert "cp.async.cg.shared.global" in k.ptx
+
+
+def test_the_options_reach_both_ways_of_every_switch():
+    made = [
+        (x.kernel, x.arguments)
+        for vocab, options in (
+            (1000, {}), (50257, {"reduction": "none"}), (128256, EVERYTHING), (1000, {"inplace": True}),
+        )
+        for x in launches(vocab, **options)
+    ]  # fmt: skip
+    for kernel in (triton_rows.losses, triton_rows.gradients):
+        sizes = ("UNIT", "TILE", "LANES", "STAGES")
+        switches = [p.name for p in kernel.params if p.is_constexpr and p.name not in sizes]
+        for name in switches:
+            assert {bool(a[name]) for k, a in made if k is kernel} == {True, False}, name

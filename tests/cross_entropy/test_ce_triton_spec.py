@@ -1,0 +1,67 @@
+"""Of the Triton backend without Triton: its tiles, its memory formula, its refusals."""
+
+import pytest
+import torch
+from ce_common import small_problem
+
+from onchip.ops._shared import triton_calls
+from onchip.ops.cross_entropy import spec, triton_op
+from onchip.ops.cross_entropy.torch_op import BACKENDS, CrossEntropyLoss, cross_entropy
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiles(dtype, twice):
+    for vocab in (1, 2, 31, 1000, 1024, 1025, 8192, 16384, 16385, 32000, 50257, 65536, 128256, 262144):
+        t = spec.heuristic_tiles(vocab, dtype, twice=twice)
+        assert t.tile == 32 * (32 * t.warps)  # elements of each thread
+        assert t.tile & (t.tile - 1) == 0
+        assert t.warps * t.programs == 32
+        assert t.registers == 64
+        if vocab <= 16384:
+            assert t.tile >= vocab
+    assert spec.heuristic_tiles(128256, "bfloat16", twice=True).programs == 1
+    assert spec.heuristic_tiles(32000, "bfloat16", twice=True).programs == 4
+    assert spec.RowTiles(32768, 16, 1).registers == 128
+    assert spec.RowTiles(1024, 1, 1).registers == 255
+
+
+def test_memory_is_that_of_vectors():
+    problem = spec.Problem(8192, 128256, "bfloat16", device="cuda", triton=True)
+    assert spec.scratch_bytes(problem, spec.plan(problem)) == 48 * 8192
+    assert spec.plan(problem, 48 * 8192) == 8192
+    with pytest.raises(ValueError, match="the kernels need 393216 bytes; raise scratch_bytes"):
+        spec.plan(problem, 48 * 8192 - 1)
+
+
+def test_refusals(monkeypatch):
+    x, y = small_problem()
+    with pytest.raises(ValueError, match="backend 'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"):
+        cross_entropy(x, y, backend="triton")
+    refusal = triton_calls.device_refusal
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert refusal("cuda", 0, torch.float32) == "it needs compute capability 8.0 or later; this is 7.5"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    assert refusal("cuda", 0, torch.float32) is None
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert refusal("cuda", 0, torch.float32) == "it is written for NVIDIA GPUs"
+    monkeypatch.setattr(triton_calls, "find_spec", lambda name: None)
+    assert refusal("cuda", 0, torch.float32) == "Triton is not installed"
+
+
+def test_rows_in_two_leading_dimensions():
+    x = torch.empty(4, 6, 8, 10)
+    for view, leading in (
+        (x, [(192, 10)]),
+        (x[:, :, :5], [(24, 80), (5, 10)]),
+        (x[:, :1], [(4, 480), (8, 10)]),
+        (x.transpose(0, 1), [(6, 80), (4, 480), (8, 10)]),
+        (x[0, 0].expand(3, 8, 10), [(3, 0), (8, 10)]),
+        (x[0, 0, 0], []),
+    ):
+        assert triton_op._leading(view) == leading
+
+
+def test_auto_takes_what_has_been_measured():
+    assert BACKENDS[0] == "torch"
+    CrossEntropyLoss(backend="triton")

@@ -1,0 +1,46 @@
+"""What `onchip tune --framework jax` tries: on the CPU lowered for CUDA, and one kernel interpreted."""
+
+from functools import partial
+
+import jax
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from onchip.ops.linear_cross_entropy import jax_tuning, mosaic_spec
+from onchip.ops.linear_cross_entropy.cases import Case
+from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig
+from onchip.tune.log import config_key
+
+
+def test_candidates():
+    heuristic = mosaic_spec.heuristic_tiles()
+    assert set(jax_tuning.KERNELS) == set(heuristic)
+    for kernel in jax_tuning.KERNELS:
+        tried = jax_tuning.candidates(kernel, jax_tuning.CASES["llama3.1-8b"], "bfloat16")
+        assert tried[0] == heuristic[kernel]
+        assert len({config_key(c) for c in tried}) == len(tried) <= 16
+        assert all(jax_tuning.shared_bytes(kernel, c, "bfloat16") <= SHARED_BYTES for c in tried)
+    assert all(min(jax_tuning.sizes(case).values()) >= 1 for case in jax_tuning.CASES.values())
+
+
+@pytest.mark.parametrize("kernel", jax_tuning.KERNELS)
+def test_kernels_lower(kernel):
+    # The vocabulary's last tile is not full, and hidden no multiple of 256.
+    case = jax_tuning.CASES["gpt-oss-120b"]
+    problem = jax.eval_shape(partial(jax_tuning.make_problem, kernel, case, "cuda", "bfloat16"))
+    for numbers in (jax_tuning.candidates(kernel, case, "bfloat16")[i] for i in (0, -1)):
+        run = partial(jax_tuning._RUNS[kernel], MosaicConfig.from_numbers(numbers), None)
+        jax.jit(run).trace(problem).lower(lowering_platforms=("cuda",))
+
+
+# One that reads what is laid out in boxes: a kernel takes 7 s, whatever the size.
+def test_a_right_result_passes_and_a_wrong_one_does_not():
+    kernel, case = "mosaic_weight_product", Case("tiny", 100, 128, 512)
+    problem = jax_tuning.make_problem(kernel, case, "cpu", "bfloat16")
+    reference = jax_tuning.reference(kernel, problem)
+    small = mosaic_spec.heuristic_tiles()[kernel] | {"tile_n": 128, "stages": 2}
+    out = jax_tuning.step(kernel, problem, small, InterpretGPUParams())()
+    error, bound = jax_tuning.check(kernel, reference, out)
+    assert error <= bound / 4
+    error, bound = jax_tuning.check(kernel, reference, [1.05 * x for x in out])
+    assert error > bound

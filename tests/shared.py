@@ -1,0 +1,51 @@
+"""What the tests of several ops share."""
+
+import re
+
+import pytest
+import torch
+
+from onchip.ops._shared import torch_tiles
+
+
+def assert_within_bounds(checks):
+    """Every quantity is within its bounds of the oracle."""
+    wrong = [c for c in checks if not c.ok]
+    assert not wrong, wrong
+
+
+def assert_same(a, b, scale=1.0):
+    """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||, times `scale` for larger terms.
+
+    Infinities must agree.
+    """
+    assert a.shape == b.shape
+    a, b = a.detach().double(), b.detach().double()
+    assert (a.isinf() == b.isinf()).all()
+    a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
+    eps = torch.finfo(torch.float32).eps
+    assert float((a - b).norm()) <= 32 * eps * scale * max(1.0, float(b.norm())), (a, b)
+
+
+def assert_refused(op, call, kind, message):
+    """`call` raises a `kind` with `message` in it, in the op's name."""
+    with pytest.raises(kind, match=re.escape(message)) as caught:
+        call()
+    assert str(caught.value).startswith(f"{op}: ")
+
+
+def gradients(loss, *inputs, grad=None):
+    return torch.autograd.grad(loss, inputs, grad_outputs=grad)
+
+
+def count_products(monkeypatch, *modules):
+    """A list that gets the multiplications of each product in `modules`, which import it, and in what is shared."""
+    work, product = [], torch_tiles.product
+
+    def counted(out, a, b, **options):
+        work.append(a.shape[0] * a.shape[1] * b.shape[1])
+        product(out, a, b, **options)
+
+    for module in (torch_tiles, *modules):
+        monkeypatch.setattr(module, "product", counted)
+    return work
