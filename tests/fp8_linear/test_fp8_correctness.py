@@ -5,8 +5,7 @@ import pytest
 import torch
 from fp8_common import assert_right, assert_same, oracle, same_bits, small_problem
 
-from onchip.ops._shared.torch_inputs import dtype_name
-from onchip.ops.fp8_linear import checks, reference, spec, torch_products, torch_quantize
+from onchip.ops.fp8_linear import reference, spec, torch_products, torch_quantize
 from onchip.ops.fp8_linear.cases import CHECK_CASES, MODEL_CASES, Case
 from onchip.torch import fp8_linear, quantize_activation
 
@@ -17,8 +16,6 @@ FORMATS = pytest.mark.parametrize("fmt", spec.FP8_MAX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CHECK_CASES, ids=str)
 def test_cases(case, dtype):
-    if not checks.fits(case, dtype_name(dtype)):
-        pytest.skip("its numbers are out of float16's range")
     assert_right(case, dtype)
 
 

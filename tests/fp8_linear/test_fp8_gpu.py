@@ -9,8 +9,7 @@ from fp8_common import assert_right, same_bits
 from test_fp8_correctness import awkward
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.torch_inputs import dtype_name
-from onchip.ops.fp8_linear import checks, spec, torch_products, torch_quantize
+from onchip.ops.fp8_linear import spec, torch_products, torch_quantize
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR
 from onchip.ops.fp8_linear.reference import snr_db
@@ -132,8 +131,6 @@ def test_quantising_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CHECK_CASES, ids=str)
 def test_cases(case, dtype, backend):
-    if not checks.fits(case, dtype_name(dtype)):
-        pytest.skip("its numbers are out of float16's range")
     assert_right(case, dtype, "cuda", backend=backend)
 
 

@@ -18,7 +18,7 @@ from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, LEAST_SCALE, OP, blocks, 
 
 BACKENDS = ("xla",)
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-_LAYOUTS = ("nk", "kn")
+LAYOUTS = ("nk", "kn")
 
 
 def fp8_linear(
@@ -71,7 +71,7 @@ def fp8_linear(
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
     spec.Options(grad_dtype, scale)
-    require_one_of(OP, "weight_layout", weight_layout, _LAYOUTS)
+    require_one_of(OP, "weight_layout", weight_layout, LAYOUTS)
     for name, array in (("x", x), ("weight", weight), ("bias", bias)):
         if array is None and name == "bias":
             continue
