@@ -25,8 +25,9 @@ app = typer.Typer(
     add_completion=False,
 )
 OPS = ("linear_cross_entropy", "linear_log_probs", "cross_entropy", "linear_jsd")
+CHECKED = (*OPS, "fp8_linear")
 # Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
-CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in OPS} for framework in ("torch", "jax")}
+CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
     "torch": {op: f"onchip.ops.{op}.benchmark" for op in OPS},
     "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_benchmark"},
@@ -138,7 +139,7 @@ def plan(
 
 @app.command()
 def check(
-    ops: Annotated[list[str] | None, typer.Argument(help=f"Of: {', '.join(OPS)}. Default: all.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help=f"Of: {', '.join(CHECKED)}. Default: all.")] = None,
     framework: Annotated[
         str | None, typer.Option(help="torch, jax, or all. Default: those that are installed.")
     ] = None,
@@ -150,14 +151,14 @@ def check(
     with _clear_errors():
         from onchip.check import run_check
 
-        for op in ops or OPS:
-            _known_op(op, OPS)
+        for op in ops or CHECKED:
+            _known_op(op, CHECKED)
 
         named = list(CHECKS) if framework == "all" else [choose_framework(framework)]
         chosen = installed_frameworks() or named if framework is None else named
         for name in chosen:
             require_packages("check", (name,), name)
-        modules = {name: {op: CHECKS[name][op] for op in OPS if op in (ops or OPS)} for name in chosen}
+        modules = {name: {op: CHECKS[name][op] for op in CHECKED if op in (ops or CHECKED)} for name in chosen}
         document = run_check(modules, device, _console(as_json), full=full)
     if as_json:
         _print_json(document)
@@ -260,7 +261,7 @@ def info(as_json: Json = False) -> None:
         cells = (row["framework"], row["backend"], row["device"], usable, escape(row["why"]))
         ops.setdefault(cells, []).append(row["op"])
     for cells, names in ops.items():
-        table.add_row(*cells, "all" if len(names) == len(OPS) else ", ".join(names))
+        table.add_row(*cells, "all" if len(names) == len(CHECKED) else ", ".join(names))
     console.print(table)
     _print_tuned(document["tuned"], console)
 
@@ -342,7 +343,12 @@ def _jax_backends(op: str) -> list[dict[str, Any]]:
     return rows + [_row(op, "jax", backend, "cuda", no_cuda or reason) for backend, reason in on_gpu.items()]
 
 
-_BACKENDS = {"torch": "the framework's own operations", "xla": "matrix products and loops of XLA"}
+_BACKENDS = {
+    "torch": "the framework's own operations",
+    "xla": "matrix products and loops of XLA",
+    "dequantize": "the framework's own operations, in float32",
+    "scaled_mm": "cuBLAS's blockwise FP8 products",
+}
 
 
 def _row(op: str, framework: str, backend: str, device: str, reason: str | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The public JAX API."""
 
 from onchip.ops.cross_entropy.jax_op import CrossEntropyStats, cross_entropy
+from onchip.ops.fp8_linear.jax_op import fp8_linear
 from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
@@ -13,6 +14,7 @@ __all__ = [
     "LogProbs",
     "TopK",
     "cross_entropy",
+    "fp8_linear",
     "jsd",
     "linear_cross_entropy",
     "linear_jsd",

@@ -1,6 +1,9 @@
 """The public PyTorch API."""
 
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, CrossEntropyStats, cross_entropy
+from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears
+from onchip.ops.fp8_linear.torch_op import QuantizedActivation, fp8_linear, quantize_activation
+from onchip.ops.fp8_linear.torch_weights import forget_weight
 from onchip.ops.linear_cross_entropy.torch_op import (
     LinearCrossEntropyLoss,
     LinearCrossEntropyStats,
@@ -13,13 +16,19 @@ from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
 __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyStats",
+    "Fp8Linear",
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyStats",
     "LogProbs",
+    "QuantizedActivation",
     "TopK",
+    "convert_linears",
     "cross_entropy",
+    "forget_weight",
+    "fp8_linear",
     "jsd",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_probs",
+    "quantize_activation",
 ]

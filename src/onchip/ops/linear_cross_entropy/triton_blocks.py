@@ -33,46 +33,6 @@ VOCAB_TILE = tl.constexpr(256)
 REACH = tl.constexpr(60.0)
 # What stands for the target of a position that has none, where targets are sorted.
 NO_LABEL = tl.constexpr(2**31 - 1)
-# Triton's interpreter has no reduction through a descriptor.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def load_block(x, stride, row, column, rows, columns, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
-    """The block [R, C] at (row, column) of a [rows, columns] matrix, 0 outside of it."""
-    if TMA:
-        return x.load([row, column])
-    else:  # noqa: RET505 - without it, Triton compiles what follows for a descriptor too
-        r = row + tl.arange(0, R)
-        c = column + tl.arange(0, C)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        return tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0)
-
-
-@triton.jit
-def store_block(x, stride, row, column, rows, columns, value, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
-    """Store a block [R, C] at (row, column) of a [rows, columns] matrix, and nothing outside of it."""
-    if TMA:
-        x.store([row, column], value)
-    else:
-        r = row + tl.arange(0, R)
-        c = column + tl.arange(0, C)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        tl.store(x + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside)
-
-
-@triton.jit
-def place_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile: up to GROUP rows of tiles at a time, column by column, so that L2 serves the operands.
-
-    The groups are even: of 17 rows as 16 and 1, the last took as long as reading all of the weight for one row does.
-    """
-    size = tl.cdiv(tiles_m, tl.cdiv(tiles_m, GROUP))
-    per_group = size * tiles_n
-    first = (tile // per_group) * size
-    height = min(tiles_m - first, size)
-    within = tile % per_group
-    return first + within % height, within // height
 
 
 @triton.jit
@@ -89,55 +49,6 @@ def exponential_row(
     in_again = again + (j - first_tile) * again_tokens + t - stash_tokens - overflow_tokens
     kept = tl.where(t < stash_tokens, in_stash, in_overflow)
     return tl.where(t < stash_tokens + overflow_tokens, kept, in_again)
-
-
-@triton.jit
-def halves(x, M: tl.constexpr, N: tl.constexpr):
-    """The left and the right half of x [M, N]."""
-    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def store_columns(
-    into, stride, row, column, rows, columns, value,
-    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    if PARTS == 1:
-        store_block(into, stride, row, column, rows, columns, value, R, C, TMA)
-    else:
-        left, right = halves(value, R, C)
-        store_columns(into, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, TMA)
-        store_columns(into, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, TMA)
-
-
-@triton.jit
-def add_columns(
-    into,
-    stride,
-    row,
-    column,
-    rows,
-    columns,
-    value,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    PARTS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Add value [R, C] to what is there, in one atomic addition per element."""
-    if PARTS > 1:
-        left, right = halves(value, R, C)
-        add_columns(into, stride, row, column, rows, columns, left, R, C // 2, PARTS // 2, TMA)
-        add_columns(into, stride, row, column + C // 2, rows, columns, right, R, C // 2, PARTS // 2, TMA)
-    elif TMA and INTERPRETED:
-        into.store([row, column], into.load([row, column]) + value)
-    elif TMA:
-        into.atomic_add([row, column], value)
-    else:
-        r = row + tl.arange(0, R)
-        c = column + tl.arange(0, C)
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        tl.atomic_add(into + r.to(tl.int64)[:, None] * stride + c[None, :], value, mask=inside, sem="relaxed")
 
 
 @triton.jit

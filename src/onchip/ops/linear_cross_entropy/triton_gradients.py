@@ -7,16 +7,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.ops._shared.triton_maths import LOG2E, target_gradient
-from onchip.ops.linear_cross_entropy.triton_blocks import (
-    NO_LABEL,
-    VOCAB_TILE,
-    add_columns,
-    exponential_row,
-    load_block,
-    place_tile,
-    store_columns,
-    unscaled_logits,
-)
+from onchip.ops._shared.triton_tiles import add_columns, load_block, place_tile, store_columns
+from onchip.ops.linear_cross_entropy.triton_blocks import NO_LABEL, VOCAB_TILE, exponential_row, unscaled_logits
 
 
 @triton.jit

@@ -1,0 +1,70 @@
+"""What the public functions check at their door, without reading a value of a tensor."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
+from onchip.ops.fp8_linear import spec
+from onchip.ops.fp8_linear.spec import OP
+
+
+def check_tensors(op: str, **named: Any) -> None:
+    """Raise for what can be seen of the tensors, x among them; a bias may be None."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
+    x = named["x"]
+    tensors = {name: t for name, t in named.items() if not (name == "bias" and t is None)}
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(t).__name__}")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(t.dtype)}")
+        if t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
+    if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors.values()):
+        raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
+
+
+def check_weight_grad_out(out: Any, weight: Tensor) -> None:
+    """Raise unless `out` can take the weight's gradient."""
+    if out is None:
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{OP}: weight_grad_out must be a torch.Tensor; got {type(out).__name__}")
+    if out.dtype != torch.float32:
+        raise TypeError(f"{OP}: weight_grad_out must be float32; got {dtype_name(out.dtype)}")
+    if out.shape != weight.shape or not out.is_contiguous():
+        raise ValueError(
+            f"{OP}: weight_grad_out must be contiguous, of weight's shape, {list(weight.shape)}; "
+            f"got shape {list(out.shape)}, strides {list(out.stride())}"
+        )
+    if out.device != weight.device:
+        raise ValueError(f"{OP}: weight_grad_out is on {out.device} but weight is on {weight.device}; move it there")
+    if out.requires_grad:
+        raise ValueError(f"{OP}: weight_grad_out must not require a gradient; pass weight_grad_out.detach()")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{OP}: weight_grad_out is not supported inside torch.compile")
+
+
+def check_quantized(scale: str, x_scale: str, *, columns: bool, wanted: bool) -> None:
+    """Raise unless what `quantize_activation` made serves this call."""
+    if scale != x_scale:
+        raise ValueError(f"{OP}: x was quantised with scale={x_scale!r} but scale is {scale!r}; they must be equal")
+    if wanted and not columns:
+        raise ValueError(
+            f"{OP}: x was quantised without gradients but weight needs one; call quantize_activation where they are on"
+        )
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """x's dtype, or autocast's."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        if dtype not in DTYPES:
+            raise TypeError(f"{spec.OP}: autocast to {dtype_name(dtype)} is not supported")
+        return dtype
+    return x.dtype

@@ -1,0 +1,433 @@
+"""fp8_linear for PyTorch: the public functions, torch.library and autograd.
+
+Read from the top: a public function has its inputs checked (torch_inputs.py), chooses a backend and calls one
+registered operator.  `_forward_op` quantises x, takes the weight's quantised copies from the cache (torch_weights.py),
+and leaves x's transposed copy for backward; `_backward_op` quantises the output's gradient.  Each backend is a
+quantiser and a product: see `_backend`.  The maths is in the package's docstring.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.backends import choose_backend
+from onchip.ops._shared.spec import require_one_of
+from onchip.ops._shared.torch_autograd import differentiable_once
+from onchip.ops.fp8_linear import spec, torch_quantize, triton_op
+from onchip.ops.fp8_linear.spec import OP, Options
+from onchip.ops.fp8_linear.torch_inputs import (
+    check_quantized,
+    check_tensors,
+    check_weight_grad_out,
+    result_dtype,
+)
+from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
+from onchip.ops.fp8_linear.torch_quantize import FP8, Quantized
+from onchip.ops.fp8_linear.torch_weights import quantized_weight
+
+_DEVICES = ("cpu", "cuda", "meta")
+BACKENDS = ("scaled_mm", "triton", "dequantize")
+# What "auto" may take, best first.
+_AUTO = ("scaled_mm", "dequantize")
+
+
+class QuantizedActivation(NamedTuple):
+    """An activation in FP8 that several layers share, as `quantize_activation` makes it."""
+
+    x: Tensor
+    """[..., K]: what it was made of, for its shape, its dtype and its gradient; no layer keeps it."""
+    rows: Tensor
+    """[M, K rounded up to 128] E4M3: scaled along K, for the output."""
+    row_scales: Tensor
+    """[K / 128, M] float32."""
+    columns: Tensor | None
+    """[K, M rounded up to 128] E4M3: transposed and scaled along M, for the weight's gradient; None without."""
+    column_scales: Tensor | None
+    """[M / 128, K] float32."""
+    scale: str
+    """"float32" or "power_of_two"."""
+
+
+def fp8_linear(
+    x: Tensor | QuantizedActivation,  # [..., K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None = None,  # [N]
+    *,
+    grad_dtype: str = "e4m3",
+    scale: str = "float32",
+    backend: str = "auto",
+    cache_weight: bool = True,
+    weight_grad_out: Tensor | None = None,  # [N, K] float32
+) -> Tensor:
+    r"""Linear layer in blockwise FP8, forward and backward: x @ weight.T + bias.
+
+    With Q for dividing groups of numbers by amax / 448 and rounding them to E4M3, all three products are of FP8
+    numbers, summed in float32::
+
+        out         = Q(x) @ Q(weight).T + bias      # x in groups of 1x128 along K, weight of 128x128
+        grad_x      = Q(grad_out) @ Q(weight)        # grad_out in groups of 1x128 along N
+        grad_weight = Q(grad_out).T @ Q(x)           # both in groups of 128x1 along M
+        grad_bias   = grad_out.sum over M
+
+    Args:
+        x: [..., K] float32, bfloat16 or float16, any strides, or what `quantize_activation` made of one.  The leading
+            dimensions hold M rows.
+        weight: [N, K] like `nn.Linear`'s, of any of the three dtypes: float32 master weights can be passed as they are.
+        bias: [N] of any of the three dtypes, added in float32.
+        grad_dtype: FP8 format of the output's gradient: "e4m3", or "e5m2" with more range and one bit less.
+        scale: "float32", or "power_of_two": scales rounded up to the next power of two, so that scaling is exact.
+        backend: "scaled_mm" (cuBLAS's blockwise products; compute capability 9.0, CUDA 12.9), "triton" (kernels for
+            NVIDIA GPUs with FP8), "dequantize" (float32 products, any device) or "auto": the first of "scaled_mm" and
+            "dequantize" that can run.
+        cache_weight: keep the quantised weight for further calls, until it changes: see `forget_weight` for what can't
+            be seen.  2 bytes per element.  False quantises it anew in forward and in backward.
+        weight_grad_out: [N, K] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
+            its own.  For a main gradient that is kept in float32 over micro-batches.
+
+    Returns:
+        [..., N] of x's dtype, under autocast of autocast's.  Gradients have the dtypes of their inputs, rounded once.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device or option, or a backend that can't run the call.
+        RuntimeError: differentiated twice, or called inside a torch.func transform.
+
+    Memory: what is kept for backward is x in FP8, K * up(M, 128) * (1 + 4 / 128) bytes, and none of x itself; nothing
+    where the weight needs no gradient.  `saved_bytes` and `weight_bytes` of `onchip.ops.fp8_linear.spec` are formulas.
+
+    Numbers: a NaN or an infinity makes its group of 128 NaN.  Groups are scaled however small they are: only below an
+    amax of 5e-36 do numbers lose digits.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import fp8_linear
+        >>> x = torch.randn(4, 8, 256, requires_grad=True)
+        >>> weight = torch.randn(384, 256, requires_grad=True)
+        >>> out = fp8_linear(x, weight)
+        >>> out.sum().backward()
+        >>> out.shape, weight.grad.shape
+        (torch.Size([4, 8, 384]), torch.Size([384, 256]))
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
+    """
+    options = Options(grad_dtype, scale, cache_weight)
+    shared = x if isinstance(x, QuantizedActivation) else None
+    given: Tensor = x if shared is None else shared.x  # type: ignore[assignment]
+    check_tensors(OP, x=given, weight=weight, bias=bias)
+    spec.check_shapes(given.shape, weight.shape, None if bias is None else bias.shape)
+    check_weight_grad_out(weight_grad_out, weight)
+    chosen = _choose(OP, backend, given)
+    grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (given, weight, bias)]
+    if shared is not None:
+        check_quantized(scale, shared.scale, columns=shared.columns is not None, wanted=grads[1])
+    copies = (None,) * 4 if shared is None else shared[1:5]
+    words = (options.grad_dtype, options.scale, chosen, options.cache_weight)
+    out: Tensor = _forward_op(given, weight, bias, *copies, weight_grad_out, result_dtype(given), *words, grads)[0]
+    return out
+
+
+def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "auto") -> QuantizedActivation:
+    """x in FP8, for several layers that read the same activation: q, k and v, or gate and up.
+
+    Each `fp8_linear` that is given the result skips quantising, and all of them keep one copy for backward.  Gradients
+    go to x, where they are summed as those of any tensor that is used several times.
+
+    Args:
+        x: [..., K] float32, bfloat16 or float16.
+        scale: "float32" or "power_of_two", the same as of the layers that will use it.
+        backend: as of `fp8_linear`; how it is quantised, to the same bits by each.
+
+    Returns:
+        What `fp8_linear` takes in place of x.  It holds x itself: keep it no longer than needed.
+
+    Raises:
+        TypeError, ValueError: as `fp8_linear`.
+
+    Memory: 2 * M * K * (1 + 4 / 128) bytes; half of it without gradients.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import fp8_linear, quantize_activation
+        >>> x = torch.randn(16, 256, requires_grad=True)
+        >>> gate, up = (torch.randn(512, 256, requires_grad=True) for _ in range(2))
+        >>> shared = quantize_activation(x)
+        >>> (fp8_linear(shared, gate).sigmoid() * fp8_linear(shared, up)).sum().backward()
+        >>> x.grad.shape
+        torch.Size([16, 256])
+    """
+    name = "quantize_activation"
+    require_one_of(name, "scale", scale, spec.SCALES)
+    check_tensors(name, x=x)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
+    columns = torch.is_grad_enabled()
+    rows, row_scales, by_column, column_scales = _quantize_op(x.detach(), scale, _choose(name, backend, x), columns)
+    if columns:
+        return QuantizedActivation(x, rows, row_scales, by_column, column_scales, scale)
+    return QuantizedActivation(x, rows, row_scales, None, None, scale)
+
+
+def _choose(op: str, backend: str, x: Tensor) -> str:
+    device = x.device.type
+    refusals = {
+        "scaled_mm": scaled_mm_refusal(x.device),
+        "triton": triton_op.refusal(device, x.device.index),
+        "dequantize": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
+    }
+    return choose_backend(op, backend, {name: refusals[name] for name in (_AUTO if backend == "auto" else BACKENDS)})
+
+
+# --------------------------------------------------------------------------------------------------- what a backend is
+
+
+class _Backend(NamedTuple):
+    """How operands are quantised, and how they are multiplied."""
+
+    quantizer: str
+    quantize_activation: Any
+    quantize_weight: Any
+    product: Any
+
+
+# By backend.  Both quantisers make the same bits; Triton's reads a matrix once.
+_QUANTIZERS = {"scaled_mm": "torch", "triton": "triton", "dequantize": "torch"}
+
+
+def _backend(name: str) -> _Backend:
+    quantizer = _QUANTIZERS[name]
+    quantize: Any = torch_quantize
+    if "triton" in (quantizer, name):
+        from onchip.ops.fp8_linear import triton_launches as kernels
+
+        quantize = kernels if quantizer == "triton" else torch_quantize
+    if name == "triton":
+        product: Any = kernels.product
+    else:
+        product = scaled_mm_product if name == "scaled_mm" else dequantized_product
+    return _Backend(quantizer, quantize.quantize_activation, quantize.quantize_weight, product)
+
+
+def _multiply(
+    backend: _Backend,
+    a: Quantized | None,  # [M, C]
+    b: Quantized | None,  # [N, C]
+    *,
+    by_block: bool,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """A B^T + bias as [M, N] of `dtype`; or added to `add_to`, which is returned."""
+    assert a is not None
+    assert b is not None
+    if 0 in (len(a.data), a.data.shape[1]):  # no rows, or a weight's gradient of none
+        return a.data.new_zeros((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
+    made: Tensor = backend.product(a, b, by_block, bias, dtype, add_to)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ registered operators
+
+
+@torch.library.custom_op(
+    "onchip::fp8_quantize_activation",
+    mutates_args=(),
+    schema="(Tensor x, str scale, str backend, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _quantize_op(x: Tensor, scale: str, backend: str, columns: bool) -> tuple[Tensor, ...]:
+    """Return rows, row_scales, columns and column_scales of `QuantizedActivation`; the last two may be empty."""
+    flat = x.reshape(-1, x.shape[-1])
+    made = _backend(backend).quantize_activation(flat, "e4m3", scale, rows=True, columns=columns)
+    return (*made[0], *(made[1] or _nothing(x)))
+
+
+@_quantize_op.register_fake
+def _(x: Tensor, scale: str, backend: str, columns: bool) -> tuple[Tensor, ...]:
+    k = x.shape[-1]
+    m = x.numel() // k
+    made = torch_quantize.empty_rows(m, k, "e4m3", x)
+    return (*made, *(torch_quantize.empty_rows(k, m, "e4m3", x) if columns else _nothing(x)))
+
+
+def _nothing(like: Tensor) -> Quantized:
+    return Quantized(like.new_empty(0, dtype=FP8["e4m3"]), like.new_empty(0, dtype=torch.float32))
+
+
+# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
+_WORDS = "str grad_dtype, str scale, str backend, bool cache_weight, bool[] grads"
+
+
+class _Arguments(NamedTuple):
+    """The arguments of `_forward_op`, in order."""
+
+    x: Tensor  # [..., K]
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+    rows: Tensor | None  # of a QuantizedActivation, as the next three
+    row_scales: Tensor | None
+    columns: Tensor | None
+    column_scales: Tensor | None
+    weight_grad_out: Tensor | None  # [N, K] float32; used in backward
+    dtype: torch.dtype
+    grad_dtype: str
+    scale: str
+    backend: str
+    cache_weight: bool
+    grads: list[bool]  # of x, weight, bias
+
+    @property
+    def keeps(self) -> bool:
+        """Whether x's transposed copy is made here for backward."""
+        return self.grads[1] and self.rows is None
+
+
+@torch.library.custom_op(
+    "onchip::fp8_linear",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor? rows, Tensor? row_scales, Tensor? columns, "
+        f"Tensor? column_scales, Tensor? weight_grad_out, ScalarType dtype, {_WORDS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _forward_op(*args: Any) -> tuple[Tensor, ...]:
+    """Return the output, and x's transposed copy for backward if it is made here."""
+    a = _Arguments(*args)
+    backend = _backend(a.backend)
+    with torch.autocast(a.x.device.type, enabled=False):
+        k = a.x.shape[-1]
+        kept = None
+        if a.rows is None:
+            flat = a.x.reshape(-1, k)
+            rows, kept = backend.quantize_activation(flat, "e4m3", a.scale, rows=True, columns=a.keeps)
+        else:
+            assert a.row_scales is not None
+            rows = Quantized(a.rows, a.row_scales)
+        weight, _ = quantized_weight(
+            a.weight,
+            a.scale,
+            backend.quantize_weight,
+            backend.quantizer,
+            rows=True,
+            transposed=a.cache_weight and a.grads[0],
+            cache=a.cache_weight,
+        )
+        n = len(a.weight)
+        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=a.bias)
+        return (out.view(*a.x.shape[:-1], n), *(kept or _nothing(a.x)))
+
+
+@_forward_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    k = a.x.shape[-1]
+    kept = torch_quantize.empty_rows(k, a.x.numel() // k, "e4m3", a.x) if a.keeps else _nothing(a.x)
+    return (a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0]), dtype=a.dtype), *kept)
+
+
+@torch.library.custom_op(
+    "onchip::fp8_linear_backward",
+    mutates_args=("weight_grad_out",),
+    schema=(
+        "(Tensor grad_out, Tensor weight, Tensor? columns, Tensor? column_scales, Tensor(a!)? weight_grad_out, "
+        f"ScalarType x_dtype, ScalarType bias_dtype, {_WORDS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _backward_op(
+    grad_out: Tensor,  # [..., N]
+    weight: Tensor,  # [N, K]
+    columns: Tensor | None,  # [K, M]
+    column_scales: Tensor | None,
+    weight_grad_out: Tensor | None,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    grad_dtype: str,
+    scale: str,
+    backend_name: str,
+    cache_weight: bool,
+    grads: list[bool],
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, weight and bias; what isn't asked for is empty."""
+    backend = _backend(backend_name)
+    n, k = weight.shape
+    made = [grad_out.new_empty(0, dtype=dtype) for dtype in (x_dtype, weight.dtype, bias_dtype)]
+    with torch.autocast(grad_out.device.type, enabled=False):
+        flat = grad_out.reshape(-1, n)
+        if grads[2]:
+            made[2] = flat.sum(0, dtype=torch.float32).to(bias_dtype)
+        if not (grads[0] or grads[1]):
+            return tuple(made)
+        rows, turned = backend.quantize_activation(flat, grad_dtype, scale, rows=grads[0], columns=grads[1])
+        if grads[0]:
+            _, transposed = quantized_weight(
+                weight,
+                scale,
+                backend.quantize_weight,
+                backend.quantizer,
+                rows=False,
+                transposed=True,
+                cache=cache_weight,
+            )
+            grad_x = _multiply(backend, rows, transposed, by_block=True, dtype=x_dtype)
+            made[0] = grad_x.view(*grad_out.shape[:-1], k)
+        if grads[1]:
+            assert columns is not None
+            assert column_scales is not None
+            kept = Quantized(columns, column_scales)
+            grad_weight = _multiply(backend, turned, kept, by_block=False, dtype=weight.dtype, add_to=weight_grad_out)
+            if weight_grad_out is None:
+                made[1] = grad_weight
+    return tuple(made)
+
+
+@_backward_op.register_fake
+def _(
+    grad_out: Tensor,
+    weight: Tensor,
+    columns: Tensor | None,
+    column_scales: Tensor | None,
+    weight_grad_out: Tensor | None,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    grad_dtype: str,
+    scale: str,
+    backend_name: str,
+    cache_weight: bool,
+    grads: list[bool],
+) -> tuple[Tensor, ...]:
+    n, k = weight.shape
+    return (
+        grad_out.new_empty((*grad_out.shape[:-1], k) if grads[0] else 0, dtype=x_dtype),
+        weight.new_empty(weight.shape if grads[1] and weight_grad_out is None else 0),
+        grad_out.new_empty(n if grads[2] else 0, dtype=bias_dtype),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    a = _Arguments(*inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    columns = output[1:] if a.keeps else (a.columns, a.column_scales)
+    # The weight by reference, as nn.Linear does: its copies are in the cache, or are made anew.
+    ctx.save_for_backward(a.weight, *(columns if a.grads[1] else (None, None)))
+    # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
+    ctx.weight_grad_out = a.weight_grad_out
+    ctx.options = (
+        a.x.dtype, a.dtype if a.bias is None else a.bias.dtype,
+        a.grad_dtype, a.scale, a.backend, a.cache_weight, a.grads,
+    )  # fmt: skip
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * (len(_Arguments._fields) - 3)
+    if grad_out is None:
+        return (None, None, None, *nothing)
+    weight, columns, column_scales = ctx.saved_tensors
+    made = _backward_op(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *ctx.options)
+    wanted = list(ctx.options[-1])
+    wanted[1] = wanted[1] and ctx.weight_grad_out is None
+    grads = [g if want else None for g, want in zip(made, wanted, strict=True)]
+    return (*differentiable_once(OP, grads), *nothing)
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)

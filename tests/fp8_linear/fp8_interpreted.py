@@ -1,0 +1,140 @@
+"""The Triton backend under Triton's interpreter, on the CPU: what test_fp8_triton_interpreter.py starts.
+
+Triton reads TRITON_INTERPRET when it is imported, so these checks need a process of their own.  What nobody wrote is
+NaN, so a result that depends on it is NaN too.
+
+    TRITON_INTERPRET=1 python fp8_interpreted.py NAME ...     prints a line of JSON for each check
+"""
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from functools import partial
+
+import torch
+from fp8_common import assert_right, assert_same, oracle, same_bits, small_problem
+from test_fp8_correctness import awkward
+
+from onchip.ops.fp8_linear import torch_products, torch_quantize
+from onchip.ops.fp8_linear.cases import Case
+from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
+from onchip.torch import fp8_linear, quantize_activation
+
+QUANTIZERS = {
+    "descriptors": ((130, 300), "e4m3", "float32", QuantizeConfig()),
+    "pointers": ((130, 300), "e5m2", "power_of_two", QuantizeConfig(blocks=2, tma=False)),
+    "two blocks at a time": ((9, 304), "e4m3", "power_of_two", QuantizeConfig(blocks=2)),
+    "read twice": ((130, 132), "e4m3", "float32", QuantizeConfig(twice=True)),
+    "one number": ((1, 1), "e5m2", "float32", QuantizeConfig()),
+}
+PRODUCTS = {
+    "128x128": ProductConfig(),
+    "64x64": ProductConfig(rows=64, columns=64, group=1),
+    "256 wide": ProductConfig(rows=64, columns=256, parts=2),
+}
+
+
+def quantizing(name):
+    """Bit for bit what PyTorch's own operations and casts make."""
+    from onchip.ops.fp8_linear import triton_launches
+
+    shape, fmt, scale, config = QUANTIZERS[name]
+    x = torch.from_numpy(awkward(*shape))
+    # Rows of 304 and of 132 numbers fit a descriptor, others and transposed ones are read by pointers.
+    strided = x if shape[1] in (304, 132) else x.T.contiguous().T
+    for both in ((True, True), (True, False), (False, True)):
+        wanted = dict(zip(("rows", "columns"), both, strict=True))
+        expected = torch_quantize.quantize_activation(x, fmt, scale, **wanted)
+        assert_all_same(triton_launches.quantize_activation(strided, fmt, scale, config=config, **wanted), expected)
+        if fmt == "e4m3":
+            wanted = dict(zip(("rows", "transposed"), both, strict=True))
+            expected = torch_quantize.quantize_weight(x, scale, **wanted)
+            assert_all_same(triton_launches.quantize_weight(strided, scale, config=config, **wanted), expected)
+
+
+def assert_all_same(made, expected):
+    for p, q in zip(made, expected, strict=True):
+        assert (p is None) == (q is None)
+        assert p is None or (same_bits(p.data, q.data) and same_bits(p.scales, q.scales))
+
+
+def product(name):
+    """Each config, by descriptors and by pointers, stored and added, with both layouts of scales."""
+    from onchip.ops.fp8_linear import triton_launches
+
+    m, n, k = 70, 330, 150
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g) * torch.arange(1, n + 1)[:, None]
+    bias = torch.randn(n, generator=g)
+    a, _ = torch_quantize.quantize_activation(x, "e5m2", "float32", rows=True, columns=False)
+    for by_block, tma, add in ((True, True, False), (False, True, True), (True, False, True), (False, False, False)):
+        b, _ = (
+            torch_quantize.quantize_weight(w, "float32", rows=True, transposed=False)
+            if by_block
+            else torch_quantize.quantize_activation(w, "e4m3", "float32", rows=True, columns=False)
+        )
+        # Rows of 330 numbers fit no descriptor, of 332 they do.
+        into = torch.full((m, 332 if tma else n), 0.5)[:, :n]
+        how = (by_block, None if add else bias, torch.float32, into.clone() if add else None)
+        expected = torch_products.dequantized_product(a, b, *how)
+        launch = triton_launches.product_launch(
+            a, b, by_block, None if add else bias, into, add, PRODUCTS[name], 2, tma=tma
+        )
+        assert launch.arguments["TMA_OUT"] == tma
+        launch.run()
+        assert_same(into, expected)
+
+
+OPS = {
+    "plain": Case("plain", 130, 136, 140),
+    "ragged": Case("ragged", 70, 131, 129, bias=True, spread=4.0, zeros=0.1, snr_db=None,
+                   options={"grad_dtype": "e5m2", "scale": "power_of_two"}),
+}  # fmt: skip
+
+
+def op(name):
+    assert_right(OPS[name], torch.float16 if name == "plain" else torch.float32, backend="triton")
+
+
+def shared_and_added():
+    """A shared activation, a float32 main gradient over two micro-batches, and no rows."""
+    x, w, _ = small_problem()
+    total = torch.full(w.shape, 0.5)
+    shared = quantize_activation(x, backend="triton")
+    for _ in range(2):
+        fp8_linear(shared, w, backend="triton", weight_grad_out=total).sum().backward()
+    assert_same(total - 0.5, 2 * oracle(x, w).grad_weight, 1e-5)
+    assert fp8_linear(x[:, :0], w, backend="triton", weight_grad_out=total).shape == (2, 0, 136)
+
+
+CHECKS = {
+    **{f"quantizing {name}": partial(quantizing, name) for name in QUANTIZERS},
+    **{f"product {name}": partial(product, name) for name in PRODUCTS},
+    **{f"op {name}": partial(op, name) for name in OPS},
+    "shared and added": shared_and_added,
+}
+
+
+def main(names):
+    import fp8_interpreter
+
+    fp8_interpreter.mend()
+    warnings.simplefilter("ignore")  # the interpreter's NumPy overflows where kernels do on purpose
+    torch.set_num_threads(1)
+    # Fills what torch.empty and its kin return with NaN, and with the largest integer.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for name in names:
+        torch.manual_seed(0)
+        error, start = "", time.perf_counter()
+        try:
+            CHECKS[name]()
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"name": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or CHECKS)

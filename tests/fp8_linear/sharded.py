@@ -1,0 +1,83 @@
+"""Fp8Linear on two processes over gloo: what test_fp8_sharded.py starts.  Prints what was found right.
+
+python sharded.py RANK FILE       FILE is where the processes meet
+"""
+
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from fp8_common import assert_same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from onchip.ops.fp8_linear import torch_weights
+from onchip.torch import Fp8Linear, convert_linears, fp8_linear
+
+RANKS = 2
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
+    convert_linears(model)
+    return model
+
+
+def batches():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(RANKS, 16, 128, generator=g) for _ in range(4)]
+
+
+def fully_sharded(rank, mesh):
+    """Two steps of two micro-batches, as on one process that sees both halves of each batch."""
+    alone, model = make_model(), make_model()
+    for layer in model:
+        if isinstance(layer, Fp8Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (alone, model)]
+    xs = batches()
+    for step in range(2):
+        for x in xs[2 * step : 2 * step + 2]:
+            # Each row's quantisation is its own, but a weight's gradient has groups of 128 rows: take each half apart.
+            sum(alone(half).square().mean() / RANKS for half in x).backward()
+            model(x[rank]).square().mean().backward()
+        # Copies of a gathered weight go when it is sharded again.
+        assert len(torch_weights._CACHE.entries) == 2, list(torch_weights._CACHE.entries)
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert_same(p.grad.full_tensor(), q.grad, 1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_same(p.full_tensor(), q, 1e-4)
+
+
+def tensor_parallel(rank, mesh):
+    """Columns of the first weight and rows of the second on each process: whole blocks of 128, so the same numbers."""
+    first, _, second = make_model()
+    x = batches()[0][0]
+    mine = slice(rank * 128, rank * 128 + 128)
+    with torch.no_grad():
+        h = fp8_linear(x, first.weight[mine].clone(), first.bias[mine])
+        assert torch.equal(h, first(x)[:, mine])
+        part = fp8_linear(h, second.weight[:, mine].clone())
+        dist.all_reduce(part)
+        assert_same(part + second.bias, second(first(x)))
+
+
+def main(rank, meeting):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for check in (fully_sharded, tensor_parallel):
+        check(rank, mesh)
+        print(check.__name__, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

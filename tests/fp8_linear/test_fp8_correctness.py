@@ -1,0 +1,248 @@
+"""What the op computes: bits of what is quantised, products against the oracle, memory."""
+
+import numpy as np
+import pytest
+import torch
+from fp8_common import assert_right, assert_same, oracle, same_bits, small_problem
+
+from onchip.ops.fp8_linear import reference, spec, torch_products, torch_quantize
+from onchip.ops.fp8_linear.cases import CHECK_CASES, MODEL_CASES, Case
+from onchip.torch import fp8_linear, quantize_activation
+
+SCALES = pytest.mark.parametrize("scale", spec.SCALES)
+FORMATS = pytest.mark.parametrize("fmt", spec.FP8_MAX)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CHECK_CASES, ids=str)
+def test_cases(case, dtype):
+    assert_right(case, dtype)
+
+
+def awkward(rows, columns, seed=0):
+    """Numbers of many sizes, with zero groups, tiny and huge ones, a NaN, infinities, subnormals and ties."""
+    rng = np.random.default_rng(seed)
+    size = np.exp2(rng.uniform(-100, 100, (rows, -(-columns // 64))))
+    x = (rng.standard_normal((rows, columns)) * np.repeat(size, 64, 1)[:, :columns]).astype(np.float32)
+    x[: rows // 4, : columns // 3] = 0
+    x[rows // 2 - 1 : rows // 2 + 1] = 1e-30 * rng.standard_normal(columns)
+    x[-1] = 1e-41
+    if rows > 8 and columns > 8:
+        x[0, columns - 1] = np.nan
+        x[1, 2], x[2, columns // 2] = np.inf, -np.inf
+        x[5, :8] = [448, 17, 18, 19, 2**-9, 2**-10, 3 * 2**-10, -0.0]  # with a scale of 1 among them ties
+    return x
+
+
+def assert_quantized(made, expected, group):
+    """Bits, scales, and zeros (or NaN, in a NaN's group) beyond the end."""
+    columns = expected.data.shape[1]
+    data = made.data.view(torch.uint8).numpy()
+    nan = np.isnan(reference.decode(expected.data, expected.fmt))
+    np.testing.assert_array_equal(np.isnan(reference.decode(data[:, :columns], expected.fmt)), nan)
+    np.testing.assert_array_equal(data[:, :columns][~nan], expected.data[~nan])
+    scales = reference.compact_scales(expected, group)
+    stored = made.scales.numpy()
+    stored = stored.T if group[0] == 1 else stored[:, : scales.shape[1]]
+    np.testing.assert_array_equal(stored, scales)
+    beyond = reference.decode(data[:, columns:], expected.fmt)
+    assert ((beyond == 0) | np.isnan(beyond)).all()
+    healthy = np.isfinite(expected.value).all(1)
+    assert (beyond[healthy] == 0).all()
+
+
+@SCALES
+@FORMATS
+@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (256, 128), (9, 1000)], ids=str)
+def test_quantised_bits_are_the_oracles(shape, fmt, scale):
+    x = awkward(*shape)
+    t = torch.from_numpy(x)
+    rows, columns = torch_quantize.quantize_activation(t, fmt, scale, rows=True, columns=True)
+    assert_quantized(rows, reference.quantize_rows(x, fmt, scale), (1, 128))
+    assert_quantized(columns, reference.quantize_rows(x.T, fmt, scale), (1, 128))
+    if fmt == "e4m3":
+        plain, turned = torch_quantize.quantize_weight(t, scale, rows=True, transposed=True)
+        expected = reference.quantize_blocks(x, fmt, scale)
+        assert_quantized(plain, expected, (128, 128))
+        assert_quantized(turned, expected.T, (128, 128))
+
+
+def test_chunks_do_not_change_the_bits(monkeypatch):
+    x = torch.from_numpy(awkward(600, 300))
+    whole = torch_quantize.quantize_activation(x, "e4m3", "float32", rows=True, columns=True)
+    whole += torch_quantize.quantize_weight(x, "float32", rows=True, transposed=True)
+    monkeypatch.setattr(torch_quantize, "_CHUNK", 1)
+    cut = torch_quantize.quantize_activation(x, "e4m3", "float32", rows=True, columns=True)
+    cut += torch_quantize.quantize_weight(x, "float32", rows=True, transposed=True)
+    for a, b in zip(whole, cut, strict=True):
+        assert same_bits(a.data, b.data)
+        assert same_bits(a.scales, b.scales)
+
+
+def test_products_in_chunks_are_the_same(monkeypatch):
+    x, w, b = small_problem(m=300, n=260, bias=True)
+    expected = fp8_linear(x, w, b)
+    monkeypatch.setattr(torch_products, "_CHUNK", 1)
+    assert_same(fp8_linear(x, w, b), expected)
+
+
+def test_signal_to_noise_is_28_db():
+    """Of output and gradients in bfloat16 against the layer in float32, on normal numbers."""
+    x, w, _ = small_problem(256, 384, 512, torch.bfloat16)
+    g = torch.randn(2, 128, 384).bfloat16()
+    out = fp8_linear(x, w)
+    out.backward(g)
+    flat, gf, wf = x.detach().flatten(0, 1).float(), g.flatten(0, 1).float(), w.detach().float()
+    for made, exact in ((out.flatten(0, 1), flat @ wf.T), (x.grad.flatten(0, 1), gf @ wf), (w.grad, gf.T @ flat)):
+        assert reference.snr_db(made.detach().float().numpy(), exact.numpy()) >= 28
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "one dimension", "four dimensions"])
+def test_any_strides_and_dimensions(layout):
+    x, w, _ = small_problem()
+    x, w = x.detach(), w.detach()
+    x = {
+        "transposed": x.transpose(0, 1),
+        "sliced": torch.cat([x, x], -1)[..., 1:145],
+        "expanded": x[:, :1].expand(2, 12, 144),
+        "one dimension": x[0, 0],
+        "four dimensions": x[:, None],
+    }[layout].requires_grad_()
+    w = w.T.contiguous().T if layout == "transposed" else w
+    out = fp8_linear(x, w.requires_grad_())
+    g = torch.randn(out.shape[-1], *out.shape[:-1]).movedim(0, -1)
+    out.backward(g)
+    expected = oracle(x, w, grad_out=g)
+    assert_same(out, expected.out)
+    assert_same(x.grad, expected.grad_x)
+    assert_same(w.grad, expected.grad_weight)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_no_rows(grad):
+    _, w, b = small_problem(bias=True)
+    x = torch.randn(3, 0, 144, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        out = fp8_linear(x, w, b)
+    assert out.shape == (3, 0, 136)
+    if grad:
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+        assert not w.grad.any()
+        assert not b.grad.any()
+        total = torch.ones(136, 144)
+        fp8_linear(x, w, b, weight_grad_out=total).sum().backward()
+        assert (total == 1).all()
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [torch.float32, torch.bfloat16], ids=str)
+def test_each_argument_has_its_own_dtype(weight, bias):
+    """A float32 master weight is quantised from all of its digits."""
+    x, w, b = small_problem(bias=True)
+    x, w, b = (t.detach().to(d).requires_grad_() for t, d in ((x, torch.bfloat16), (w, weight), (b, bias)))
+    out = fp8_linear(x, w, b)
+    g = torch.randn_like(out)
+    out.backward(g)
+    expected = oracle(x, w, b, g)
+    assert out.dtype == torch.bfloat16
+    for t, made, right in zip((out, x, w, b), (out, x.grad, w.grad, b.grad), expected, strict=True):
+        assert made.dtype == t.dtype
+        assert_same(made, right, 2**-8 if t.dtype == torch.bfloat16 else 2e-6)
+
+
+def test_nan_shows_where_it_is_and_nowhere_else():
+    x, w, _ = small_problem(m=300)
+    with torch.no_grad():
+        x[0, 3, 5] = float("nan")
+    out = fp8_linear(x, w)
+    assert out[0, 3].isnan().all()
+    assert out[0, :3].isfinite().all()
+    assert out[1].isfinite().all()
+    out.backward(torch.ones_like(out))
+    assert w.grad[:, 5].isnan().all()
+    assert w.grad[:, 6:].isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": "e5m2"}, {"scale": "power_of_two"}], ids=str)
+def test_gradients_do_not_depend_on_their_size(options):
+    """A factor that is a power of two passes through, down to 1e-30."""
+    x, w, _ = small_problem()
+    g = torch.randn(2, 12, 136)
+    made = []
+    for factor in (1.0, 2.0**-100):
+        out = fp8_linear(x, w, **options)
+        made.append([t / factor for t in torch.autograd.grad(out, (x, w), g * factor)])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_the_model_cases_are_those_of_the_benchmark():
+    assert len(MODEL_CASES) == 84
+    assert len({case.name for case in MODEL_CASES}) == 84
+    by_name = {case.name: (case.m, case.n, case.k) for case in MODEL_CASES}
+    assert by_name["llama2-7b-qkv-1"] == (4096, 12288, 4096)
+    assert by_name["llama3.1-405b-down-4"] == (32768, 16384, 53248)
+    assert by_name["mistral-7b-gate-up-2"] == (8192, 28672, 4096)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def saved(run):
+    """The tensors that autograd keeps of `run()`."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run()
+    return kept
+
+
+def bytes_of(tensors):
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("m", [256, 130])
+def test_only_fp8_is_kept_of_an_activation(m):
+    x, w, _ = small_problem(m, 256, 384, torch.bfloat16)
+    kept = [t for t in saved(lambda: fp8_linear(x, w)) if t is not w]
+    problem = spec.Problem(m, 256, 384)
+    assert bytes_of(kept) == spec.saved_bytes(problem)
+    assert not {torch.bfloat16} & {t.dtype for t in kept}
+    if m % 128 == 0:
+        assert bytes_of(kept) == (1 + 4 / 128) * x.numel()
+
+
+def test_nothing_is_kept_of_an_activation_that_a_frozen_weight_reads():
+    x, w, _ = small_problem()
+    w.requires_grad_(False)
+    assert [t for t in saved(lambda: fp8_linear(x, w)) if t is not w] == []
+
+
+def test_layers_that_share_an_activation_keep_one_copy():
+    x, w, _ = small_problem(256, 128, 256, torch.bfloat16)
+    v = w.detach().clone().requires_grad_()
+    shared = quantize_activation(x)
+    kept = {t.data_ptr(): t for t in saved(lambda: (fp8_linear(shared, w), fp8_linear(shared, v)))}
+    kept = [t for t in kept.values() if t.data_ptr() not in (w.data_ptr(), v.data_ptr())]
+    assert bytes_of(kept) == spec.saved_bytes(spec.Problem(256, 128, 256))
+
+
+def test_the_formula_of_a_weights_copies():
+    w = torch.randn(300, 500)
+    made = torch_quantize.quantize_weight(w, "float32", rows=True, transposed=True)
+    assert bytes_of(t for q in made for t in q) == spec.weight_bytes(spec.Problem(1, 300, 500))
+
+
+def test_a_case_that_is_wrong_is_seen():
+    """The bounds are tight: a scale of the wrong block fails them."""
+    case = Case("wrong", 130, 260, 264)
+    right = torch_quantize.quantize_weight
+
+    def swapped(*arguments, **wanted):
+        made = right(*arguments, **wanted)
+        return tuple(None if q is None else q._replace(scales=q.scales.roll(1, 0)) for q in made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_quantize, "quantize_weight", swapped)
+        with pytest.raises(AssertionError, match="grad_x unquantised"):
+            assert_right(case)

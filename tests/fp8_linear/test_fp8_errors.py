@@ -1,0 +1,64 @@
+"""Every wrong call says what is wrong and what to do."""
+
+import pytest
+import torch
+
+from onchip.torch import Fp8Linear, fp8_linear, quantize_activation
+
+X, W, B = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, torch.randn(16, 31)), {}, ValueError, r"fp8_linear: x has K=32 but weight has K=31; weight must be \[N, K\]"),
+        ((X, torch.randn(16)), {}, ValueError, r"weight must be \[N, K\] with N, K >= 1; got shape \[16\]"),
+        ((X, torch.randn(0, 32)), {}, ValueError, r"weight must be \[N, K\] with N, K >= 1; got shape \[0, 32\]"),
+        ((torch.tensor(1.0), W), {}, ValueError, r"x must be \[..., K\]; got a 0-d tensor"),
+        ((X, W, torch.randn(15)), {}, ValueError, r"bias has shape \[15\] but weight has N=16; bias must be \[N\]"),
+        ((X.tolist(), W), {}, TypeError, r"x must be a torch.Tensor; got list"),
+        ((X, None), {}, TypeError, r"weight must be a torch.Tensor; got NoneType"),
+        ((X.double(), W), {}, TypeError, r"x must be float32, bfloat16 or float16; got float64"),
+        ((X, W.to(torch.float8_e4m3fn)), {}, TypeError, r"weight must be float32, bfloat16 or float16; got float8_e4m3fn"),
+        ((X, W.to("meta")), {}, ValueError, r"weight is on meta but x is on cpu; move it there"),
+        ((X, W), {"grad_dtype": "e4m2"}, ValueError, r"grad_dtype must be one of 'e4m3', 'e5m2'; got 'e4m2'"),
+        ((X, W), {"scale": "row"}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 'row'"),
+        ((X, W), {"cache_weight": 1}, TypeError, r"cache_weight must be True or False; got int"),
+        ((X, W), {"backend": "cublas"}, ValueError, r"backend must be one of .*'dequantize'; got 'cublas'"),
+        ((X, W), {"backend": "scaled_mm"}, ValueError, r"backend 'scaled_mm' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
+        ((X, W), {"backend": "triton"}, ValueError, r"backend 'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
+        ((X, W), {"weight_grad_out": [1]}, TypeError, r"weight_grad_out must be a torch.Tensor; got list"),
+        ((X, W), {"weight_grad_out": W.bfloat16()}, TypeError, r"weight_grad_out must be float32; got bfloat16"),
+        ((X, W), {"weight_grad_out": W.T}, ValueError, r"weight_grad_out must be contiguous, of weight's shape, \[16, 32\]; got shape \[32, 16\]"),
+        ((X, W), {"weight_grad_out": W.clone().requires_grad_()}, ValueError, r"weight_grad_out must not require a gradient"),
+        ((quantize_activation(X), W), {"scale": "power_of_two"}, ValueError, r"x was quantised with scale='float32' but scale is 'power_of_two'"),
+    ],
+)  # fmt: skip
+def test_fp8_linear(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        fp8_linear(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "message"),
+    [
+        (X.int(), {}, TypeError, r"quantize_activation: x must be float32, bfloat16 or float16; got int32"),
+        (
+            torch.randn(3, 0),
+            {},
+            ValueError,
+            r"quantize_activation: x must be \[..., K\] with K >= 1; got shape \[3, 0\]",
+        ),
+        (X, {"scale": 2}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 2"),
+        (X, {"backend": "scaled_mm"}, ValueError, r"quantize_activation: backend 'scaled_mm' can't run this call"),
+    ],
+)
+def test_quantize_activation(x, options, error, message):
+    with pytest.raises(error, match=message):
+        quantize_activation(x, **options)
+
+
+@pytest.mark.parametrize("options", [{"grad_dtype": "fp8"}, {"scale": "x"}, {"backend": "x"}], ids=str)
+def test_a_module_with_wrong_options_is_never_made(options):
+    with pytest.raises(ValueError, match="must be one of"):
+        Fp8Linear(32, 16, **options)

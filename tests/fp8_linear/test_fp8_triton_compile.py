@@ -1,0 +1,112 @@
+"""The kernels compile for Hopper, fit its shared memory, spill nothing, and multiply FP8.  No GPU is needed."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.ops.fp8_linear import torch_quantize, triton_launches, triton_spec
+from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
+
+HOPPER, SHARED = 90, 232448
+LIKE = torch.zeros(1)
+
+
+def compiled(launch):
+    (found,) = compile_all([launch], HOPPER)
+    assert found.shared <= SHARED, (found.constants, found.shared)
+    return found
+
+
+def product(by_block, config, fmt="e4m3", dtype=torch.bfloat16, add=False, bias=False, tma=True, n=4096):
+    a = torch_quantize.empty_rows(4096, 512, fmt, LIKE)
+    b = torch_quantize.empty_blocks(n, 512, LIKE) if by_block else torch_quantize.empty_rows(n, 512, "e4m3", LIKE)
+    out = torch.empty(4096, n, dtype=dtype)
+    b_ = torch.empty(n, dtype=dtype) if bias else None
+    return triton_launches.product_launch(a, b, by_block, b_, out, add, config, 132, tma=tma)
+
+
+# What the op launches where nothing was tuned, and the shapes of tile that are worth trying.
+FORWARD = triton_spec.heuristic_product(SHARED, by_block=True, element_bytes=2)
+WGRAD = triton_spec.heuristic_product(SHARED, by_block=False, element_bytes=4)
+TRIED = (
+    ProductConfig(rows=64, warps=4, stages=3, per_processor=2),
+    ProductConfig(columns=64, warps=4, stages=3, per_processor=2),
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"by_block": True, "config": FORWARD, "bias": True},
+        {"by_block": True, "config": FORWARD, "fmt": "e5m2"},
+        {"by_block": False, "config": WGRAD, "dtype": torch.float32, "add": True},
+        {"by_block": False, "config": WGRAD, "fmt": "e5m2"},
+        *({"by_block": True, "config": config} for config in TRIED),
+    ],
+    ids=str,
+)
+def test_products(options):
+    found = compiled(product(**options))
+    fmt = options.get("fmt", "e4m3")
+    # Four instructions of 32 products each are summed before their sum is scaled; no more than that.
+    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)\.f32\.(\w+)\.(\w+)", found.ptx)
+    assert {kinds for _, *kinds in map(tuple, instructions) if kinds != [fmt, "e4m3"]} == set()
+    assert len(instructions) == 4 * options["config"].rows // (64 * options["config"].warps // 4)
+    assert "cp.async.bulk.tensor" in found.ptx
+    assert found.stack == 0
+    assert found.shared <= triton_spec.product_shared_bytes(
+        options["config"], options.get("dtype", torch.bfloat16).itemsize
+    )
+
+
+def test_256_columns_are_two_tiles_of_128():
+    """It compiles and fits; what it spills is for the device to judge."""
+    found = compiled(product(True, ProductConfig(columns=256)))
+    assert found.ptx.count("wgmma.mma_async") == 8
+    assert "n128k32" in found.ptx
+    assert found.shared <= triton_spec.product_shared_bytes(ProductConfig(columns=256), 2)
+
+
+def test_a_result_that_fits_no_descriptor():
+    found = compiled(product(True, FORWARD, n=4100, tma=True))
+    assert found.constants["TMA"]
+    assert not found.constants["TMA_OUT"]
+    assert "wgmma.mma_async" in found.ptx
+
+
+def test_pointers():
+    found = compiled(product(True, replace(FORWARD, stages=3), tma=False))
+    assert "cp.async.bulk.tensor" not in found.ptx
+    assert "wgmma.mma_async" in found.ptx
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize(
+    ("config", "fmt"),
+    [
+        (triton_spec.heuristic_quantize(), "e4m3"),
+        (QuantizeConfig(blocks=4, stages=3, twice=True), "e4m3"),
+        (QuantizeConfig(warps=16, tma=False), "e5m2"),
+    ],
+    ids=str,
+)
+def test_quantizers(config, fmt, by_block):
+    fmt = "e4m3" if by_block else fmt
+    x = torch.empty(4096, 512, dtype=torch.bfloat16)
+    empty = torch_quantize.empty_blocks if by_block else lambda r, c, like: torch_quantize.empty_rows(r, c, fmt, like)
+    outs = empty(4096, 512, x), empty(512, 4096, x)
+    found = compiled(
+        triton_launches.quantize_launch(x, *outs, fmt, "float32", config, by_block=by_block, tma=config.tma)
+    )
+    assert found.stack == 0
+    # To the nearest, ties to even, saturating; two numbers to an instruction.
+    assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
+    assert "div.rn.f32" in found.ptx
+    assert ("cp.async.bulk.tensor" in found.ptx) == config.tma
+    # x is read through a descriptor, or in 16 bytes at a time.
+    assert "cp.async.bulk.tensor.2d.shared" in found.ptx or re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
+    if config.twice and not by_block:
+        assert found.registers <= 128  # two programs of 8 warps fit a multiprocessor
