@@ -12,10 +12,11 @@ from torch import Tensor
 from onchip.ops._shared.checks import Check, compare
 from onchip.ops._shared.torch_checks import DTYPES, as_array, for_oracle, plain_cross_entropy, relative_error
 from onchip.ops._shared.torch_inputs import dtype_name
-from onchip.ops.cross_entropy import reference, triton_op
+from onchip.ops._shared.triton_calls import device_refusal
+from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.cross_entropy.checks import float32_bounds
-from onchip.ops.cross_entropy.torch_op import BACKENDS, cross_entropy
+from onchip.ops.cross_entropy.torch_op import cross_entropy
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
@@ -24,14 +25,15 @@ def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """
     return [
         partial(check_case, case, dtype, device, inplace=inplace, backend=backend)
-        for case, dtype, inplace, backend in product(CHECK_CASES, DTYPES, (False, True), BACKENDS)
-        if backend == "torch" or triton_op.refusal(torch.empty(0, 1, dtype=dtype, device=device)) is None
+        for case, dtype, inplace in product(CHECK_CASES, DTYPES, (False, True))
+        for backend, reason in plain_refusals(device, dtype_name(dtype)).items()
+        if reason is None
     ]
 
 
 def plain_refusals(device: str, dtype: str) -> dict[str, str | None]:
     """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    return dict.fromkeys(BACKENDS)
+    return {"torch": None, "triton": device_refusal(device, None, getattr(torch, dtype))}
 
 
 def as_arguments(case: Case, inputs: Inputs, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -26,13 +26,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.ops._shared.triton_maths import LOG2E, LOWEST, expm1, log1p
-from onchip.ops.linear_cross_entropy.triton_blocks import (
-    VOCAB_TILE,
-    exponential_row,
-    load_block,
-    place_tile,
-    store_columns,
-)
+from onchip.ops._shared.triton_tiles import load_block, place_tile, store_columns
+from onchip.ops.linear_cross_entropy.triton_blocks import VOCAB_TILE, exponential_row
 
 # log-probabilities below this are taken for it: a difference of two is never NaN, and one that passes INFINITE tells
 # that one of the two probabilities is 0.
