@@ -1,6 +1,23 @@
 import pytest
 import torch
 
+# The process's peak memory is measured with malloc's free blocks out of the way.  What JAX compiles leaves millions of
+# those: after its tests a measurement took up to 20 s.  So these go first.
+MEASURE_MEMORY = (
+    "test_memory.py",
+    "test_ce_memory.py",
+    "test_llp_memory.py",
+    "test_measure.py",
+    "test_bench.py",
+    "test_bench_ops.py",
+    "test_jsd_torch.py",
+    "test_demo.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.path.name.endswith(MEASURE_MEMORY))
+
 
 @pytest.fixture(autouse=True)
 def seed():

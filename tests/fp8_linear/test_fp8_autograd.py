@@ -48,7 +48,10 @@ def test_a_backward_of_the_backward_raises():
         sum(g.norm() for g in grads).backward()
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=["grad", "vmap", "jacrev"])
+TRANSFORMS = [torch.func.grad, torch.func.vmap, torch.func.jacrev]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=["grad", "vmap", "jacrev"])
 def test_torch_func_transforms_raise(transform):
     x, w, _ = small_problem()
     with pytest.raises(RuntimeError, match=r"torch\.func transforms .* are not supported"):

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 python interpreted.py NAME ...     prints a line of JSON for 
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -44,7 +45,9 @@ def check(*arguments):
 
 
 for _case, _strategy in product((case for case in CHECK_CASES if case.name not in TOO_LARGE), STRATEGIES):
-    CHECKS[f"case-{_case}-{_strategy}"] = partial(right, _case, strategy=_strategy)
+    # Fewer tokens where more are more of the same: the interpreter takes 20 ms for each.
+    _tokens = _case.tokens if _case.name in ("aligned", "ragged") else min(_case.tokens, 40)
+    CHECKS[f"case-{_case}-{_strategy}"] = partial(right, replace(_case, tokens=_tokens), strategy=_strategy)
 
 
 def half_problem(tokens, hidden, vocab, **changes):
@@ -146,7 +149,7 @@ def weight_grad_out(strategy, hidden):
 
 @check("stash", "recompute", "mixed")
 def a_retained_graph(strategy):
-    case = Case("retained", 300, 136, 250, bias=True)
+    case = Case("retained", 300 if strategy == "mixed" else 40, 136, 250, bias=True)
     (h, w, y, b), _ = as_arguments(case, make_inputs(case), torch.float16, "cpu")
     with mixed_plan(300) if strategy == "mixed" else nullcontext():
         loss = op(h, w, y, b, strategy="auto" if strategy == "mixed" else strategy)

@@ -45,7 +45,7 @@ def measured(problem, *, ignored=False, **options):
     ids=str,
 )
 def test_the_formula_holds(strategy, changes, options):
-    problem = Problem(2048, 256, 16384, **changes)
+    problem = Problem(1024, 256, 16384, **changes)
     budget = spec.scratch_at_least(problem, strategy) + 24 * MIB
     formula = spec.scratch_bytes(problem, spec.plan(problem, strategy, budget))
     asked = {} if strategy == "forward" else {"strategy": strategy}

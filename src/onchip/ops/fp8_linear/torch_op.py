@@ -28,8 +28,8 @@ from onchip.ops.fp8_linear.torch_weights import quantized_weight
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
-# What "auto" may take, best first.
-_AUTO = ("scaled_mm", "dequantize")
+# What "auto" may take, best first: only what has run on a device beside the oracle.
+_AUTO = ("dequantize",)
 
 
 class QuantizedActivation(NamedTuple):
@@ -78,8 +78,7 @@ def fp8_linear(
         grad_dtype: FP8 format of the output's gradient: "e4m3", or "e5m2" with more range and one bit less.
         scale: "float32", or "power_of_two": scales rounded up to the next power of two, so that scaling is exact.
         backend: "scaled_mm" (cuBLAS's blockwise products; compute capability 9.0, CUDA 12.9), "triton" (kernels for
-            NVIDIA GPUs with FP8), "dequantize" (float32 products, any device) or "auto": the first of "scaled_mm" and
-            "dequantize" that can run.
+            NVIDIA GPUs with FP8), "dequantize" (float32 products, any device) or "auto": "dequantize".
         cache_weight: keep the quantised weight for further calls, until it changes: see `forget_weight` for what can't
             be seen.  2 bytes per element.  False quantises it anew in forward and in backward.
         weight_grad_out: [N, K] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of

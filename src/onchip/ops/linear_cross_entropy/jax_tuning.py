@@ -8,12 +8,10 @@ As in tuning.py each kernel runs alone, on one chunk of the vocabulary, under a 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.ops.linear_cross_entropy import mosaic_kernels, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
@@ -90,20 +88,18 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     return problem
 
 
-def step(
-    kernel: str, problem: Problem, config: Mapping[str, int], interpret: Any = None
-) -> Callable[[], Sequence[Array]]:
-    """A call of the kernel with these tiles, compiled; `interpret` is for tests."""
-    run = jax.jit(partial(_RUNS[kernel], MosaicConfig.from_numbers(config), interpret))
+def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[], Sequence[Array]]:
+    """A call of the kernel with these tiles, compiled."""
+    run = jax.jit(partial(_RUNS[kernel], MosaicConfig.from_numbers(config)))
     return lambda: run(problem)
 
 
-def _softmax_tiles(config: MosaicConfig, interpret: Any, p: Problem) -> Sequence[Array]:
+def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
     tokens, vocab = p["rows"].shape[0], p["weight"].shape[0]
     chunk = min(16, vocab // VOCAB_TILE // 2) * VOCAB_TILE
     places = Places(chunk, mosaic_spec.split_at(vocab, chunk))
-    stash = _ref(lax.empty(p["weight"].shape, p["weight"].dtype))
-    spare = _ref(lax.empty((up(vocab, VOCAB_TILE) - places.split, tokens), p["weight"].dtype))
+    stash = jax.new_ref(lax.empty(p["weight"].shape, p["weight"].dtype))
+    spare = jax.new_ref(lax.empty((up(vocab, VOCAB_TILE) - places.split, tokens), p["weight"].dtype))
     partials = mosaic_kernels.softmax_tiles(
         p["rows"],
         p["weight"],
@@ -116,13 +112,12 @@ def _softmax_tiles(config: MosaicConfig, interpret: Any, p: Problem) -> Sequence
         spare=spare,
         places=places,
         config=config,
-        interpret=interpret,
     )
     kept = jax.freeze(stash)[chunk : chunk + places.split, :tokens], jax.freeze(spare)
     return partials.maximum, partials.others, *kept
 
 
-def _gradient_tiles(config: MosaicConfig, interpret: Any, p: Problem) -> Sequence[Array]:
+def _gradient_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
     like = jnp.zeros_like(p["factor"])
     out = mosaic_kernels.gradient_tiles(
         p["rows"],
@@ -137,13 +132,12 @@ def _gradient_tiles(config: MosaicConfig, interpret: Any, p: Problem) -> Sequenc
         first=jnp.zeros(1, jnp.int32),
         size=up(p["weight"].shape[0], VOCAB_TILE),
         config=config,
-        interpret=interpret,
     )
     return (out,)
 
 
-def _weight_product(config: MosaicConfig, interpret: Any, p: Problem) -> Sequence[Array]:
-    out = _ref(lax.empty(p["weight"].shape, p["weight"].dtype))
+def _weight_product(config: MosaicConfig, p: Problem) -> Sequence[Array]:
+    out = jax.new_ref(lax.empty(p["weight"].shape, p["weight"].dtype))
     mosaic_kernels.weight_product(
         out,
         p["rows"],
@@ -154,33 +148,27 @@ def _weight_product(config: MosaicConfig, interpret: Any, p: Problem) -> Sequenc
         kept_tokens=0,
         again=p["again"],
         config=config,
-        interpret=interpret,
     )
     return (jax.freeze(out),)
 
 
-def _hidden_product(config: MosaicConfig, interpret: Any, p: Problem) -> Sequence[Array]:
-    sums = _ref(jnp.zeros(p["rows"].shape))
-    out = mosaic_kernels.hidden_product(
+def _hidden_product(config: MosaicConfig, p: Problem) -> Sequence[Array]:
+    sums = jax.new_ref(jnp.zeros(p["rows"].shape))
+    mosaic_kernels.hidden_product(
         p["weight"],
         p["count"],
         vocab_major=True,
         tokens=p["rows"].shape[0],
         again=p["again"],
         scale=p["scale"],
-        add_to=sums if interpret is None else None,
-        halves=interpret is None,
+        add_to=sums,
+        halves=True,
         config=config,
-        interpret=interpret,
     )
-    return (jax.freeze(sums) if out is None else out,)
+    return (jax.freeze(sums),)
 
 
-def _ref(x: Array) -> Any:
-    return jax.new_ref(x, memory_space=plgpu.GMEM)  # the interpreter wants to know where
-
-
-_RUNS: Mapping[str, Callable[[MosaicConfig, Any, Problem], Sequence[Array]]] = {
+_RUNS: Mapping[str, Callable[[MosaicConfig, Problem], Sequence[Array]]] = {
     "mosaic_softmax_tiles": _softmax_tiles,
     "mosaic_gradient_tiles": _gradient_tiles,
     "mosaic_weight_product": _weight_product,
