@@ -325,11 +325,9 @@ QUANTITIES = {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "g
     ("options", "backends"),
     [
         ([], {"torch": "torch", "jax": "xla"}),
-        (["--framework", "all"], {"torch": "torch", "jax": "xla"}),
         (["--framework", "torch"], {"torch": "torch"}),
-        (["--framework", "jax"], {"jax": "xla"}),
     ],
-    ids=["default", "all", "torch", "jax"],
+    ids=["default", "torch"],
 )
 def test_check(few_cases, options, backends):
     result = run("check", "linear_cross_entropy", "--full", "--device", "cpu", *options, "--json")

@@ -68,8 +68,11 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
         assert {bool(arguments[switch]) for kernel, arguments in made if kernel == name} == {True, False}, name
 
 
-@pytest.mark.parametrize("options", ["held", "everything"])
-@pytest.mark.parametrize(("device", "hidden"), [(HOPPER, 515), (AMPERE, 512), (CONSUMER, 512)], ids=str)
+@pytest.mark.parametrize(
+    ("device", "hidden", "options"),
+    [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (AMPERE, 512, "everything"), (CONSUMER, 512, "everything")],
+    ids=str,
+)
 def test_pointers(device, hidden, options):
     found = compile_all(launches(device, hidden=hidden, **OPTIONS[options]), device[0])
     assert_fits(found, device[1])
@@ -90,7 +93,7 @@ def test_other_dtypes(options):
 # What a device of a shipped config has; a new device needs a row.
 DEVICES = {"h100": HOPPER, "h200": HOPPER, "a100": AMPERE}
 STORED = {
-    f"{path.parent.name} {entry.kernel} {configs.format_config(entry.config)}": (path.parent.name, entry)
+    (DEVICES[path.parent.name], entry.kernel, configs.format_config(entry.config), entry.dtype): entry
     for path in sorted(configs.SHIPPED_FOLDER.glob(f"*/{OP}.json"))
     for entry in configs.read_entries(configs.SHIPPED_FOLDER, OP, path.parent.name)
     if entry.kernel in PRODUCTS
@@ -99,8 +102,8 @@ STORED = {
 
 def test_every_stored_config():
     """Each compiles where every place of the exponentials is in use."""
-    for name, (device, entry) in STORED.items():
-        capability, shared = DEVICES[device]
+    for name, entry in STORED.items():
+        capability, shared = name[0]
         how = {"tiles": {entry.kernel: dict(entry.config)}, "dtype": getattr(torch, entry.dtype)} | OPTIONS["mixed"]
         found = [x for x in launches((capability, shared), **how) if x.kernel.__name__ == entry.kernel]
         compiled = compile_all(found, capability)
