@@ -209,7 +209,6 @@ def test_nan_and_infinity_show_where_they_are_and_nowhere_else(bad, where, backe
     assert all(seen[where]), seen[where]
 
 
-@pytest.mark.skipif("triton" not in usable(), reason="needs the kernels")
 @pytest.mark.parametrize("k", [1000, 1003])
 def test_weight_grad_out_accumulates(k):
     """Through a descriptor and by pointers; also into a slice whose address fits no descriptor."""
@@ -266,7 +265,6 @@ def test_what_is_kept_for_backward(backend):
     assert spec.saved_bytes(problem) == (1 + 4 / 128) * x.numel()
 
 
-@pytest.mark.skipif("triton" not in usable(), reason="needs the kernels")
 def test_the_peak_of_a_step():
     """Of kernels nothing but what is quantised, and one 16-bit gradient that is not handed out yet."""
     m, n, k = 4096, 4096, 4096
@@ -300,7 +298,6 @@ def test_the_same_bits_every_time(backend):
         assert all(torch.equal(p, q) for p, q in zip(made, first[1:], strict=True))
 
 
-@pytest.mark.skipif("triton" not in usable(), reason="needs the kernels")
 def test_quantised_to_the_same_numbers_by_every_backend():
     """What differs among backends is the order of float32 sums alone."""
     x, w, g = make(1000, 1032, 2050)

@@ -5,13 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
 SCRIPT = Path(__file__).with_name("sharded.py")
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 def test_two_processes(tmp_path):
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
