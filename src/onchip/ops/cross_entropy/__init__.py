@@ -22,6 +22,7 @@ Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gem
     spec.py           options, memory formulas, choice of chunks; no framework
     reference.py      the contract in NumPy float64, with gradients
     torch_op.py       PyTorch: the public function and module, the operators and autograd
+    torch_arguments.py   what the operators of both backends take
     torch_inputs.py   what the public function checks
     torch_rows.py     the computation with PyTorch's own operations, a chunk of rows at a time
     triton_op.py      the operators of the Triton backend, launches and autograd; its tiles are in spec.py

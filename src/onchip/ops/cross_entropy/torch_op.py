@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared import torch_tiles
 from onchip.ops._shared.spec import require_positive
 from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer
-from onchip.ops.cross_entropy import spec, torch_rows, triton_op
-from onchip.ops.cross_entropy.spec import OP, Options, Problem
+from onchip.ops._shared.torch_inputs import check_normalizer
+from onchip.ops.cross_entropy import torch_rows, triton_op
+from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.ops.cross_entropy.torch_arguments import Arguments
 from onchip.ops.cross_entropy.torch_inputs import check_inplace, check_tensors
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -254,69 +254,13 @@ class CrossEntropyLoss(torch.nn.Module):
 # ------------------------------------------------------------------------------------------------ registered operators
 
 
-# The arguments of both operators; `_Arguments` gives them their shapes and Python names, in the same order.
+# The arguments of both operators; `Arguments` gives them their shapes and Python names, in the same order.
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
 _SCHEMA = (
     "Tensor logits, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer, "
     "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, "
     "float temperature, bool check_inputs, int? scratch_bytes, bool stats, bool inplace, bool grad"
 )
-
-
-class _Arguments(NamedTuple):
-    """The arguments of `_forward_op`, in order."""
-
-    logits: Tensor  # [..., V]
-    target: Tensor  # [...]
-    token_weight: Tensor | None  # [...]
-    token_temperature: Tensor | None  # [...] or []
-    normalizer: Tensor | None  # []
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    check_inputs: bool
-    scratch_bytes: int | None
-    stats: bool
-    inplace: bool
-    grad: bool
-
-    def prepare(self, *, check_values: bool) -> tuple[torch_tiles.Head, torch_tiles.Tokens]:
-        """The options as those of a head without a product, and the tokens."""
-        vocab = self.logits.shape[-1]
-        tokens = torch_tiles.select_tokens(
-            OP,
-            self.target,
-            vocab,
-            self.token_weight,
-            self.token_temperature,
-            self.normalizer,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            temperature=self.temperature,
-            check_values=check_values,
-        )
-        no_weight = self.logits.new_empty((vocab, 0))
-        head = torch_tiles.Head(no_weight, None, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale)
-        return head, tokens
-
-    def chunk(self, tokens: torch_tiles.Tokens) -> int:
-        """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
-        flat = torch_rows.flatten(self.logits) is not None
-        problem = Problem(
-            tokens=self.target.numel(),
-            vocab=self.logits.shape[-1],
-            dtype=DTYPES[self.logits.dtype],
-            device="cpu" if self.logits.device.type == "cpu" else "cuda",
-            grad=self.grad,
-            softcap=self.softcap is not None,
-            stats=self.stats,
-            gathered=not flat or (tokens.index is not None and self.logits.dtype != torch.float32),
-        )
-        return spec.plan(problem, self.scratch_bytes)
 
 
 @torch.library.custom_op(
@@ -326,7 +270,7 @@ class _Arguments(NamedTuple):
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy and correct; the last two are empty unless asked for."""
-    a = _Arguments(*args)
+    a = Arguments(*args)
     shape = a.target.shape
     head, tokens = a.prepare(check_values=a.check_inputs)
     softmax = torch_rows.forward(a.logits, head, tokens, a.chunk(tokens), stats=a.stats)
@@ -344,7 +288,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 
 @_forward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
+    a = Arguments(*args)
     shape = a.target.shape
     per_token = [a.logits.new_empty(shape, dtype=torch.float32) for _ in range(4)]
     return (
@@ -363,7 +307,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 )
 def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> Tensor:
     """Return the gradient of the logits, contiguous whatever their strides."""
-    a = _Arguments(*args)
+    a = Arguments(*args)
     out = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
     _write_gradient(a, grad_loss, lse, log_prob, out)
     return out
@@ -371,11 +315,11 @@ def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -
 
 @_backward_op.register_fake
 def _(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> Tensor:
-    a = _Arguments(*args)
+    a = Arguments(*args)
     return torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
 
 
-def _write_gradient(a: _Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Tensor, out: Tensor) -> None:
+def _write_gradient(a: Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Tensor, out: Tensor) -> None:
     head, tokens = a.prepare(check_values=False)
     upstream = tokens.inverse_count
     if a.reduction == "none":
@@ -395,7 +339,7 @@ def _write_gradient(a: _Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Ten
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = _Arguments(*inputs)
+    a = Arguments(*inputs)
     _, lse, log_prob, *_ = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -404,11 +348,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (len(_Arguments._fields) - 1)
+    nothing = (None,) * (len(Arguments._fields) - 1)
     if grad_loss is None:
         return (None, *nothing)
     lse, log_prob, *tensors = ctx.saved_tensors
-    a = _Arguments._make((*tensors, *ctx.options))
+    a = Arguments._make((*tensors, *ctx.options))
     if a.inplace and not graph_is_kept():
         # Detached, it still counts as a change of the logits: whatever saved them for its own backward will raise.
         gradient = a.logits.detach()

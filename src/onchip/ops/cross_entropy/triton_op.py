@@ -9,7 +9,7 @@ is rounded once.  With reduction="none" or inplace_backward the logits are read 
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops._shared.triton_calls import Launch, device_of, device_refusal
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Problem, RowTiles
+from onchip.ops.cross_entropy.torch_arguments import Arguments
 
 
 def refusal(logits: Tensor) -> str | None:
@@ -47,33 +48,6 @@ def _leading(x: Tensor) -> list[tuple[int, int]]:
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
-
-
-class Arguments(NamedTuple):
-    """What the operators are told."""
-
-    logits: Tensor  # [..., V]
-    target: Tensor  # [...]
-    token_weight: Tensor | None  # [...]
-    token_temperature: Tensor | None  # [...] or []
-    normalizer: Tensor | None  # []
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    check_inputs: bool
-    scratch_bytes: int | None
-    stats: bool
-    inplace: bool
-    grad: bool
-
-    @property
-    def fused(self) -> bool:
-        """Whether forward makes the gradient."""
-        return self.grad and not self.inplace and self.reduction != "none"
 
 
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
