@@ -109,7 +109,9 @@ def plan(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu: what to plan for, not what is here.")] = "cuda",
-    backend: Annotated[str, typer.Option(help="triton, torch, or auto: the one that the op would take.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="triton (linear_cross_entropy alone), torch, or auto: what the op would take.")
+    ] = "auto",
     scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -9,6 +9,9 @@ It imports no op; whatever speaks in an op's name takes that as its first argume
     torch_tiles.py     a tile of logits in PyTorch: which tokens count, products, running softmax, gradient
     torch_autograd.py  what autograd formulas share
     torch_checks.py    plain expressions in PyTorch that an op is held against
+    triton_calls.py    a device that can run Triton's kernels, and a launch
+    triton_maths.py    functions of kernels of softmax losses
+    triton_tiles.py    blocks and tiles of kernels that are matrix products
     bench_peers.py     what a benchmark compares with; no framework
     torch_bench.py     how a benchmark in PyTorch runs it, and the comparison with a reference
     jax_call.py        what a front end in JAX hands to a backend

@@ -40,8 +40,8 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
     checks.py         how large an error may be; no framework
-    benchmark.py, peers.py   what `onchip bench` runs
-    tuning.py         what `onchip tune` tries
+    benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
+    tuning.py, jax_tuning.py   what `onchip tune` tries: the Triton and the Mosaic kernels
 
 What a walk does with one tile, and what the public functions check alike, is in `onchip.ops._shared`.
 """
