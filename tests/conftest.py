@@ -23,3 +23,11 @@ def pytest_collection_modifyitems(items):
 def seed():
     """Tests that draw their own numbers draw the same ones every time."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def free_gpu_memory(request):
+    """What a big test had on the GPU is there for other processes' tests."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()

@@ -23,10 +23,8 @@ from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 from onchip.torch import fp8_linear, quantize_activation
 
 QUANTIZERS = {
-    "descriptors": ((130, 300), "e4m3", "float32", QuantizeConfig()),
-    "pointers": ((130, 300), "e5m2", "power_of_two", QuantizeConfig(blocks=2, tma=False)),
-    "two blocks at a time": ((9, 304), "e4m3", "power_of_two", QuantizeConfig(blocks=2)),
-    "read twice": ((130, 132), "e4m3", "float32", QuantizeConfig(twice=True)),
+    "ragged": ((130, 300), "e4m3", "float32", QuantizeConfig()),
+    "e5m2": ((130, 300), "e5m2", "power_of_two", QuantizeConfig()),
     "one number": ((1, 1), "e5m2", "float32", QuantizeConfig()),
 }
 PRODUCTS = {
@@ -42,9 +40,9 @@ def quantizing(name):
 
     shape, fmt, scale, config = QUANTIZERS[name]
     x = torch.from_numpy(awkward(*shape))
-    # Rows of 304 and of 132 numbers fit a descriptor, others and transposed ones are read by pointers.
-    strided = x if shape[1] in (304, 132) else x.T.contiguous().T
-    for both in ((True, True), (True, False), (False, True)):
+    # In rows, in columns, and in neither.
+    layouts = x, x.T.contiguous().T, torch.stack([x, x], 2)[..., 0]
+    for strided, both in zip(layouts, ((True, True), (True, False), (False, True)), strict=True):
         wanted = dict(zip(("rows", "columns"), both, strict=True))
         expected = torch_quantize.quantize_activation(x, fmt, scale, **wanted)
         assert_all_same(triton_launches.quantize_activation(strided, fmt, scale, config=config, **wanted), expected)

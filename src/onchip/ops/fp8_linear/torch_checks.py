@@ -21,17 +21,22 @@ from onchip.ops.fp8_linear.torch_products import scaled_mm_refusal
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
     """All cases on `device` in all dtypes, with each backend that can run them, one by one."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    refusals = plain_refusals(device)
     return [
         partial(check_case, case, dtype, device, backend=backend)
         for case, dtype, backend in product(CHECK_CASES, dtypes, BACKENDS)
-        if refusals[backend] is None
+        if refusals(device, **case.options)[backend] is None
     ]
 
 
 def plain_refusals(device: str, dtype: str = "bfloat16") -> dict[str, str | None]:
     """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    reasons = {"scaled_mm": scaled_mm_refusal(torch.device(device)), "triton": triton_op.refusal(device, None)}
+    return refusals(device)
+
+
+def refusals(device: str, grad_dtype: str = "e4m3", **_: Any) -> dict[str, str | None]:
+    """The same for a call with options."""
+    scaled_mm = scaled_mm_refusal(torch.device(device), grad_dtype)
+    reasons = {"scaled_mm": scaled_mm, "triton": triton_op.refusal(device, None)}
     return {backend: reasons.get(backend) for backend in BACKENDS}
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
 from onchip.ops.fp8_linear import spec
@@ -26,6 +28,13 @@ def check_tensors(op: str, **named: Any) -> None:
             raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
     if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors.values()):
         raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether nothing watches operators go by (a compiler, a dispatch mode, a subclass): plain tensors with storage."""
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0:
+        return False
+    return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
 
 
 def check_weight_grad_out(out: Any, weight: Tensor) -> None:

@@ -20,6 +20,7 @@ from onchip.ops.fp8_linear.torch_inputs import (
     check_quantized,
     check_tensors,
     check_weight_grad_out,
+    is_plain,
     result_dtype,
 )
 from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
@@ -28,8 +29,6 @@ from onchip.ops.fp8_linear.torch_weights import quantized_weight
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
-# What "auto" may take, best first: only what has run on a device beside the oracle.
-_AUTO = ("dequantize",)
 
 
 class QuantizedActivation(NamedTuple):
@@ -77,8 +76,9 @@ def fp8_linear(
         bias: [N] of any of the three dtypes, added in float32.
         grad_dtype: FP8 format of the output's gradient: "e4m3", or "e5m2" with more range and one bit less.
         scale: "float32", or "power_of_two": scales rounded up to the next power of two, so that scaling is exact.
-        backend: "scaled_mm" (cuBLAS's blockwise products; compute capability 9.0, CUDA 12.9), "triton" (kernels for
-            NVIDIA GPUs with FP8), "dequantize" (float32 products, any device) or "auto": "dequantize".
+        backend: "scaled_mm" (cuBLAS's blockwise products; compute capability 9.0, CUDA 12.9, no "e5m2"), "triton"
+            (kernels for NVIDIA GPUs with FP8), "dequantize" (float32 products, any device) or "auto": the first of
+            these that can run the call.
         cache_weight: keep the quantised weight for further calls, until it changes: see `forget_weight` for what can't
             be seen.  2 bytes per element.  False quantises it anew in forward and in backward.
         weight_grad_out: [N, K] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
@@ -116,13 +116,15 @@ def fp8_linear(
     check_tensors(OP, x=given, weight=weight, bias=bias)
     spec.check_shapes(given.shape, weight.shape, None if bias is None else bias.shape)
     check_weight_grad_out(weight_grad_out, weight)
-    chosen = _choose(OP, backend, given)
+    chosen = _choose(OP, backend, given, grad_dtype)
     grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (given, weight, bias)]
     if shared is not None:
         check_quantized(scale, shared.scale, columns=shared.columns is not None, wanted=grads[1])
     copies = (None,) * 4 if shared is None else shared[1:5]
     words = (options.grad_dtype, options.scale, chosen, options.cache_weight)
-    out: Tensor = _forward_op(given, weight, bias, *copies, weight_grad_out, result_dtype(given), *words, grads)[0]
+    # A registered operator costs a fifth of a millisecond of Python each way: more than some layers take on a GPU.
+    run = _Eager.apply if is_plain(given, weight, bias) else _forward_op
+    out: Tensor = run(given, weight, bias, *copies, weight_grad_out, result_dtype(given), *words, grads)[0]
     return out
 
 
@@ -167,14 +169,14 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
     return QuantizedActivation(x, rows, row_scales, None, None, scale)
 
 
-def _choose(op: str, backend: str, x: Tensor) -> str:
+def _choose(op: str, backend: str, x: Tensor, grad_dtype: str = "e4m3") -> str:
     device = x.device.type
     refusals = {
-        "scaled_mm": scaled_mm_refusal(x.device),
+        "scaled_mm": scaled_mm_refusal(x.device, grad_dtype),
         "triton": triton_op.refusal(device, x.device.index),
         "dequantize": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
     }
-    return choose_backend(op, backend, {name: refusals[name] for name in (_AUTO if backend == "auto" else BACKENDS)})
+    return choose_backend(op, backend, {name: refusals[name] for name in BACKENDS})
 
 
 # --------------------------------------------------------------------------------------------------- what a backend is
@@ -190,7 +192,7 @@ class _Backend(NamedTuple):
 
 
 # By backend.  Both quantisers make the same bits; Triton's reads a matrix once.
-_QUANTIZERS = {"scaled_mm": "torch", "triton": "triton", "dequantize": "torch"}
+_QUANTIZERS = {"scaled_mm": "triton", "triton": "triton", "dequantize": "torch"}
 
 
 def _backend(name: str) -> _Backend:
@@ -281,15 +283,7 @@ class _Arguments(NamedTuple):
         return self.grads[1] and self.rows is None
 
 
-@torch.library.custom_op(
-    "onchip::fp8_linear",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor? rows, Tensor? row_scales, Tensor? columns, "
-        f"Tensor? column_scales, Tensor? weight_grad_out, ScalarType dtype, {_WORDS}) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-def _forward_op(*args: Any) -> tuple[Tensor, ...]:
+def _forward(*args: Any) -> tuple[Tensor, ...]:
     """Return the output, and x's transposed copy for backward if it is made here."""
     a = _Arguments(*args)
     backend = _backend(a.backend)
@@ -316,6 +310,17 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         return (out.view(*a.x.shape[:-1], n), *(kept or _nothing(a.x)))
 
 
+_forward_op = torch.library.custom_op(
+    "onchip::fp8_linear",
+    _forward,
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor? rows, Tensor? row_scales, Tensor? columns, "
+        f"Tensor? column_scales, Tensor? weight_grad_out, ScalarType dtype, {_WORDS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+
+
 @_forward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*args)
@@ -324,15 +329,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return (a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0]), dtype=a.dtype), *kept)
 
 
-@torch.library.custom_op(
-    "onchip::fp8_linear_backward",
-    mutates_args=("weight_grad_out",),
-    schema=(
-        "(Tensor grad_out, Tensor weight, Tensor? columns, Tensor? column_scales, Tensor(a!)? weight_grad_out, "
-        f"ScalarType x_dtype, ScalarType bias_dtype, {_WORDS}) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-def _backward_op(
+def _gradients(
     grad_out: Tensor,  # [..., N]
     weight: Tensor,  # [N, K]
     columns: Tensor | None,  # [K, M]
@@ -379,6 +376,17 @@ def _backward_op(
     return tuple(made)
 
 
+_backward_op = torch.library.custom_op(
+    "onchip::fp8_linear_backward",
+    _gradients,
+    mutates_args=("weight_grad_out",),
+    schema=(
+        "(Tensor grad_out, Tensor weight, Tensor? columns, Tensor? column_scales, Tensor(a!)? weight_grad_out, "
+        f"ScalarType x_dtype, ScalarType bias_dtype, {_WORDS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+
+
 @_backward_op.register_fake
 def _(
     grad_out: Tensor,
@@ -417,12 +425,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     )  # fmt: skip
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, *_: Any, gradients: Any = _backward_op) -> tuple[Any, ...]:
     nothing = (None,) * (len(_Arguments._fields) - 3)
     if grad_out is None:
         return (None, None, None, *nothing)
     weight, columns, column_scales = ctx.saved_tensors
-    made = _backward_op(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *ctx.options)
+    made = gradients(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *ctx.options)
     wanted = list(ctx.options[-1])
     wanted[1] = wanted[1] and ctx.weight_grad_out is None
     grads = [g if want else None for g, want in zip(made, wanted, strict=True)]
@@ -430,3 +438,23 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without registered operators, for plain tensors.
+
+    A `setup_context` of its own would cost an inspection of forward's signature each time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        grads = _backward(ctx, grad_out, gradients=_gradients)
+        if ctx.weight_grad_out is not None:  # kernels write past autograd
+            torch.autograd.graph.increment_version(ctx.weight_grad_out)
+        return grads

@@ -51,8 +51,10 @@ def new_result(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 @constant_to_compiler  # it asks the system
-def scaled_mm_refusal(device: torch.device) -> str | None:
+def scaled_mm_refusal(device: torch.device, grad_dtype: str = "e4m3") -> str | None:
     """Why cuBLAS's blockwise products can't serve a call on this device, or None."""
+    if grad_dtype != "e4m3":
+        return "cuBLAS has no blockwise scales for E5M2; use 'triton' or grad_dtype='e4m3'"
     if not hasattr(F, "scaled_mm"):
         return f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm"
     if device.type != "cuda":

@@ -35,9 +35,11 @@ def empty_rows(rows: int, columns: int, fmt: str, like: Tensor) -> Quantized:
 
 def empty_blocks(rows: int, columns: int, like: Tensor) -> Quantized:
     """Memory for a matrix [rows, columns] with 128x128 scales."""
+    wide = up(blocks(columns), SCALE_MULTIPLE)
+    new = like.new_empty if wide == blocks(columns) else like.new_ones  # what pads them is never written
     return Quantized(
         like.new_empty((rows, up(columns)), dtype=FP8["e4m3"]),
-        like.new_ones((blocks(rows), up(blocks(columns), SCALE_MULTIPLE)), dtype=torch.float32),
+        new((blocks(rows), wide), dtype=torch.float32),
     )
 
 

@@ -8,10 +8,19 @@ multiplication tutorial; a partial sum over 128 elements that is then scaled is 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops._shared.triton_tiles import add_columns, place_tile, store_block, store_columns
+from onchip.ops._shared.triton_tiles import INTERPRETED, add_columns, place_tile, store_columns
 
 BLOCK = tl.constexpr(128)
 LEAST_SCALE = tl.constexpr(2.0**-126)
+# Two numbers at a time, rounded to the nearest, ties to even, saturating; NaN stays NaN.
+_BYTES = """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.%sx2.f32 low, $2, $1;
+    cvt.rn.satfinite.%sx2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}"""
+E4M3_BYTES = tl.constexpr(_BYTES % ("e4m3", "e4m3"))
+E5M2_BYTES = tl.constexpr(_BYTES % ("e5m2", "e5m2"))
 
 
 @triton.jit
@@ -39,71 +48,39 @@ def inverse(scale):
 
 
 @triton.jit
-def load_numbers(x, stride_r, stride_c, i, j, R, C, TMA: tl.constexpr):
-    """Block (i, j) of x [R, C], in float32, 0 outside of x; without TMA of any strides."""
-    if TMA:
-        return x.load([i * BLOCK, j * BLOCK]).to(tl.float32)
-    else:  # noqa: RET505 - without it, Triton compiles what follows for a descriptor too
-        r = i * BLOCK + tl.arange(0, BLOCK)
-        c = j * BLOCK + tl.arange(0, BLOCK)
-        at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-        return tl.load(x + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+def four_bytes(a, b, c, d, FP8: tl.constexpr):
+    """Four numbers in FP8 as the bytes of one integer, a lowest."""
+    if INTERPRETED:
+        low = a.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) | (b.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        high = c.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) | (d.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        return low | (high << 16)
+    else:  # noqa: RET505 - without it, Triton compiles both
+        return tl.inline_asm_elementwise(
+            E4M3_BYTES if FP8 == tl.float8e4nv else E5M2_BYTES, "=r,f,f,f,f", [a, b, c, d], tl.int32, True, 1
+        )
 
 
 @triton.jit
-def quantize_activation(
+def load_numbers(x, stride_r, stride_c, r, c, R, C):
+    """x[r, c] in float32, 0 outside of x."""
+    at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
+    return tl.load(x + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(rows, rows_stride, v, scale, r, c, R, FP8: tl.constexpr):
+    """Some rows in FP8."""
+    q = (v * inverse(scale)[:, None]).to(FP8)
+    tl.store(rows + r.to(tl.int64)[:, None] * rows_stride + c[None, :], q, mask=(r < R)[:, None])
+
+
+@triton.jit
+def quantize(
     x,  # [R, C], any strides
     rows,  # [R, up(C)] FP8 out
-    row_scales,  # [C / 128, R] float32 out
-    columns,  # [C, up(R)] FP8 out: x^T
-    column_scales,  # [R / 128, C] float32 out
-    stride_r,
-    stride_c,
-    rows_stride,
-    columns_stride,
-    R,
-    C,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    TWICE: tl.constexpr,
-    TMA_IN: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Read each block of x once; write it scaled by rows, and transposed and scaled by columns."""
-    i = tl.program_id(0)
-    r = i * BLOCK + tl.arange(0, BLOCK)
-    first = tl.program_id(1) * BLOCKS
-    for j in tl.range(first, tl.minimum(first + BLOCKS, tl.cdiv(C, BLOCK)), num_stages=STAGES):
-        c = j * BLOCK + tl.arange(0, BLOCK)
-        v = load_numbers(x, stride_r, stride_c, i, j, R, C, TMA_IN)
-        bits = magnitude_bits(v)
-        if ROWS:
-            scale = to_scale(tl.max(bits, 1), FP8_MAX, POWER_OF_TWO)
-            q = (v * inverse(scale)[:, None]).to(FP8)
-            store_block(rows, rows_stride, i * BLOCK, j * BLOCK, R, rows_stride, q, BLOCK, BLOCK, TMA)
-            tl.store(row_scales + tl.cast(j, tl.int64) * R + r, scale, mask=r < R)
-        if COLUMNS:
-            if TWICE:
-                v = load_numbers(x, stride_r, stride_c, i, j, R, C, TMA_IN)
-                bits = magnitude_bits(v)
-            scale = to_scale(tl.max(bits, 0), FP8_MAX, POWER_OF_TWO)
-            q = (v * inverse(scale)[None, :]).to(FP8).T
-            store_block(columns, columns_stride, j * BLOCK, i * BLOCK, C, columns_stride, q, BLOCK, BLOCK, TMA)
-            tl.store(column_scales + tl.cast(i, tl.int64) * C + c, scale, mask=c < C)
-
-
-@triton.jit
-def quantize_weight(
-    w,  # [R, C], any strides
-    rows,  # [R, up(C)] E4M3 out
-    row_scales,  # [R / 128, rows_scale_stride] float32 out
-    columns,  # [C, up(R)] E4M3 out: w^T
-    column_scales,  # [C / 128, columns_scale_stride] float32 out
+    row_scales,  # float32 out: [C / 128, R], or BY_BLOCK [R / 128, rows_scale_stride]
+    columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
+    column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
     stride_r,
     stride_c,
     rows_stride,
@@ -114,30 +91,53 @@ def quantize_weight(
     C,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA_IN: tl.constexpr,
-    TMA: tl.constexpr,
 ):
-    """Read each block of w once; write it, and transposed, with one scale."""
+    """Read a block of 128x128 once; write it, and transposed, scaled by rows and by columns or BY_BLOCK by one number.
+
+    A thread holds four rows below each other, and packs them into one integer before they change places: through shared
+    memory go 32 bits at a time, and Triton 3.6 loses every other row of a transposed block of 8-bit numbers.  What is
+    read again comes from L1; what isn't kept in registers leaves them to another program.
+    """
     i = tl.program_id(0)
-    first = tl.program_id(1) * BLOCKS
-    for j in tl.range(first, tl.minimum(first + BLOCKS, tl.cdiv(C, BLOCK)), num_stages=STAGES):
-        v = load_numbers(w, stride_r, stride_c, i, j, R, C, TMA_IN)
-        # One number, as a vector of one.
-        largest = tl.max(tl.max(magnitude_bits(v), 1, keep_dims=True), 0)
-        scale = to_scale(largest, FP8_MAX, POWER_OF_TWO)
-        q = (v * inverse(scale)[None, :]).to(FP8)
-        one = tl.arange(0, 1)
-        if ROWS:
-            store_block(rows, rows_stride, i * BLOCK, j * BLOCK, R, rows_stride, q, BLOCK, BLOCK, TMA)
-            tl.store(row_scales + tl.cast(i, tl.int64) * rows_scale_stride + j + one, scale)
-        if COLUMNS:
-            store_block(columns, columns_stride, j * BLOCK, i * BLOCK, C, columns_stride, q.T, BLOCK, BLOCK, TMA)
-            tl.store(column_scales + tl.cast(j, tl.int64) * columns_scale_stride + i + one, scale)
+    j = tl.program_id(1)
+    c = j * BLOCK + tl.arange(0, BLOCK)
+    first = i * BLOCK + 4 * tl.arange(0, BLOCK // 4)
+    largest = tl.zeros((BLOCK // 4, BLOCK), tl.int32)
+    for k in tl.static_range(4):
+        r = first + k
+        v = load_numbers(x, stride_r, stride_c, r, c, R, C)
+        bits = magnitude_bits(v)
+        largest = tl.maximum(largest, bits)
+        if ROWS and not BY_BLOCK:
+            scale = to_scale(tl.max(bits, 1), FP8_MAX, POWER_OF_TWO)
+            store_rows(rows, rows_stride, v, scale, r, c, R, FP8)
+            tl.store(row_scales + tl.cast(j, tl.int64) * R + r, scale, mask=r < R)
+    if COLUMNS or BY_BLOCK:
+        of_column = tl.max(largest, 0)
+        scale = to_scale(tl.max(of_column, 0, keep_dims=True) if BY_BLOCK else of_column, FP8_MAX, POWER_OF_TWO)
+        v0 = load_numbers(x, stride_r, stride_c, first, c, R, C)
+        v1 = load_numbers(x, stride_r, stride_c, first + 1, c, R, C)
+        v2 = load_numbers(x, stride_r, stride_c, first + 2, c, R, C)
+        v3 = load_numbers(x, stride_r, stride_c, first + 3, c, R, C)
+    if ROWS and BY_BLOCK:
+        store_rows(rows, rows_stride, v0, scale, first, c, R, FP8)
+        store_rows(rows, rows_stride, v1, scale, first + 1, c, R, FP8)
+        store_rows(rows, rows_stride, v2, scale, first + 2, c, R, FP8)
+        store_rows(rows, rows_stride, v3, scale, first + 3, c, R, FP8)
+        tl.store(row_scales + tl.cast(i, tl.int64) * rows_scale_stride + j + tl.arange(0, 1), scale)
+    if COLUMNS:
+        f = inverse(scale)[None, :]
+        turned = four_bytes(v0 * f, v1 * f, v2 * f, v3 * f, FP8).T
+        r = i * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+        tl.store(columns + c.to(tl.int64)[:, None] * columns_stride + r[None, :], turned, mask=(c < C)[:, None])
+        if BY_BLOCK:
+            tl.store(column_scales + tl.cast(j, tl.int64) * columns_scale_stride + i + tl.arange(0, 1), scale)
+        else:
+            tl.store(column_scales + tl.cast(i, tl.int64) * C + c, scale, mask=c < C)
 
 
 @triton.jit

@@ -70,7 +70,7 @@ def product(
     out = new_result(a, b, dtype) if add_to is None else add_to
     capability, processors, shared = _device(out.device.index)
     if config is None:
-        config = triton_spec.heuristic_product(shared, by_block=by_block, element_bytes=out.element_size())
+        config = triton_spec.heuristic_product(shared)
     add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))
     return out
@@ -85,51 +85,32 @@ def quantize_launch(
     config: QuantizeConfig,
     *,
     by_block: bool = False,
-    tma: bool | None = None,
 ) -> Launch:
-    if tma is None:
-        tma = config.tma and _device(x.device.index)[0] >= 90
-    some = rows or columns
-    assert some is not None
-    strides = {
-        "rows_scale_stride": 0 if rows is None else rows.scales.stride(0),
-        "columns_scale_stride": 0 if columns is None else columns.scales.stride(0),
-    }
-
-    def operand(q: Quantized | None) -> Any:
-        return None if q is None else _operand(q.data, BLOCK, BLOCK, tma)
-
-    # A descriptor's address and strides are multiples of 16 bytes, and its last stride is 1.
-    tma_in = tma and x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    tma_in = tma_in and x.stride(0) >= x.shape[1]
+    if x.stride(0) == 1 != x.stride(1):  # x^T is what lies in rows; its copies are x's, the other way round
+        x, rows, columns = x.T, columns, rows
     arguments = {
-        "w" if by_block else "x": _operand(x, BLOCK, BLOCK, tma_in),
-        "rows": operand(rows),
+        "x": x,
+        "rows": None if rows is None else rows.data,
         "row_scales": None if rows is None else rows.scales,
-        "columns": operand(columns),
+        "columns": None if columns is None else columns.data.view(torch.int32),
         "column_scales": None if columns is None else columns.scales,
         "stride_r": x.stride(0),
         "stride_c": x.stride(1),
         "rows_stride": 0 if rows is None else rows.data.stride(0),
-        "columns_stride": 0 if columns is None else columns.data.stride(0),
-        **(strides if by_block else {}),
+        "columns_stride": 0 if columns is None else columns.data.stride(0) // 4,
+        "rows_scale_stride": 0 if rows is None else rows.scales.stride(0),
+        "columns_scale_stride": 0 if columns is None else columns.scales.stride(0),
         "R": x.shape[0],
         "C": x.shape[1],
         "ROWS": rows is not None,
         "COLUMNS": columns is not None,
+        "BY_BLOCK": by_block,
         "FP8": _TYPES[fmt],
         "FP8_MAX": FP8_MAX[fmt],
         "POWER_OF_TWO": scale == "power_of_two",
-        "BLOCKS": config.blocks,
-        "STAGES": config.stages,
-        **({} if by_block else {"TWICE": config.twice and rows is not None}),
-        "TMA_IN": tma_in,
-        "TMA": tma,
     }
-    kernel = triton_kernels.quantize_weight if by_block else triton_kernels.quantize_activation
-    assert some.data.dtype == FP8[fmt]
-    grid = (blocks(x.shape[0]), -(-blocks(x.shape[1]) // config.blocks))
-    return Launch(kernel, grid, arguments, config.warps)
+    grid = (blocks(x.shape[0]), blocks(x.shape[1]))
+    return Launch(triton_kernels.quantize, grid, arguments, config.warps, registers=config.registers)
 
 
 def product_launch(
