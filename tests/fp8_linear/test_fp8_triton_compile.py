@@ -8,7 +8,7 @@ import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.ops.fp8_linear import torch_quantize, triton_launches, triton_spec
-from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
+from onchip.ops.fp8_linear.triton_spec import ProductConfig
 
 HOPPER, SHARED = 90, 232448
 LIKE = torch.zeros(1)
@@ -94,8 +94,9 @@ def test_quantizers(fmt, by_block):
     assert found.stack == 0
     # To the nearest, ties to even, saturating; two numbers to an instruction.
     assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
-    assert "div.rn.f32" in found.ptx
+    # Divisions that may call a function take 64 registers more: two programs instead of four on a multiprocessor.
+    assert "div." not in found.ptx
+    assert found.registers <= (128 if by_block else 64)
     # 16 bytes at a time come and go.
     assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
-    assert found.registers <= 128  # two programs of 8 warps fit a multiprocessor

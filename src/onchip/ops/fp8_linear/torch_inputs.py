@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
 from onchip.ops.fp8_linear import spec
@@ -32,7 +31,7 @@ def check_tensors(op: str, **named: Any) -> None:
 
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether nothing watches operators go by (a compiler, a dispatch mode, a subclass): plain tensors with storage."""
-    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
 

@@ -30,33 +30,51 @@ def magnitude_bits(v):
 
 
 @triton.jit
+def divide(a, D: tl.constexpr):
+    """a / D rounded to nearest, for a of 2**-64 or more, in three instructions; the compiler's division takes thirty."""
+    if INTERPRETED:  # it rounds a product before it adds
+        return tl.div_rn(a, tl.full(a.shape, D, tl.float32))
+    else:  # noqa: RET505 - without it, Triton compiles both
+        q = a * (1 / D)
+        return tl.fma(tl.fma(-q, D, a), 1 / D, q)
+
+
+@triton.jit
 def to_scale(bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scales of groups whose largest magnitudes have these bits; see `to_scale` of reference.py."""
     amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
-    finite = bits < 0x7F800000
-    scale = tl.where(finite & (scale < LEAST_SCALE), LEAST_SCALE, scale)
+    small = bits < 0x20000000  # 2**-63
+    scale = divide(amax * tl.where(small, 2.0**64, 1.0), FP8_MAX) * tl.where(small, 2.0**-64, 1.0)
+    scale = tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale)
     if POWER_OF_TWO:
         up = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = tl.where(finite, up.to(tl.float32, bitcast=True), scale)
-    return tl.where(bits == 0, 1.0, scale)
+        scale = up.to(tl.float32, bitcast=True)
+    return tl.where(bits == 0, 1.0, tl.where(bits < 0x7F800000, scale, amax))
 
 
 @triton.jit
 def inverse(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    """1 / scale rounded to nearest, for a scale of 2**-126 or more: a step of Newton's, as in CUDA's own reciprocal."""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    else:  # noqa: RET505 - without it, Triton compiles both
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], tl.float32, True, 1)
+        return tl.where(scale == float("inf"), 0.0, tl.fma(tl.fma(-scale, y, 1.0), y, y))
+
+
+@triton.jit
+def one_byte(x, FP8: tl.constexpr):
+    return x.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 @triton.jit
 def four_bytes(a, b, c, d, FP8: tl.constexpr):
     """Four numbers in FP8 as the bytes of one integer, a lowest."""
     if INTERPRETED:
-        low = a.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) | (b.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-        high = c.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) | (d.to(FP8).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-        return low | (high << 16)
+        return one_byte(a, FP8) | (one_byte(b, FP8) << 8) | (one_byte(c, FP8) << 16) | (one_byte(d, FP8) << 24)
     else:  # noqa: RET505 - without it, Triton compiles both
         return tl.inline_asm_elementwise(
-            E4M3_BYTES if FP8 == tl.float8e4nv else E5M2_BYTES, "=r,f,f,f,f", [a, b, c, d], tl.int32, True, 1
+            E4M3_BYTES if tl.float8e4nv == FP8 else E5M2_BYTES, "=r,f,f,f,f", [a, b, c, d], tl.int32, True, 1
         )
 
 
@@ -87,8 +105,8 @@ def quantize(
     columns_stride,
     rows_scale_stride,
     columns_scale_stride,
-    R,
-    C,
+    R_16,  # R + 16 and C + 16: of a size of 1 Triton makes a constant, of what is outside then a load that is never
+    C_16,  # taken, and ptxas of that numbers other than 0
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BY_BLOCK: tl.constexpr,
@@ -102,6 +120,8 @@ def quantize(
     memory go 32 bits at a time, and Triton 3.6 loses every other row of a transposed block of 8-bit numbers.  What is
     read again comes from L1; what isn't kept in registers leaves them to another program.
     """
+    R = R_16 - 16
+    C = C_16 - 16
     i = tl.program_id(0)
     j = tl.program_id(1)
     c = j * BLOCK + tl.arange(0, BLOCK)

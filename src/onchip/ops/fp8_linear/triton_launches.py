@@ -16,7 +16,7 @@ from onchip.ops._shared.triton_calls import Launch, device_of
 from onchip.ops.fp8_linear import triton_kernels, triton_spec
 from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, blocks
 from onchip.ops.fp8_linear.torch_products import new_result
-from onchip.ops.fp8_linear.torch_quantize import FP8, Quantized, empty_blocks, empty_rows
+from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_blocks, empty_rows
 from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 
 _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
@@ -100,8 +100,8 @@ def quantize_launch(
         "columns_stride": 0 if columns is None else columns.data.stride(0) // 4,
         "rows_scale_stride": 0 if rows is None else rows.scales.stride(0),
         "columns_scale_stride": 0 if columns is None else columns.scales.stride(0),
-        "R": x.shape[0],
-        "C": x.shape[1],
+        "R_16": x.shape[0] + 16,
+        "C_16": x.shape[1] + 16,
         "ROWS": rows is not None,
         "COLUMNS": columns is not None,
         "BY_BLOCK": by_block,
