@@ -16,6 +16,7 @@ from onchip.bench.measuring import Measuring
 from onchip.bench.timing import Step, Timing
 
 MODES = ("forward", "forward+backward")
+"""What is timed of an op that lists no modes of its own."""
 
 
 class Implementation(Protocol):
@@ -34,11 +35,14 @@ class Implementation(Protocol):
         """The settings that it runs with, for the record."""
 
     def steps(self, problem: Any) -> Mapping[str, Step]:
-        """A step for each mode; a step returns the loss, then in 'forward+backward' the gradients."""
+        """A step for each mode that it has; a step returns the loss, then in 'forward+backward' the gradients."""
 
 
 class Op(Protocol):
-    """What an op's `benchmark` module has at its top level."""
+    """What an op's `benchmark` module has at its top level.
+
+    It may have more: MODES in place of those here, SUITES (`run.suite_cases`) and `summary` (`run.summarized`).
+    """
 
     CASES: Mapping[str, Any]
     DEFAULT_CASES: Mapping[str, Sequence[str]]
@@ -55,8 +59,8 @@ class Op(Protocol):
     def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> Mapping[str, tuple[float, float]]:
         """Error of each thing that a step returned, by its name, and the bound that it must not pass."""
 
-    def floor(self, problem: Any, mode: str) -> Step:
-        """The work that no implementation can avoid, such as the matrix products alone."""
+    def floor(self, problem: Any, mode: str) -> Step | None:
+        """The work that no implementation can avoid, such as the matrix products alone; None if it isn't wanted."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,12 @@ class Outcome:
         return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
 
 
+def modes_of(op: Op) -> Sequence[str]:
+    """The modes of an op, in the order in which they are timed."""
+    modes: Sequence[str] = getattr(op, "MODES", MODES)
+    return modes
+
+
 def run_cases(
     name: str,
     op: Op,
@@ -121,7 +131,7 @@ def run_cases(
     runnable = [impl for impl in implementations if refusals[impl.name] is None]
     outcome = Outcome([], [NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
-    per_case = 1 + len(MODES) * (len(runnable) * (3 + repeats) + 1 + repeats)
+    per_case = 1 + len(modes_of(op)) * (len(runnable) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
@@ -172,18 +182,21 @@ class _CaseRun:
     outcome: Outcome
 
     def run(self, implementations: Sequence[Implementation]) -> None:
+        doing = "the problem was not made"
         try:
             problem = self.op.make_problem(self.op.CASES[self.case], self.device, self.dtype)
+            doing = "there is nothing to check against"
             reference = self.op.reference(problem)
         except Exception as e:
             for impl in implementations:
-                self.give_up(impl, None, f"there is nothing to check against: {_reason(e)}")
+                self.give_up(impl, None, f"{doing}: {_reason(e)}")
             return
         self.tick("checking")
         checked = self.check(problem, reference, implementations)
         del reference  # its memory is the steps' from here on
-        for mode in MODES:
-            self.measure(problem, mode, [c for c in checked if c.mode == mode])
+        for mode in modes_of(self.op):
+            if now := [c for c in checked if c.mode == mode]:
+                self.measure(problem, mode, now)
 
     def give_up(self, impl: Implementation, mode: str | None, reason: str) -> None:
         self.outcome.not_run.append(NotRun(impl.name, self.case, mode, reason))
@@ -198,7 +211,7 @@ class _CaseRun:
             except Exception as e:
                 self.give_up(impl, None, _reason(e))
                 continue
-            for mode in MODES:
+            for mode in (m for m in modes_of(self.op) if m in steps):
                 try:
                     errors = self.op.check(reference, mode, steps[mode]())
                 except Exception as e:
@@ -255,7 +268,8 @@ class _CaseRun:
         """Timings of the steps and of the floor, whose buffers live no longer than this takes."""
         floor: dict[str, Step] = {}
         with contextlib.suppress(Exception):  # too big for this device: then there is no ratio to it
-            floor[_FLOOR] = self.op.floor(problem, mode)
+            if step := self.op.floor(problem, mode):
+                floor[_FLOOR] = step
         return self.measuring.time_interleaved(
             {**floor, **steps},
             device=self.device,
