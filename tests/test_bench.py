@@ -1,6 +1,7 @@
 """The harness with a toy op, the files that a run writes, and a tiny real run."""
 
 import dataclasses
+import gc
 import json
 import re
 import subprocess
@@ -219,6 +220,18 @@ def test_a_case_without_reference_is_reported(bench: Callable[..., Run]) -> None
     assert run.row("onchip good")["ok"]
     (entry,) = bench(GOOD, more={"reference": no_reference}).document["not_run"]
     assert entry["reason"] == "there is nothing to check against: MemoryError: 1 TiB is too much"
+
+
+def test_nothing_stays_out_of_the_garbage_collectors_sight(bench: Callable[..., Run]) -> None:
+    frozen: list[int] = []
+
+    def total(x: Tensor) -> Tensor:
+        frozen.append(gc.get_freeze_count())
+        return x.square().sum()
+
+    bench(Toy("onchip good", total))
+    assert min(frozen) > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_op_may_have_modes_of_its_own(bench: Callable[..., Run]) -> None:

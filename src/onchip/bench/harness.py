@@ -4,8 +4,9 @@ An op hands in what is needed here as plain names at the top level of its `bench
 """
 
 import contextlib
+import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -134,7 +135,7 @@ def run_cases(
     per_case = 1 + len(modes_of(op)) * (len(runnable) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    with _quick_collections(), Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=per_case * len(cases))
         for i, case in enumerate(cases):
 
@@ -146,6 +147,17 @@ def run_cases(
             measure.release(device)
             progress.update(task, completed=per_case * (i + 1), refresh=True)
     return outcome
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Garbage is collected whenever memory is measured, and need not be looked for in all of the modules each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)
