@@ -135,7 +135,7 @@ def run_cases(
     per_case = 1 + len(modes_of(op)) * (len(runnable) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
-    with _quick_collections(), Progress(*columns, console=console, auto_refresh=False) as progress:
+    with _thawed_at_the_end(), Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=per_case * len(cases))
         for i, case in enumerate(cases):
 
@@ -143,6 +143,10 @@ def run_cases(
                 progress.update(task, advance=1, description=f"{case}: {doing}", refresh=True)
 
             progress.update(task, description=f"{case}: reference", refresh=True)
+            # Garbage is collected whenever memory is measured, and need not be looked for in all of the modules each
+            # time, nor in those that the case before this one has loaded.
+            gc.collect()
+            gc.freeze()
             _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
             measure.release(device)
             progress.update(task, completed=per_case * (i + 1), refresh=True)
@@ -150,10 +154,8 @@ def run_cases(
 
 
 @contextlib.contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Garbage is collected whenever memory is measured, and need not be looked for in all of the modules each time."""
-    gc.collect()
-    gc.freeze()
+def _thawed_at_the_end() -> Iterator[None]:
+    """What was kept from the garbage collector meanwhile is again its own."""
     try:
         yield
     finally:
