@@ -1,6 +1,7 @@
 """The harness with a toy op, the files that a run writes, and a tiny real run."""
 
 import dataclasses
+import gc
 import json
 import re
 import subprocess
@@ -21,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from onchip.bench import environment, plots, run, units
+from onchip.bench import environment, plots, report, run, units
 from onchip.bench.run import run_bench
 from onchip.ops._shared import bench_peers
 from onchip.ops._shared.torch_bench import Implementation
@@ -110,8 +111,12 @@ class Run:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     monkeypatch.setattr(environment, "_busy_cores", lambda: 1.5)  # it would look for half a second
 
-    def run(*implementations: Toy, floor: Callable[..., Any] = add_one, **options: Any) -> Run:
-        monkeypatch.setitem(sys.modules, "toy_benchmark", toy_module(implementations, floor))
+    def run(
+        *implementations: Toy, floor: Callable[..., Any] = add_one, more: Mapping[str, Any] = {}, **options: Any
+    ) -> Run:
+        module = toy_module(implementations, floor)
+        vars(module).update(more)
+        monkeypatch.setitem(sys.modules, "toy_benchmark", module)
         text = StringIO()
         settings = {"cases": None, "device": "cpu", "dtype": None, "repeats": 2, "impls": None, "out": tmp_path / "r"}
         document = run_bench("toy", "toy_benchmark", console=Console(file=text, width=200), **(settings | options))
@@ -205,11 +210,86 @@ def test_what_failed_keeps_nothing_alive(bench: Callable[..., Run]) -> None:
 
 
 def test_a_case_without_reference_is_reported(bench: Callable[..., Run]) -> None:
+    def no_reference(problem: Tensor) -> Any:
+        raise MemoryError("1 TiB is too much")
+
     run = bench(GOOD, cases=["broken", "other"])
     (entry,) = run.document["not_run"]
     assert (entry["impl"], entry["case"]) == ("onchip good", "broken")
-    assert "nothing to check against" in entry["reason"]
+    assert entry["reason"].startswith("the problem was not made: RuntimeError: ")
     assert run.row("onchip good")["ok"]
+    (entry,) = bench(GOOD, more={"reference": no_reference}).document["not_run"]
+    assert entry["reason"] == "there is nothing to check against: MemoryError: 1 TiB is too much"
+
+
+def test_nothing_stays_out_of_the_garbage_collectors_sight(bench: Callable[..., Run]) -> None:
+    frozen: list[int] = []
+
+    def total(x: Tensor) -> Tensor:
+        frozen.append(gc.get_freeze_count())
+        return x.square().sum()
+
+    bench(Toy("onchip good", total))
+    assert min(frozen) > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_an_op_may_have_modes_of_its_own(bench: Callable[..., Run]) -> None:
+    @dataclass(frozen=True)
+    class Half(Toy):
+        def steps(self, problem: Tensor) -> Mapping[str, Callable[[], Sequence[Tensor]]]:
+            return {"half": lambda: [self.total(problem)]}
+
+    modes = ("forward", "half", "backward")
+    half = Half("peer half", GOOD.total)
+    run = bench(GOOD, half, more={"MODES": modes}, floor=lambda problem, mode: None)
+    assert [(r["mode"], r["impl"]) for r in run.document["rows"]] == [
+        ("forward", "onchip good 1.2"), ("half", "peer half 1.2"),
+    ]  # fmt: skip
+    assert all(r["ok"] and r["floor_ms"] is None and r["ratio_to_floor"] is None for r in run.document["rows"])
+    assert run.document["not_run"] == []
+    (page,) = run.folder.glob("*.html")
+    assert "half (floor: –)" in page.read_text()
+
+
+SUITES = {"sizes": ("size-20", "size-10"), "rest": ("other",)}
+
+
+def test_a_suite_of_cases(bench: Callable[..., Run]) -> None:
+    def cases_of(**options: Any) -> list[str]:
+        rows = bench(GOOD, more={"SUITES": SUITES}, **options).document["rows"]
+        return list(dict.fromkeys(r["case"] for r in rows))
+
+    assert cases_of(suite="sizes") == ["size-20", "size-10"]
+    assert cases_of(suite="sizes", cases=["*10"]) == ["size-10"]
+    assert cases_of() == ["other"]
+    with pytest.raises(ValueError, match=re.escape("--case 'other' matches nothing; there is: size-20, size-10")):
+        cases_of(suite="sizes", cases=["other"])
+    with pytest.raises(ValueError, match=r"--suite must name a set .*; got 'all', and there is: sizes, rest"):
+        cases_of(suite="all")
+    with pytest.raises(ValueError, match="got 'all', and toy has none"):
+        bench(GOOD, suite="all")
+
+
+def test_a_summary_of_all_rows(bench: Callable[..., Run]) -> None:
+    def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{"times_faster": 1.234, "cases": len({r["case"] for r in rows})}]
+
+    bench(GOOD, more={"summary": summary})
+    run = bench(GOOD, more={"summary": summary}, cases=["size-10"], add=True)
+    assert run.document["summary"] == [{"times_faster": 1.234, "cases": 2}]
+    (page,) = run.folder.glob("*.html")
+    for text in (run.printed, page.read_text()):
+        assert "times faster" in text
+        assert "1.23" in text
+
+
+def test_a_page_of_many_cases_has_no_plots_of_them(bench: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_MOST_PLOTS", 1)
+    run = bench(GOOD, cases=["size-10", "other"])
+    (page,) = run.folder.glob("*.html")
+    assert "data:image" not in page.read_text()
+    assert page.read_text().count("onchip good 1.2") == 4
 
 
 def test_what_is_unavailable_is_listed_with_its_reason(bench: Callable[..., Run]) -> None:

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,41 @@ def test_steps_take_turns_and_warm_up_untimed() -> None:
     assert len(ticks) == 6
     assert list(timings) == ["a", "b"]
     assert all(0 <= t.p10_ms <= t.median_ms <= t.p90_ms for t in timings.values())
+
+
+def test_how_long_the_device_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device that is none: ten milliseconds at first, then twice what the host took and a little."""
+    said: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None:
+            said.append("event")
+
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, end: "Event") -> float:
+            return 3.0
+
+    clock = iter([0.0, 0.002, 1.0, 1.5])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(cycles / measure._CYCLES))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(measure, "_as_large_as_l2", lambda device: SimpleNamespace(amax=lambda: said.append("L2")))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+
+    def step() -> list[Tensor]:
+        said.append("step")
+        return []
+
+    assert [measure.time_once(step, "cuda") for _ in range(2)] == [3.0, 3.0]
+    assert said == [
+        10.0, "L2", "event", "step", "event",
+        pytest.approx(0.5 + 2 * 2), "L2", "event", "step", "event",
+    ]  # fmt: skip
+    said.clear()
+    clock = iter([0.0, 0.0])
+    measure.time_once(step, "cuda")  # the time before, it waited for half a second
+    assert said[0] == 10.0
 
 
 def failing() -> list[Tensor]:

@@ -29,11 +29,11 @@ CHECKED = (*OPS, "fp8_linear")
 # Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
 CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
-    "torch": {op: f"onchip.ops.{op}.benchmark" for op in OPS},
+    "torch": {op: f"onchip.ops.{op}.benchmark" for op in CHECKED},
     "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_benchmark"},
 }
 TUNINGS = {
-    "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"},
+    "torch": {op: f"onchip.ops.{op}.tuning" for op in ("linear_cross_entropy", "fp8_linear")},
     "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_tuning"},
 }
 
@@ -170,9 +170,10 @@ def check(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(OPS)}.")],
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHMARKS['torch'])}.")],
     framework: Annotated[str | None, typer.Option(help="torch or jax. Default: torch where it is installed.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Case name or pattern; may be given several times.")] = None,
+    suite: Annotated[str | None, typer.Option(help="A named set of cases, such as fp8_linear's primus.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Implementation name or pattern; likewise.")] = None,
     device: Device = "auto",
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on the CPU, bfloat16 on a GPU.")] = None,
@@ -199,6 +200,7 @@ def bench(
             out=out,
             console=_console(as_json),
             add=add,
+            suite=suite,
         )
     if as_json:
         _print_json(document)

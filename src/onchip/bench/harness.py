@@ -4,8 +4,9 @@ An op hands in what is needed here as plain names at the top level of its `bench
 """
 
 import contextlib
+import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from onchip.bench.measuring import Measuring
 from onchip.bench.timing import Step, Timing
 
 MODES = ("forward", "forward+backward")
+"""What is timed of an op that lists no modes of its own."""
 
 
 class Implementation(Protocol):
@@ -34,11 +36,14 @@ class Implementation(Protocol):
         """The settings that it runs with, for the record."""
 
     def steps(self, problem: Any) -> Mapping[str, Step]:
-        """A step for each mode; a step returns the loss, then in 'forward+backward' the gradients."""
+        """A step for each mode that it has; a step returns the loss, then in 'forward+backward' the gradients."""
 
 
 class Op(Protocol):
-    """What an op's `benchmark` module has at its top level."""
+    """What an op's `benchmark` module has at its top level.
+
+    It may have more: MODES in place of those here, SUITES (`run.suite_cases`) and `summary` (`run.summarized`).
+    """
 
     CASES: Mapping[str, Any]
     DEFAULT_CASES: Mapping[str, Sequence[str]]
@@ -55,8 +60,8 @@ class Op(Protocol):
     def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> Mapping[str, tuple[float, float]]:
         """Error of each thing that a step returned, by its name, and the bound that it must not pass."""
 
-    def floor(self, problem: Any, mode: str) -> Step:
-        """The work that no implementation can avoid, such as the matrix products alone."""
+    def floor(self, problem: Any, mode: str) -> Step | None:
+        """The work that no implementation can avoid, such as the matrix products alone; None if it isn't wanted."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,12 @@ class Outcome:
         return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
 
 
+def modes_of(op: Op) -> Sequence[str]:
+    """The modes of an op, in the order in which they are timed."""
+    modes: Sequence[str] = getattr(op, "MODES", MODES)
+    return modes
+
+
 def run_cases(
     name: str,
     op: Op,
@@ -121,10 +132,10 @@ def run_cases(
     runnable = [impl for impl in implementations if refusals[impl.name] is None]
     outcome = Outcome([], [NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
-    per_case = 1 + len(MODES) * (len(runnable) * (3 + repeats) + 1 + repeats)
+    per_case = 1 + len(modes_of(op)) * (len(runnable) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    with _thawed_at_the_end(), Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=per_case * len(cases))
         for i, case in enumerate(cases):
 
@@ -132,10 +143,23 @@ def run_cases(
                 progress.update(task, advance=1, description=f"{case}: {doing}", refresh=True)
 
             progress.update(task, description=f"{case}: reference", refresh=True)
+            # Garbage is collected whenever memory is measured, and need not be looked for in all of the modules each
+            # time, nor in those that the case before this one has loaded.
+            gc.collect()
+            gc.freeze()
             _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
             measure.release(device)
             progress.update(task, completed=per_case * (i + 1), refresh=True)
     return outcome
+
+
+@contextlib.contextmanager
+def _thawed_at_the_end() -> Iterator[None]:
+    """What was kept from the garbage collector meanwhile is again its own."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)
@@ -172,18 +196,21 @@ class _CaseRun:
     outcome: Outcome
 
     def run(self, implementations: Sequence[Implementation]) -> None:
+        doing = "the problem was not made"
         try:
             problem = self.op.make_problem(self.op.CASES[self.case], self.device, self.dtype)
+            doing = "there is nothing to check against"
             reference = self.op.reference(problem)
         except Exception as e:
             for impl in implementations:
-                self.give_up(impl, None, f"there is nothing to check against: {_reason(e)}")
+                self.give_up(impl, None, f"{doing}: {_reason(e)}")
             return
         self.tick("checking")
         checked = self.check(problem, reference, implementations)
         del reference  # its memory is the steps' from here on
-        for mode in MODES:
-            self.measure(problem, mode, [c for c in checked if c.mode == mode])
+        for mode in modes_of(self.op):
+            if now := [c for c in checked if c.mode == mode]:
+                self.measure(problem, mode, now)
 
     def give_up(self, impl: Implementation, mode: str | None, reason: str) -> None:
         self.outcome.not_run.append(NotRun(impl.name, self.case, mode, reason))
@@ -198,7 +225,7 @@ class _CaseRun:
             except Exception as e:
                 self.give_up(impl, None, _reason(e))
                 continue
-            for mode in MODES:
+            for mode in (m for m in modes_of(self.op) if m in steps):
                 try:
                     errors = self.op.check(reference, mode, steps[mode]())
                 except Exception as e:
@@ -255,7 +282,8 @@ class _CaseRun:
         """Timings of the steps and of the floor, whose buffers live no longer than this takes."""
         floor: dict[str, Step] = {}
         with contextlib.suppress(Exception):  # too big for this device: then there is no ratio to it
-            floor[_FLOOR] = self.op.floor(problem, mode)
+            if step := self.op.floor(problem, mode):
+                floor[_FLOOR] = step
         return self.measuring.time_interleaved(
             {**floor, **steps},
             device=self.device,

@@ -13,6 +13,8 @@ from rich.text import Text
 from onchip.bench.harness import MODES
 from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
 
+# A page of more cases has no plot for each: they take a second and a hundred kilobytes each.
+_MOST_PLOTS = 24
 COLUMNS = ("implementation", "median", "p10 – p90", "× floor", "extra memory", "error", "bound", "right")
 
 
@@ -41,7 +43,7 @@ def _not_run(entry: Mapping[str, Any]) -> str:
     return f"{entry['impl']}{f' ({where})' if where else ''}: {entry['reason']}"
 
 
-def print_report(document: Mapping[str, Any], console: Console) -> None:
+def print_rows(document: Mapping[str, Any], console: Console) -> None:
     """A table for each case and mode, then what did not run and why."""
     for case, mode, rows in _sections(document["rows"]):
         floor = rows[0]["floor_ms"]
@@ -56,6 +58,21 @@ def print_report(document: Mapping[str, Any], console: Console) -> None:
         console.print(Text.assemble(("not run: ", "yellow"), _not_run(entry)))
 
 
+def print_summary(document: Mapping[str, Any], console: Console) -> None:
+    """A table of the summary, if there is one."""
+    lines = document.get("summary")
+    if not lines:
+        return
+    table = Table(*(name.replace("_", " ") for name in lines[0]), title="summary", title_justify="left")
+    for line in lines:
+        table.add_row(*map(_summary_cell, line.values()))
+    console.print(table)
+
+
+def _summary_cell(value: Any) -> str:
+    return format_ratio(value) if isinstance(value, float) else str(value)
+
+
 def html_page(document: Mapping[str, Any]) -> str:
     """One self-contained page: environment, plots and all rows."""
     import jinja2
@@ -65,17 +82,21 @@ def html_page(document: Mapping[str, Any]) -> str:
     rows = document["rows"]
     cases = list(dict.fromkeys(r["case"] for r in rows))
     growth = growth_svg(rows)
+    plotted = cases if len(cases) <= _MOST_PLOTS else []
+    summary = document.get("summary") or []
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         files("onchip.bench").joinpath("report.html.jinja").read_text(encoding="utf-8")
     )
     return template.render(
         environment=document["environment"],
         columns=COLUMNS,
+        summary_columns=[name.replace("_", " ") for name in summary[0]] if summary else [],
+        summary=[[_summary_cell(value) for value in line.values()] for line in summary],
         growth=_data_uri(growth) if growth else None,
         cases=[
             {
                 "name": case,
-                "plot": _data_uri(time_memory_svg(rows, case, MODES)),
+                "plot": _data_uri(time_memory_svg(rows, case, MODES)) if case in plotted else None,
                 "modes": [
                     {
                         "name": mode,

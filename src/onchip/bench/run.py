@@ -1,7 +1,7 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ def run_bench(
     out: Path,
     console: Console,
     add: bool = False,
+    suite: str | None = None,
 ) -> dict[str, Any]:
     """Benchmark the op called `op`, whose benchmark module is `module`, and write `<date>-<device>-<op>.json` and
     `.html` into the folder `out`, over those of an earlier run on the same day, or with `add` added to them.  For JAX
@@ -45,6 +46,7 @@ def run_bench(
         impls: patterns against the implementations' names; None for all.
         out: folder of the files, made if need be.
         console: where progress and tables go.
+        suite: one of the op's suites of cases, in the place of its defaults; `cases` then chooses among these.
         add: keep what an earlier run of the same day, device and versions found of other cases and implementations.
 
     Returns:
@@ -64,7 +66,9 @@ def run_bench(
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
-    chosen = matching("--case", cases, target.CASES) if cases else list(target.DEFAULT_CASES[device])
+    among = target.CASES if suite is None else suite_cases(op, target, suite)
+    default = target.DEFAULT_CASES[device] if suite is None else among
+    chosen = matching("--case", cases, among) if cases else list(default)
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
 
@@ -85,19 +89,40 @@ def run_bench(
         console=console,
     )
     document = {"environment": described, **outcome.as_json()}
-    report.print_report(document, console)
+    report.print_rows(document, console)
     out.mkdir(parents=True, exist_ok=True)
     name = op if framework == "torch" else f"{op}-{framework}"
     stem = out / f"{described['date'][:10]}-{described['device']}-{name}"
     earlier = stem.with_name(f"{stem.name}.json")
     if add and earlier.exists():
         document = _added(json.loads(earlier.read_text(encoding="utf-8")), document, earlier)
+    document = summarized(target, document)
+    report.print_summary(document, console)
     for path, text in (
         (stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, allow_nan=False) + "\n"),
         (stem.with_name(f"{stem.name}.html"), report.html_page(document)),
     ):
         path.write_text(text, encoding="utf-8")
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return document
+
+
+def suite_cases(op: str, target: harness.Op, suite: str) -> Sequence[str]:
+    """Names of the cases of a suite: a benchmark module may have SUITES, lists of such names by the suite's."""
+    suites: Mapping[str, Sequence[str]] = getattr(target, "SUITES", {})
+    if suite not in suites:
+        there = f"there is: {', '.join(suites)}" if suites else f"{op} has none"
+        raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and {there}")
+    return suites[suite]
+
+
+def summarized(target: harness.Op, document: dict[str, Any]) -> dict[str, Any]:
+    """The document with a summary of all its rows, if the benchmark module has a function for that.
+
+    It returns a mapping for each line of a table: names and numbers under the same keys in each.
+    """
+    if summary := getattr(target, "summary", None):
+        return {**document, "summary": summary(document["rows"])}
     return document
 
 

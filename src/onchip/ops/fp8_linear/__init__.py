@@ -24,8 +24,11 @@ Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are
     triton_op.py       which calls the kernels serve
     triton_spec.py     how they are cut, and their shared memory; no framework
     triton_kernels.py, triton_launches.py   the kernels, and each launch
+    triton_configs.py  stored configs of the products
+    tuning.py          what `onchip tune` tries
     jax_op.py          JAX: the public function, its derivative rule, quantising and products
     cases.py           named problems for tests, `onchip check` and benchmarks
+    benchmark.py, peers.py   what `onchip bench` times, and beside what
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
     checks.py          its bounds
 """

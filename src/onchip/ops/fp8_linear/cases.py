@@ -107,3 +107,8 @@ MODEL_CASES = tuple(
     for layer, (n, k) in zip(LAYERS, layers, strict=True)
     for batch in MICRO_BATCHES
 )
+# What `onchip bench` runs unless told otherwise, by device type: of each model its widest layer, for one sequence.
+CPU_CASE = _case("cpu", 512, 768, 640)
+BENCH_CASES = {case.name: case for case in (CPU_CASE, *MODEL_CASES)}
+DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(f"{model}-gate-up-1" for model in MODELS)}
+SUITES = {"primus": tuple(case.name for case in MODEL_CASES)}

@@ -12,8 +12,10 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
+from onchip.core.configs import device_slug
+from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops._shared.triton_calls import Launch, device_of
-from onchip.ops.fp8_linear import triton_kernels, triton_spec
+from onchip.ops.fp8_linear import triton_configs, triton_kernels, triton_spec
 from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, blocks
 from onchip.ops.fp8_linear.torch_products import new_result
 from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_blocks, empty_rows
@@ -70,7 +72,9 @@ def product(
     out = new_result(a, b, dtype) if add_to is None else add_to
     capability, processors, shared = _device(out.device.index)
     if config is None:
-        config = triton_spec.heuristic_product(shared)
+        sizes = triton_configs.product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
+        device, result = _slug(out.device.index), dtype_name(out.dtype)
+        config = triton_configs.stored_product(device, by_block, sizes, result, triton_spec.heuristic_product(shared))
     add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))
     return out
@@ -177,3 +181,11 @@ def _device(index: int | None) -> tuple[int, int, int]:
     p = torch.cuda.get_device_properties(index)
     shared: int = p.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return 10 * p.major + p.minor, p.multi_processor_count, shared
+
+
+@lru_cache
+def _slug(index: int | None) -> str:
+    """The device as stored configs name it."""
+    return (
+        "interpreter" if triton.knobs.runtime.interpret else device_slug(torch.cuda.get_device_properties(index).name)
+    )

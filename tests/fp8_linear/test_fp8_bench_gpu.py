@@ -1,0 +1,57 @@
+"""The benchmark and the tuning of fp8_linear on a device: small real runs, and the gate past 2**31 elements."""
+
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from onchip.bench import harness, measure, plots
+from onchip.core.configs import read_entries
+from onchip.ops.fp8_linear import benchmark, cases, peers, tuning
+from onchip.ops.fp8_linear.triton_spec import ProductConfig
+from onchip.tune.run import run_tune
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_run(monkeypatch):
+    monkeypatch.setattr(benchmark, "CASES", {"small": cases.Case("small", 512, 768, 640)})
+    found = harness.run_cases(
+        "fp8_linear", benchmark, measure, cases=["small"], implementations=benchmark.IMPLEMENTATIONS, device="cuda",
+        dtype="bfloat16", repeats=2, console=Console(file=StringIO()),
+    )  # fmt: skip
+    assert [row for row in found.rows if not row.ok] == []
+    assert {n.impl for n in found.not_run} <= {"onchip dequantize", "torchao blockwise"}, found.not_run
+    ran = {(row.mode, plots.short_name(row.impl)) for row in found.rows}
+    for mode in benchmark.MODES:
+        beside = peers.SCALED_MM if mode in benchmark.PRODUCTS else peers.LINEAR
+        assert {(mode, name) for name in ("onchip auto", "onchip scaled_mm", "onchip triton", beside)} <= ran
+    assert all((row.floor_ms is None) == (row.mode in benchmark.PRODUCTS) for row in found.rows)
+
+
+def test_the_gate_sees_the_end_of_a_result_of_more_than_2_to_31_elements():
+    problem = benchmark.make_problem(cases.Case("wide", 32768, 65792, 256), "cuda", "bfloat16")
+    reference = benchmark.reference(problem)
+    with torch.no_grad():
+        out = torch.nn.functional.linear(problem.x, problem.weight)
+        ((error, bound),) = benchmark.check(reference, "forward", [out]).values()
+        assert error < bound / 5
+        out[-32:] = 0
+        ((error, bound),) = benchmark.check(reference, "forward", [out]).values()
+        assert error > bound
+        out[0, 0] = torch.nan
+        ((error, _),) = benchmark.check(reference, "forward", [out]).values()
+        assert error != error
+
+
+@pytest.mark.parametrize("kernel", tuning.KERNELS)
+def test_candidates_run_and_are_right(kernel, tmp_path, monkeypatch):
+    """All that fit; those that spill too, for time is what they cost."""
+    monkeypatch.setattr(tuning, "CASES", {"small": cases.Case("small", 1024, 640, 768)})
+    how = {"cases": ["small"], "kernels": [kernel], "out": tmp_path, "console": Console(file=StringIO())}
+    (row,) = run_tune("fp8_linear", tuning.__name__, "torch", **how)["rows"]
+    assert row["status"] == "tuned"
+    assert set(row["outcomes"]) <= {"right", "shared memory"}, row["outcomes"]
+    (entry,) = read_entries(tmp_path, "fp8_linear", next(tmp_path.iterdir()).name)
+    assert ProductConfig(**entry.config).rows in (64, 128, 256)
