@@ -110,7 +110,7 @@ def plan(
     weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu: what to plan for, not what is here.")] = "cuda",
     backend: Annotated[
-        str, typer.Option(help="triton (linear_cross_entropy alone), torch, or auto: what the op would take.")
+        str, typer.Option(help="triton, torch, or auto: what the op would take, and for most ops the other one too.")
     ] = "auto",
     scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     as_json: Json = False,
