@@ -30,7 +30,7 @@ CHECKED = (*OPS, "fp8_linear")
 CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
     "torch": {op: f"onchip.ops.{op}.benchmark" for op in OPS},
-    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_benchmark"},
+    "jax": {op: f"onchip.ops.{op}.jax_benchmark" for op in OPS},
 }
 TUNINGS = {
     "torch": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.tuning"},
