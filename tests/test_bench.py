@@ -25,7 +25,7 @@ from torch import Tensor
 from onchip.bench import environment, plots, report, run, units
 from onchip.bench.run import run_bench
 from onchip.ops._shared import bench_peers
-from onchip.ops._shared.torch_bench import Implementation
+from onchip.ops._shared.bench_peers import Implementation
 from onchip.ops.linear_cross_entropy import benchmark, cases, peers
 
 ROW = {

@@ -18,6 +18,8 @@ from rich.console import Console
 
 from onchip.bench import environment, measure_jax, plots
 from onchip.bench.run import run_bench
+from onchip.ops._shared import bench_peers, jax_bench
+from onchip.ops._shared.jax_peers import IGNORED
 from onchip.ops.linear_cross_entropy import cases, jax_peers, spec
 from onchip.ops.linear_cross_entropy import jax_benchmark as benchmark
 
@@ -34,7 +36,7 @@ def right(checked: Mapping[str, tuple[float, float]]) -> list[str]:
 
 def test_memory_is_what_xla_has_planned() -> None:
     x = jnp.ones((2048, 512))
-    step = benchmark.Step(lambda x: [jnp.tanh(x @ x.T) @ x], (x,))  # the inner product has 16 MiB
+    step = jax_bench.Step(lambda x: [jnp.tanh(x @ x.T) @ x], (x,))  # the inner product has 16 MiB
     extra = measure_jax.peak_extra_bytes(step, device="cpu")
     assert extra == step.compiled.memory_analysis().temp_size_in_bytes
     assert 16 << 20 <= extra < 36 << 20
@@ -43,8 +45,8 @@ def test_memory_is_what_xla_has_planned() -> None:
 
 def test_time_is_until_the_results_are_there() -> None:
     x = jnp.ones((1024, 1024))
-    long = benchmark.Step(lambda x: [jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 1024, x)], (x,))
-    short = benchmark.Step(lambda x: [x + 1], (x,))
+    long = jax_bench.Step(lambda x: [jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 1024, x)], (x,))
+    short = jax_bench.Step(lambda x: [x + 1], (x,))
     timings = measure_jax.time_interleaved({"long": long, "short": short}, device="cpu", repeats=2)
     assert timings["long"].median_ms > 3 * timings["short"].median_ms > 0
 
@@ -65,6 +67,8 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_other_framework_is_not_loaded(framework: str, module: str, unwanted: list[str]) -> None:
     code = (
         f"import sys; from onchip.ops.linear_cross_entropy import {module}; import onchip.bench.run as run;"
+        f"from onchip.ops.cross_entropy import {module}; from onchip.ops.linear_log_probs import {module};"
+        f"from onchip.ops.linear_jsd import {module};"
         "run.environment._busy_cores = lambda: 0;"
         f"run.environment.describe(run.resolve_device('cpu', '{framework}'), '{framework}');"
         f"run.measuring('{framework}').release('cpu'); print([m for m in {unwanted} if m in sys.modules])"
@@ -100,14 +104,14 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
 
 @pytest.fixture
 def _no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = jax_peers.metadata.version
+    version = bench_peers.metadata.version
 
     def missing(package: str) -> str:
         if package in ("tokamax", "jax-cce"):
-            raise jax_peers.metadata.PackageNotFoundError(package)
+            raise bench_peers.metadata.PackageNotFoundError(package)
         return version(package)
 
-    monkeypatch.setattr(jax_peers.metadata, "version", missing)
+    monkeypatch.setattr(bench_peers.metadata, "version", missing)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -169,8 +173,8 @@ def test_a_result_of_another_shape_is_refused(problem: benchmark.Problem) -> Non
     reference = benchmark.reference(problem)
     with pytest.raises(ValueError, match="shape"):
         benchmark.check(reference, "forward", [jnp.zeros(8)])
-    with pytest.raises(ValueError, match="longer"):
-        benchmark.check(reference, "forward+backward", [reference.values[0]])
+    with pytest.raises(ValueError, match="shorter"):
+        benchmark.check(reference, "forward+backward", [reference.values["loss"]])
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
@@ -191,7 +195,7 @@ def test_all_count_the_same_tokens_where_some_are_ignored() -> None:
     for impl in benchmark.IMPLEMENTATIONS:
         if impl.unavailable("cpu", "float32") is not None:
             continue
-        if isinstance(impl, benchmark.Other) and not impl.peer.ignores:
+        if isinstance(impl, bench_peers.Implementation) and not impl.peer.ignores:
             with pytest.raises(NotImplementedError, match="no tokens that don't count"):
                 impl.steps(problem)
             continue
@@ -209,7 +213,7 @@ def test_inputs_drawn_on_the_device_are_distributed_as_those_of_numpy(monkeypatc
     cpu = jax.devices("cpu")
     drawn = {"ignored": 0.5, "zipf": True, "target_prob": 0.99, "logit_std": 3.0}
     hidden, weight, labels = (np.asarray(x) for x in draw(cases.Case("c", 4000, 64, 50, **drawn), "float32"))
-    kept = labels != jax_peers.IGNORED
+    kept = labels != IGNORED
     assert kept.mean() == 0.5
     assert weight.std() * 8 == pytest.approx(3, rel=0.05)
     shares = np.bincount(labels[kept], minlength=50) / kept.sum()

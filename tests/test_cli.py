@@ -1,5 +1,6 @@
 """The command line: what each command prints, and what it says to a wrong call."""
 
+import dataclasses
 import json
 import re
 from collections import Counter
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import onchip
 from onchip import check, cli
+from onchip import plan as plan_module
 from onchip.core import machine
 from onchip.ops._shared import triton_calls
 from onchip.ops._shared.checks import Check
@@ -18,7 +20,9 @@ from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops.cross_entropy import spec as cross_entropy_spec
 from onchip.ops.linear_cross_entropy import jax_checks, jax_op, spec, torch_checks, triton_spec
 from onchip.ops.linear_jsd import spec as jsd_spec
+from onchip.ops.linear_jsd import triton_spec as jsd_triton
 from onchip.ops.linear_log_probs import spec as log_probs_spec
+from onchip.ops.linear_log_probs import triton_spec as log_probs_triton
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
 
@@ -153,6 +157,7 @@ def test_plan_of_the_other_ops(op):
     ]
     document = json.loads(run(*arguments, "--json").stdout)
     assert document["op"] == op
+    assert (document["backend"], {plan["backend"] for plan in document["plans"]}) == ("torch", {"torch", "triton"})
     for plan in document["plans"]:
         if not plan["fits"]:
             assert (plan["budget_bytes"], "is too small" in plan["why"]) == (1 << 20, True)
@@ -163,13 +168,51 @@ def test_plan_of_the_other_ops(op):
     result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, arguments)
     assert all(len(line.rstrip()) <= 80 and "…" not in line for line in result.stdout.splitlines())
     assert "too small" in result.stdout
+    for backend in ("torch", "triton"):
+        assert f"backend '{backend}':" in result.stdout
+        named = json.loads(run(*arguments, "--backend", backend, "--json").stdout)
+        assert named == document | {
+            "backend": backend,
+            "plans": [p for p in document["plans"] if p["backend"] == backend],
+        }
+
+
+@pytest.mark.parametrize("op", ["linear_log_probs", "linear_jsd"])
+def test_plan_of_many_tokens_fits_a_narrow_terminal(op):
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(
+        cli.app, ["plan", op, "--tokens", "131072", "--model", "deepseek-v3", "--backend", "triton"]
+    )
+    assert "…" not in result.stdout
+    assert all(len(line.rstrip()) <= 80 for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_log_probs", "linear_jsd"])
+def test_plan_knows_the_backends_of_the_other_ops_in_their_order(op):
+    module = import_module(f"onchip.ops.{op}.torch_op")
+    assert tuple(plan_module._PASSES[op]) == module.BACKENDS
+
+
+@pytest.mark.parametrize("where", [("--device", "cpu"), ("--dtype", "float32")], ids=" ".join)
+def test_plan_of_the_other_ops_where_the_kernels_do_not_run(where):
+    document = json.loads(run("plan", "linear_jsd", *LLAMA[1:], *where, "--json").stdout)
+    assert {plan["backend"] for plan in document["plans"]} == {"torch"}
+    result = run("plan", "linear_jsd", *LLAMA[1:], *where, "--backend", "triton")
+    assert (result.exit_code, "its kernels don't run in" in result.stderr) == (2, True)
 
 
 def test_plan_of_the_other_ops_is_what_they_will_do():
-    sizes = ("--tokens", "8192", "--hidden", "4096", "--vocab", "128256")
+    sizes = ("--tokens", "8192", "--hidden", "4096", "--vocab", "128256", "--scratch-mib", "1024")
+
+    def plans(op, backend, *more):
+        """By the pass, in the default budget and in 1 GiB."""
+        document = json.loads(run("plan", op, *sizes, *more, "--backend", backend, "--json").stdout)
+        default, bounded = (
+            {p["pass"]: p for p in document["plans"] if p["budget_bytes"] == b} for b in (None, 1 << 30)
+        )
+        return default, bounded
 
     def first(op, *more):
-        return json.loads(run("plan", op, *sizes, *more, "--json").stdout)["plans"][0]["chunk"]["tokens"]
+        return next(iter(plans(op, "torch", *more)[0].values()))["chunk"]["tokens"]
 
     rows = cross_entropy_spec.plan(cross_entropy_spec.Problem(8192, 128256, "bfloat16", "cuda"))
     assert first("cross_entropy") == rows
@@ -178,6 +221,27 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
     student, teacher = (jsd_spec.Head(h, 128256, "bfloat16") for h in (4096, 2048))
     jsd = jsd_spec.Problem(8192, 128256, student, teacher, device="cuda")
     assert first("linear_jsd", "--teacher-hidden", "2048") == jsd_spec.plan(jsd)
+
+    for plan in plans("cross_entropy", "triton"):
+        assert plan["forward, and backward"]["scratch_parts"] == {"vectors": 48 * 8192}
+    for budget, plan in zip((None, 1 << 30), plans("linear_log_probs", "triton"), strict=True):
+        config = log_probs_triton.plan(log_probs, budget)
+        assert plan["both passes"]["chunk"]["vocab_chunk"] == config.vocab_chunk
+        assert plan["both passes"]["scratch_bytes"] == log_probs_triton.scratch_bytes(log_probs, config)
+        assert plan["both passes"]["products"] == 3 + (8192 - config.held) / 8192
+        assert (plan["forward"]["products"], plan["forward"]["again"]) == (1, 0)
+        assert plan["both passes, entropy"]["products"] >= plan["both passes"]["products"]
+    student = dataclasses.replace(student, grad_hidden=True, grad_weight=True)
+    jsd = dataclasses.replace(jsd, student=student)
+    for budget, plan in zip((None, 1 << 30), plans("linear_jsd", "triton", "--teacher-hidden", "2048"), strict=True):
+        config = jsd_triton.plan(jsd, budget)
+        chunk = plan["both passes"]["chunk"]
+        assert chunk == {"tokens": config.token_chunk, "vocab": 128256} | {
+            name: getattr(config, name) for name in ("held", "vocab_chunk", "weight_chunk")
+        }
+        assert plan["both passes"]["scratch_bytes"] == jsd_triton.scratch_bytes(jsd, config)
+        assert plan["both passes"]["products"] == 4 + 2 * (8192 - config.held) / 8192
+        assert (plan["forward"]["products"], plan["forward"]["again"]) == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ CHECKED = (*OPS, "fp8_linear")
 CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
     "torch": {op: f"onchip.ops.{op}.benchmark" for op in CHECKED},
-    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_benchmark"},
+    "jax": {op: f"onchip.ops.{op}.jax_benchmark" for op in OPS},
 }
 TUNINGS = {
     "torch": {op: f"onchip.ops.{op}.tuning" for op in ("linear_cross_entropy", "fp8_linear")},
@@ -110,7 +110,7 @@ def plan(
     weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu: what to plan for, not what is here.")] = "cuda",
     backend: Annotated[
-        str, typer.Option(help="triton (linear_cross_entropy alone), torch, or auto: what the op would take.")
+        str, typer.Option(help="triton, torch, or auto: what the op would take, and for most ops the other one too.")
     ] = "auto",
     scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     as_json: Json = False,

@@ -16,7 +16,9 @@ from onchip.ops.cross_entropy import spec as cross_entropy
 from onchip.ops.linear_cross_entropy import spec, triton_spec
 from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.ops.linear_jsd import spec as linear_jsd
+from onchip.ops.linear_jsd import triton_spec as linear_jsd_triton
 from onchip.ops.linear_log_probs import spec as linear_log_probs
+from onchip.ops.linear_log_probs import triton_spec as linear_log_probs_triton
 
 BUDGETS_MIB = (64, 256, 1024, 4096, 16384)
 STRATEGIES = ("stash", "recompute")
@@ -65,11 +67,10 @@ def plan_document(
     if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
         raise ValueError(f"--scratch-mib must be 1 or more; got {min(scratch_mib)}")
     if op != spec.OP:
-        choose_backend(op, backend, {"torch": None})
         call = _Call(tokens, hidden, vocab, teacher_hidden or hidden, dtype, weight_dtype or dtype, device)
-        return _plain_document(op, call, scratch_mib)
+        return _passes_document(op, call, backend, scratch_mib)
     problem = Problem(tokens, hidden, vocab, dtype=dtype, weight_dtype=weight_dtype or dtype, device=device)
-    refused = None if device == "cuda" and dtype != "float32" else f"its kernels don't run in {dtype} on {device}"
+    refused = _triton_refusal(op, dtype, device)
     chosen = choose_backend(spec.OP, backend, {"triton": refused, "torch": None})
     document = {
         "op": spec.OP,
@@ -83,6 +84,13 @@ def plan_document(
         "logits_bytes": {"float32": spec.logits_bytes(problem), dtype: tokens * vocab * DTYPE_BYTES[dtype]},
     }
     return document | (_triton_plans if chosen == "triton" else _torch_plans)(problem, scratch_mib)
+
+
+def _triton_refusal(op: str, dtype: str, device: str) -> str | None:
+    """Why the Triton backend has no plan, or None: float32 logits it reads, but has no products of float32."""
+    if device == "cuda" and (dtype != "float32" or op == cross_entropy.OP):
+        return None
+    return f"its kernels don't run in {dtype} on {device}"
 
 
 # --------------------------------------------------------------------------------------------------- the torch backend
@@ -260,7 +268,7 @@ def _triton_table(document: dict[str, Any], console: Console) -> None:
     )
 
 
-# --------------------------------------------------------------------------------- the other ops, on the torch backend
+# ------------------------------------------------------------------------------------------------------ the other ops
 
 
 @dataclass(frozen=True)
@@ -277,41 +285,58 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One way to run an op: how much it multiplies, and its plan for a budget, or ValueError where that is too small.
+class _Plan:
+    """How one pass is run: the sizes of its chunks by name, and the scratch's parts in bytes.
 
-    A plan is the sizes of the chunks by name, and the parts of the scratch in bytes.
+    `again` are the tokens whose logits are computed a second time; None where a plan can't choose that.
     """
+
+    chunk: dict[str, int]
+    scratch_parts: dict[str, int]
+    again: int | None = None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One way to run an op: how many matrix products it has, how many more where all tokens' logits are computed
+    again, and its plan for a budget, or ValueError where that is too small."""
 
     name: str
     products: int
-    plan: Callable[[int | None], tuple[dict[str, int], dict[str, int]]]
+    plan: Callable[[int | None], _Plan]
+    products_again: int = 0
 
 
-def _cross_entropy_passes(call: _Call) -> list[_Pass]:
-    def plan(budget: int | None) -> tuple[dict[str, int], dict[str, int]]:
-        p = cross_entropy.Problem(call.tokens, call.vocab, call.dtype, call.device)
+def _cross_entropy_passes(call: _Call, *, triton: bool = False) -> list[_Pass]:
+    def plan(budget: int | None) -> _Plan:
+        p = cross_entropy.Problem(call.tokens, call.vocab, call.dtype, call.device, triton=triton)
         rows = cross_entropy.plan(p, budget)
-        return {"tokens": rows, "vocab": call.vocab}, cross_entropy.scratch_parts(p, rows)
+        return _Plan({"tokens": rows, "vocab": call.vocab}, cross_entropy.scratch_parts(p, rows))
 
     return [_Pass("forward, and backward", 0, plan)]
 
 
+def _log_probs_problem(call: _Call, *, entropy: bool, grad: bool = True) -> linear_log_probs.Problem:
+    return linear_log_probs.Problem(
+        call.tokens,
+        call.hidden,
+        call.vocab,
+        dtype=call.dtype,
+        weight_dtype=call.weight_dtype,
+        device=call.device,
+        entropy=entropy,
+        grad_hidden=grad,
+        grad_weight=grad,
+    )
+
+
 def _log_probs_passes(call: _Call) -> list[_Pass]:
-    def plan(budget: int | None, strategy: str, entropy: bool) -> tuple[dict[str, int], dict[str, int]]:
-        p = linear_log_probs.Problem(
-            call.tokens,
-            call.hidden,
-            call.vocab,
-            dtype=call.dtype,
-            weight_dtype=call.weight_dtype,
-            device=call.device,
-            entropy=entropy,
-        )
+    def plan(budget: int | None, strategy: str, entropy: bool) -> _Plan:
+        p = _log_probs_problem(call, entropy=entropy)
         linear_log_probs.require_scratch(p, budget)
         config = linear_log_probs.plan(p, strategy, budget)
         sizes = {"tokens": config.token_chunk, "vocab": config.vocab_chunk}
-        return sizes, linear_log_probs.scratch_parts(p, config)
+        return _Plan(sizes, linear_log_probs.scratch_parts(p, config))
 
     ways = [("forward", "forward", 1), ("backward", "recompute", 3)]
     return [
@@ -321,14 +346,32 @@ def _log_probs_passes(call: _Call) -> list[_Pass]:
     ]
 
 
+def _log_probs_triton_passes(call: _Call) -> list[_Pass]:
+    def plan(budget: int | None, entropy: bool, grad: bool) -> _Plan:
+        p = _log_probs_problem(call, entropy=entropy, grad=grad)
+        config = linear_log_probs_triton.plan(p, budget)
+        parts = linear_log_probs_triton.scratch_parts(p, config)
+        return _triton_plan(call, config, config.held, parts, grad)
+
+    return [
+        _Pass(f"{name}{', entropy' if entropy else ''}", n, partial(plan, entropy=entropy, grad=grad), int(grad))
+        for entropy in (False, True)
+        for name, n, grad in (("forward", 1, False), ("both passes", 3, True))
+    ]
+
+
+def _jsd_problem(call: _Call, *, grad: bool, stash: bool) -> linear_jsd.Problem:
+    dtypes = (call.dtype, call.dtype, call.weight_dtype)
+    student = linear_jsd.Head(call.hidden, call.vocab, *dtypes, grad, grad)
+    teacher = linear_jsd.Head(call.teacher_hidden, call.vocab, *dtypes)
+    return linear_jsd.Problem(call.tokens, call.vocab, student, teacher, device=call.device, stash=stash)
+
+
 def _jsd_passes(call: _Call) -> list[_Pass]:
-    def plan(budget: int | None, grad: bool) -> tuple[dict[str, int], dict[str, int]]:
-        dtypes = (call.dtype, call.dtype, call.weight_dtype)
-        student = linear_jsd.Head(call.hidden, call.vocab, *dtypes, grad, grad)
-        teacher = linear_jsd.Head(call.teacher_hidden, call.vocab, *dtypes)
-        p = linear_jsd.Problem(call.tokens, call.vocab, student, teacher, device=call.device, stash=grad)
+    def plan(budget: int | None, grad: bool) -> _Plan:
+        p = _jsd_problem(call, grad=grad, stash=grad)
         chunk = linear_jsd.plan(p, budget)
-        return {"tokens": chunk, "vocab": call.vocab}, linear_jsd.scratch_parts(p, chunk)
+        return _Plan({"tokens": chunk, "vocab": call.vocab}, linear_jsd.scratch_parts(p, chunk))
 
     return [
         _Pass("forward alone", 2, partial(plan, grad=False)),
@@ -336,53 +379,108 @@ def _jsd_passes(call: _Call) -> list[_Pass]:
     ]
 
 
-_PASSES: dict[str, Callable[[_Call], list[_Pass]]] = {
-    cross_entropy.OP: _cross_entropy_passes,
-    linear_log_probs.OP: _log_probs_passes,
-    linear_jsd.OP: _jsd_passes,
+def _jsd_triton_passes(call: _Call) -> list[_Pass]:
+    def plan(budget: int | None, grad: bool) -> _Plan:
+        p = _jsd_problem(call, grad=grad, stash=False)
+        config = linear_jsd_triton.plan(p, budget)
+        return _triton_plan(call, config, config.held, linear_jsd_triton.scratch_parts(p, config), grad)
+
+    return [
+        _Pass("forward", 2, partial(plan, grad=False)),
+        _Pass("both passes", 4, partial(plan, grad=True), products_again=2),
+    ]
+
+
+def _triton_plan(call: _Call, config: Any, held: int, parts: dict[str, int], grad: bool) -> _Plan:
+    again = max(0, call.tokens - held) if grad else 0  # those held are rounded up to whole blocks
+    sizes = asdict(config)
+    return _Plan({"tokens": sizes.pop("token_chunk"), "vocab": call.vocab} | sizes, parts, again)
+
+
+# By backend, in the order in which backend="auto" tries them.
+_PASSES: dict[str, dict[str, Callable[[_Call], list[_Pass]]]] = {
+    cross_entropy.OP: {"torch": _cross_entropy_passes, "triton": partial(_cross_entropy_passes, triton=True)},
+    linear_log_probs.OP: {"torch": _log_probs_passes, "triton": _log_probs_triton_passes},
+    linear_jsd.OP: {"torch": _jsd_passes, "triton": _jsd_triton_passes},
 }
 
 
-def _plain_document(op: str, call: _Call, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
+def _passes_document(op: str, call: _Call, backend: str, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
+    """The plans of the backend that was named, or of all that can run with that one first which the op would take."""
+    refusals = {
+        name: _triton_refusal(op, call.dtype, call.device) if name == "triton" else None for name in _PASSES[op]
+    }
+    chosen = choose_backend(op, backend, refusals)
+    others = [name for name, reason in refusals.items() if backend == "auto" and name != chosen and reason is None]
     budgets: list[int | None] = [None, *(mib * MIB for mib in scratch_mib or BUDGETS_MIB)]
     number = call.tokens * call.vocab * (2 if op == linear_jsd.OP else 1)
     return {
         "op": op,
         **asdict(call),
-        "backend": "torch",
+        "backend": chosen,
         "logits_bytes": {"float32": 4 * number, call.dtype: number * DTYPE_BYTES[call.dtype]},
-        "plans": [_plain_row(one, budget) for budget in budgets for one in _PASSES[op](call)],
+        "plans": [
+            {"backend": name} | _pass_row(one, call, budget)
+            for name in (chosen, *others)
+            for budget in budgets
+            for one in _PASSES[op][name](call)
+        ],
     }
 
 
-def _plain_row(one: _Pass, budget: int | None) -> dict[str, Any]:
+def _pass_row(one: _Pass, call: _Call, budget: int | None) -> dict[str, Any]:
     row: dict[str, Any] = {"pass": one.name, "products": one.products, "budget_bytes": budget}
     try:
-        chunk, parts = one.plan(budget)
+        plan = one.plan(budget)
     except ValueError as error:
         return row | {"fits": False, "why": str(error)}
-    return row | {"fits": True, "chunk": chunk, "scratch_bytes": sum(parts.values()), "scratch_parts": parts}
+    if plan.again is not None:
+        row |= {"products": one.products + one.products_again * plan.again / call.tokens, "again": plan.again}
+    scratch = sum(plan.scratch_parts.values())
+    return row | {"fits": True, "chunk": plan.chunk, "scratch_bytes": scratch, "scratch_parts": plan.scratch_parts}
 
 
-def _plain_table(document: dict[str, Any], console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("budget", "pass", "prods", "chunk", "scratch"):
-        table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
+def _passes_table(document: dict[str, Any], console: Console) -> None:
+    by_backend: dict[str, list[dict[str, Any]]] = {}
     for row in document["plans"]:
-        budget = "default" if row["budget_bytes"] is None else _mib(row["budget_bytes"])
-        cells = ["[dim]too small[/]", ""]
-        if row["fits"]:
-            cells = [f"{row['chunk']['tokens']}x{row['chunk']['vocab']}", _mib(row["scratch_bytes"])]
-        table.add_row(budget, row["pass"], str(row["products"]), *cells)
-    console.print(table)
-    largest = [row for row in document["plans"] if row["budget_bytes"] is None][-1]
-    parts = "".join(f"\n  {name}: {_mib(size)}" for name, size in largest["scratch_parts"].items() if size)
+        by_backend.setdefault(row["backend"], []).append(row)
+    # Of plans that compute some logits again: how many tokens', and in what pieces.
+    again = {backend for backend, rows in by_backend.items() if any("again" in row for row in rows)}
+    for backend, rows in by_backend.items():
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+        sizes = ("tokens", "again", "of V", "of dW") if backend in again else ("chunk",)
+        for column in ("budget", "pass", "prods", *sizes, "scratch"):
+            table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
+        for row in rows:
+            budget = "default" if row["budget_bytes"] is None else _mib(row["budget_bytes"])
+            table.add_row(budget, row["pass"], *_pass_cells(row, backend in again))
+        largest = [row for row in rows if row["budget_bytes"] is None][-1]
+        parts = "".join(f"\n  {name}: {_mib(size)}" for name, size in largest["scratch_parts"].items() if size)
+        console.print(f"\nbackend {backend!r}:", highlight=False)
+        console.print(table)
+        console.print(f"scratch in the default budget, {largest['pass']}:{parts}", highlight=False, soft_wrap=True)
     console.print(
-        "All sizes in MiB.  prods: matrix products of the pass.  chunk: tokens x vocab.\n"
-        "scratch: peak above inputs, results and returned gradients.  Its parts in the\n"
-        f"default budget, {largest['pass']}:{parts}",
+        "\nAll sizes in MiB.  scratch: peak above inputs, results and returned gradients.\n"
+        "prods: matrix products of the pass.  chunk: tokens x vocab." + (_AGAIN if again else ""),
         highlight=False,
     )
+
+
+_AGAIN = """
+tokens: of a chunk, with all of the vocabulary.  again: tokens whose logits are
+computed again in backward, so many columns of V at a time.  of dW: rows of
+weight's gradient at a time."""
+
+
+def _pass_cells(row: dict[str, Any], again: bool) -> list[str]:
+    if not row["fits"]:
+        return [str(row["products"]), "[dim]too small[/]"]
+    chunk, scratch = row["chunk"], _mib(row["scratch_bytes"])
+    if not again:
+        return [str(row["products"]), f"{chunk['tokens']}x{chunk['vocab']}", scratch]
+    columns = str(chunk["vocab_chunk"]) if row["again"] else "-"
+    rows = str(chunk["weight_chunk"] or "-")
+    return [f"{row['products']:.2f}", str(chunk["tokens"]), str(row["again"]), columns, rows, scratch]
 
 
 # ------------------------------------------------------------------------------------------------------------- printing
@@ -395,13 +493,14 @@ def show_plan(document: dict[str, Any], console: Console) -> None:
     if document["op"] != linear_jsd.OP:
         del sizes["teacher's H"]
     shown = " ".join(f"{letter}={document[name]}" for letter, name in sizes.items() if document[name])
+    others = {row.get("backend", document["backend"]) for row in document["plans"]} - {document["backend"]}
     console.print(
-        f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n{document['backend']} backend, "
-        f"forward and all gradients\nfull logits: {logits}",
+        f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n{document['backend']} backend"
+        f"{' by default' if others else ''}, forward and all gradients\nfull logits: {logits}",
         highlight=False,
     )
     if document["op"] != spec.OP:
-        _plain_table(document, console)
+        _passes_table(document, console)
     elif document["backend"] == "triton":
         _triton_table(document, console)
     else:

@@ -12,10 +12,12 @@ It imports no op; whatever speaks in an op's name takes that as its first argume
     triton_calls.py    a device that can run Triton's kernels, and a launch
     triton_maths.py    functions of kernels of softmax losses
     triton_tiles.py    blocks and tiles of kernels that are matrix products
-    bench_peers.py     what a benchmark compares with; no framework
-    torch_bench.py     how a benchmark in PyTorch runs it, and the comparison with a reference
+    bench_peers.py     what a benchmark compares with, and how close results must be; no framework
+    torch_bench.py     steps of a benchmark in PyTorch, and the comparison with a reference
     jax_call.py        what a front end in JAX hands to a backend
     jax_inputs.py      what JAX's public functions check
     jax_tiles.py       a tile of logits in JAX: which tokens count, products, running softmax, gradient
     jax_checks.py      plain expressions in JAX that an op is held against
+    jax_peers.py       what a benchmark in JAX compares with; JAX is imported late
+    jax_bench.py       inputs and steps of a benchmark in JAX, and the comparison with a reference
 """

@@ -1,10 +1,13 @@
-"""What a benchmark compares with: functions that are imported when they are asked for.  Imports no framework."""
+"""What a benchmark compares with, functions that are imported when they are asked for, and how close results must be.
+
+Imports no framework.
+"""
 
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -13,6 +16,9 @@ import onchip
 
 Refusal = Callable[[str, str], str | None]
 """Why something can't run on (device, dtype) here, or None."""
+
+Step = Callable[[], Sequence[Any]]
+"""Run once; returns the arrays that it leaves behind (loss, gradients)."""
 
 NARROW = ("float16", "bfloat16")
 
@@ -31,6 +37,45 @@ class Peer:
 
     def version(self) -> str:
         return onchip.__version__ if self.package == "onchip" else metadata.version(self.package).partition("+")[0]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A peer's function as the harness wants it; `make_steps` makes the steps of a problem with it."""
+
+    peer: Peer
+    make_steps: Callable[[Any, Peer], Mapping[str, Step]]
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    def version(self) -> str:
+        return self.peer.version()
+
+    def unavailable(self, device: str, dtype: str) -> str | None:
+        return self.peer.unavailable(device, dtype)
+
+    def config(self, problem: Any, mode: str) -> dict[str, Any]:
+        return self.peer.config
+
+    def steps(self, problem: Any) -> Mapping[str, Step]:
+        return self.make_steps(problem, self.peer)
+
+
+def bounds(
+    names: Sequence[str], lengths: Sequence[int], errors: Sequence[float] | None, eps: float, *, forward: int
+) -> dict[str, float]:
+    """How far each thing that a step returns may be from its reference, by name, `eps` being that of the dtype.
+
+    In float32, by the random walk of rounding errors over sums of so many `lengths`.  In 16 bits, twice the `errors` of
+    what the framework's plain expression returned; as a single number may be right by luck, of the first `forward`
+    things at least a rounding.
+    """
+    if errors is None:
+        return {name: eps * n**0.5 for name, n in zip(names, lengths, strict=True)}
+    least = [eps / 2 if i < forward else 0.0 for i in range(len(errors))]
+    return {name: 2 * max(e, low) for name, e, low in zip(names, errors, least, strict=True)}
 
 
 def optional(
@@ -80,11 +125,11 @@ def gpu_only(package: str, dtypes: tuple[str, ...]) -> Refusal:
     return refusal
 
 
-def not_installed(package: str) -> str | None:
+def not_installed(package: str, extra: str = "peers") -> str | None:
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:
-        return f"{package} is not installed; pip install 'onchip[peers]'"
+        return f"{package} is not installed; pip install 'onchip[{extra}]'"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of several ops in PyTorch share: how a peer is run, and the comparison with a reference."""
+"""What the benchmarks of several ops in PyTorch share: steps, and the comparison with a reference."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,36 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.bench_peers import Peer
+from onchip.ops._shared.bench_peers import bounds
 
 Step = Callable[[], Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """A peer's function as the harness wants it; `make_steps` makes the steps of a problem with it."""
-
-    peer: Peer
-    make_steps: Callable[[Any, Peer], Mapping[str, Step]]
-
-    @property
-    def name(self) -> str:
-        return self.peer.name
-
-    def version(self) -> str:
-        return self.peer.version()
-
-    def unavailable(self, device: str, dtype: str) -> str | None:
-        return self.peer.unavailable(device, dtype)
-
-    def config(self, problem: Any, mode: str) -> dict[str, Any]:
-        return self.peer.config
-
-    def steps(self, problem: Any) -> Mapping[str, Step]:
-        return self.make_steps(problem, self.peer)
-
-
-# ---------------------------------------------------------------------------------------------------- correctness
 
 
 @dataclass(frozen=True)
@@ -71,15 +44,11 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 def bounds_of(
     values: Mapping[str, Tensor], plain: Sequence[Tensor], dtype: torch.dtype, lengths: Sequence[int], *, forward: int
 ) -> dict[str, float]:
-    """In float32, by the random walk of rounding errors over sums of so many `lengths`.  In 16 bits, twice the errors
-    of what the framework's plain expression returned; as a single number may be right by luck, of the first `forward`
-    values at least a rounding."""
-    eps = torch.finfo(dtype).eps
-    if dtype == torch.float32:
-        return {name: eps * n**0.5 for name, n in zip(values, lengths, strict=True)}
-    errors = [relative_error(out, ref) for out, ref in zip(plain, values.values(), strict=True)]
-    least = [eps / 2 if i < forward else 0.0 for i in range(len(errors))]
-    return {name: 2 * max(e, low) for name, e, low in zip(values, errors, least, strict=True)}
+    """As `bench_peers.bounds`; `plain` is what the plain expression returned, and isn't looked at in float32."""
+    errors = None
+    if dtype != torch.float32:
+        errors = [relative_error(out, ref) for out, ref in zip(plain, values.values(), strict=True)]
+    return bounds(list(values), lengths, errors, torch.finfo(dtype).eps, forward=forward)
 
 
 def gradient_step(function: Callable[[], Any], leaves: Sequence[Tensor]) -> Step:

@@ -33,5 +33,5 @@ Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gem
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
     checks.py         how large an error may be; no framework
-    benchmark.py, peers.py   what `onchip bench` runs
+    benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
 """

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops._shared.bench_peers import Peer
+from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.spec import DTYPE_BYTES
-from onchip.ops._shared.torch_bench import Implementation, Reference, Step, bounds_of, gradient_step
+from onchip.ops._shared.torch_bench import Reference, Step, bounds_of, gradient_step
 from onchip.ops.cross_entropy import cases
 from onchip.ops.cross_entropy.peers import IN_PLACE, OWN, PEERS, Loss
 

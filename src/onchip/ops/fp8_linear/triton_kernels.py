@@ -31,7 +31,7 @@ def magnitude_bits(v):
 
 @triton.jit
 def divide(a, D: tl.constexpr):
-    """a / D rounded to nearest, for a of 2**-64 or more, in three instructions; the compiler's division takes thirty."""
+    """a / D rounded to nearest, for a of 2**-64 or more, in three instructions; a division takes thirty."""
     if INTERPRETED:  # it rounds a product before it adds
         return tl.div_rn(a, tl.full(a.shape, D, tl.float32))
     else:  # noqa: RET505 - without it, Triton compiles both

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onchip
-from onchip.ops._shared.bench_peers import Peer
+from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.cases import target_logit
 from onchip.ops._shared.spec import DTYPE_BYTES, MIB
-from onchip.ops._shared.torch_bench import Implementation, Reference, Step, bounds_of, gradient_step
+from onchip.ops._shared.torch_bench import Reference, Step, bounds_of, gradient_step
 from onchip.ops.linear_cross_entropy import cases, spec, triton_op, triton_spec
 from onchip.ops.linear_cross_entropy.peers import PEERS, Loss
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle

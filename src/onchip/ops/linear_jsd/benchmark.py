@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.bench_peers import Peer
+from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.spec import DTYPE_BYTES
-from onchip.ops._shared.torch_bench import Implementation, Reference, Step, bounds_of, gradient_step
+from onchip.ops._shared.torch_bench import Reference, Step, bounds_of, gradient_step
 from onchip.ops.linear_jsd import cases
 from onchip.ops.linear_jsd.peers import OWN, PEERS
 

@@ -35,7 +35,7 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
     checks.py         how large an error may be; no framework
-    benchmark.py, peers.py   what `onchip bench` runs
+    benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
 
 What a walk does with one tile is in `onchip.ops._shared`; most Triton kernels are linear_cross_entropy's.
 """

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.bench_peers import Peer
+from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.spec import DTYPE_BYTES
-from onchip.ops._shared.torch_bench import Implementation, Reference, Step, bounds_of
+from onchip.ops._shared.torch_bench import Reference, Step, bounds_of
 from onchip.ops.linear_log_probs import cases
 from onchip.ops.linear_log_probs.peers import OWN, PEERS, Values
 
