@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from onchip.ops._shared.bench_peers import Peer
+from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.spec import DTYPE_BYTES
-from onchip.ops._shared.torch_bench import Implementation, Step, relative_error
+from onchip.ops._shared.torch_bench import Step, relative_error
 from onchip.ops.fp8_linear import cases, spec, torch_op, triton_op
 from onchip.ops.fp8_linear.peers import LINEAR, OWN, PEERS, PRODUCT_ALONE, SCALED_MM, Layer
 from onchip.ops.fp8_linear.torch_quantize import Quantized
