@@ -157,7 +157,7 @@ def test_plan_of_the_other_ops(op):
     ]
     document = json.loads(run(*arguments, "--json").stdout)
     assert document["op"] == op
-    assert (document["backend"], {plan["backend"] for plan in document["plans"]}) == ("torch", {"torch", "triton"})
+    assert (document["backend"], {plan["backend"] for plan in document["plans"]}) == ("triton", {"torch", "triton"})
     for plan in document["plans"]:
         if not plan["fits"]:
             assert (plan["budget_bytes"], "is too small" in plan["why"]) == (1 << 20, True)
@@ -250,7 +250,10 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
         (["plan", "softmax", "--tokens", "8", "--vocab", "8"], "no op 'softmax'; there is: linear_cross_entropy, "),
         (["plan", "cross_entropy", "--tokens", "8"], "give --hidden and --vocab, or --model"),
         (["plan", "linear_jsd", *LLAMA[1:], "--teacher-hidden", "0"], "--teacher-hidden must be 1 or more; got 0"),
-        (["plan", "cross_entropy", *LLAMA[1:], "--backend", "cuda"], "backend must be one of 'auto', 'torch'"),
+        (
+            ["plan", "cross_entropy", *LLAMA[1:], "--backend", "cuda"],
+            "backend must be one of 'auto', 'triton', 'torch'",
+        ),
         (["check", "softmax"], "no op 'softmax'; there is: linear_cross_entropy, linear_log_probs, "),
         (["plan", "--tokens", "0", "--model", "llama3.1-8b"], "--tokens must be 1 or more; got 0"),
         (["plan", "--tokens", "8"], "give --hidden and --vocab, or --model"),

@@ -399,9 +399,9 @@ def _triton_plan(call: _Call, config: Any, held: int, parts: dict[str, int], gra
 
 # By backend, in the order in which backend="auto" tries them.
 _PASSES: dict[str, dict[str, Callable[[_Call], list[_Pass]]]] = {
-    cross_entropy.OP: {"torch": _cross_entropy_passes, "triton": partial(_cross_entropy_passes, triton=True)},
-    linear_log_probs.OP: {"torch": _log_probs_passes, "triton": _log_probs_triton_passes},
-    linear_jsd.OP: {"torch": _jsd_passes, "triton": _jsd_triton_passes},
+    cross_entropy.OP: {"triton": partial(_cross_entropy_passes, triton=True), "torch": _cross_entropy_passes},
+    linear_log_probs.OP: {"triton": _log_probs_triton_passes, "torch": _log_probs_passes},
+    linear_jsd.OP: {"triton": _jsd_triton_passes, "torch": _jsd_passes},
 }
 
 

@@ -68,7 +68,7 @@ WRONG = {
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, V=70 in float32: one row needs 2584 bytes"),
     # options
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
-    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch', 'triton'; got 'cublas'"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'triton', 'torch'; got 'cublas'"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
     # what can't be overwritten
     "in place, a leaf": ({"logits": leaf(), "inplace_backward": True}, ValueError, "inplace_backward=True would overwrite logits that are a leaf"),
@@ -111,9 +111,7 @@ def test_an_unknown_argument():
 
 def test_a_device_without_a_backend_says_why(monkeypatch):
     monkeypatch.setattr(torch_op, "_DEVICES", ("cuda",))
-    with pytest.raises(
-        ValueError, match=re.escape("cross_entropy: no backend can run this call (torch: it runs on cuda")
-    ):
+    with pytest.raises(ValueError, match="cross_entropy: no backend can run this call .*; torch: it runs on cuda"):
         call()
     with pytest.raises(ValueError, match="backend 'torch' can't run this call: it runs on"):
         call(backend="torch")

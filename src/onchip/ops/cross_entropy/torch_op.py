@@ -23,7 +23,7 @@ from onchip.ops.cross_entropy.torch_inputs import check_inplace, check_tensors
 
 _DEVICES = ("cpu", "cuda", "meta")
 # Best first: the order in which "auto" asks them.
-BACKENDS = ("torch", "triton")
+BACKENDS = ("triton", "torch")
 
 
 class CrossEntropyStats(NamedTuple):
@@ -89,8 +89,8 @@ def cross_entropy(
             be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
             and gets a new tensor.  Not inside torch.compile.
-        backend: "torch" (the framework's own operations), "triton" (kernels for NVIDIA GPUs from Ampere on, which read
-            the logits once) or "auto", which is "torch".
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
+            own operations) or "auto": the first of these that can run the call.
         scratch_bytes: bound on the peak memory above logits, loss and returned gradient.  Default: 256 MiB or an eighth
             of the float32 logits, whichever is less, and at least what a useful chunk of rows needs.  Backend "triton"
             needs little, whatever the bound.

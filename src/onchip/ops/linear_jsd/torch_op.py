@@ -24,7 +24,7 @@ from onchip.ops.linear_jsd.torch_walk import walk
 
 _DEVICES = ("cpu", "cuda", "meta")
 # The order of preference of "auto".
-BACKENDS = ("torch", "triton")
+BACKENDS = ("triton", "torch")
 
 
 def linear_jsd(
@@ -88,9 +88,9 @@ def linear_jsd(
         check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of both models' float32 logits, whichever is less, and at least what one chunk needs.
-        backend: "torch" (the framework's own operations, on any device), "triton" (kernels for NVIDIA GPUs from Ampere
-            on; products of bfloat16 and float16, no teacher_topk, no gradient of teacher_logits) or "auto", which is
-            "torch" so far.
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
+            gradient of teacher_logits), "torch" (the framework's own operations, on any device) or "auto": the first of
+            these that can run the call.
 
     Returns:
         The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is

@@ -20,7 +20,7 @@ from onchip.ops.linear_log_probs.spec import OP, Options, Problem
 from onchip.ops.linear_log_probs.torch_inputs import check_tensors
 
 _DEVICES = ("cpu", "cuda", "meta")
-BACKENDS = ("torch", "triton")  # "auto" takes the first that can run
+BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
 
 
 class LogProbs(NamedTuple):
@@ -82,8 +82,8 @@ def linear_log_probs(
         check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients.  Default: 256 MiB or an
             eighth of the float32 logits, whichever is less, and at least what one chunk needs.
-        backend: "torch" (the framework's own matrix products), "triton" (kernels for NVIDIA GPUs from Ampere on,
-            bfloat16 and float16), or "auto": "torch".
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
+            matrix products), or "auto": the first of these that can run the call.
 
     Returns:
         float32 log_prob of ids' shape.  If entropy, lse or top1 is asked for, `LogProbs(log_prob, entropy, lse, top1)`
