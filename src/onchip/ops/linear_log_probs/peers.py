@@ -4,15 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 from onchip.ops._shared.bench_peers import Peer, always, compiled, no_compiler, not_installed, only_narrow, own
+from onchip.ops._shared.spec import MIB
 from onchip.ops.linear_log_probs.torch_op import BACKENDS, linear_log_probs
 
 Values = Callable[[Any, Any, Any, bool], tuple[Any, Any]]
 """(log-probabilities [T], entropies [T] or None) of (hidden [T, H], weight [V, H], ids [T], with the entropy?)."""
 
 
-def _own(backend: str) -> Values:
+def _own(backend: str, small: bool) -> Values:
     def values(hidden: Any, weight: Any, ids: Any, entropy: bool) -> tuple[Any, Any]:
-        out = linear_log_probs(hidden, weight, ids, entropy=entropy, backend=backend)
+        scratch = 64 * MIB + 4 * hidden.numel() if small else None
+        out = linear_log_probs(hidden, weight, ids, entropy=entropy, backend=backend, scratch_bytes=scratch)
         return (out.log_prob, out.entropy) if entropy else (out, None)
 
     return values
@@ -45,7 +47,7 @@ def _no_trl(device: str, dtype: str) -> str | None:
     return None if not_installed("trl") is None else "trl is not installed; pip install trl"
 
 
-OWN = own(_own, BACKENDS)
+OWN = (*own(_own, BACKENDS, small=False), *own(_own, (), ", 64 MiB + 4TH", small=True))
 PEERS = (
     Peer("torch eager", lambda: _eager(wide=False), always),
     Peer("torch eager, float32 logits", lambda: _eager(wide=True), only_narrow),
