@@ -38,7 +38,7 @@ FORWARD_KL, REVERSE_KL, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 # Below this a log2(t / s) is near 0: a term of the loss is a difference of larger ones, which a series is not.
 NEAR = tl.constexpr(0.75)
 LN2 = tl.constexpr(0.6931471805599453)
-GROUP_OF = tl.constexpr(4)
+GROUP_OF = tl.constexpr(8)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Rows of `stats`, [STATS, T] float32 by position.
 STUDENT_MAX, STUDENT_LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log2 s = (z - max) log2(e) / temperature - log_sum
@@ -162,7 +162,7 @@ def _log2_probs(
 
 @triton.jit
 def _groups(x):
-    """[TILES, VOCAB_TILE] as groups of neighbours, which one thread holds: what is kept of each takes fewer registers."""
+    """[TILES, VOCAB_TILE] as groups of neighbours, one sum of which takes fewer registers."""
     return tl.reshape(x, (x.shape[0] * x.shape[1] // GROUP_OF, GROUP_OF))
 
 

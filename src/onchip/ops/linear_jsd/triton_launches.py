@@ -37,8 +37,9 @@ from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
 
-# Tiles of a token's row that a program takes at a time, its warps, and their registers: four programs fit a multiprocessor.
-_TILES, _WARPS, _REGISTERS = 8, 8, 64
+# Tiles of a token's row that a program takes at a time, its warps, and a thread's registers: five programs fit a
+# multiprocessor.
+_TILES, _WARPS, _REGISTERS = 8, 8, 48
 
 
 @dataclass(frozen=True)
