@@ -37,9 +37,11 @@ from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
 
-# Tiles of a token's row that a program takes at a time, its warps, and a thread's registers: five programs fit a
-# multiprocessor.
-_TILES, _WARPS, _REGISTERS = 8, 8, 48
+# Tiles of a token's row that a program takes at a time, and its warps.
+_TILES, _WARPS = 8, 8
+# Registers of a thread, by the bytes of a number that it reads: of 48 five programs fit a multiprocessor, so that the
+# tokens of a chunk are all at work at once; numbers of 4 bytes take 64.
+_REGISTERS = {2: 48, 4: 64}
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,11 @@ def divergence(
     """Losses of some positions, and their logits' gradients for a side that has places or `gradients` for them."""
     by_token = all(x is None for x in chunks)
     arguments: dict[str, Any] = {}
+    width = 2
     for who, side, chunk, gradient in zip(("student", "teacher"), call.sides, chunks, gradients, strict=True):
         source = side.logits if chunk is None else chunk.below
         assert source is not None
+        width = max(width, min(4, source.element_size()))
         places = None if side.places is None or not _holds(side.places, first, row) else side.places
         into = gradient if places is None else places.matrix
         arguments |= {
@@ -214,7 +218,7 @@ def divergence(
         "PAD": TOKEN_TILE,
     }
     grid = (tokens if by_token else up(tokens, TOKEN_TILE),)
-    return Launch(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS)
+    return Launch(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
 
 
 @lru_cache(maxsize=64)
