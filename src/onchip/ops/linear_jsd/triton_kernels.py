@@ -10,16 +10,21 @@ most, which is less than the rounding of the hidden states moves a logit by, and
 bfloat16 is off by.  Exponentials in 16 bits would do for s and t but not for log(s / t) of what is unlikely.  Of
 float16 operands, which are finer themselves, the distances are float32.
 
-The maths is in the package's docstring; what follows from it here:
+The maths is in the package's docstring; what follows from it here, all logarithms being to base 2, as the device has
+them:
 
-Of both models' probabilities at an entry let hi be the larger, lo the smaller, q = log(hi / lo), w the weight of lo in
-the mixture m, and a = log(hi / m) = -log(1 - w + w exp(-q)), so that log(lo / m) = a - q.  Nothing overflows, equal
-logits give q = a = 0 exactly, and with r(x) = exp(x) - 1 - x the entry's part of the loss is
+Of both models' probabilities at an entry let hi be the larger, lo the smaller, d = log(t / s), q = |d|, w the weight of
+lo in the mixture m, and a = log(m / hi) = log(1 - w + w exp(-q)).  So log(s / m) is -a for d <= 0 and -a - d above.
+Nothing overflows, equal logits give q = a = 0 exactly, and the entry's part of the loss is
 
-    (1 - w) hi r(-a) + w lo r(q - a) = (1 - w) hi a + w lo (a - q)
+    -(1 - w + w exp(-q)) hi a - w lo q
 
-of which the first keeps its digits where q is small, and neither is below 0.  An error of a enters the first in the
-second order only.
+a difference of terms like q whose result is like q^2.  An error of a or q, 1e-7 or so, is harmless there from q = NEAR
+on (the device's logarithm, 2^-22 off, is good enough).  Below it is s d^2 times a series in d, which neither loses
+digits nor can be below 0.  For the ends likewise, with t d - t + s.
+
+An H100 has time for some fifty instructions per entry while it reads both models' numbers: the loss takes 42 of them,
+the gradient 24, for beta 1/2, which needs no choice of w.
 """
 
 import triton  # type: ignore[import-untyped]
