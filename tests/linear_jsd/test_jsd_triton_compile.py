@@ -1,8 +1,9 @@
 """The kernels compile for each kind of GPU, fit its shared memory, and spill next to nothing, without a GPU."""
 
+import numpy as np
 import pytest
 import torch
-from jsd_ahead import KERNELS, launches
+from jsd_ahead import KERNELS, jsd_launches, launches
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
@@ -63,3 +64,14 @@ def test_every_kernel_of_the_file_is_launched():
         if hasattr(f, "params") and f.__module__ == KERNELS.__name__ and not name.startswith("_")
     }
     assert in_file == set(OWN)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-6, 0.1, 0.5, 0.9, 1.0])
+def test_the_series_where_probabilities_are_nearly_equal(beta):
+    """It holds a term's digits to where the differences take over; float64's own are enough for these down to 0.01."""
+    x = np.concatenate([side * np.geomspace(0.01, KERNELS.NEAR.value, 100) for side in (-1, 1)])
+    d = x * np.log(2)
+    log_p = -np.log1p(beta * np.expm1(d))
+    exact = np.expm1(d) - d if beta in (0, 1) else (1 - beta) * log_p + beta * np.exp(d) * (log_p + d)
+    made = np.log(2) * x**2 * np.polyval(jsd_launches.nearly_equal(beta)[::-1], x)
+    np.testing.assert_allclose(made, exact, rtol=1e-6)

@@ -78,17 +78,22 @@ def plain(h, w, x, v, beta, *, dtype=None, temperature=1.0):
     return ((1 - beta) * (ls.exp() * (ls - lm)).sum(-1) + beta * (lt.exp() * (lt - lm)).sum(-1)).mean()
 
 
+def assert_right(case, dtype):
+    wrong = [x for x in check_case(case, dtype, "cuda", backend="triton") if not x.ok]
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("case", DENSE, ids=str)
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.usefixtures("poisoned")
 def test_check_cases(case, dtype):
-    assert all(x.ok for x in check_case(case, dtype, "cuda", backend="triton"))
+    assert_right(case, dtype)
 
 
 @pytest.mark.parametrize("case", [c for c in DENSE if c.student == "logits"], ids=str)
 def test_float32_logits(case):
-    assert all(x.ok for x in check_case(case, torch.float32, "cuda", backend="triton"))
+    assert_right(case, torch.float32)
 
 
 @pytest.mark.parametrize("sizes", [(600, 264, 2049, None), (600, 259, 2049, 328), (131, 520, 50257, 72)], ids=str)
@@ -102,9 +107,13 @@ def test_ways_agree_with_the_framework(sizes, dtype):
     y[::5] = -100
     weight = torch.rand(tokens, device="cuda")
     options = {"target": y, "token_weight": weight, "hard_weight": 0.2, "temperature": 2.0, "teacher_grad": True}
-    made = gradients(op(*leaves, **options), leaves)
+    options |= {"reduction": "sum"}
+    grad = torch.tensor(1000.0, device="cuda")  # takes a gradient of 1 / V to where float16 is normal
+    made = gradients(op(*leaves, **options), leaves, grad)
     exact = [p.detach().float().requires_grad_() for p in leaves]
-    reference = gradients(linear_jsd(*exact, backend="torch", **options), exact)
+    reference = gradients(linear_jsd(*exact, backend="torch", **options), exact, grad)
+    # Three roundings, of a logit's gradient, of the row that it meets and of the result: each at most 2^-11 in float16
+    # and 0.4 of that in the mean, so 0.7 * 2^-11 together, and 8 times as much in bfloat16.
     bound = 6e-3 if dtype == torch.bfloat16 else 1e-3
     assert errors(made, reference)[0] < 1e-4
     assert max(errors(made, reference)[1:]) < bound
@@ -254,11 +263,13 @@ def test_more_elements_of_logits_than_32_bits_count():
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_logits_of_any_width(vocab, dtype):
     z, u = (torch.randn(37, vocab, device="cuda").to(dtype).requires_grad_() for _ in range(2))
-    how = {"beta": 0.3, "temperature": 1.5, "teacher_grad": True}
-    made = gradients(jsd(z, u, backend="triton", **how), (z, u))
-    expected = gradients(jsd(z, u, backend="torch", **how), (z, u))
+    how = {"beta": 0.3, "temperature": 1.5, "teacher_grad": True, "reduction": "sum"}
+    grad = torch.tensor(float(vocab), device="cuda")  # the gradients are about 1 then: normal in float16
+    made = gradients(jsd(z, u, backend="triton", **how), (z, u), grad)
+    expected = gradients(jsd(z, u, backend="torch", **how), (z, u), grad)
     for a, b in zip(made, expected, strict=True):
-        assert torch.allclose(a, b, rtol=2e-5 if dtype == torch.float32 else 1e-2, atol=1e-9)
+        # log(s / m) - KL may cancel: what is left has the error of a float32 log-probability near 10, 1e-6.
+        assert torch.allclose(a, b, rtol=2e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
 
 
 def test_every_device_whichever_is_current():

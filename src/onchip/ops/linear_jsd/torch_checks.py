@@ -131,6 +131,8 @@ def plain_jsd(
             else a["teacher_logits"]
         )
         lt = F.log_softmax(u[..., :vocab] / temperature, -1)
+    # Of entries that both models exclude, a difference would be NaN.
+    ls, lt = (x.clamp(min=torch.finfo(x.dtype).min / 2) for x in (ls, lt))
     if beta == 0:
         loss = (lt.exp() * (lt - ls)).sum(-1)
     elif beta == 1:

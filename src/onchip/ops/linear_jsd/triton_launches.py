@@ -9,10 +9,13 @@ rows of hidden for the weight's gradient and into the result's rows for hidden's
 Logits that are given are read where the tiles would be.  Nothing here waits for the device.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +39,9 @@ from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
 
 # Tiles of a token's row that a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8
+# Registers of a thread, by the bytes of a number that it reads: of 48 five programs fit a multiprocessor, so that the
+# tokens of a chunk are all at work at once; numbers of 4 bytes take 64.
+_REGISTERS = {2: 48, 4: 64}
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,11 @@ def divergence(
     """Losses of some positions, and their logits' gradients for a side that has places or `gradients` for them."""
     by_token = all(x is None for x in chunks)
     arguments: dict[str, Any] = {}
+    width = 2
     for who, side, chunk, gradient in zip(("student", "teacher"), call.sides, chunks, gradients, strict=True):
         source = side.logits if chunk is None else chunk.below
         assert source is not None
+        width = max(width, min(4, source.element_size()))
         places = None if side.places is None or not _holds(side.places, first, row) else side.places
         into = gradient if places is None else places.matrix
         arguments |= {
@@ -196,9 +204,11 @@ def divergence(
         "V": call.vocab,
         "inverse_temperature": 1 / call.loss.temperature,
         "beta": call.loss.beta,
+        **{f"near{k}": x for k, x in enumerate(nearly_equal(call.loss.beta))},
         "soft_weight": call.loss.soft_factor,
         "hard_weight": call.loss.hard_weight,
         "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(call.loss.beta, kernels.MIXTURE).value,
+        "EVEN": call.loss.beta == 0.5,
         "BY_TOKEN": by_token,
         "HARD": call.loss.hard_weight > 0,
         "SUMS": loss is not None,
@@ -208,7 +218,30 @@ def divergence(
         "PAD": TOKEN_TILE,
     }
     grid = (tokens if by_token else up(tokens, TOKEN_TILE),)
-    return Launch(kernels.divergence_rows, grid, arguments, _WARPS)
+    return Launch(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
+
+
+@lru_cache(maxsize=64)
+def nearly_equal(beta: float) -> list[float]:
+    """Coefficients c of a term of the loss where both models' probabilities, p and q, are nearly equal.
+
+    With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), 1e-6 off at most: p is the
+    student's and q the teacher's, but for beta 0, where p is the teacher's.
+    """
+    near = kernels.NEAR.value
+
+    def ratio(x: Any) -> Any:
+        d = x * math.log(2)
+        if beta in (0, 1):
+            term = np.expm1(d) - d
+        else:
+            log_p = -np.log1p(beta * np.expm1(d))  # over the mixture
+            term = (1 - beta) * log_p + beta * np.exp(d) * (log_p + d)
+        return term / (math.log(2) * x**2)
+
+    # Of an odd degree: the nodes keep away from 0.
+    fit = np.polynomial.Chebyshev.interpolate(ratio, 5, domain=[-near, near])
+    return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]
 
 
 def _holds(places: Exponentials, first: int, row: Tensor | None) -> bool:

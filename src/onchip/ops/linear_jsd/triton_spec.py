@@ -67,6 +67,14 @@ def memory_rows(head: Head, vocab: int, c: TritonConfig) -> int:
     return max(head.vocab, up(vocab, VOCAB_TILE) + c.weight_chunk) if stashed(head, c) else head.vocab
 
 
+def block_bytes(size: int) -> int:
+    """What PyTorch's allocator gives for so many bytes: of 10 MiB or more a block of its own, in multiples of 2 MiB,
+    of which it uses the rest again if that is more than 1 MiB.
+    """
+    block = up(size, 2 * MIB)
+    return block if size >= 10 * MIB and block - size <= MIB else size
+
+
 def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     columns = up(p.vocab, VOCAB_TILE)
@@ -78,20 +86,22 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         if not h.hidden:
             continue
         element = DTYPE_BYTES[h.dtype]
-        casts += element * h.vocab * h.hidden if (h.weight_dtype or h.dtype) != h.dtype else 0
+        casts += block_bytes(element * h.vocab * h.hidden) if (h.weight_dtype or h.dtype) != h.dtype else 0
         distance = 4 if h.dtype == "float16" else 2
-        forward += distance * chunk * columns + 12 * chunk * tiles
+        forward += block_bytes(distance * chunk * columns) + 12 * chunk * tiles
         if again:
-            backward += distance * again * c.vocab_chunk + 12 * again * (c.vocab_chunk // VOCAB_TILE)
+            backward += block_bytes(distance * again * c.vocab_chunk) + 12 * again * (c.vocab_chunk // VOCAB_TILE)
         if not h.any_grad:
-            forward += element * chunk * h.hidden
-            backward += element * again * h.hidden
+            forward += block_bytes(element * chunk * h.hidden)
+            backward += block_bytes(element * again * h.hidden)
             continue
-        kept += 0 if h.grad_hidden else element * p.tokens * h.hidden
-        more += DTYPE_BYTES[h.weight_dtype or h.dtype] * (memory_rows(h, p.vocab, c) - h.vocab) * h.hidden
-        overflow += element * columns * (c.held - stashed(h, c))
-        backward += element * again * c.vocab_chunk
-        backward += 4 * p.tokens * h.hidden if h.grad_hidden else 0
+        kept += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
+        if h.grad_weight:
+            row = DTYPE_BYTES[h.weight_dtype or h.dtype] * h.hidden
+            more += block_bytes(row * memory_rows(h, p.vocab, c)) - row * h.vocab
+        overflow += block_bytes(element * columns * (c.held - stashed(h, c)))
+        backward += block_bytes(element * again * c.vocab_chunk)
+        backward += block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
         backward += 4 * h.vocab if h.grad_bias else 0
     return {
         "weights in the products' dtype": casts,
