@@ -16,7 +16,7 @@ x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 =
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops._shared.triton_maths import LOG2E, LOWEST, log1p, tanh, target_gradient
+from onchip.ops._shared.triton_maths import LOG2E, LOWEST, gradient_terms, log1p, tanh
 
 # The logarithm of what is as good as 0: finite, so that its product with 0 is 0.
 _NOTHING = tl.constexpr(-1e30)
@@ -126,7 +126,7 @@ def _write(
     y,
     k2,
     inner_scale,
-    lse2,  # and so on: see _of_row
+    lse2,  # and so on: see gradient_terms
     factor,
     even,
     at_target,
@@ -164,16 +164,6 @@ def _clear(row, stride, loops, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT:
     at_last = row + (first + _lanes(LANES, UNIT) + _steps(TILE, LANES, UNIT)).to(tl.int64) * stride
     inside = _steps(TILE, LANES, UNIT) < V - first - _lanes(LANES, UNIT)
     tl.store(at_last, tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _of_row(lse, log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING: tl.constexpr):
-    """What `_write` needs to know of a row: the gradient is factor * exp2(z * log2(e) - lse2) - even, or at_target."""
-    even = row_factor * (label_smoothing / V)
-    at_target = row_factor * target_gradient(lse, log_prob, z_loss)
-    if SMOOTHING:
-        at_target = at_target + (row_factor * label_smoothing - even)
-    return lse * LOG2E, row_factor * (1 + 2 * z_loss * lse), even, at_target
 
 
 @triton.jit
@@ -303,7 +293,7 @@ def losses(
                 if TEMPERATURE:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
-                lse2, factor, even, at_target = _of_row(
+                lse2, factor, even, at_target = gradient_terms(
                     row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
                 )
                 if LOOP:
@@ -386,7 +376,7 @@ def gradients(
                 row_factor *= tl.load(token_weight + row)
             row_factor *= tl.load(grad_loss + row) if PER_TOKEN else upstream
             row_factor = tl.where(good, row_factor, float("nan"))
-            lse2, factor, even, at_target = _of_row(
+            lse2, factor, even, at_target = gradient_terms(
                 tl.load(lse + row), tl.load(log_prob + row), row_factor, label_smoothing, z_loss, V, SMOOTHING
             )
             k2 = k * LOG2E

@@ -1,0 +1,51 @@
+"""precision='fp8' on the Triton kernels under Triton's interpreter: what test_lce_fp8.py starts.
+
+Products are those of dequantised numbers, and logits are stored in float32: the interpreter computes bfloat16 wrongly.
+"""
+
+import sys
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import torch
+from fp8_linear import fp8_interpreter
+from lce_fp8_common import CASES, results
+
+from interpreter import main
+from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
+from onchip.ops.linear_cross_entropy import fp8_op
+
+CONFIGS = {
+    "ragged": QuantizeConfig(blocks=2, stages=2),
+    "zipf": QuantizeConfig(tma=False),
+    "small": QuantizeConfig(),
+    "everything": QuantizeConfig(blocks=4),
+}
+
+
+def op(name):
+    """The same as PyTorch's operations make of the same problem, in chunks of 128 tokens."""
+    from onchip.ops.linear_cross_entropy import fp8_launches
+
+    (case,) = (c for c in CASES if c.name == name)
+    with (
+        mock.patch.object(fp8_op, "refusals", lambda _: {"torch": None, "triton": None}),
+        mock.patch.object(fp8_op, "LOGITS", torch.float32),
+        mock.patch.object(fp8_launches, "CONFIG", CONFIGS[name]),
+        mock.patch.object(fp8_op.fp8_spec, "DEFAULT_CHUNK", 128),
+    ):
+        made, _ = results(case, torch.float32, backend="triton")
+        right, _ = results(case, torch.float32, backend="torch")
+    assert made.keys() == right.keys()
+    for key, value in right.items():
+        # A number that is nearly between two of E4M3 may come out as the one or the other.
+        bound = 2e-3 if key in ("grad_hidden", "grad_weight") else 1e-5
+        assert np.linalg.norm(made[key] - value) <= bound * np.linalg.norm(value), (key, made[key], value)
+
+
+CHECKS = {f"op {name}": partial(op, name) for name in CONFIGS}
+
+if __name__ == "__main__":
+    fp8_interpreter.mend()
+    main(CHECKS, sys.argv[1:])

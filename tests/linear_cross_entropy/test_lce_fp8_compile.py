@@ -1,0 +1,57 @@
+"""The kernel of precision='fp8' compiles for Hopper, fits its shared memory and spills nothing.  No GPU is needed."""
+
+import pytest
+import torch
+
+from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.ops.fp8_linear.torch_quantize import empty_rows
+from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
+from onchip.ops.linear_cross_entropy import fp8_launches
+from onchip.ops.linear_cross_entropy.fp8_torch import Call, Gradient, Softmax
+
+HOPPER, SHARED = 90, 232448
+LIKE = torch.zeros(1)
+ALL = {"token_weight": True, "temperature": True, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0}
+
+
+def compiled(config=fp8_launches.CONFIG, vocab=4096, rows=True, sums=False, tma=True, **options):
+    tokens = 512
+
+    def per_token(name):
+        return torch.ones(tokens) if options.get(name) else None
+
+    call = Call(
+        torch.zeros(tokens, dtype=torch.int64), per_token("token_weight"), per_token("temperature"), torch.ones(()),
+        -100, options.get("label_smoothing", 0.0), options.get("z_loss", 0.0), options.get("softcap"), 1.0, 1.0, False,
+    )  # fmt: skip
+    into = Gradient(
+        empty_rows(tokens, vocab, "e4m3", LIKE) if rows else None,
+        empty_rows(vocab, 2 * tokens, "e4m3", LIKE),
+        torch.empty(tokens // 128, vocab) if sums else None,
+    )
+    logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
+    softmax = Softmax.empty(tokens, LIKE, stats=False)
+    launch = fp8_launches.gradient_launch(call, logits, tokens, softmax, into, config, tma=tma)
+    (found,) = compile_all([launch], HOPPER)
+    assert found.shared <= SHARED
+    assert "cvt.rn.satfinite.e4m3x2.f32" in found.ptx
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, ALL, {"sums": True}, {"rows": False}, {"vocab": 4100}, {"vocab": 4104}, {"tma": False}],
+    ids=str,
+)
+def test_it_fits(options):
+    found = compiled(**options)
+    assert found.stack <= 8  # of weight's gradient alone, two numbers of 256 don't fit
+    assert ("cp.async.bulk.tensor.2d.shared" in found.ptx) == (options.get("tma", True) and "vocab" not in options
+                                                               or options.get("vocab") == 4104)  # fmt: skip
+
+
+def test_two_programs_fit_where_blocks_are_read_twice():
+    found = compiled(QuantizeConfig(blocks=4, stages=2, twice=True))
+    assert found.registers <= 128
+    assert 2 * found.shared <= SHARED
+    assert found.stack <= 16
