@@ -21,9 +21,10 @@ def case(name, *sizes, **more):
 # T, H and V that are ragged in blocks of 128, of one block and of several.
 CASES = (
     case("aligned", 256, 256, 1024),
-    case("ragged", 300, 136, 2049, bias=True, ignored=0.3),
+    case("ragged", 300, 136, 1025, bias=True, ignored=0.3),
     case("small", 40, 24, 200),
-    case("zipf", 260, 128, 3000, zipf=True, logit_std=2.0),
+    case("zipf", 260, 128, 2000, zipf=True, logit_std=2.0),
+    case("peaked", 260, 256, 3000, target_prob=0.9),
     case("sum", 130, 64, 1000, reduction="sum"),
     case("per token", 260, 64, 1000, reduction="none"),
     case("all ignored", 130, 64, 300, ignored=1.0),
@@ -53,12 +54,15 @@ def results(case, dtype, device="cpu", **how):
 def assert_near(case, dtype, device="cpu", **how):
     """The loss, and both gradients, within what FP8 may cost; zeros where zeros belong."""
     made, oracle = results(case, dtype, device, **how)
-    assert abs(made["loss"].sum() - oracle.loss.sum()) <= LOSS_ERROR * abs(oracle.loss.sum())
+    # Where the target is nearly certain, of a loss that is so much smaller, and of fewer tokens than are trained on.
+    loss_error = LOSS_ERROR if case.target_prob is None else 4 * LOSS_ERROR
+    assert abs(made["loss"].sum() - oracle.loss.sum()) <= loss_error * abs(oracle.loss.sum())
     ignored = oracle.lse == 0
     for name in ("lse", "log_prob", "entropy", "correct", "grad_hidden"):
         assert (made[name][ignored] == 0).all(), name
     for name in ("lse", "entropy"):
-        assert np.linalg.norm(made[name] - getattr(oracle, name)) <= 0.01 * np.linalg.norm(getattr(oracle, name)), name
+        error = np.linalg.norm(made[name] - getattr(oracle, name))
+        assert error <= 0.01 * case.logit_std * np.linalg.norm(getattr(oracle, name)), name
     for name in ("grad_hidden", "grad_weight", "grad_bias"):
         if name in made:
             assert snr_db(made[name], getattr(oracle, name)) >= GRADIENT_DB, name

@@ -170,7 +170,7 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     if shown:
         axes.plot(*zip(*shown, strict=True), "o", markersize=3, color="#374151")
     if (fp8 := document["fp8"]) is not None:
-        away = [abs(d) or None for d in fp8["per_step"]]
+        away = [abs(d) for d in fp8["per_step"]]
         label = f"|fp8 − {fp8['baseline']}|"
         axes.plot(range(1, len(away) + 1), away, "x", markersize=3, color=_COLORS["fp8"], label=label)
     compared = difference["compared_steps"]

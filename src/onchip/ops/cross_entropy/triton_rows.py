@@ -173,6 +173,7 @@ def losses(
     token_weight,  # [T] float32
     temperature,  # [T] float32
     divisor,  # [] float32: what the reduced loss is divided by
+    target_logit,  # [T] float32: what is taken for the target's logit, whatever `logits` holds there
     loss,  # [T] float32 out, and so on; 0 for ignored tokens
     lse,
     log_prob,
@@ -199,6 +200,7 @@ def losses(
     SOFTCAP: tl.constexpr,
     STATS: tl.constexpr,
     GRADIENT: tl.constexpr,
+    TARGET_LOGIT: tl.constexpr,
     LOOP: tl.constexpr,  # whether loops > 0
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -228,7 +230,10 @@ def losses(
         else:
             good = (label >= 0) & (label < V)
             y = tl.where(good, label, -1).to(tl.int32)
-            x_y = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
+            if TARGET_LOGIT:
+                x_y = tl.load(target_logit + row)
+            else:
+                x_y = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
             x_y = _squash(x_y, inner_scale, SOFTCAP)
             # Sums of x relative to the target's keep their digits, if that is a number.
             reference = tl.where((x_y > LOWEST) & (x_y < -LOWEST), x_y, 0.0)

@@ -23,7 +23,7 @@ from onchip.ops.fp8_linear.torch_inputs import (
     result_dtype,
 )
 from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.ops.fp8_linear.torch_quantize import FP8, Quantized
+from onchip.ops.fp8_linear.torch_quantize import Quantized
 from onchip.ops.fp8_linear.torch_weights import quantized_weight
 
 _DEVICES = ("cpu", "cuda", "meta")

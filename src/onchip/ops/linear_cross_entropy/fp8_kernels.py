@@ -1,7 +1,8 @@
-"""The Triton kernel of precision='fp8': the softmax gradient of a chunk's logits, quantised as it is made.
+"""The Triton kernels of precision='fp8': the targets' logits, and the softmax gradient of a chunk's logits, quantised
+as it is made.
 
-The products are cuBLAS's, so a chunk's logits exist, in bfloat16.  This reads each block of 128 tokens x 128 entries
-once and writes it in FP8 twice: by rows for hidden's gradient, and transposed for the weight's.
+The products are cuBLAS's, so a chunk's logits exist, in bfloat16.  `softmax_gradient` reads each block of 128 tokens x
+128 entries once and writes it in FP8 twice: by rows for hidden's gradient, and transposed for the weight's.
 """
 
 import triton  # type: ignore[import-untyped]
@@ -12,6 +13,38 @@ from onchip.ops._shared.triton_tiles import store_block
 from onchip.ops.fp8_linear.triton_kernels import BLOCK, inverse, load_numbers, magnitude_bits, to_scale
 
 FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def target_logits(
+    hidden,  # [n, H], contiguous
+    weight,  # [V, H], any strides
+    bias,  # [V]
+    target,  # [n] int64
+    logits,  # [n] float32 out; 0 where the target is out of range
+    weight_stride_v,
+    weight_stride_h,
+    H,
+    V,
+    BIAS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The product of a token's hidden state and its target's weight, neither quantised, and the bias."""
+    t = tl.program_id(0).to(tl.int64)
+    y = tl.load(target + t)
+    good = (y >= 0) & (y < V)
+    y = tl.where(good, y, 0)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for start in range(0, H, BLOCK_H):
+        c = start + tl.arange(0, BLOCK_H)
+        inside = (c < H) & good
+        h = tl.load(hidden + t * H + c, mask=inside, other=0)
+        w = tl.load(weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=inside, other=0)
+        total += h.to(tl.float32) * w.to(tl.float32)
+    z = tl.sum(total, 0)
+    if BIAS:
+        z += tl.load(bias + y, mask=good, other=0).to(tl.float32)
+    tl.store(logits + t, z)
 
 
 @triton.jit
@@ -40,9 +73,9 @@ def _block(
         g *= factor[:, None]
     if SMOOTHING:
         g -= even[:, None]
-    g = tl.where(c[None, :] == y[:, None], at_target[:, None], g)
     if SOFTCAP:
         g *= 1 - x * x
+    g = tl.where(c[None, :] == y[:, None], at_target[:, None], g)
     if RAGGED:
         g = tl.where((c < V)[None, :], g, 0.0)
     return g
@@ -52,6 +85,7 @@ def _block(
 def softmax_gradient(
     logits,  # [n, V]: products and bias, before scale, softcap and temperature; of ignored tokens finite or -inf
     target,  # [n] int64
+    of_targets,  # [n] float32: what stands for the target's logit
     token_weight,  # [n] float32
     temperature,  # [n] float32
     divisor,  # [] float32: what the reduced loss is divided by
@@ -110,6 +144,9 @@ def softmax_gradient(
     lse2, factor, even, at_target = gradient_terms(
         row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
     )
+    if SOFTCAP:
+        x = tanh(tl.load(of_targets + t, mask=kept, other=0.0) * inner_scale)
+        at_target *= 1 - x * x
     # exp2(z - inf) is 0 for ignored tokens, without a mask for each of their logits.
     lse2 = tl.where(kept, lse2, float("inf"))
     if POSITIVE:  # one multiplication of each logit less, and registers for it

@@ -1,12 +1,17 @@
-"""The softmax of a chunk's logits by Triton's kernels, and its gradient in FP8, for precision='fp8'."""
+"""The softmax of a chunk's logits by Triton's kernels, and its gradient in FP8, for precision='fp8'.
+
+The two functions without `launch` in their names are as those of fp8_torch.py.
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
 from onchip.ops._shared.triton_calls import Launch, device_of
-from onchip.ops.cross_entropy import triton_op as rows_of_logits
+from onchip.ops.cross_entropy.torch_arguments import Arguments
+from onchip.ops.cross_entropy.triton_op import launch_rows
 from onchip.ops.fp8_linear.spec import BLOCK, blocks
 from onchip.ops.fp8_linear.torch_quantize import Quantized
 from onchip.ops.fp8_linear.triton_launches import capability_of
@@ -18,26 +23,57 @@ from onchip.ops.linear_cross_entropy.fp8_torch import Call, Gradient, Softmax
 CONFIG = QuantizeConfig(blocks=4, stages=2)
 
 
-def softmax_of_chunk(call: Call, logits: Tensor, first: int, out: Softmax, into: Gradient | None) -> None:
-    """As `fp8_torch.softmax_of_chunk`."""
-    part = call.part(first, first + len(logits))
-    made = rows_of_logits.forward(
+def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+    """[n] float32: the targets' logits, of numbers that are not quantised."""
+    out = hidden.new_empty(len(hidden), dtype=torch.float32)
+    with device_of(hidden):
+        target_launch(hidden, weight, bias, target, out).run()
+    return out
+
+
+def target_launch(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, out: Tensor) -> Launch:
+    arguments = {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": bias,
+        "target": target,
+        "logits": out,
+        "weight_stride_v": weight.stride(0),
+        "weight_stride_h": weight.stride(1),
+        "H": weight.shape[1],
+        "V": weight.shape[0],
+        "BIAS": bias is not None,
+        "BLOCK_H": 1024,
+    }
+    return Launch(fp8_kernels.target_logits, (len(hidden),), arguments)
+
+
+def softmax_of_chunk(
+    call: Call, logits: Tensor, of_targets: Tensor, first: int, out: Softmax, into: Gradient | None
+) -> None:
+    """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
+    part, mine = call.part(first, first + len(logits)), out.part(first, first + len(logits))
+    arguments = Arguments(
         logits, part.target, part.token_weight, part.temperature, None, call.ignore_index, "none",
         call.label_smoothing, call.z_loss, call.softcap, call.logit_scale, call.plain_temperature,
-        False, None, call.stats, False, False,
+        check_inputs=False, scratch_bytes=None, stats=call.stats, inplace=False, grad=False,
     )  # fmt: skip
-    mine = out.part(first, first + len(logits))
-    for kept, value in zip(mine, made, strict=True):
-        if kept is not None:
-            kept.copy_(value)
-    if into is not None:
-        with device_of(logits):
-            gradient_launch(part, logits, first, mine, into, CONFIG).run()
+    with device_of(logits):
+        launch_rows(
+            arguments, "losses", logits[:0],
+            {
+                **mine._asdict(), "divisor": call.divisor, "target_logit": of_targets, "TARGET_LOGIT": True,
+                "STATS": call.stats, "GRADIENT": False,
+            },
+        )  # fmt: skip
+        if into is not None:
+            gradient_launch(part, logits, of_targets, first, mine, into, CONFIG).run()
 
 
 def gradient_launch(
     part: Call,
     logits: Tensor,  # [n, V]
+    of_targets: Tensor,  # [n] float32
     first: int,
     softmax: Softmax,
     into: Gradient,
@@ -62,6 +98,7 @@ def gradient_launch(
     arguments = {
         "logits": operand(logits),
         "target": part.target,
+        "of_targets": of_targets,
         "token_weight": part.token_weight,
         "temperature": part.temperature,
         "divisor": part.divisor,

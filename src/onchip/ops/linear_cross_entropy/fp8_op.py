@@ -2,9 +2,10 @@
 
 The three products are those of fp8_linear: hidden states and the logits' gradient with 1x128 scales along what is
 summed, the weight with 128x128.  For the weight's gradient it is the hidden states that have 128x128 scales.  Forward
-takes chunks of tokens: the logits of a chunk, their softmax, its gradient in FP8, hidden's gradient.  The transposed
-FP8 gradient of all tokens is kept, and backward makes the weight's gradient of it in one product, whose scales carry
-the upstream gradient: so it is rounded once.
+takes chunks of tokens: the logits of a chunk, their softmax, its gradient in FP8, hidden's gradient.  The target's own
+logit, on which the loss depends most, is made of numbers that are not quantised.  The transposed FP8 gradient of all
+tokens is kept, and backward makes the weight's gradient of it in one product, whose scales carry the upstream gradient:
+so it is rounded once.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from onchip.ops._shared import torch_tiles as shared_tiles
 from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops._shared.triton_calls import device_refusal
 from onchip.ops.fp8_linear import torch_quantize
-from onchip.ops.fp8_linear.spec import BLOCK, blocks
+from onchip.ops.fp8_linear.spec import blocks
 from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
 from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_rows
 from onchip.ops.fp8_linear.torch_weights import quantized_weight
@@ -42,8 +43,8 @@ def check_options(options: Options, *, grad_bias: bool) -> None:
         )
     if options.reduction == "none" and grad_bias:
         raise ValueError(
-            f"{OP}: with precision='fp8' and reduction='none' bias gets no gradient, as it is summed over tokens before "
-            "their upstream gradients are known; pass bias.detach(), another reduction, or precision='full'"
+            f"{OP}: with precision='fp8' and reduction='none' bias gets no gradient, as it is summed over tokens "
+            "before their upstream gradients are known; pass bias.detach(), another reduction, or precision='full'"
         )
 
 
@@ -158,6 +159,7 @@ class _Backend(NamedTuple):
     quantize_activation: Any
     quantize_weight: Any
     product: Callable[..., Tensor]
+    target_logits: Callable[..., Tensor]
     softmax_of_chunk: Callable[..., None]
 
 
@@ -169,7 +171,14 @@ def _backend(name: str, device: torch.device) -> _Backend:
     if name == "triton":
         from onchip.ops.fp8_linear import triton_launches as quantize
         from onchip.ops.linear_cross_entropy import fp8_launches as softmax
-    return _Backend(name, quantize.quantize_activation, quantize.quantize_weight, product, softmax.softmax_of_chunk)
+    return _Backend(
+        name,
+        quantize.quantize_activation,
+        quantize.quantize_weight,
+        product,
+        softmax.target_logits,
+        softmax.softmax_of_chunk,
+    )
 
 
 def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tensor, ...]:
@@ -199,13 +208,14 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
         h = hidden[start:stop].masked_fill(ignored[start:stop], 0)
         rows, _ = backend.quantize_activation(h, "e4m3", _SCALE, rows=True, columns=False)
         logits = backend.product(rows, weight, True, bias, LOGITS, None)
+        of_targets = backend.target_logits(h, a.weight, bias, call.target[start:stop])
         del h, rows
         into = Gradient(
             empty_rows(n, vocab, "e4m3", a.hidden) if a.grads[0] else None,
             Quantized(columns, column_scales) if a.grads[1] else None,
             grad_bias.new_empty(blocks(n), vocab) if a.grads[2] else None,
         )
-        backend.softmax_of_chunk(call, logits, start, softmax, into if wanted else None)
+        backend.softmax_of_chunk(call, logits, of_targets, start, softmax, into if wanted else None)
         del logits
         if a.grads[0]:
             made = backend.product(into.rows, transposed, True, None, torch.float32, None)

@@ -72,10 +72,25 @@ class Gradient(NamedTuple):
     sums: Tensor | None  # [n / 128, V] float32: of the gradient itself over 128 tokens
 
 
-def softmax_of_chunk(call: Call, logits: Tensor, first: int, out: Softmax, into: Gradient | None) -> None:
+def target_logits(
+    hidden: Tensor,  # [n, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    target: Tensor,  # [n]
+) -> Tensor:
+    """[n] float32: the targets' logits, of numbers that are not quantised."""
+    y = target.clamp(0, len(weight) - 1)
+    z = (hidden.float() * weight[y].float()).sum(1)
+    return z if bias is None else z + bias[y].float()
+
+
+def softmax_of_chunk(
+    call: Call, logits: Tensor, of_targets: Tensor, first: int, out: Softmax, into: Gradient | None
+) -> None:
     """Fill the chunk's part of `out`, tokens from `first` on, and `into`, for an upstream gradient of 1.
 
     `logits` [n, V] are products and bias, before scale, softcap and temperature; those of ignored tokens are not NaN.
+    `of_targets` [n] stand in for those of the targets.
     """
     n, vocab = logits.shape
     part = call.part(first, first + n)
@@ -95,7 +110,7 @@ def softmax_of_chunk(call: Call, logits: Tensor, first: int, out: Softmax, into:
         1 / call.divisor,
     )
     head = Head(logits.new_empty((vocab, 0)), None, call.label_smoothing, call.z_loss, call.softcap, call.logit_scale)
-    z = logits.float()
+    z = logits.float().scatter_(1, tokens.label[:, None], of_targets[:, None])
     slope = None if call.softcap is None else torch.empty_like(z)
     transform(z, head, tau, slope)
     softmax = torch_tiles.Softmax.empty(n, z.device)
