@@ -366,7 +366,7 @@ def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
 
     seen = []
 
-    def stop(*_):
+    def stop(*_, **__):
         seen.append(torch.get_num_threads())
         raise InterruptedError
 

@@ -218,10 +218,10 @@ def test_the_plan_fits_its_budget():
 
 
 def test_the_formula_bounds_the_peak():
-    problem = Problem(1024, 64, 16384)
-    h = torch.randn(1024, 64, requires_grad=True)
-    w = torch.randn(16384, 64, requires_grad=True)
-    y = torch.randint(16384, (1024,))
+    problem = Problem(512, 64, 8192)
+    h = torch.randn(512, 64, requires_grad=True)
+    w = torch.randn(8192, 64, requires_grad=True)
+    y = torch.randint(8192, (512,))
     budget = fp8_spec.scratch_bytes(problem, 256)
 
     def step():

@@ -1,5 +1,7 @@
 """Chunks and memory of precision='fp8'.  No framework."""
 
+from bisect import bisect_right
+
 from onchip.ops.fp8_linear import spec as fp8_spec
 from onchip.ops.fp8_linear.spec import BLOCK, blocks, quantized_bytes, up
 from onchip.ops.linear_cross_entropy.spec import OP, Problem
@@ -69,15 +71,14 @@ def plan(p: Problem, budget: int | None) -> int:
     if budget is None:
         largest = DEFAULT_CHUNK
     else:
-        need = scratch_bytes(p, min(most, BLOCK))
+        need = scratch_bytes(p, BLOCK)
         if need > budget:
             raise ValueError(
                 f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} with "
                 f"precision='fp8': the smallest chunk needs {need} bytes; raise scratch_bytes or take precision='full'"
             )
-        largest = BLOCK
-        while largest < most and scratch_bytes(p, largest + BLOCK) <= budget:
-            largest += BLOCK
+        fits = range(BLOCK, most + 1, BLOCK)
+        largest = fits[bisect_right(fits, budget, key=lambda chunk: scratch_bytes(p, chunk)) - 1] if fits else BLOCK
     if largest >= most:
         return max(most, BLOCK)
     return up(-(-most // -(-most // largest)))
