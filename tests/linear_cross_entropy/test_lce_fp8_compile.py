@@ -1,9 +1,12 @@
 """The kernel of precision='fp8' compiles for Hopper, fits its shared memory and spills nothing.  No GPU is needed."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.ops._shared.triton_calls import Launch
 from onchip.ops.fp8_linear.torch_quantize import empty_rows
 from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
 from onchip.ops.linear_cross_entropy import fp8_launches
@@ -14,16 +17,19 @@ LIKE = torch.zeros(1)
 ALL = {"token_weight": True, "temperature": True, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0}
 
 
-def compiled(config=fp8_launches.CONFIG, vocab=4096, rows=True, sums=False, tma=True, **options):
-    tokens = 512
-
+def make_call(tokens, **options):
     def per_token(name):
         return torch.ones(tokens) if options.get(name) else None
 
-    call = Call(
+    return Call(
         torch.zeros(tokens, dtype=torch.int64), per_token("token_weight"), per_token("temperature"), torch.ones(()),
         -100, options.get("label_smoothing", 0.0), options.get("z_loss", 0.0), options.get("softcap"), 1.0, 1.0, False,
     )  # fmt: skip
+
+
+def compiled(config=fp8_launches.CONFIG, vocab=4096, rows=True, sums=False, tma=True, **options):
+    tokens = 512
+    call = make_call(tokens, **options)
     into = Gradient(
         empty_rows(tokens, vocab, "e4m3", LIKE) if rows else None,
         empty_rows(vocab, 2 * tokens, "e4m3", LIKE),
@@ -56,3 +62,18 @@ def test_two_programs_fit_where_blocks_are_read_twice():
     assert found.registers <= 128
     assert 2 * found.shared <= SHARED
     assert found.stack <= 16
+
+
+def test_the_statistics_and_the_targets_logits():
+    hidden, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (256, 128256))
+    logits = torch.empty(256, 128256, dtype=torch.bfloat16)  # never touched, so it costs nothing
+    call, softmax, found = make_call(256), Softmax.empty(256, LIKE, stats=False), []
+    with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
+        targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
+        fp8_launches.softmax_of_chunk(call, logits, targets, 0, softmax, None)
+    made = {k.kernel: k for k in compile_all(found, HOPPER)}
+    assert set(made) == {"target_logits", "losses"}
+    assert made["losses"].constants["TARGET_LOGIT"]
+    for k in made.values():
+        assert k.stack <= 32, (k.kernel, k.stack)
+        assert "v4.b32" in k.ptx

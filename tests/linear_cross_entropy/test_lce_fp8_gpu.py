@@ -90,7 +90,6 @@ def test_real_heads(name):
     reference = benchmark.reference(problem)
     made = step(problem.hidden, problem.weight, problem.target)
     errors = {k: error for k, (error, _) in reference.check("forward+backward", made).items()}
-    print(name, errors)
     # A loss of 0.001 is the sum of what FP8 leaves of all the others.
     assert errors["loss"] <= (5 if name.endswith("peaked") else 1) * LOSS_ERROR
     assert max(errors["grad_hidden"], errors["grad_weight"]) <= 10 ** (-GRADIENT_DB / 20)

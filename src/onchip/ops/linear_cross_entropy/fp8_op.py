@@ -220,8 +220,10 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
         if a.grads[0]:
             made = backend.product(into.rows, transposed, True, None, torch.float32, None)
             grad_hidden.view(-1, size)[start:stop] = made
+            del made
         if into.sums is not None:
             grad_bias += into.sums.sum(0)
+        del into  # before the next chunk's is made
     return kept
 
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 
+from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops.fp8_linear import spec as fp8_spec
 from onchip.ops.fp8_linear.spec import BLOCK, blocks, quantized_bytes, up
 from onchip.ops.linear_cross_entropy.spec import OP, Problem
@@ -35,7 +36,8 @@ def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:
     gradient = quantized_bytes(chunk, p.vocab) + 4 * chunk * p.hidden if p.grad_hidden else 0
     parts = {
         "logits in bfloat16": 2 * chunk * p.vocab,
-        "hidden states, masked, and in FP8": 4 * chunk * p.hidden + quantized_bytes(chunk, p.hidden),
+        "hidden states, masked": DTYPE_BYTES[p.dtype] * chunk * p.hidden,
+        "hidden states in FP8": quantized_bytes(chunk, p.hidden),
         "softmax gradient in FP8 and its product": gradient,
         "bias gradient of each 128 tokens": 4 * blocks(chunk) * p.vocab if p.grad_bias else 0,
     }
@@ -47,8 +49,9 @@ def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:
 
 def backward_parts(p: Problem) -> dict[str, int]:
     """Bytes of backward beside what is kept."""
+    element = DTYPE_BYTES[p.dtype] + (4 if p.per_token_loss else 0)  # times the upstream gradients, in float32
     parts = {
-        "hidden states, masked": (4 if p.per_token_loss else 2) * p.tokens * p.hidden,
+        "hidden states, masked": element * p.tokens * p.hidden,
         "hidden states, transposed, in FP8": p.hidden * up(p.tokens),
         "weight gradient in float32": 4 * p.vocab * p.hidden if p.weight_grad_out else 0,
     }
