@@ -20,8 +20,8 @@ def case(name, *sizes, **more):
 
 # T, H and V that are ragged in blocks of 128, of one block and of several.
 CASES = (
-    case("aligned", 256, 256, 1024),
-    case("ragged", 260, 136, 700, bias=True, ignored=0.3),
+    case("aligned", 256, 256, 512),
+    case("ragged", 150, 136, 400, bias=True, ignored=0.3),
     case("small", 40, 24, 200),
     case("zipf", 260, 128, 2000, zipf=True, logit_std=2.0),
     case("peaked", 260, 256, 3000, target_prob=0.9),
@@ -30,7 +30,7 @@ CASES = (
     case("all ignored", 130, 64, 300, ignored=1.0),
     case("masked vocab", 130, 64, 1000, masked=600),
     case("softcap", 130, 64, 1000, logit_std=4.0, softcap=15.0),
-    case("everything", 200, 64, 600, bias=True, ignored=0.3, token_weight=True, token_temperature=True,
+    case("everything", 140, 64, 300, bias=True, ignored=0.3, token_weight=True, token_temperature=True,
          label_smoothing=0.1, z_loss=1e-3, softcap=15.0, logit_scale=0.5, normalizer=100),
 )  # fmt: skip
 

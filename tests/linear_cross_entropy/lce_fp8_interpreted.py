@@ -15,6 +15,7 @@ from fp8_linear import fp8_interpreter
 from interpreter import main
 from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
 from onchip.ops.linear_cross_entropy import fp8_op
+from onchip.torch import linear_cross_entropy
 
 CONFIGS = {
     "ragged": QuantizeConfig(blocks=2, stages=2),
@@ -43,7 +44,27 @@ def op(name):
         assert np.linalg.norm(made[key] - value) <= bound * np.linalg.norm(value), (key, made[key], value)
 
 
-CHECKS = {f"op {name}": partial(op, name) for name in CONFIGS}
+def strides():
+    """Of hidden states and of a weight that are transposed in memory; without statistics, of some gradients alone."""
+    h, w = torch.randn(40, 24), torch.randn(70, 24)
+    y = torch.randint(70, (40,))
+    y[3] = -100
+    with (
+        mock.patch.object(fp8_op, "refusals", return_value={"torch": None, "triton": None}),
+        mock.patch.object(fp8_op, "LOGITS", torch.float32),
+    ):
+        for needs in ((True, False), (False, True), (False, False)):
+            made = []
+            for change in (torch.clone, lambda x: x.T.contiguous().T):
+                leaves = [change(x).requires_grad_(need) for x, need in zip((h, w), needs, strict=True)]
+                loss = linear_cross_entropy(*leaves, y, precision="fp8", backend="triton")
+                if any(needs):
+                    loss.backward()
+                made.append([loss.detach(), *(x.grad for x in leaves if x.requires_grad)])
+            assert all(torch.equal(p, q) for p, q in zip(*made, strict=True)), needs
+
+
+CHECKS = {"strides": strides} | {f"op {name}": partial(op, name) for name in CONFIGS}
 
 if __name__ == "__main__":
     fp8_interpreter.mend()

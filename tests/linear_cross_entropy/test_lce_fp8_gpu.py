@@ -187,6 +187,15 @@ def test_compile():
         assert torch.equal(p, q)
 
 
+def test_strides_change_nothing():
+    h, w, y = make(300, 264, 1032)
+    expected = step(h, w, y)
+    for x in (h.detach().T.contiguous().T, torch.cat([h.detach(), h.detach()], 1)[:, :264]):
+        turned = w.detach().T.contiguous().T.requires_grad_()
+        made = step(x.requires_grad_(), turned, y)
+        assert all(torch.equal(p, q) for p, q in zip(made, expected, strict=True))
+
+
 def test_weight_grad_out():
     h, w, y = make(1000, 512, 4096)
     total = torch.full(w.shape, 1e-3, device="cuda")

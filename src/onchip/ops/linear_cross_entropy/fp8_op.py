@@ -205,7 +205,7 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
     for start, stop in shared_tiles.spans(tokens, chunk):
         n = stop - start
         # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
-        h = hidden[start:stop].masked_fill(ignored[start:stop], 0)
+        h = hidden[start:stop].masked_fill(ignored[start:stop], 0).contiguous()
         rows, _ = backend.quantize_activation(h, "e4m3", _SCALE, rows=True, columns=False)
         logits = backend.product(rows, weight, True, bias, LOGITS, None)
         of_targets = backend.target_logits(h, a.weight, bias, call.target[start:stop])
