@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +23,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from onchip.bench import environment, plots, report, run, units
+from onchip.bench import environment, harness, plots, report, run, units
 from onchip.bench.run import run_bench
 from onchip.ops._shared import bench_peers
 from onchip.ops._shared.bench_peers import Implementation
 from onchip.ops.linear_cross_entropy import benchmark, cases, peers
+from onchip.torch import linear_cross_entropy
 
 ROW = {
     "op", "case", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio_to_floor",
@@ -510,7 +512,8 @@ def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
     need_gpu = [n for n in names if n.startswith(("liger", "cut-cross-entropy", "quack"))]
     budgets = [n for n in names if n.startswith("onchip,")]
     same = ["torch eager, float32 logits"] if dtype == "float32" else []
-    assert not_run == budgets + same + older + need_gpu
+    in_fp8 = [n for n in names if n.startswith("onchip fp8")]
+    assert not_run == budgets + in_fp8 + same + older + need_gpu
     ran = [plots.short_name(r["impl"]) for r in document["rows"] if r["mode"] == "forward"]
     assert ran == [name for name in names if name not in not_run]
     wrong = {plots.short_name(r["impl"]) for r in document["rows"] if not r["ok"]}
@@ -649,6 +652,34 @@ def test_budget_of_an_implementation_is_a_function_of_the_problem() -> None:
     problem = benchmark.make_problem(cases.Case("small", tokens=512, hidden=32, vocab=4096), "cpu", "float32")
     assert eighth.config(problem, "forward+backward")["scratch_bytes"] == 512 * 4096 * 4 // 8
     assert benchmark.Own("onchip auto", "auto").config(problem, "forward")["scratch_bytes"] is None
+
+
+def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is right where the op's own bound would call it wrong, and wrong past its own."""
+    case = cases.Case("small", 96, 64, 1000)
+
+    class OnTheCpu(benchmark.InFp8):
+        def unavailable(self, device: str, dtype: str) -> str | None:
+            return None
+
+        def steps(self, problem: Any) -> Any:
+            return benchmark._steps(problem, partial(linear_cross_entropy, precision="fp8"))
+
+    class Strict(OnTheCpu):
+        @property
+        def error_bounds(self) -> dict[str, float]:
+            return {"loss": 1e-9, "grad_hidden": 1e-9, "grad_weight": 1e-9}
+
+    monkeypatch.setattr(benchmark, "CASES", {"small": case})
+    both = (OnTheCpu("near", cache_weight=False), Strict("strict", cache_weight=False))
+    monkeypatch.setattr(benchmark, "IMPLEMENTATIONS", both)
+    document = run_bench(
+        "linear_cross_entropy", benchmark.__name__, cases=["small"], device="cpu", dtype="float32", repeats=1,
+        impls=None, out=tmp_path, console=Console(file=StringIO()),
+    )  # fmt: skip
+    ok = {(plots.short_name(r["impl"]), r["mode"]): r["ok"] for r in document["rows"]}
+    assert ok == {(name, mode): name == "near" for name in ("near", "strict") for mode in harness.MODES}
+    assert {r["error_bound"] for r in document["rows"] if r["ok"]} <= {1e-3, 10 ** (-25 / 20)}
 
 
 def test_peers_carry_the_version_of_their_own_package(monkeypatch: pytest.MonkeyPatch) -> None:

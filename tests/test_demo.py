@@ -303,6 +303,49 @@ def test_page_is_self_contained(tiny_run):
     assert f"onchip.{framework}.linear_cross_entropy" in page
 
 
+def test_fp8_beside_the_plain_training(tmp_path):
+    from onchip.demo import report
+    from onchip.torch import Fp8Linear
+
+    console = quiet()
+    document = run.run_demo(**TINY, framework="torch", out=tmp_path / "out", console=console, fp8=True)
+    losses, fp8 = document["losses"], document["fp8"]
+    assert list(losses) == ["plain", "onchip", "fp8"]
+    assert fp8["baseline"] == "onchip"
+    assert fp8["per_step"] == [a - b for a, b in zip(losses["fp8"], losses["onchip"], strict=True)]
+    assert fp8["held_out"] == document["held_out_loss"]["fp8"] - document["held_out_loss"]["onchip"]
+    # Not equal, or nothing was converted; near, since quantising costs little.
+    assert 0 < fp8["largest"] < 0.05
+    verdict = report._fp8_verdict(document)
+    page = (tmp_path / "out" / "demo.html").read_text(encoding="utf-8")
+    assert verdict in page.replace("&#43;", "+")
+    assert "--seed 3 --fp8" in page
+    assert "With the linear layers in FP8" in console.file.getvalue()
+    config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu")
+    trainers = torch_train.make_trainers(ModelConfig(vocab=256), config, fp8=True)
+    converted = [m for m in trainers["fp8"].model.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(converted) == 4
+    assert all(isinstance(m, Fp8Linear) and m.backend == "dequantize" for m in converted)
+    for a, b in zip(trainers["fp8"].model.parameters(), trainers["onchip"].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fp8_in_jax_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--fp8 converts the layers of a PyTorch model; --framework is jax"):
+        run.run_demo(**TINY, framework="jax", out=tmp_path / "out", console=quiet(), fp8=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_fp8_on_a_gpu_is_compared_with_bf16(tmp_path):
+    document = run.run_demo(
+        **{**TINY, "steps": 30, "device": "cuda"}, framework="torch", out=tmp_path / "out", console=quiet(), fp8=True
+    )
+    assert list(document["losses"]) == ["plain", "onchip", "fp8", "bf16"]
+    assert document["fp8"]["baseline"] == "bf16"
+    assert 0 < document["fp8"]["largest"] < 0.1
+
+
 def test_page_escapes_the_sample(tiny_run):
     from onchip.demo import report
 
@@ -323,7 +366,7 @@ def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
 
     seen = []
 
-    def stop(*_):
+    def stop(*_, **__):
         seen.append(torch.get_num_threads())
         raise InterruptedError
 

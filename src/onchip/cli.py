@@ -75,6 +75,9 @@ def demo(
     framework: Annotated[
         str | None, typer.Option(help="torch or jax. Default: torch, or jax where only that is installed.")
     ] = None,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Train once more, with the linear layers in blockwise FP8 (torch).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small language model on real English twice, with the framework's loss and with onchip's."""
@@ -90,6 +93,7 @@ def demo(
             seed=seed,
             console=_console(as_json),
             framework=framework,
+            fp8=fp8,
         )
     if as_json:
         _print_json(document)

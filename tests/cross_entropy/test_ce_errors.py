@@ -111,7 +111,7 @@ def test_an_unknown_argument():
 
 def test_a_device_without_a_backend_says_why(monkeypatch):
     monkeypatch.setattr(torch_op, "_DEVICES", ("cuda",))
-    with pytest.raises(ValueError, match="cross_entropy: no backend can run this call .*; torch: it runs on cuda"):
+    with pytest.raises(ValueError, match=r"cross_entropy: no backend can run this call .*; torch: it runs on cuda"):
         call()
     with pytest.raises(ValueError, match="backend 'torch' can't run this call: it runs on"):
         call(backend="torch")

@@ -89,7 +89,7 @@ def test_an_id_out_of_range_is_named_with_its_position(bad):
 
 def test_a_device_without_a_backend_says_why(monkeypatch):
     monkeypatch.setattr(torch_op, "_DEVICES", ("cuda",))
-    with pytest.raises(ValueError, match="no backend can run this call .*; torch: it runs on cuda tensors"):
+    with pytest.raises(ValueError, match=r"no backend can run this call .*; torch: it runs on cuda tensors"):
         call()
 
 

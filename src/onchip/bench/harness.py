@@ -8,7 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -37,6 +37,15 @@ class Implementation(Protocol):
 
     def steps(self, problem: Any) -> Mapping[str, Step]:
         """A step for each mode that it has; a step returns the loss, then in 'forward+backward' the gradients."""
+
+
+@runtime_checkable
+class Approximate(Protocol):
+    """An `Implementation` that is meant to be off by more than the others, and is held to bounds of its own."""
+
+    @property
+    def error_bounds(self) -> Mapping[str, float]:
+        """By the names of `Op.check`."""
 
 
 class Op(Protocol):
@@ -228,6 +237,8 @@ class _CaseRun:
             for mode in (m for m in modes_of(self.op) if m in steps):
                 try:
                     errors = self.op.check(reference, mode, steps[mode]())
+                    if isinstance(impl, Approximate):
+                        errors = {name: (error, impl.error_bounds[name]) for name, (error, _) in errors.items()}
                 except Exception as e:
                     self.give_up(impl, mode, _reason(e))
                 else:

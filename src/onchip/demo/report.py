@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Document = Mapping[str, Any]
 
 COLUMNS = ("head + loss, forward + backward", "plain", "onchip", "onchip / plain")
-_COLORS = {"plain": "#c2772b", "onchip": "#0b5fd6"}
+_COLORS = {"plain": "#c2772b", "onchip": "#0b5fd6", "bf16": "#6b7280", "fp8": "#15803d"}
 _STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -53,13 +53,14 @@ def _pair(show: Any, plain: float, onchip: float) -> tuple[str, str, str]:
 def _loss_rows(document: Document) -> list[tuple[str, ...]]:
     losses, held_out, difference = document["losses"], document["held_out_loss"], document["difference"]
     return [
-        ("loss at the first step", *(f"{losses[name][0]:.6f}" for name in ("plain", "onchip"))),
-        ("loss at the last step", *(f"{losses[name][-1]:.6f}" for name in ("plain", "onchip"))),
-        ("held-out loss", *(f"{held_out[name]:.6f}" for name in ("plain", "onchip"))),
+        ("loss at the first step", *(f"{values[0]:.6f}" for values in losses.values())),
+        ("loss at the last step", *(f"{values[-1]:.6f}" for values in losses.values())),
+        ("held-out loss", *(f"{held_out[name]:.6f}" for name in losses)),
         (
-            f"largest difference in the first {difference['compared_steps']} steps",
+            f"largest difference of plain and onchip in the first {difference['compared_steps']} steps",
             "",
             f"{difference['largest_in_compared_steps']:.1e}",
+            *[""] * (len(losses) - 2),
         ),
     ]
 
@@ -73,9 +74,22 @@ def _verdict(document: Document) -> str:
     )
 
 
+def _fp8_verdict(document: Document) -> str | None:
+    """What training in FP8 did to the loss; None if it wasn't asked for."""
+    fp8 = document["fp8"]
+    if fp8 is None:
+        return None
+    name = fp8["baseline"]
+    return (
+        f"With the linear layers in FP8 the loss is {fp8['mean_of_last_steps']:+.4f} from that of {name} in the mean "
+        f"of the last {fp8['last_steps']} steps, {fp8['held_out']:+.4f} on held-out text, and at most "
+        f"{fp8['largest']:.4f} away on any step."
+    )
+
+
 def print_report(document: Document, console: Console) -> None:
     """Both losses, the measurements, and the sample."""
-    losses = Table("training", "plain", "onchip", title_justify="left")
+    losses = Table("training", *document["losses"], title_justify="left")
     for row in _loss_rows(document):
         losses.add_row(*row)
     measured = Table(*COLUMNS)
@@ -86,6 +100,8 @@ def print_report(document: Document, console: Console) -> None:
             column.justify = "right"
         console.print(table)
     console.print(Text(_verdict(document), style="green" if document["difference"]["within_bound"] else "bold red"))
+    if (verdict := _fp8_verdict(document)) is not None:
+        console.print(verdict, highlight=False)
     sample = document["sample"]
     title = f"text by the model trained with onchip (temperature {sample['temperature']})"
     console.print(Panel(Text(sample["text"]), title=title, title_align="left"))
@@ -136,9 +152,11 @@ def _draw_losses(axes: "Axes", document: Document) -> None:
     looks: Mapping[str, Mapping[str, Any]] = {
         "plain": {"linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
         "onchip": {"linewidth": 1.4},
+        "bf16": {"linewidth": 1.4},
+        "fp8": {"linewidth": 1.2, "linestyle": "--"},
     }
-    for name, look in looks.items():
-        axes.plot(steps, document["losses"][name], color=_COLORS[name], label=name, **look)
+    for name, losses in document["losses"].items():
+        axes.plot(steps, losses, color=_COLORS[name], label=name, **looks[name])
     axes.set_title(f"Training loss: {settings['tokens']} tokens a step, vocabulary {settings['model']['vocab']}")
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False)
@@ -151,6 +169,10 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     axes.set_yscale("log")
     if shown:
         axes.plot(*zip(*shown, strict=True), "o", markersize=3, color="#374151")
+    if (fp8 := document["fp8"]) is not None:
+        away = [abs(d) for d in fp8["per_step"]]
+        label = f"|fp8 − {fp8['baseline']}|"
+        axes.plot(range(1, len(away) + 1), away, "x", markersize=3, color=_COLORS["fp8"], label=label)
     compared = difference["compared_steps"]
     bound = f"bound for the first {compared} steps"
     axes.plot([1, compared], [difference["bound"]] * 2, color="#be123c", linestyle="--", linewidth=1.2, label=bound)
@@ -198,10 +220,13 @@ def html_page(document: Document, picture: bytes) -> str:
             "seed": settings["seed"],
         }.items()
     )
+    if document["fp8"] is not None:
+        command += " --fp8"
     return template.render(
         document=document,
         picture=base64.b64encode(picture).decode(),
         verdict=_verdict(document),
+        fp8_verdict=_fp8_verdict(document),
         columns=COLUMNS,
         measured=_measured_rows(document),
         losses=_loss_rows(document),

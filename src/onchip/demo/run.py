@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from onchip.demo.data import Corpus
     from onchip.demo.train import Run, TrainConfig
 
+COMPARED = ("plain", "onchip")
 COMPARED_STEPS = 100
 BOUND = 1e-3
 """In float32 the losses of the two trainings differ by less than this over the first `COMPARED_STEPS` steps."""
+LAST_STEPS = 20
+"""The losses of a training in FP8 and of its baseline are compared over so many, since each step's is noisy."""
 PROMPT = "The"
 TEMPERATURE = 0.8
 SAMPLE_TOKENS = 120
@@ -39,6 +42,7 @@ def run_demo(
     seed: int,
     console: Console,
     framework: str | None = None,
+    fp8: bool = False,
 ) -> dict[str, Any]:
     """Train the same model twice, with the plain loss and with onchip's, and write what came of it into `out`.
 
@@ -52,6 +56,7 @@ def run_demo(
         seed: of the weights, the batches and the sample.
         console: where progress and the summary go.
         framework: "torch", "jax", or None: the first of them that is installed.
+        fp8: train the model once more, with its linear layers in blockwise FP8 (PyTorch alone).
 
     Returns:
         What demo.json holds.
@@ -61,6 +66,8 @@ def run_demo(
         ValueError: an option that can't be served; nothing has run or been written then.
     """
     framework = choose_framework(framework)
+    if fp8 and framework != "torch":
+        raise ValueError(f"--fp8 converts the layers of a PyTorch model; --framework is {framework}: leave one out")
     _check_sizes(steps=steps, vocab=vocab, tokens=tokens, seed=seed)
     require_packages("demo", (*PACKAGES[framework], "tokenizers", "matplotlib", "jinja2", "psutil"), EXTRAS[framework])
     device = resolve_device(device, framework)
@@ -78,7 +85,7 @@ def run_demo(
         free = described["cores"] - round(described["busy_cores"])
         described["threads"] = max(1, min(described["threads"], free))
     with _load(framework).use_device(device, described["threads"]):
-        document = _train_and_measure(described, framework, steps, vocab, tokens, device, seed, console)
+        document = _train_and_measure(described, framework, steps, vocab, tokens, device, seed, console, fp8=fp8)
     picture = report.picture_png(document)
     (out / "demo.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (out / "demo.png").write_bytes(picture)
@@ -102,6 +109,8 @@ def _train_and_measure(
     device: str,
     seed: int,
     console: Console,
+    *,
+    fp8: bool,
 ) -> dict[str, Any]:
     """All that takes time; returns the document."""
     from onchip.demo import data, train
@@ -120,7 +129,7 @@ def _train_and_measure(
     model = ModelConfig(vocab=vocab)
     config = train.TrainConfig(steps=steps, tokens=tokens, seed=seed, device=device)
     made = _load(framework)
-    trainers = made.make_trainers(model, config)
+    trainers = made.make_trainers(model, config, fp8=True) if fp8 else made.make_trainers(model, config)
     runs = {name: train.Run(trainer) for name, trainer in trainers.items()}
     _train_with_progress(runs, config, corpus, console)
     held_out = {name: train.held_out_loss(trainer, config, corpus) for name, trainer in trainers.items()}
@@ -145,6 +154,7 @@ def _train_and_measure(
         "losses": {name: run.losses for name, run in runs.items()},
         "held_out_loss": held_out,
         "difference": _difference(runs["plain"].losses, runs["onchip"].losses),
+        "fp8": _fp8_difference(runs, held_out, made.fp8_baseline(device)) if fp8 else None,
         "train_seconds": {name: run.seconds for name, run in runs.items()},
         "head_and_loss": {name: {**asdict(cost.time), "extra_bytes": cost.extra_bytes} for name, cost in costs.items()},
         "extra_bytes_are": made.memory_source(device),
@@ -196,8 +206,9 @@ def _train_with_progress(runs: Mapping[str, "Run"], config: "TrainConfig", corpu
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps)
         for _ in train_in_step(runs, config, corpus):
-            plain, onchip = (runs[name].losses[-1] for name in ("plain", "onchip"))
+            plain, onchip = (runs[name].losses[-1] for name in COMPARED)
             told = f"plain {plain:.4f}  onchip {onchip:.4f}  difference {abs(plain - onchip):.1e}"
+            told += "".join(f"  {name} {run.losses[-1]:.4f}" for name, run in runs.items() if name not in COMPARED)
             progress.update(task, advance=1, description=told)
 
 
@@ -211,4 +222,18 @@ def _difference(plain: list[float], onchip: list[float]) -> dict[str, Any]:
         "largest": max(per_step),
         "bound": BOUND,
         "within_bound": largest < BOUND,
+    }
+
+
+def _fp8_difference(runs: Mapping[str, "Run"], held_out: Mapping[str, float], baseline: str) -> dict[str, Any]:
+    """How far the training in FP8 is from its baseline: signed, above 0 where FP8's loss is the higher one."""
+    per_step = [a - b for a, b in zip(runs["fp8"].losses, runs[baseline].losses, strict=True)]
+    last = per_step[-LAST_STEPS:]
+    return {
+        "baseline": baseline,
+        "per_step": per_step,
+        "largest": max(map(abs, per_step)),
+        "last_steps": len(last),
+        "mean_of_last_steps": sum(last) / len(last),
+        "held_out": held_out["fp8"] - held_out[baseline],
     }

@@ -15,7 +15,7 @@ from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
 from onchip.demo.torch_model import Decoder
 from onchip.demo.train import BETAS, MEASURE_REPEATS, Cost, TrainConfig
-from onchip.torch import linear_cross_entropy
+from onchip.torch import convert_linears, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [..., H], weight [V, H], target [...]) -> mean loss."""
@@ -56,16 +56,17 @@ def use_device(device: str, threads: int | None) -> Iterator[None]:
 class TorchTrainer:
     """A `Trainer`, see train.py."""
 
-    def __init__(self, model: Decoder, loss: Loss, config: TrainConfig) -> None:
+    def __init__(self, model: Decoder, loss: Loss, config: TrainConfig, *, bf16: bool = False) -> None:
         self.model = model
         self.loss = loss
         self.config = config
+        self.bf16 = bf16
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=config.weight_decay)
 
     def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.loss(self.model(self._put(inputs)), self.model.head, self._put(targets))
+        loss = self._loss(inputs, targets)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
@@ -74,21 +75,46 @@ class TorchTrainer:
 
     @torch.no_grad()
     def evaluate(self, inputs: Ids, targets: Ids) -> float:
-        return self.loss(self.model(self._put(inputs)), self.model.head, self._put(targets)).item()
+        return self._loss(inputs, targets).item()
 
     @torch.no_grad()
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
         hidden = self.model(self._put(ids[None]))[0, last]
         return F.linear(hidden, self.model.head).cpu().numpy()
 
+    def _loss(self, inputs: Ids, targets: Ids) -> Tensor:
+        with torch.autocast(self.config.device, torch.bfloat16, enabled=self.bf16):
+            return self.loss(self.model(self._put(inputs)), self.model.head, self._put(targets))
+
     def _put(self, ids: Ids) -> Tensor:
         return torch.from_numpy(ids).to(self.config.device)
 
 
-def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTrainer]:
-    """One for each loss, all from the same initial weights."""
+def make_trainers(model: ModelConfig, config: TrainConfig, *, fp8: bool = False) -> dict[str, TorchTrainer]:
+    """One for each loss, all from the same initial weights; with `fp8` those of `_fp8_trainers` as well."""
     initial = Decoder(model, config.seed).to(config.device)
-    return {name: TorchTrainer(copy.deepcopy(initial), loss, config) for name, loss in LOSSES.items()}
+    trainers = {name: TorchTrainer(copy.deepcopy(initial), loss, config) for name, loss in LOSSES.items()}
+    if fp8:
+        trainers |= _fp8_trainers(initial, config)
+    return trainers
+
+
+def fp8_baseline(device: str) -> str:
+    """The training that the one in FP8 is compared with: alike in all but the linear layers."""
+    return "onchip" if device == "cpu" else "bf16"
+
+
+def _fp8_trainers(initial: Decoder, config: TrainConfig) -> dict[str, TorchTrainer]:
+    """The training in FP8, and its baseline where that isn't one of the others: on a GPU what is around the linear
+    layers is in bfloat16, as models are trained there.
+    """
+    bf16 = fp8_baseline(config.device) == "bf16"
+    model = copy.deepcopy(initial)
+    convert_linears(model, backend="dequantize" if config.device == "cpu" else "auto")
+    trainers = {"fp8": TorchTrainer(model, linear_cross_entropy, config, bf16=bf16)}
+    if bf16:
+        trainers["bf16"] = TorchTrainer(copy.deepcopy(initial), linear_cross_entropy, config, bf16=True)
+    return trainers
 
 
 def measure_head(trainer: TorchTrainer, inputs: Ids, targets: Ids) -> dict[str, Cost]:

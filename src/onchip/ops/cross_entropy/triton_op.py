@@ -92,7 +92,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         gradient = torch.empty(a.logits.shape if a.fused else 0, dtype=a.logits.dtype, device=a.logits.device)
         divisor = _divisor(a)
         if tokens > 0:
-            _launch(
+            launch_rows(
                 a, "losses", gradient,
                 {
                     "divisor": divisor, "loss": loss, "lse": lse, "log_prob": log_prob, "entropy": entropy,
@@ -180,7 +180,7 @@ def _write_gradient(
     if a.target.numel() == 0:
         return
     with device_of(a.logits):
-        _launch(
+        launch_rows(
             a, "gradients", gradient,
             {
                 "divisor": divisor, "lse": lse.reshape(-1), "log_prob": log_prob.reshape(-1),
@@ -189,7 +189,7 @@ def _write_gradient(
         )  # fmt: skip
 
 
-def _launch(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) -> None:
+def launch_rows(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) -> None:
     """Launch a kernel of triton_rows.py on the rows of the logits and of their gradient."""
     from onchip.ops.cross_entropy import triton_rows
 
@@ -233,7 +233,7 @@ def _launch(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) -> Non
         "STAGES": tiles.stages,
     }
     if kernel == "losses":
-        arguments |= {"LOOP": loops > 0}
+        arguments |= {"LOOP": loops > 0, "target_logit": None, "TARGET_LOGIT": False}
     else:
         arguments |= {"out_outer": out_outer, "out_stride": strides[1]}
     grid = (min(tokens, tiles.programs * _multiprocessors(a.logits)),)

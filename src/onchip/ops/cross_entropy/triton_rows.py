@@ -16,7 +16,7 @@ x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 =
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops._shared.triton_maths import LOG2E, LOWEST, log1p, tanh, target_gradient
+from onchip.ops._shared.triton_maths import LOG2E, LOWEST, gradient_terms, log1p, tanh
 
 # The logarithm of what is as good as 0: finite, so that its product with 0 is 0.
 _NOTHING = tl.constexpr(-1e30)
@@ -126,7 +126,7 @@ def _write(
     y,
     k2,
     inner_scale,
-    lse2,  # and so on: see _of_row
+    lse2,  # and so on: see gradient_terms
     factor,
     even,
     at_target,
@@ -167,22 +167,13 @@ def _clear(row, stride, loops, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT:
 
 
 @triton.jit
-def _of_row(lse, log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING: tl.constexpr):
-    """What `_write` needs to know of a row: the gradient is factor * exp2(z * log2(e) - lse2) - even, or at_target."""
-    even = row_factor * (label_smoothing / V)
-    at_target = row_factor * target_gradient(lse, log_prob, z_loss)
-    if SMOOTHING:
-        at_target = at_target + (row_factor * label_smoothing - even)
-    return lse * LOG2E, row_factor * (1 + 2 * z_loss * lse), even, at_target
-
-
-@triton.jit
 def losses(
     logits,  # [T, V] in rows of any place, the columns of stride logits_stride
     target,  # [T] int64
     token_weight,  # [T] float32
     temperature,  # [T] float32
     divisor,  # [] float32: what the reduced loss is divided by
+    target_logit,  # [T] float32: what is taken for the target's logit, whatever `logits` holds there
     loss,  # [T] float32 out, and so on; 0 for ignored tokens
     lse,
     log_prob,
@@ -209,6 +200,7 @@ def losses(
     SOFTCAP: tl.constexpr,
     STATS: tl.constexpr,
     GRADIENT: tl.constexpr,
+    TARGET_LOGIT: tl.constexpr,
     LOOP: tl.constexpr,  # whether loops > 0
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -238,7 +230,10 @@ def losses(
         else:
             good = (label >= 0) & (label < V)
             y = tl.where(good, label, -1).to(tl.int32)
-            x_y = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
+            if TARGET_LOGIT:
+                x_y = tl.load(target_logit + row)
+            else:
+                x_y = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
             x_y = _squash(x_y, inner_scale, SOFTCAP)
             # Sums of x relative to the target's keep their digits, if that is a number.
             reference = tl.where((x_y > LOWEST) & (x_y < -LOWEST), x_y, 0.0)
@@ -303,7 +298,7 @@ def losses(
                 if TEMPERATURE:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
-                lse2, factor, even, at_target = _of_row(
+                lse2, factor, even, at_target = gradient_terms(
                     row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
                 )
                 if LOOP:
@@ -386,7 +381,7 @@ def gradients(
                 row_factor *= tl.load(token_weight + row)
             row_factor *= tl.load(grad_loss + row) if PER_TOKEN else upstream
             row_factor = tl.where(good, row_factor, float("nan"))
-            lse2, factor, even, at_target = _of_row(
+            lse2, factor, even, at_target = gradient_terms(
                 tl.load(lse + row), tl.load(log_prob + row), row_factor, label_smoothing, z_loss, V, SMOOTHING
             )
             k2 = k * LOG2E

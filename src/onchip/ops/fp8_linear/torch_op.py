@@ -24,7 +24,7 @@ from onchip.ops.fp8_linear.torch_inputs import (
     result_dtype,
 )
 from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.ops.fp8_linear.torch_quantize import FP8, Quantized
+from onchip.ops.fp8_linear.torch_quantize import Quantized
 from onchip.ops.fp8_linear.torch_weights import quantized_weight
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -240,7 +240,7 @@ def _quantize_op(x: Tensor, scale: str, backend: str, columns: bool) -> tuple[Te
     """Return rows, row_scales, columns and column_scales of `QuantizedActivation`; the last two may be empty."""
     flat = x.reshape(-1, x.shape[-1])
     made = _backend(backend).quantize_activation(flat, "e4m3", scale, rows=True, columns=columns)
-    return (*made[0], *(made[1] or _nothing(x)))
+    return (*made[0], *(made[1] or torch_quantize.nothing(x)))
 
 
 @_quantize_op.register_fake
@@ -248,11 +248,7 @@ def _(x: Tensor, scale: str, backend: str, columns: bool) -> tuple[Tensor, ...]:
     k = x.shape[-1]
     m = x.numel() // k
     made = torch_quantize.empty_rows(m, k, "e4m3", x)
-    return (*made, *(torch_quantize.empty_rows(k, m, "e4m3", x) if columns else _nothing(x)))
-
-
-def _nothing(like: Tensor) -> Quantized:
-    return Quantized(like.new_empty(0, dtype=FP8["e4m3"]), like.new_empty(0, dtype=torch.float32))
+    return (*made, *(torch_quantize.empty_rows(k, m, "e4m3", x) if columns else torch_quantize.nothing(x)))
 
 
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
@@ -307,7 +303,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         )
         n = len(a.weight)
         out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=a.bias)
-        return (out.view(*a.x.shape[:-1], n), *(kept or _nothing(a.x)))
+        return (out.view(*a.x.shape[:-1], n), *(kept or torch_quantize.nothing(a.x)))
 
 
 _forward_op = torch.library.custom_op(
@@ -325,7 +321,7 @@ _forward_op = torch.library.custom_op(
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*args)
     k = a.x.shape[-1]
-    kept = torch_quantize.empty_rows(k, a.x.numel() // k, "e4m3", a.x) if a.keeps else _nothing(a.x)
+    kept = torch_quantize.empty_rows(k, a.x.numel() // k, "e4m3", a.x) if a.keeps else torch_quantize.nothing(a.x)
     return (a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0]), dtype=a.dtype), *kept)
 
 

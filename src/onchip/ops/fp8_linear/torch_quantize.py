@@ -43,6 +43,11 @@ def empty_blocks(rows: int, columns: int, like: Tensor) -> Quantized:
     )
 
 
+def nothing(like: Tensor) -> Quantized:
+    """Of no elements: what stands for None among an operator's results."""
+    return Quantized(like.new_empty(0, dtype=FP8["e4m3"]), like.new_empty(0, dtype=torch.float32))
+
+
 def quantize_activation(
     x: Tensor,  # [R, C]
     fmt: str,

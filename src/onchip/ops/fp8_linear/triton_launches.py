@@ -173,6 +173,11 @@ def _run(x: Tensor, launch: Launch) -> None:
         launch.run()
 
 
+def capability_of(index: int | None) -> int:
+    """90 for compute capability 9.0."""
+    return _device(index)[0]
+
+
 @lru_cache
 def _device(index: int | None) -> tuple[int, int, int]:
     """Compute capability, multiprocessors, and bytes of shared memory that a block may use."""

@@ -28,6 +28,9 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     triton_walks.py   what is launched, in which order
     triton_launches.py   each launch, and the memory that it works on
     triton_softmax.py, triton_gradients.py   the kernels of forward and of backward; triton_blocks.py, what they share
+    fp8_op.py         precision='fp8': the operators and autograd; fp8_spec.py, its chunks and memory formulas
+    fp8_torch.py      a chunk's softmax and its gradient in FP8 with PyTorch's operations; fp8_launches.py,
+                      fp8_kernels.py, by Triton's kernels
     jax_op.py         JAX: the public function, its derivative rules, the choice of a backend
     jax_inputs.py     what the public function checks
     jax_call.py       the interface of all of JAX's backends

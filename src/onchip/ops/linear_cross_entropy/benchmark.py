@@ -16,7 +16,7 @@ from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.cases import target_logit
 from onchip.ops._shared.spec import DTYPE_BYTES, MIB
 from onchip.ops._shared.torch_bench import Reference, Step, bounds_of, gradient_step
-from onchip.ops.linear_cross_entropy import cases, spec, triton_op, triton_spec
+from onchip.ops.linear_cross_entropy import cases, fp8_op, fp8_spec, spec, triton_op, triton_spec
 from onchip.ops.linear_cross_entropy.peers import PEERS, Loss
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
 from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
@@ -139,6 +139,42 @@ class Own:
         return _steps(problem, loss)
 
 
+@dataclass(frozen=True)
+class InFp8:
+    """This package's op with precision='fp8' on the kernels: an approximation, held to bounds of its own."""
+
+    name: str
+    cache_weight: bool
+    """Whether the weight is quantised before the timed steps, as for the later micro-batches of a step."""
+
+    @property
+    def error_bounds(self) -> dict[str, float]:
+        """The loss, and 25 dB of each gradient."""
+        return {"loss": 1e-3, "grad_hidden": 10 ** (-25 / 20), "grad_weight": 10 ** (-25 / 20)}
+
+    def version(self) -> str:
+        return onchip.__version__
+
+    def unavailable(self, device: str, dtype: str) -> str | None:
+        return fp8_op.refusals(torch.device(device))["triton"]
+
+    def config(self, problem: Problem, mode: str) -> dict[str, Any]:
+        return {
+            "precision": "fp8",
+            "backend": "triton",
+            "cache_weight": self.cache_weight,
+            "chunk": fp8_spec.plan(problem.spec, None),
+        }
+
+    def steps(self, problem: Problem) -> dict[str, Step]:
+        def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+            return linear_cross_entropy(
+                hidden, weight, target, precision="fp8", backend="triton", cache_weight=self.cache_weight
+            )
+
+        return _steps(problem, loss)
+
+
 def _at_worst(p: spec.Problem) -> spec.Problem:
     """What the op takes `p` for while it hasn't looked at the targets yet."""
     return replace(p, compacted=p.device == "cpu")
@@ -155,6 +191,8 @@ IMPLEMENTATIONS = (
     Own("onchip, no bound", "auto", lambda p: 1 << 60, only_cuda=True),
     Own("onchip stash", "stash"),
     Own("onchip recompute", "recompute", _part_of_logits(16, "recompute")),
+    InFp8("onchip fp8, approximate", cache_weight=False),
+    InFp8("onchip fp8, approximate, weight quantised before", cache_weight=True),
     *(Implementation(peer, _peer_steps) for peer in PEERS),
 )
 

@@ -19,6 +19,7 @@ from onchip.ops._shared.spec import (
 
 OP = "linear_cross_entropy"
 STRATEGIES = ("auto", "stash", "recompute")
+PRECISIONS = ("full", "fp8")
 
 
 # ---------------------------------------------------------------------------------------------------------- options
@@ -39,12 +40,16 @@ class Options:
     scratch_bytes: int | None = None
     strategy: str = "auto"
     return_stats: bool = False
+    precision: str = "full"
+    cache_weight: bool = True
 
     def __post_init__(self) -> None:
         check_loss_options(OP, self)
         require_one_of(OP, "strategy", self.strategy, STRATEGIES)
         require_bool(OP, "check_inputs", self.check_inputs)
         require_bool(OP, "return_stats", self.return_stats)
+        require_one_of(OP, "precision", self.precision, PRECISIONS)
+        require_bool(OP, "cache_weight", self.cache_weight)
 
 
 def check_shapes(

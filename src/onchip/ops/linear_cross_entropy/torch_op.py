@@ -17,7 +17,7 @@ from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import Config, require_positive
 from onchip.ops._shared.torch_autograd import is_plain_one, scale_stash
 from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer
-from onchip.ops.linear_cross_entropy import spec, torch_tiles, triton_op
+from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors, check_weight_grad_out
 from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
@@ -60,6 +60,8 @@ def linear_cross_entropy(
     backend: str = "auto",
     return_stats: bool = False,
     weight_grad_out: Tensor | None = None,  # [V, H] float32
+    precision: str = "full",
+    cache_weight: bool = True,
 ) -> Any:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
 
@@ -101,6 +103,13 @@ def linear_cross_entropy(
         return_stats: also return float32 per-token statistics.
         weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
+        precision: "full": products of the inputs' dtype.  "fp8": an approximation whose three products are of numbers
+            quantised to FP8 in blocks, as `fp8_linear`'s, with logits stored in bfloat16 and tokens taken in chunks;
+            strategy must not be "recompute", and scratch_bytes bounds what the chunks take.  Its backend "triton" is
+            cuBLAS's FP8 products and Triton kernels, for compute capability 9.0; "torch", which "auto" takes, is the
+            same by float32 products of the dequantised numbers, on any device, to see what it does to a model.
+        cache_weight: with precision="fp8", keep the weight's FP8 copies as long as it doesn't change: see `fp8_linear`,
+            and `forget_weight`, which drops them.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -144,10 +153,17 @@ def linear_cross_entropy(
         scratch_bytes=scratch_bytes,
         strategy=strategy,
         return_stats=return_stats,
+        precision=precision,
+        cache_weight=cache_weight,
     )
     dtype = check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(weight_grad_out, weight)
+    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    tensors = (hidden, weight, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
+    if precision == "fp8":
+        loss, *stats = _forward_in_fp8(tensors, options, backend, grads)
+        return (loss, LinearCrossEntropyStats(*stats)) if return_stats else loss
     device = hidden.device.type
     refusals = {
         "triton": triton_op.refusal(device, hidden.device.index, dtype),
@@ -156,7 +172,6 @@ def linear_cross_entropy(
     order = ("triton", "torch") if device == "cuda" else ("torch", "triton")
     chosen = choose_backend(OP, backend, {name: refusals[name] for name in order})
 
-    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     problem = _problem(
         hidden,
         weight,
@@ -169,7 +184,6 @@ def linear_cross_entropy(
         weight_grad_out=weight_grad_out is not None,
         on_gpu=chosen == "triton",
     )
-    tensors = (hidden, weight, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
     numbers = (
         dtype,
         int(options.ignore_index),
@@ -189,6 +203,25 @@ def linear_cross_entropy(
         strategy = spec.choose_strategy(problem, options.strategy, budget)
         loss, *stats = _forward_op(*tensors, *numbers, budget, strategy, *grads, options.return_stats)
     return (loss, LinearCrossEntropyStats(*stats[:4])) if return_stats else loss
+
+
+def _forward_in_fp8(
+    tensors: tuple[Tensor | None, ...], options: Options, backend: str, grads: list[bool]
+) -> tuple[Tensor, ...]:
+    hidden = tensors[0]
+    assert hidden is not None
+    fp8_op.check_options(options, grad_bias=grads[2])
+    numbers = (options.label_smoothing, options.z_loss, options.softcap or 0, options.logit_scale, options.temperature)
+    return fp8_op.forward(
+        *tensors,
+        choose_backend(OP, backend, fp8_op.refusals(hidden.device)),
+        int(options.ignore_index),
+        options.reduction,
+        None if options.scratch_bytes is None else int(options.scratch_bytes),
+        [float(x) for x in numbers],
+        [options.check_inputs, options.return_stats, options.cache_weight],
+        grads,
+    )
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -221,6 +254,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         strategy: str = "auto",
         backend: str = "auto",
         return_stats: bool = False,
+        precision: str = "full",
+        cache_weight: bool = True,
     ) -> None:
         super().__init__()
         self.options = Options(
@@ -235,6 +270,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             scratch_bytes=scratch_bytes,
             strategy=strategy,
             return_stats=return_stats,
+            precision=precision,
+            cache_weight=cache_weight,
         )
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend

@@ -1,0 +1,64 @@
+"""The kernel of precision='fp8' compiles for Hopper, fits its shared memory and spills nothing.  No GPU is needed."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.ops._shared.triton_calls import Launch
+from onchip.ops.fp8_linear.torch_quantize import empty_rows
+from onchip.ops.linear_cross_entropy import fp8_launches
+from onchip.ops.linear_cross_entropy.fp8_torch import Call, Gradient, Softmax
+
+HOPPER, SHARED = 90, 232448
+LIKE = torch.zeros(1)
+ALL = {"token_weight": True, "temperature": True, "label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0}
+
+
+def make_call(tokens, **options):
+    def per_token(name):
+        return torch.ones(tokens) if options.get(name) else None
+
+    return Call(
+        torch.zeros(tokens, dtype=torch.int64), per_token("token_weight"), per_token("temperature"), torch.ones(()),
+        -100, options.get("label_smoothing", 0.0), options.get("z_loss", 0.0), options.get("softcap"), 1.0, 1.0, False,
+    )  # fmt: skip
+
+
+def compiled(vocab=4096, rows=True, sums=False, **options):
+    tokens = 512
+    call = make_call(tokens, **options)
+    into = Gradient(
+        empty_rows(tokens, vocab, "e4m3", LIKE) if rows else None,
+        empty_rows(vocab, 2 * tokens, "e4m3", LIKE),
+        torch.empty(tokens // 128, vocab) if sums else None,
+    )
+    logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
+    launch = fp8_launches.gradient_launch(call, logits, torch.empty(5, tokens), tokens, into, fp8_launches.CONFIG)
+    (found,) = compile_all([launch], HOPPER)
+    assert found.shared <= SHARED
+    assert "cvt.rn.satfinite.e4m3x2.f32" in found.ptx
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, ALL, {"sums": True}, {"rows": False}, {"vocab": 4100}], ids=str)
+def test_it_fits(options):
+    found = compiled(**options)
+    assert found.stack == 0
+    assert 2 * found.shared <= SHARED
+
+
+def test_the_statistics_and_the_targets_logits():
+    hidden, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (256, 128256))
+    logits = torch.empty(256, 128256, dtype=torch.bfloat16)  # never touched, so it costs nothing
+    call, softmax, found = make_call(256), Softmax.empty(256, LIKE, stats=False), []
+    with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
+        targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
+        fp8_launches.softmax_of_chunk(call, logits, targets, 0, softmax, None)
+    made = {k.kernel: k for k in compile_all(found, HOPPER)}
+    assert set(made) == {"target_logits", "losses"}
+    assert made["losses"].constants["TARGET_LOGIT"]
+    for k in made.values():
+        assert k.stack <= 32, (k.kernel, k.stack)
+        assert "v4.b32" in k.ptx
