@@ -232,8 +232,8 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
     mutates_args=("weight_grad_out",),
     schema=(
         "(Tensor grad_loss, Tensor grad_hidden, Tensor columns, Tensor column_scales, Tensor grad_bias, "
-        "Tensor? hidden, Tensor target, Tensor(a!)? weight_grad_out, ScalarType[] dtypes, str backend, "
-        "int ignore_index, str reduction, bool[] grads) -> (Tensor, Tensor, Tensor)"
+        "Tensor? hidden, Tensor target, Tensor(a!)? weight_grad_out, ScalarType hidden_dtype, ScalarType weight_dtype, "
+        "ScalarType bias_dtype, str backend, int ignore_index, str reduction, bool[] grads) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def _backward_op(
@@ -245,13 +245,16 @@ def _backward_op(
     hidden: Tensor | None,  # [..., H], where weight needs a gradient
     target: Tensor,
     weight_grad_out: Tensor | None,
-    dtypes: list[torch.dtype],  # of hidden, weight and bias
+    hidden_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
     backend_name: str,
     ignore_index: int,
     reduction: str,
     grads: list[bool],
 ) -> tuple[Tensor, ...]:
     """Return the gradients of hidden, weight and bias; what isn't asked for is empty."""
+    dtypes = (hidden_dtype, weight_dtype, bias_dtype)  # a list of them would come as integers in PyTorch 2.11
     made = [grad_loss.new_empty(0, dtype=dtype) for dtype in dtypes]
     kept = target != ignore_index
     upstream = grad_loss.float()
@@ -294,7 +297,9 @@ def _(
     hidden: Tensor | None,
     target: Tensor,
     weight_grad_out: Tensor | None,
-    dtypes: list[torch.dtype],
+    hidden_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
     backend_name: str,
     ignore_index: int,
     reduction: str,
@@ -303,9 +308,9 @@ def _(
     to_weight = grads[1] and weight_grad_out is None
     width = 0 if hidden is None else hidden.shape[-1]
     return (
-        grad_loss.new_empty(grad_hidden.shape, dtype=dtypes[0]),
-        grad_loss.new_empty((columns.shape[0], width) if to_weight else 0, dtype=dtypes[1]),
-        grad_loss.new_empty(grad_bias.shape, dtype=dtypes[2]),
+        grad_loss.new_empty(grad_hidden.shape, dtype=hidden_dtype),
+        grad_loss.new_empty((columns.shape[0], width) if to_weight else 0, dtype=weight_dtype),
+        grad_loss.new_empty(grad_bias.shape, dtype=bias_dtype),
     )
 
 
@@ -391,7 +396,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
     ctx.weight_grad_out = a.weight_grad_out
     dtypes = [x.dtype for x in (a.hidden, a.weight, a.weight if a.bias is None else a.bias)]
-    ctx.options = (dtypes, a.backend, a.ignore_index, a.reduction, a.grads)
+    ctx.options = (*dtypes, a.backend, a.ignore_index, a.reduction, a.grads)
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
