@@ -45,7 +45,7 @@ def compiled(vocab=4096, rows=True, sums=False, **options):
 @pytest.mark.parametrize("options", [{}, ALL, {"sums": True}, {"rows": False}, {"vocab": 4100}], ids=str)
 def test_it_fits(options):
     found = compiled(**options)
-    assert found.stack == 0
+    assert found.stack <= 32
     assert 2 * found.shared <= SHARED
 
 

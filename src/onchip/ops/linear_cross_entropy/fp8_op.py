@@ -28,7 +28,7 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
 
 # What "auto" tries first.
-BACKENDS = ("torch", "triton")
+BACKENDS = ("triton", "torch")
 _SCALE = "float32"
 # What the logits of a chunk are stored in.
 LOGITS = torch.bfloat16
