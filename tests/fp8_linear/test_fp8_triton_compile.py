@@ -94,7 +94,7 @@ def test_quantizers(fmt, by_block):
     assert found.stack == 0
     # To the nearest, ties to even, saturating; two numbers to an instruction.
     assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
-    # Divisions that may call a function take 64 registers more: one program instead of two or three on a multiprocessor.
+    # Divisions that may call a function take 64 registers more: fewer programs fit a multiprocessor.
     assert "div." not in found.ptx
     assert found.registers <= (128 if by_block else 96)
     # 16 bytes at a time come and go.

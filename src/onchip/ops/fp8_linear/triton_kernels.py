@@ -126,21 +126,23 @@ def quantize(
     j = tl.program_id(1)
     c = j * BLOCK + tl.arange(0, BLOCK)
     first = i * BLOCK + 4 * tl.arange(0, BLOCK // 4)
-    if ROWS and not BY_BLOCK:
-        for k in tl.static_range(4):
-            r = first + k
-            v = load_numbers(x, stride_r, stride_c, r, c, R, C)
-            scale = to_scale(tl.max(magnitude_bits(v), 1), FP8_MAX, POWER_OF_TWO)
+    largest = tl.zeros((BLOCK // 4, BLOCK), tl.int32)
+    for k in tl.static_range(4):
+        r = first + k
+        v = load_numbers(x, stride_r, stride_c, r, c, R, C)
+        bits = magnitude_bits(v)
+        largest = tl.maximum(largest, bits)
+        if ROWS and not BY_BLOCK:
+            scale = to_scale(tl.max(bits, 1), FP8_MAX, POWER_OF_TWO)
             store_rows(rows, rows_stride, v, scale, r, c, R, FP8)
             tl.store(row_scales + tl.cast(j, tl.int64) * R + r, scale, mask=r < R)
     if COLUMNS or BY_BLOCK:
+        of_column = tl.max(largest, 0)
+        scale = to_scale(tl.max(of_column, 0, keep_dims=True) if BY_BLOCK else of_column, FP8_MAX, POWER_OF_TWO)
         v0 = load_numbers(x, stride_r, stride_c, first, c, R, C)
         v1 = load_numbers(x, stride_r, stride_c, first + 1, c, R, C)
         v2 = load_numbers(x, stride_r, stride_c, first + 2, c, R, C)
         v3 = load_numbers(x, stride_r, stride_c, first + 3, c, R, C)
-        upper = tl.maximum(magnitude_bits(v0), magnitude_bits(v1))
-        largest = tl.max(tl.maximum(upper, tl.maximum(magnitude_bits(v2), magnitude_bits(v3))), 0)
-        scale = to_scale(tl.max(largest, 0, keep_dims=True) if BY_BLOCK else largest, FP8_MAX, POWER_OF_TWO)
     if ROWS and BY_BLOCK:
         store_rows(rows, rows_stride, v0, scale, first, c, R, FP8)
         store_rows(rows, rows_stride, v1, scale, first + 1, c, R, FP8)
