@@ -1,5 +1,6 @@
 """The kernels compile for Hopper, fit its shared memory, spill nothing, and multiply FP8.  No GPU is needed."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
+from onchip.core.configs import SHIPPED_FOLDER
 from onchip.ops.fp8_linear import torch_quantize, triton_launches, triton_spec
+from onchip.ops.fp8_linear.spec import OP
 from onchip.ops.fp8_linear.triton_spec import ProductConfig
 
 HOPPER, SHARED = 90, 232448
@@ -59,6 +62,20 @@ def test_products(options):
     assert found.shared <= triton_spec.product_shared_bytes(
         options["config"], options.get("dtype", torch.bfloat16).itemsize
     )
+
+
+def shipped():
+    """Each stored product config, with whether B has 128x128 scales and the result's dtype."""
+    entries = [e for file in SHIPPED_FOLDER.glob(f"*/{OP}.json") for e in json.loads(file.read_text())["entries"]]
+    found = {(e["kernel"] == "product", e["dtype"], ProductConfig(**e["config"])) for e in entries}
+    return sorted(found, key=str)
+
+
+@pytest.mark.parametrize(("by_block", "dtype", "config"), shipped(), ids=str)
+def test_shipped_configs(by_block, dtype, config):
+    found = compiled(product(by_block, config, dtype=getattr(torch, dtype)))
+    assert found.stack == 0
+    assert "wgmma.mma_async" in found.ptx
 
 
 def test_256_columns_are_two_tiles_of_128():
