@@ -14,8 +14,8 @@ from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
 from onchip.ops.linear_cross_entropy import fp8_kernels, fp8_spec
 from onchip.ops.linear_cross_entropy.fp8_torch import Call, Gradient, Softmax
 
-# Two programs on a multiprocessor, with three registers of a thread spilled: 0.64 ms for 2048 x 128256 logits on an H100,
-# 0.95 with one program and none.
+# Two programs on a multiprocessor, with a few registers spilled: 0.64 ms for 2048 x 128256 logits on an H100, 0.95 with
+# one program and none.
 CONFIG = QuantizeConfig(registers=128)
 
 
