@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fp8_common import assert_same, oracle, small_problem
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from onchip.ops.fp8_linear import torch_op
@@ -216,6 +217,37 @@ def test_opcheck_of_backward(given):
     words = (torch.float32, torch.bfloat16, "e4m3", "float32", "dequantize", False, [True, not alone, True])
     tests = {} if alone else {"test_utils": WITHOUT_ARITHMETIC}
     torch.library.opcheck(torch_op._backward_op, (torch.randn(2, 12, 136), w.detach(), *kept, total, *words), **tests)
+
+
+def test_the_registered_operators_make_what_eager_mode_makes(monkeypatch):
+    """A retained graph and a main gradient, whose version counter both raise, too."""
+    x, w, b = small_problem(bias=True)
+    made = []
+    for plain in (True, False):
+        monkeypatch.setattr(torch_op, "is_plain", lambda *_, plain=plain: plain)
+        out = fp8_linear(x, w, b)
+        assert ("_Eager" in type(out.grad_fn).__name__) == plain
+        grads = [torch.autograd.grad(out.square().sum(), (x, w, b), retain_graph=True) for _ in range(2)]
+        total = torch.zeros_like(w)
+        fp8_linear(x, w, b, weight_grad_out=total).sum().backward()
+        assert total._version > 0
+        made.append([out, *grads[0], *grads[1], total])
+    assert all(torch.equal(p, q) for p, q in zip(*made, strict=True))
+
+
+def test_a_dispatch_mode_sees_one_operator():
+    """Selective checkpointing chooses by operator."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, w, _ = small_problem()
+    with Watch():
+        fp8_linear(x, w)
+    assert "onchip.fp8_linear.default" in seen
 
 
 @pytest.mark.parametrize("columns", [True, False])
