@@ -92,7 +92,9 @@ def scaled_mm_product(
         F.ScalingType.BlockWise128x128 if by_block else F.ScalingType.BlockWise1x128,
         bias=None if in_product is None else F.pad(in_product, (0, len(b.data) - columns)),
         output_dtype=torch.float32 if add_to is not None or after is not None else dtype,
-    )[:rows, :columns]
+    )
+    if made.shape != (rows, columns):
+        made = made[:rows, :columns]
     if add_to is not None:
         return add_to.add_(made)
     if after is not None:
