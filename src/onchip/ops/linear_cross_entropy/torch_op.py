@@ -106,8 +106,8 @@ def linear_cross_entropy(
         precision: "full": products of the inputs' dtype.  "fp8": an approximation whose three products are of numbers
             quantised to FP8 in blocks, as `fp8_linear`'s, with logits stored in bfloat16 and tokens taken in chunks;
             strategy must not be "recompute", and scratch_bytes bounds what the chunks take.  Its backend "triton" is
-            cuBLAS's FP8 products and Triton kernels, for compute capability 9.0; "torch", which "auto" takes, is the
-            same by float32 products of the dequantised numbers, on any device, to see what it does to a model.
+            cuBLAS's FP8 products and Triton kernels, for compute capability 9.0; "torch" is the same by float32
+            products of the dequantised numbers, on any device, to see what it does to a model.
         cache_weight: with precision="fp8", keep the weight's FP8 copies as long as it doesn't change: see `fp8_linear`,
             and `forget_weight`, which drops them.
 
