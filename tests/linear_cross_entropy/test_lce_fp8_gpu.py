@@ -12,7 +12,7 @@ from lce_fp8_common import CASES, GRADIENT_DB, LOSS_ERROR, assert_near, results
 from onchip.bench.measure import peak_extra_bytes
 from onchip.ops._shared.spec import MIB
 from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
-from onchip.ops.linear_cross_entropy import benchmark, fp8_op, fp8_spec
+from onchip.ops.linear_cross_entropy import benchmark, fp8_spec
 from onchip.ops.linear_cross_entropy.cases import BENCH_CASES
 from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.torch import linear_cross_entropy
@@ -20,13 +20,6 @@ from onchip.torch import linear_cross_entropy
 pytestmark = pytest.mark.gpu
 op = partial(linear_cross_entropy, precision="fp8", backend="triton")
 CONFIGS = {"default": QuantizeConfig(), "16 warps": QuantizeConfig(warps=16)}
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    reason = fp8_op.refusals(torch.device("cuda"))["triton"]
-    if reason is not None:
-        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

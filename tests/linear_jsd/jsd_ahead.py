@@ -9,7 +9,7 @@ from onchip.ops.linear_jsd import triton_launches as jsd_launches
 from onchip.ops.linear_jsd import triton_spec as jsd_spec
 from onchip.torch import jsd, linear_jsd
 
-KERNELS = jsd_launches.kernels
+KERNELS = (jsd_launches.kernels, jsd_launches.triton_rows)
 
 
 def launches(

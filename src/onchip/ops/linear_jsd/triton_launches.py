@@ -34,6 +34,7 @@ from onchip.ops.linear_cross_entropy.triton_launches import (
 )
 from onchip.ops.linear_cross_entropy.triton_spec import up
 from onchip.ops.linear_jsd import triton_kernels as kernels
+from onchip.ops.linear_jsd import triton_rows
 from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
 
@@ -207,7 +208,9 @@ def divergence(
         **{f"near{k}": x for k, x in enumerate(nearly_equal(call.loss.beta))},
         "soft_weight": call.loss.soft_factor,
         "hard_weight": call.loss.hard_weight,
-        "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(call.loss.beta, kernels.MIXTURE).value,
+        "MODE": {0.0: triton_rows.FORWARD_KL, 1.0: triton_rows.REVERSE_KL}.get(
+            call.loss.beta, triton_rows.MIXTURE
+        ).value,
         "EVEN": call.loss.beta == 0.5,
         "BY_TOKEN": by_token,
         "HARD": call.loss.hard_weight > 0,
@@ -218,7 +221,7 @@ def divergence(
         "PAD": TOKEN_TILE,
     }
     grid = (tokens if by_token else up(tokens, TOKEN_TILE),)
-    return Launch(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
+    return Launch(triton_rows.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
 
 
 @lru_cache(maxsize=64)
@@ -228,7 +231,7 @@ def nearly_equal(beta: float) -> list[float]:
     With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), 1e-6 off at most: p is the
     student's and q the teacher's, but for beta 0, where p is the teacher's.
     """
-    near = kernels.NEAR.value
+    near = triton_rows.NEAR.value
 
     def ratio(x: Any) -> Any:
         d = x * math.log(2)
@@ -383,7 +386,7 @@ def _upstream(call: Call, side: int, row: Tensor, dtype: torch.dtype) -> Upstrea
     label = call.vectors.label
     if dtype != torch.float16:
         return Upstream(lse=row, log_prob=row, row=row, scale=row, at_target=row, shrink=None, label=label)
-    kept = (kernels.STUDENT_SHRINK, kernels.TEACHER_SHRINK)[side].value
+    kept = (triton_rows.STUDENT_SHRINK, triton_rows.TEACHER_SHRINK)[side].value
     factor = row * call.stats[kept]
     there = torch.arange(call.tokens, device=row.device) < call.vectors.number
     largest = torch.where(there, factor.abs().nan_to_num(nan=0), 0).amax()
