@@ -11,7 +11,7 @@ from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.core.configs import SHIPPED_FOLDER
 from onchip.ops.fp8_linear import torch_quantize, triton_launches, triton_spec
 from onchip.ops.fp8_linear.spec import OP
-from onchip.ops.fp8_linear.triton_spec import ProductConfig
+from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 
 HOPPER, SHARED = 90, 232448
 LIKE = torch.zeros(1)
@@ -106,7 +106,7 @@ def test_quantizers(fmt, by_block):
     x = torch.empty(4096, 512, dtype=torch.bfloat16)
     empty = torch_quantize.empty_blocks if by_block else lambda r, c, like: torch_quantize.empty_rows(r, c, fmt, like)
     outs = empty(4096, 512, x), empty(512, 4096, x)
-    config = triton_spec.heuristic_quantize()
+    config = QuantizeConfig()
     found = compiled(triton_launches.quantize_launch(x, *outs, fmt, "float32", config, by_block=by_block))
     assert found.stack == 0
     # To the nearest, ties to even, saturating; two numbers to an instruction.

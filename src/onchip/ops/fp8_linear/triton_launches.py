@@ -21,6 +21,7 @@ from onchip.ops.fp8_linear.torch_products import new_result
 from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_blocks, empty_rows
 from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 
+_QUANTIZE = QuantizeConfig()
 _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
@@ -31,14 +32,14 @@ def quantize_activation(
     *,
     rows: bool,
     columns: bool,
-    config: QuantizeConfig | None = None,
+    config: QuantizeConfig = _QUANTIZE,
 ) -> tuple[Quantized | None, Quantized | None]:
     """x and x^T with 1x128 scales, as `torch_quantize.quantize_activation`, in one launch."""
     height, width = x.shape
     by_row = empty_rows(height, width, fmt, x) if rows else None
     by_column = empty_rows(width, height, fmt, x) if columns else None
     if x.numel() > 0 and (rows or columns):
-        _run(x, quantize_launch(x, by_row, by_column, fmt, scale, config or triton_spec.heuristic_quantize()))
+        _run(x, quantize_launch(x, by_row, by_column, fmt, scale, config))
     return by_row, by_column
 
 
@@ -48,13 +49,12 @@ def quantize_weight(
     *,
     rows: bool,
     transposed: bool,
-    config: QuantizeConfig | None = None,
+    config: QuantizeConfig = _QUANTIZE,
 ) -> tuple[Quantized | None, Quantized | None]:
     """w and w^T with 128x128 scales, as `torch_quantize.quantize_weight`, in one launch."""
     height, width = w.shape
     plain = empty_blocks(height, width, w) if rows else None
     turned = empty_blocks(width, height, w) if transposed else None
-    config = config or triton_spec.heuristic_quantize()
     _run(w, quantize_launch(w, plain, turned, "e4m3", scale, config, by_block=True))
     return plain, turned
 
@@ -171,11 +171,6 @@ def _operand(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
 def _run(x: Tensor, launch: Launch) -> None:
     with device_of(x):
         launch.run()
-
-
-def capability_of(index: int | None) -> int:
-    """90 for compute capability 9.0."""
-    return _device(index)[0]
 
 
 @lru_cache

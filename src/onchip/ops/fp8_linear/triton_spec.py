@@ -1,6 +1,6 @@
 """How fp8_linear's Triton kernels are cut, and the shared memory that they take.  No framework."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from onchip.ops.fp8_linear.spec import BLOCK
 
@@ -41,17 +41,7 @@ def heuristic_product(shared: int) -> ProductConfig:
     return ProductConfig(stages=2, parts=2)
 
 
-def heuristic_quantize() -> QuantizeConfig:
-    """The config of a quantiser where nothing was tuned."""
-    return QuantizeConfig()
-
-
 def product_shared_bytes(c: ProductConfig, element_bytes: int) -> int:
     """Bytes of shared memory of a product's program: operands of all stages, a piece of the result, barriers."""
     operands = c.stages * (c.rows + c.columns) * BLOCK
     return operands + c.rows * min(c.columns, BLOCK) * element_bytes // c.parts + 2048
-
-
-def format_config(c: ProductConfig | QuantizeConfig) -> str:
-    """A config in one line."""
-    return ", ".join(f"{name}={value}" for name, value in asdict(c).items())
