@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.backends import choose_backend
 from onchip.ops._shared import torch_tiles as shared_tiles
 from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops._shared.triton_calls import device_refusal
@@ -412,6 +413,25 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def forward(*args: Any) -> tuple[Tensor, ...]:
-    """Loss, lse, log_prob, entropy and correct, for the arguments that `Arguments` lists."""
-    return tuple(_forward_op(*args)[:5])
+def forward(
+    tensors: tuple[Tensor | None, ...],  # the first eight of `Arguments`
+    options: Options,
+    backend: str,
+    grads: list[bool],  # of hidden, weight, bias
+) -> tuple[Tensor, ...]:
+    """Loss, lse, log_prob, entropy and correct."""
+    hidden = tensors[0]
+    assert hidden is not None
+    check_options(options, grad_bias=grads[2])
+    numbers = (options.label_smoothing, options.z_loss, options.softcap or 0, options.logit_scale, options.temperature)
+    made = _forward_op(
+        *tensors,
+        choose_backend(OP, backend, refusals(hidden.device)),
+        int(options.ignore_index),
+        options.reduction,
+        None if options.scratch_bytes is None else int(options.scratch_bytes),
+        [float(x) for x in numbers],
+        [options.check_inputs, options.return_stats, options.cache_weight],
+        grads,
+    )
+    return tuple(made[:5])

@@ -162,7 +162,7 @@ def linear_cross_entropy(
     grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     tensors = (hidden, weight, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
     if precision == "fp8":
-        loss, *stats = _forward_in_fp8(tensors, options, backend, grads)
+        loss, *stats = fp8_op.forward(tensors, options, backend, grads)
         return (loss, LinearCrossEntropyStats(*stats)) if return_stats else loss
     device = hidden.device.type
     refusals = {
@@ -203,25 +203,6 @@ def linear_cross_entropy(
         strategy = spec.choose_strategy(problem, options.strategy, budget)
         loss, *stats = _forward_op(*tensors, *numbers, budget, strategy, *grads, options.return_stats)
     return (loss, LinearCrossEntropyStats(*stats[:4])) if return_stats else loss
-
-
-def _forward_in_fp8(
-    tensors: tuple[Tensor | None, ...], options: Options, backend: str, grads: list[bool]
-) -> tuple[Tensor, ...]:
-    hidden = tensors[0]
-    assert hidden is not None
-    fp8_op.check_options(options, grad_bias=grads[2])
-    numbers = (options.label_smoothing, options.z_loss, options.softcap or 0, options.logit_scale, options.temperature)
-    return fp8_op.forward(
-        *tensors,
-        choose_backend(OP, backend, fp8_op.refusals(hidden.device)),
-        int(options.ignore_index),
-        options.reduction,
-        None if options.scratch_bytes is None else int(options.scratch_bytes),
-        [float(x) for x in numbers],
-        [options.check_inputs, options.return_stats, options.cache_weight],
-        grads,
-    )
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
