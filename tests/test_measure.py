@@ -115,11 +115,13 @@ def test_allocator_is_left_as_it_was_found() -> None:
 def test_steps_take_turns_and_warm_up_untimed() -> None:
     calls: list[str] = []
     ticks: list[None] = []
-    steps = {name: lambda name=name: calls.append(name) or [] for name in "ab"}
-    timings = measure.time_interleaved(steps, device="cpu", repeats=2, tick=lambda: ticks.append(None))
-    assert "".join(calls) == "ababab"
-    assert len(ticks) == 6
-    assert list(timings) == ["a", "b"]
+    steps = {name: lambda name=name: calls.append(name) or [] for name in "abc"}
+    timings = measure.time_interleaved(steps, device="cpu", repeats=4, tick=lambda: ticks.append(None))
+    rounds = ["".join(calls[i : i + 3]) for i in range(0, 15, 3)]
+    assert all(sorted(names) == list("abc") for names in rounds)
+    assert len(set(rounds)) > 1
+    assert len(ticks) == 15
+    assert list(timings) == ["a", "b", "c"]
     assert all(0 <= t.p10_ms <= t.median_ms <= t.p90_ms for t in timings.values())
 
 
