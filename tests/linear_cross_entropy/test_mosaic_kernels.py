@@ -325,16 +325,40 @@ def test_softmax(vocab_major, interpreter):
     assert (values[s.n :] == 0).all()
 
 
+@LAYOUTS
+def test_softmax_all_kept_in_scratch(vocab_major, interpreter):
+    s = Small(vocab_major, vocab=448)
+
+    @jax.jit
+    def run():
+        spare = reference_to(jnp.full((PADDED, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
+        kernels.softmax_tiles(
+            s.rows, s.weight, s.label, s.factor, s.count, vocab_major=vocab_major, shift=s.shift, spare=spare,
+            places=Places(0, 0), config=CONFIG, interpret=interpreter,
+        )  # fmt: skip
+        return jax.freeze(spare)
+
+    values = s.values(np.asarray(run(), np.float64), 0, PADDED, TOKENS)
+    own = np.arange(PADDED) == s.label[: s.n, None]
+    assert relative(values[: s.n], np.where(own, 0, s.exponentials)) < 2**-8
+    assert (values[s.n :] == 0).all()
+
+
 # These two take the interpreter 20 s a layout: each has one.
 @pytest.mark.parametrize("vocab_major", [True], ids=["VH"])
 def test_products(vocab_major, interpreter):
+    """The first 128 tokens' exponentials in the memory of the weight's gradient, the others' in scratch."""
     s = Small(vocab_major, vocab=512)
     values = np.zeros((192, PADDED))
     values[: s.n] = s.exponentials
-    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), PLACES.shift)
-    spare = s.matrix(values[:, SPLIT:], (PADDED - SPLIT, TOKENS), 0)
+    kept = 128
+    stash = s.matrix(values[:kept, :SPLIT], (s.vocab, HIDDEN), PLACES.shift)
+    spare = s.matrix(values[:kept, SPLIT:], (PADDED - SPLIT, kept), 0)
+    overflow = s.matrix(np.pad(values[kept:], ((0, 64), (0, 0))), (PADDED, TOKENS - kept), 0)
     values = np.asarray(jnp.asarray(values[: s.n], jnp.bfloat16), np.float64)
     common = {"vocab_major": vocab_major, "places": PLACES, "config": CONFIG, "interpret": interpreter}
+    common |= {"overflow": overflow}
+    chunk = partial(kernels.weight_product, kept_tokens=kept, **common)
 
     @jax.jit
     def run():
@@ -343,8 +367,8 @@ def test_products(vocab_major, interpreter):
             s.weight, s.count, tokens=TOKENS, stash=ref, spare=spare, scale=s.scale, **common
         )
         for first in range(0, SPLIT, PLACES.shift):
-            kernels.weight_product(ref, s.rows, s.count, first=at(first), size=PLACES.shift, after=hidden, **common)
-        kernels.weight_product(ref, s.rows, s.count, first=at(SPLIT), size=PADDED - SPLIT, spare=spare, **common)
+            chunk(ref, s.rows, s.count, first=at(first), size=PLACES.shift, after=hidden)
+        chunk(ref, s.rows, s.count, first=at(SPLIT), size=PADDED - SPLIT, spare=spare)
         return hidden, jax.freeze(ref)
 
     hidden, gradient = run()

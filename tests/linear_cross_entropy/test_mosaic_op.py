@@ -1,6 +1,7 @@
 """The 'mosaic_gpu' backend on the CPU: the whole op lowered for CUDA, its plans and its refusals."""
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,17 @@ def test_models_lower_and_nothing_is_copied(model, as_on_hopper):
     # softmax, settle, hidden's product and the targets' terms once; weight's product for one chunk, some in a loop, and
     # the last.  With more tokens than H another softmax, and for each kind of chunk logits again and hidden's product.
     assert launches(text) == (7 if model == "llama3.1-8b" else 7 + 1 + 3 * 2)
+    assert "stablehlo.copy" not in text
+
+
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_exponentials_in_scratch_lower(layout, as_on_hopper, monkeypatch):
+    c = mosaic_spec.MosaicPlan("stash", 1000, kept=256, chunk=1024, overflow=128, halves=True)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
+    text = lowered(1000, 256, 4096, layout=layout)
+    kinds = len(mosaic_op.chunks(4096, c)[0]) + 1
+    # The softmax of three kinds of tokens, two of which are settled; hidden's product, and the targets' terms.
+    assert launches(text) == 3 + 2 + 1 + 1 + 3 * kinds
     assert "stablehlo.copy" not in text
 
 
@@ -131,8 +143,12 @@ def test_plans_keep_to_their_budgets(tokens, model):
         bound = mosaic_spec.default_scratch(p, "auto") if budget is None else budget
         assert mosaic_spec.scratch_bytes(p, c) <= bound
         assert c.kept in (0, min(mosaic_spec.up(tokens, 128), p.hidden // 128 * 128))
+        assert c.held <= mosaic_spec.up(tokens, 128)
+        assert c.overflow == 0 or c.kept == mosaic_spec.capacity(p)
     assert mosaic_spec.plan(p, "stash").kept > 0
-    assert mosaic_spec.plan(p, "recompute").kept == 0
+    assert mosaic_spec.plan(p, "recompute").held == 0
+    without_bound = mosaic_spec.plan(p, "auto", 1 << 40)
+    assert without_bound.held == mosaic_spec.up(tokens, 128)
     forward = problem(tokens, *MODELS[model], grad_hidden=False, grad_weight=False)
     assert mosaic_spec.scratch_bytes(forward, mosaic_spec.plan(forward, "auto")) <= 64 * MIB
 
@@ -153,6 +169,15 @@ def test_chunks_cover_the_vocabulary_once():
             assert at == mosaic_spec.up(vocab, 256)
             # What is kept a chunk further on still has room there.
             assert last[0] + chunk <= vocab
+
+
+def test_more_memory_is_no_slower():
+    p = problem(4096, *MODELS["gemma3-4b"])
+    plans = [mosaic_spec.plan(p, "auto", budget * MIB) for budget in (128, 256, 512, 1024, 2048)]
+    times = [mosaic_spec.predict(p, c) for c in plans]
+    assert all(later <= 1.005 * earlier for earlier, later in pairwise(times))
+    assert [c.overflow for c in plans] == sorted(c.overflow for c in plans)
+    assert plans[-1].overflow == 4096 - 2560
 
 
 @pytest.mark.parametrize(

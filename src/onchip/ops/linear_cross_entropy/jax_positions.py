@@ -43,6 +43,7 @@ class Saved(NamedTuple):
     base: Array | None = None  # [P] float32: what exponentials are relative to
     stash: Array | None = None  # of the shape and dtype of weight: exponentials, see mosaic_blocks.py
     spare: Array | None = None  # more of them
+    overflow: Array | None = None  # those of more tokens
 
 
 class Head(NamedTuple):
@@ -133,11 +134,12 @@ def forward(
     config: MosaicPlan,
     head: Head,
     tensors: Tensors,
-    take_softmax: Callable[[Array, Array, Array, Array], tuple[Softmax, Array | None, Array | None, Array | None]],
+    take_softmax: Callable[[Array, Array, Array, Array], tuple[Softmax, tuple[Array | None, ...]]],
 ) -> tuple[Outputs, Saved | None]:
     """The loss with its statistics, and what backward needs.
 
-    `take_softmax(rows, label, factor, count)` is the softmax of some positions, with `base`, `stash` and `spare`.
+    `take_softmax(rows, label, factor, count)` is the softmax of some positions, with what `Saved` has from
+    `base` on.
     """
     tokens = select_tokens(static, tensors, TOKEN_TILE)
     label = jnp.where(is_there(tokens) & ~tokens.bad, tokens.label, -1)
@@ -146,12 +148,12 @@ def forward(
     size = min(config.token_chunk, padded) if config.strategy == "forward" else padded
     made = []
     done = tokens.number
-    base = stash = spare = None
+    held: tuple[Array | None, ...] = ()
     for first in range(0, padded, size):
         part = slice(first, first + size)
         rows = hidden_rows(tensors, after(tokens.source[part], done))
         count = jnp.clip(tokens.number - first, 0, size)
-        softmax, base, stash, spare = take_softmax(rows, label[part], factor[part], count)
+        softmax, held = take_softmax(rows, label[part], factor[part], count)
         done = softmax.max
         made.append(softmax)
     softmax = made[0] if len(made) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *made)
@@ -164,7 +166,7 @@ def forward(
         stats = LinearCrossEntropyStats(*map(tokens.spread, columns))
     saved = None
     if config.strategy != "forward":
-        saved = Saved(tensors, tokens, label, per_token.lse, per_token.log_prob, base, stash, spare)
+        saved = Saved(tensors, tokens, label, per_token.lse, per_token.log_prob, *held)
     return Outputs(loss, stats), saved
 
 

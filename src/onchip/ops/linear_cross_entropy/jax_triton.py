@@ -5,6 +5,7 @@ of the vocabulary at a time, with their gradient in scratch: hidden's gradient i
 each chunk's rows of the weight's gradient are written once.  What surrounds the kernels is in jax_positions.py.
 """
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -67,7 +68,7 @@ def _capability() -> str:
 
 def plan(problem: Problem, strategy: str, budget: int | None) -> MosaicPlan:
     """The plan; raises ValueError where the budget is too small."""
-    return mosaic_spec.plan(problem, "recompute", budget)
+    return replace(mosaic_spec.plan(problem, "recompute", budget), halves=False)
 
 
 def forward(static: Static, config: MosaicPlan, tensors: Tensors, needs: Needs) -> tuple[Outputs, Any]:
@@ -115,11 +116,11 @@ def _launch(head: Head, tensors: Tensors, count: Array, shrink: Array | None = N
 def _forward(static: Static, config: MosaicPlan, tensors: Tensors) -> tuple[Outputs, Any]:
     head = _head(static, tensors)
 
-    def take_softmax(rows: Array, label: Array, factor: Array, count: Array) -> tuple[Softmax, None, None, None]:
+    def take_softmax(rows: Array, label: Array, factor: Array, count: Array) -> tuple[Softmax, tuple[()]]:
         launch = _launch(head, tensors, count)
         partials = _calls().softmax_tiles(launch, rows, label, factor, stats=static.return_stats)
         there = jnp.arange(label.shape[0]) < count
-        return merge(partials, target_logit(head, rows, label, factor), label, there, head.vocab), None, None, None
+        return merge(partials, target_logit(head, rows, label, factor), label, there, head.vocab), ()
 
     return jax_positions.forward(static, config, head, tensors, take_softmax)
 

@@ -6,6 +6,8 @@ and column t, with tokens for rows inside.  Under an [H, V] one it is a [tokens,
 tokens.  Exponentials of vocabulary entry v are kept `shift` entries further on, as far as there is room, and from entry
 `split` on in a spare matrix: so weight's gradient of a chunk of up to `shift` entries overwrites none that is still to
 be read.
+
+Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike, the overflow.
 """
 
 import inspect

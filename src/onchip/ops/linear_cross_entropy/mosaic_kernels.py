@@ -14,6 +14,7 @@ of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +62,7 @@ def softmax_tiles(
     bias: Array | None = None,  # [V rounded up to tile_n] float32
     inner_scale: Array | None = None,  # [1] float32, with softcap: of the product before tanh
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
-    stash: Any = None,  # reference to a matrix of the shape and dtype of weight
+    stash: Any = None,  # reference to a matrix of the shape and dtype of weight; None: all go to `spare`, whole
     spare: Any = None,  # reference to [entries from `split` on, T], or [T, those]
     places: Places | None = None,
     exponential_scale: float = 1.0,
@@ -121,8 +122,11 @@ def softmax_tiles(
         above = top * k - registers.load(at["shift"].at[over], 1)
         f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
         value = (e * registers.spread(f, shape, 1)).astype(rows.dtype)
-        in_stash = send_exponentials(at["stash"], p.m, p.n + places.shift, vocab_major)
         in_spare = send_exponentials(at["spare"], p.m, p.n - split, vocab_major)
+        if stash is None:
+            store(value, in_spare)
+            return
+        in_stash = send_exponentials(at["stash"], p.m, p.n + places.shift, vocab_major)
 
         def send(block: Any, m: int, n: int) -> None:
             lax.cond(p.n < split, lambda: in_stash(block, m, n), lambda: in_spare(block, m, n))
@@ -234,7 +238,9 @@ def weight_product(
     size: int,  # of the chunk, a multiple of the tile along the vocabulary
     places: Places | None = None,
     spare: Array | None = None,  # of the entries from `split` on, which then are the whole chunk
-    kept_tokens: int | None = None,  # tokens whose exponentials are kept, a multiple of tile_k; None: all
+    kept_tokens: int | None = None,  # tokens whose exponentials are kept there, a multiple of tile_k; None: all
+    overflow: Array
+    | None = None,  # exponentials of the next ones, of all of the vocabulary: [V', those], or [those, V']
     again: Array | None = None,  # the others' gradients of logits, of `gradient_tiles`
     shrink: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
@@ -246,11 +252,12 @@ def weight_product(
     tokens, hidden = rows.shape
     vocab = vocab_of(out, vocab_major)
     kept_tokens = tokens if kept_tokens is None else kept_tokens
+    held_tokens = kept_tokens if overflow is None else kept_tokens + overflow.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
-    named = {"spare": spare, "again": again, "shrink": shrink}
+    named = {"spare": spare, "overflow": overflow, "again": again, "shrink": shrink}
     names = [name for name, x in named.items() if x is not None]
     assert size % tile_v == 0
-    assert kept_tokens % c.tile_k == 0
+    assert kept_tokens % c.tile_k == held_tokens % c.tile_k == 0
     if kept_tokens > 0:
         assert places is not None
         assert spare is not None or size <= places.shift, "the chunk would overwrite exponentials that it reads"
@@ -280,15 +287,14 @@ def weight_product(
             else:
                 exponentials(refs[0], refs[3][0] + places.shift + v, t)
 
-        def computed_again() -> None:
-            exponentials(at["again"], v, t - kept_tokens)
+        def overflowed() -> None:
+            exponentials(at["overflow"], refs[3][0] + v, t - kept_tokens)
 
-        if kept_tokens >= tokens:
-            kept()
-        elif kept_tokens == 0:
-            computed_again()
-        else:
-            lax.cond(t < kept_tokens, kept, computed_again)
+        def computed_again() -> None:
+            exponentials(at["again"], v, t - held_tokens)
+
+        ends = (kept_tokens, held_tokens, tokens)
+        _by_range(t, tokens, list(zip(ends, (kept, overflowed, computed_again), strict=True)))
         load_block(refs[1], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 
     def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
@@ -324,18 +330,21 @@ def hidden_product(
     stash: Any = None,  # reference to exponentials of the shape of weight
     spare: Array | None = None,
     places: Places | None = None,
-    again: Array | None = None,  # in place of both: gradients of logits of `gradient_tiles`
+    overflow: Array | None = None,  # exponentials of the last of the tokens: [V', those], or [those, V']
+    again: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
     first: Array | None = None,  # [1] int32: vocabulary entry, of `again`
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
-    halves: bool = False,  # what is added to are zeros
+    second: Any = None,  # the same for second halves of tiles
+    halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> Array | None:
     """exponentials @ weight over all of the vocabulary, or a chunk of it: [T, H] float32, or None with `add_to`.
 
     With `halves` the tiles of the last wave are cut in two along the vocabulary where that fills the device better, as
-    in the Triton kernel: two blocks add to a tile of zeros then, and 0 + a + b has the same bits in either order.
+    in the Triton kernel: two blocks add to a tile of zeros then, and 0 + a + b has the same bits in either order.  With
+    sums that are no zeros each half has its own.
     """
     c = config or MosaicConfig()
     vocab = vocab_of(weight, vocab_major)
@@ -348,12 +357,14 @@ def hidden_product(
         size = again.shape[0 if vocab_major else 1]
     else:
         assert places is not None
-        sources = [stash, spare]
+        sources = [x for x in (stash, spare, overflow) if x is not None]
         size = vocab
+    kept_tokens = tokens if overflow is None else tokens - overflow.shape[1 if vocab_major else 0]
+    assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
     adds = add_to is not None
     assert adds or interpret is not None  # which has no copies that add
     begin = jnp.zeros(1, jnp.int32) if first is None else first
-    optional = [x for x in (scale, add_to) if x is not None]
+    optional = [x for x in (scale, second, add_to) if x is not None]
 
     def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
         n = lax.max(refs[1][0], jnp.int32(1))
@@ -363,22 +374,26 @@ def hidden_product(
     def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
         v, t, h = s.k * c.tile_k, s.i * c.tile_m, s.j * c.tile_n
 
-        def exponentials(source: Any, v: Any) -> None:
+        def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
                 for box in range(c.tile_m // BOX):
                     load_block(source, v, BOX, t + box * BOX, BOX, a.at[box], barrier)
             else:
                 load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
 
-        if again is not None:
-            exponentials(refs[3], v)
-        else:
+        def kept() -> None:
             assert places is not None
             lax.cond(
                 v < places.split,
-                lambda: exponentials(refs[3], v + places.shift),
-                lambda: exponentials(refs[4], v - places.split),
+                lambda: exponentials(refs[3], v + places.shift, t),
+                lambda: exponentials(refs[4], v - places.split, t),
             )
+
+        if again is not None:
+            exponentials(refs[3], v, t)
+        else:
+            overflowed = lambda: exponentials(refs[5], v, t - kept_tokens)  # noqa: E731
+            _by_range(t, tokens, [(kept_tokens, kept), (tokens, overflowed)])
         first = refs[2][0]
         if vocab_major:
             load_block(refs[0], first + v, c.tile_k, h, c.tile_n, b, barrier)
@@ -389,7 +404,12 @@ def hidden_product(
         if scale is not None:
             factor = registers.load(refs[3 + len(sources)].at[pl.ds(p.m, c.part_m)], 1)
             product = product * registers.spread(factor, shape, 1)
-        store(product, send_to(refs[-1], p.m, p.n, BOX // 2, "add" if adds else None))
+        send = send_to(refs[-1], p.m, p.n, BOX // 2, "add" if adds else None)
+        if second is None:
+            store(product, send)
+            return
+        send_second = send_to(refs[-2], p.m, p.n, BOX // 2, "add")
+        store(product, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
 
     run = persistent_product(
         c,
@@ -408,3 +428,17 @@ def hidden_product(
     )
     out = run(weight, count, begin, *sources, *optional)
     return None if adds else out[0]
+
+
+def _by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]]) -> None:
+    """Call what is for token t: the function of the first (end, function) with t < end; empty ranges are left out."""
+    begin = 0
+    used = []
+    for end, function in ranges:
+        if min(end, tokens) > begin:
+            used.append((end, function))
+            begin = end
+    *others, (_, call) = used
+    for end, function in reversed(others):
+        call = partial(lax.cond, t < end, function, call)
+    call()

@@ -9,7 +9,7 @@ mosaic_kernels.py.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from onchip.ops._shared.jax_tiles import Softmax
 from onchip.ops.linear_cross_entropy import jax_positions, mosaic_spec
 from onchip.ops.linear_cross_entropy.jax_call import Outputs
 from onchip.ops.linear_cross_entropy.jax_positions import (
+    LOWEST,
     Head,
     Saved,
     Upstream,
@@ -127,6 +128,15 @@ def _forward(static: Static, config: MosaicPlan, tensors: Tensors) -> tuple[Outp
     return jax_positions.forward(static, config, head, tensors, take_softmax)
 
 
+class _Kept(NamedTuple):
+    """Where the exponentials of some positions are kept: in all of `spare`, or with a `stash` as `places` says."""
+
+    part: slice
+    places: Any
+    stash: Array | None
+    spare: Array
+
+
 def _softmax(
     static: Static,
     config: MosaicPlan,
@@ -137,71 +147,87 @@ def _softmax(
     count: Array,
     *,
     smoothing: bool,
-) -> tuple[Softmax, Array | None, Array | None, Array | None]:
+) -> tuple[Softmax, tuple[Array | None, ...]]:
     """The softmax of some positions; what their exponentials are relative to, and where those are kept."""
-    kernels = _kernels()
-    there = jnp.arange(label.shape[0]) < count
+    padded, kept, held = label.shape[0], config.kept, config.held
+    there = jnp.arange(padded) < count
     target = target_logit(head, rows, label, factor)
-    number = count.reshape(1)
     options = {"smoothing": smoothing, "stats": static.return_stats, "config": head.tiles["softmax_tiles"]}
-    kept = config.kept
-    run = partial(kernels.softmax_tiles, **_arguments(head), **options)
+
+    def take(part: slice, **keep: Any) -> Any:
+        some = (rows[part], head.weight, label[part], factor[part], _count(part, count))
+        return _kernels().softmax_tiles(*some, **_arguments(head), **options, **keep)
+
     if kept == 0:
-        partials = run(rows, head.weight, label, factor, number)
-        return merge(partials, target, label, there, head.vocab), None, None, None
+        return merge(take(slice(0, padded)), target, label, there, head.vocab), ()
     # float16's exponents don't reach: there all tokens are settled.
     far = rows.dtype == jnp.float16
     shift = jnp.where(there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
-    places = _places(head, config)
-    entries = up(head.vocab, VOCAB_TILE) - places.split
-    number_kept = jnp.minimum(number, kept)
-
-    def keep(state: dict[str, Any]) -> None:
-        first = run(
-            rows[:kept],
-            head.weight,
-            label[:kept],
-            factor[:kept],
-            number_kept,
-            shift=shift[:kept],
-            stash=state["stash"],
-            spare=state["spare"],
-            places=places,
-            exponential_scale=_exponential_scale(rows.dtype),
-        )
-        for name, x in first._asdict().items():
-            if x is not None:
-                state[name][...] = x
-
-    first_type = jax.eval_shape(
-        partial(run, label=label[:kept], factor=factor[:kept], count=number), rows[:kept], head.weight
-    )
-    empty = {name: lax.empty(x.shape, x.dtype) for name, x in first_type._asdict().items() if x is not None}
-    spare_shape = (entries, kept) if head.vocab_axis == 0 else (kept, entries)
-    stash = lax.empty(head.weight.shape, head.weight.dtype)
-    state = _run_state(keep, empty | {"stash": stash, "spare": lax.empty(spare_shape, head.weight.dtype)})
-    partials = kernels.Partials(*(state.get(name) for name in kernels.Partials._fields))
-    if kept < label.shape[0]:
-        rest = run(rows[kept:], head.weight, label[kept:], factor[kept:], jnp.maximum(number - kept, 0))
-        partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), partials, rest)
+    made, rooms = [], []
+    for room in _rooms(head, config):
+        exponential = {"shift": shift[room.part], "exponential_scale": _exponential_scale(rows.dtype)}
+        partials, room = _take_and_keep(partial(take, room.part, places=room.places, **exponential), room)
+        made.append(partials)
+        rooms.append(room)
+    if held < padded:
+        made.append(take(slice(held, padded)))
+    partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *made)
     softmax = merge(partials, target, label, there, head.vocab)
-    top = jnp.max(jnp.where(there, partials.maximum, kernels.LOWEST), 0)
-    base = jnp.where(top - shift > kernels.REACH, softmax.max + softmax.log_total, shift)
+    top = jnp.max(jnp.where(there, partials.maximum, LOWEST), 0)
+    base = jnp.where(top - shift > _kernels().REACH, softmax.max + softmax.log_total, shift)
+    rooms = [
+        _settled(head, room, x.maximum, shift[room.part], base[room.part], _count(room.part, count))
+        for room, x in zip(rooms, made, strict=False)
+    ]
+    return softmax, (base, rooms[0].stash, rooms[0].spare, rooms[1].spare if held > kept else None)
 
-    def settle(state: Any) -> None:
+
+def _count(part: slice, count: Array) -> Array:
+    """[1]: how many of these positions are there."""
+    return jnp.clip(count - part.start, 0, part.stop - part.start).reshape(1)
+
+
+def _rooms(head: Head, config: MosaicPlan) -> list[_Kept]:
+    """Memory for exponentials: of the first positions in the weight's gradient, of the next in scratch."""
+    places, whole = _places(head, config), up(head.vocab, VOCAB_TILE)
+
+    def scratch(entries: int, tokens: int) -> Array:
+        shape = (entries, tokens) if head.vocab_axis == 0 else (tokens, entries)
+        empty: Array = lax.empty(shape, head.weight.dtype)
+        return empty
+
+    stash = lax.empty(head.weight.shape, head.weight.dtype)
+    rooms = [_Kept(slice(0, config.kept), places, stash, scratch(whole - places.split, config.kept))]
+    if config.overflow:
+        whole_vocab = _kernels().Places(shift=0, split=0)
+        rooms.append(_Kept(slice(config.kept, config.held), whole_vocab, None, scratch(whole, config.overflow)))
+    return rooms
+
+
+def _take_and_keep(take: Callable[..., Any], room: _Kept) -> tuple[Any, _Kept]:
+    """What `take(stash=..., spare=...)` returns, and the room after it."""
+    results = jax.eval_shape(take, spare=room.spare)
+    state = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), results)
+
+    def body(refs: Any) -> None:
+        out, stash, spare = refs
+        jax.tree.map(lambda ref, x: ref.__setitem__(..., x), out, take(stash=stash, spare=spare))
+
+    partials, stash, spare = _run_state(body, (state, room.stash, room.spare))
+    return partials, room._replace(stash=stash, spare=spare)
+
+
+def _settled(head: Head, room: _Kept, maximum: Array, before: Array, after_: Array, count: Array) -> _Kept:
+    """The room with exponentials relative to `after_`."""
+
+    def body(refs: Any) -> None:
         _settle().settle_exponentials(
-            *state,
-            partials.maximum,
-            shift[:kept],
-            base[:kept],
-            number_kept,
-            vocab_major=head.vocab_axis == 0,
-            places=places,
-            vocab=head.vocab,
-            config=head.tiles["softmax_tiles"],
-        )
+            *refs, maximum, before, after_, count, vocab_major=head.vocab_axis == 0, places=room.places,
+            vocab=head.vocab, config=head.tiles["softmax_tiles"],
+        )  # fmt: skip
 
-    return softmax, base, *_run_state(settle, (state["stash"], state["spare"]))
+    stash, spare = _run_state(body, (room.stash, room.spare))
+    return room._replace(stash=stash, spare=spare)
 
 
 def _exponential_scale(dtype: Any) -> float:
@@ -218,11 +244,11 @@ def _backward(
     head, tokens = _head(static, saved.tensors), saved.tokens
     hidden, weight = saved.tensors.hidden, head.weight
     up_ = upstream(static, head, saved, grad_loss)
-    kept, padded, major = config.kept, saved.label.shape[0], head.vocab_axis == 0
-    again_rows = padded - kept
-    tail = slice(kept, None)
+    kept, held, padded, major = config.kept, config.held, saved.label.shape[0], head.vocab_axis == 0
+    again_rows = padded - held
+    tail = slice(held, None)
     number = tokens.number.reshape(1)
-    rest = jnp.maximum(number - kept, 0)
+    rest = jnp.maximum(number - held, 0)
     factor = logit_factor(head, tokens)
     shrink = 1.0 if up_.shrink is None else up_.shrink
 
@@ -231,20 +257,20 @@ def _backward(
     if kept:
         assert saved.base is not None
         places = _places(head, config)
-        at = jnp.where(is_there(tokens), jnp.exp(saved.base - up_.lse), 0)[:kept]
-        relative = up_.scale[:kept] * at / _exponential_scale(hidden.dtype)
-        row_factor = row_factor.at[:kept].set(relative)
+        at = jnp.where(is_there(tokens), jnp.exp(saved.base - up_.lse), 0)[:held]
+        relative = up_.scale[:held] * at / _exponential_scale(hidden.dtype)
+        row_factor = row_factor.at[:held].set(relative)
         if needs.hidden:
 
             def whole(state: Any) -> None:
                 kernels.hidden_product(
-                    weight, jnp.minimum(number, kept), vocab_major=major, tokens=kept, stash=state[0],
-                    spare=saved.spare, places=places, scale=relative, add_to=state[1], halves=True,
-                    config=head.tiles["hidden_product"],
+                    weight, jnp.minimum(number, held), vocab_major=major, tokens=held, stash=state[0],
+                    spare=saved.spare, places=places, overflow=saved.overflow, scale=relative, add_to=state[1],
+                    halves=True, config=head.tiles["hidden_product"],
                 )  # fmt: skip
 
-            out, sums = _run_state(whole, (out, jnp.zeros((kept, hidden.shape[1]), jnp.float32)))
-            grad_hidden = by_token(head, saved, up_, sums, 0, kept, jnp.zeros_like(hidden), shrink)
+            out, sums = _run_state(whole, (out, jnp.zeros((held, hidden.shape[1]), jnp.float32)))
+            grad_hidden = by_token(head, saved, up_, sums, 0, held, jnp.zeros_like(hidden), shrink)
     elif needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
@@ -268,15 +294,15 @@ def _backward(
             if needs.hidden:
                 kernels.hidden_product(
                     weight, rest, vocab_major=major, tokens=again_rows, again=again, first=begin, add_to=state["sums"],
-                    config=head.tiles["hidden_product"],
+                    second=state.get("second sums"), halves=config.halves, config=head.tiles["hidden_product"],
                 )  # fmt: skip
             if needs.bias:
                 state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], _column_sums(again, major), begin)
         if needs.weight:
             kernels.weight_product(
                 state["out"], rows, number, vocab_major=major, first=begin, size=size, places=places,
-                spare=saved.spare if in_spare else None, kept_tokens=kept, again=again, shrink=up_.shrink,
-                after=grad_hidden if kept else None, config=head.tiles["weight_product"],
+                spare=saved.spare if in_spare else None, kept_tokens=kept, overflow=saved.overflow, again=again,
+                shrink=up_.shrink, after=grad_hidden if kept else None, config=head.tiles["weight_product"],
             )  # fmt: skip
 
     def walk(state: dict[str, Any]) -> None:
@@ -295,13 +321,15 @@ def _backward(
     if needs.weight:
         state["out"] = out
     if again_rows and needs.hidden:
-        state["sums"] = jnp.zeros((again_rows, hidden.shape[1]), jnp.float32)
+        names = ("sums", "second sums") if config.halves else ("sums",)
+        state |= dict.fromkeys(names, jnp.zeros((again_rows, hidden.shape[1]), jnp.float32))
     if needs.bias:
         state["bias"] = jnp.zeros(up(head.vocab, VOCAB_TILE), jnp.float32)
     state = _run_state(walk, state)
     if "sums" in state:
         before = jnp.zeros_like(hidden) if grad_hidden is None else grad_hidden
-        grad_hidden = by_token(head, saved, up_, state["sums"], kept, padded, before, shrink)
+        sums = sum(state[name] for name in names)
+        grad_hidden = by_token(head, saved, up_, sums, held, padded, before, shrink)
     grad_bias = None
     if needs.bias:
         assert saved.tensors.bias is not None

@@ -81,6 +81,8 @@ class Part(NamedTuple):
     m: Any
     n: Any
     warpgroup: Any
+    step: Any
+    """The first that was summed: not 0 in the second half of a tile."""
 
 
 def ceil_div(x: Any, y: Any) -> Any:
@@ -232,7 +234,7 @@ def persistent_product(
                 return a.T if left.startswith("km") else a, b.T if right == "nk" else b
 
             def tile(x: Any, _: None) -> None:
-                i, j, _first, steps = work.item(program + x * programs)
+                i, j, first, steps = work.item(program + x * programs)
                 before = x * work.steps
 
                 def step(k: Any, product: Callable[[Any], Any]) -> Any:
@@ -275,7 +277,7 @@ def persistent_product(
                 m = i * c.tile_m + (warpgroup * c.part_m if c.split == "m" else 0)
                 n = j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
                 store = _storing(arguments[-1].at[warpgroup], c, columns) if stores else _nothing_to_store
-                epilogue(refs, Part(i, j, m, n, warpgroup), value, store)
+                epilogue(refs, Part(i, j, m, n, warpgroup, first), value, store)
 
             lax.fori_loop(0, mine, tile, None)
             if stores:

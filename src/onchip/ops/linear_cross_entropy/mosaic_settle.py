@@ -58,7 +58,7 @@ def _kernel(
 
 
 def settle_exponentials(
-    stash: Any,  # reference to a matrix of the shape of weight
+    stash: Any,  # reference to a matrix of the shape of weight; None: all are in `spare`, whole
     spare: Any,  # reference to [entries from `split` on, T], or [T, those]
     maximum: Array,  # [parts, T] float32: of z, as of `softmax_tiles` with the same config
     before: Array,  # [T] float32: what the exponentials are relative to
@@ -88,9 +88,8 @@ def settle_exponentials(
     boxes = _TOKENS // BOX
     shape = (BOX, BOX)
 
-    def body(
-        stash: Any, spare: Any, maximum: Any, before: Any, after: Any, any_moved: Any, shared: Any, full: Any
-    ) -> None:
+    def body(*refs: Any) -> None:
+        *kept, maximum, before, after, any_moved, shared, full = refs
         program = lax.axis_index("program")
         mine = ceil_div(-(-vocab // BOX) - program, programs)
 
@@ -118,8 +117,11 @@ def settle_exponentials(
                         plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
 
                 def where_kept(f: Callable[[Any, Any], None]) -> None:
-                    inside = v < places.split
-                    lax.cond(inside, lambda: f(stash, v + places.shift), lambda: f(spare, v - places.split))
+                    in_spare = lambda: f(kept[-1], v - places.split)  # noqa: E731
+                    if stash is None:
+                        in_spare()
+                    else:
+                        lax.cond(v < places.split, lambda: f(kept[0], v + places.shift), in_spare)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
@@ -142,9 +144,9 @@ def settle_exponentials(
         lax.fori_loop(0, tokens // _TOKENS, tokens_from, None)
         plgpu.wait_smem_to_gmem(0)
 
-    scratch = [swizzled((boxes, BOX, BOX), stash.dtype), plgpu.Barrier(num_arrivals=boxes)]
+    scratch = [swizzled((boxes, BOX, BOX), spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
     run = _kernel(body, (programs,), ("program",), scratch, (), "settle_exponentials", interpret)
-    run(stash, spare, maximum, before, after, any_moved)
+    run(*([] if stash is None else [stash]), spare, maximum, before, after, any_moved)
 
 
 def _strips(hidden: int) -> tuple[int, int]:

@@ -1,11 +1,12 @@
 """How the 'mosaic_gpu' backend cuts a problem: memory formulas and the choice of a plan.  No framework.
 
-The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed; logits of more tokens
-are computed again in backward.  The formulas are of what XLA allocates for a jitted step beyond its arguments and
-results.
+The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
+more, as far as there is room; the other tokens' logits are computed again in backward.  The formulas are of what XLA
+allocates for a jitted step beyond its arguments and results.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from onchip.ops._shared.spec import DEFAULT_SCRATCH, MIB
 from onchip.ops.linear_cross_entropy.spec import OP, Problem, logits_bytes
@@ -15,6 +16,7 @@ FORWARD_SCRATCH = 64 * MIB
 _ELEMENT = 2
 # What an H100 was measured to do: multiprocessors, TFLOP/s of the products, us of a launch.
 _PROGRAMS, _PRODUCT, _LAUNCH = 132, 735.0, 12.0
+_DEPTH = 64  # of a step
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,14 @@ class MosaicPlan:
     """Tokens, a multiple of 128, whose exponentials wait in the memory of the weight's gradient."""
     chunk: int = 0
     """Entries of the vocabulary, a multiple of 256, whose weight gradient is computed at a time."""
+    overflow: int = 0
+    """Tokens, a multiple of 128, whose exponentials wait in scratch."""
+    halves: bool = False
+    """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
+
+    @property
+    def held(self) -> int:
+        return self.kept + self.overflow
 
 
 def heuristic_tiles() -> dict[str, dict[str, int]]:
@@ -58,7 +68,7 @@ def split_at(vocab: int, chunk: int) -> int:
 
 
 def capacity(p: Problem) -> int:
-    """Tokens whose exponentials can be kept."""
+    """Tokens whose exponentials can be kept in the memory of the weight's gradient."""
     # Softcap's derivative can't be read off 16 bits of an exponential, label smoothing adds to every entry, and the
     # bias's gradient would be another pass over all of them.
     if not p.grad_weight or p.grad_bias or p.softcap or p.smoothing or p.vocab < 2 * VOCAB_TILE:
@@ -75,17 +85,17 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
     if c.strategy == "forward":
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    again = rows - c.kept
+    again = rows - c.held
     spare = up(p.vocab, VOCAB_TILE) - split_at(p.vocab, c.chunk) if c.kept else 0
-    parts["exponentials in scratch"] = _ELEMENT * spare * c.kept
+    parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept + up(p.vocab, VOCAB_TILE) * c.overflow)
     # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
     forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    kept = {"hidden gradient in float32": 4 * c.kept * p.hidden if p.grad_hidden else 0}
+    kept = {"hidden gradient in float32": 4 * c.held * p.hidden if p.grad_hidden else 0}
     rest = {
         "hidden rows": hidden_rows,
-        "hidden rows of logits made again": _ELEMENT * again * p.hidden if c.kept else 0,
+        "hidden rows of logits made again": _ELEMENT * again * p.hidden if c.held else 0,
         "logits' gradient made again": _ELEMENT * again * min(up(p.vocab, VOCAB_TILE), c.chunk + VOCAB_TILE),
-        "hidden gradient in float32": 4 * again * p.hidden if p.grad_hidden else 0,
+        "hidden gradient in float32": 4 * (1 + int(c.halves)) * again * p.hidden if p.grad_hidden else 0,
     }
     return parts | max((forward, kept, rest), key=lambda phase: sum(phase.values()))
 
@@ -97,16 +107,30 @@ def scratch_bytes(p: Problem, c: MosaicPlan) -> int:
 
 def predict(p: Problem, c: MosaicPlan) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by a simple cost model."""
-    product = 2e-9 * p.tokens * p.hidden * p.vocab / _PRODUCT
     if c.strategy == "forward":
+        product = 2e-9 * p.tokens * p.hidden * p.vocab / _PRODUCT
         return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
     rows = up(p.tokens, TOKEN_TILE)
-    share = (rows - c.kept) / rows
+    again = rows - c.held
     chunks = -(-p.vocab // c.chunk)
-    tiles = c.chunk // TOKEN_TILE * -(-p.hidden // 256)
-    launches = chunks * (1 + (2 if share else 0))
-    waves = -(-tiles // _PROGRAMS) * _PROGRAMS / tiles
-    return product * (1 + int(p.grad_hidden) + 1.15 * share + waves * int(p.grad_weight)) + 1e-3 * _LAUNCH * launches
+    # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
+    columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
+    work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), False) * steps
+    work += chunks * _waves(again // TOKEN_TILE * -(-c.chunk // VOCAB_TILE), False) * steps
+    if p.grad_hidden:
+        work += _waves(c.held // TOKEN_TILE * columns, True) * p.vocab / _DEPTH
+        work += chunks * _waves(again // TOKEN_TILE * columns, c.halves) * c.chunk / _DEPTH
+    if p.grad_weight:
+        work += chunks * _waves(c.chunk // TOKEN_TILE * columns, False) * rows / _DEPTH
+    launches = chunks * (1 + (2 if again else 0))
+    step = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / _PRODUCT
+    return work * step + 1e-3 * _LAUNCH * launches
+
+
+def _waves(tiles: int, halves: bool) -> float:
+    """How often the programs take a tile, where those of the last wave may be cut in halves."""
+    whole, rest = divmod(tiles, _PROGRAMS)
+    return whole + (0 if rest == 0 else 0.5 if halves and 2 * rest <= _PROGRAMS else 1)
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
@@ -140,15 +164,40 @@ def plan(p: Problem, strategy: str, budget: int | None = None) -> MosaicPlan:
         if not fit:
             raise _too_small(p, strategy, budget, scratch_bytes(p, MosaicPlan("forward", TOKEN_TILE)))
         return MosaicPlan("forward", up(-(-p.tokens // -(-p.tokens // fit[-1])), TOKEN_TILE))
-    tiles = -(-p.vocab // VOCAB_TILE)
     strategies = ("stash", "recompute") if strategy == "auto" else (strategy,)
-    found = {_cut(p, s, size * VOCAB_TILE) for s in strategies for size in range(1, tiles + 1)}
+    found = {c for s in strategies for c in _cuts(p, s, budget)}
     fitting = {c: predict(p, c) for c in found if scratch_bytes(p, c) <= budget}
     if not fitting:
         raise _too_small(p, strategy, budget, min(scratch_bytes(p, c) for c in found))
     # Of those that are as good as the fastest the smallest: the model isn't better than that.
     good = [c for c, time in fitting.items() if time <= 1.005 * min(fitting.values())]
     return min(good, key=lambda c: (scratch_bytes(p, c), c.chunk))
+
+
+def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+    """The plans to choose among, whether or not they fit."""
+    rows = up(p.tokens, TOKEN_TILE)
+    for size in _chunk_sizes(p):
+        plain = _cut(p, strategy, size)
+        yield plain
+        # More than that fits no budget; and a few hundred plans are enough.
+        most = min(rows - plain.kept, budget // (_ELEMENT * p.vocab)) if plain.kept else 0
+        step = up(-(-most // 24), TOKEN_TILE) if most else TOKEN_TILE
+        for overflow in range(0, most + 1, step):
+            held = replace(plain, overflow=overflow // TOKEN_TILE * TOKEN_TILE)
+            yield held
+            if held.held < rows and p.grad_hidden:
+                yield replace(held, halves=True)
+
+
+def _chunk_sizes(p: Problem) -> list[int]:
+    """Sizes of a chunk that leave no wave of the weight gradient's tiles half empty, and some small ones."""
+    whole = up(p.vocab, VOCAB_TILE)
+    columns = -(-p.hidden // VOCAB_TILE)
+    waves = [w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
+    sizes = [_PROGRAMS * w // columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for w in (1, 2, 3, *waves)]
+    small = [VOCAB_TILE * 2**k for k in range(5)]
+    return sorted({min(size, whole) for size in (*small, *sizes) if size})
 
 
 def _too_small(p: Problem, strategy: str, budget: int, least: int) -> ValueError:
