@@ -1,0 +1,119 @@
+"""The JAX backends compiled for a GPU: what the CPU can't show."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common_jax import assert_right
+
+from onchip.jax import linear_cross_entropy
+from onchip.ops.linear_cross_entropy import mosaic_op, mosaic_spec
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
+from onchip.ops.linear_cross_entropy.jax_checks import plain_refusals
+from onchip.ops.linear_cross_entropy.mosaic_spec import MosaicPlan
+from onchip.ops.linear_cross_entropy.spec import Problem
+
+pytestmark = pytest.mark.gpu
+HALF = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+LAYOUTS = pytest.mark.parametrize("layout", ["vh", "hv"])
+# What the Mosaic kernels take under either layout, more tokens than H among them.
+MOSAIC_CASES = (
+    Case("long", 1000, 256, 4096, zipf=True, ignored=0.3),
+    Case("full last tile", 512, 512, 8192),
+    Case("ragged vocab", 700, 320, 1088, logit_std=3.0),
+    Case("large logits", 500, 192, 2112, logit_std=60.0),
+    Case("options", 300, 192, 1088, bias=True, options={"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}),
+)
+
+
+def taken_by(backend, case, dtype):
+    return plain_refusals("gpu", dtype, case.hidden, case.vocab, "recompute")[backend] is None
+
+
+@HALF
+@pytest.mark.parametrize("strategy", ["stash", "recompute"])
+@pytest.mark.parametrize("case", [c for c in CHECK_CASES if c.hidden % 64 == c.vocab % 8 == 0], ids=str)
+def test_check_cases_of_mosaic(case, strategy, dtype):
+    assert_right(case, dtype, device="gpu", strategy=strategy, backend="mosaic_gpu")
+
+
+@HALF
+@LAYOUTS
+@pytest.mark.parametrize("case", MOSAIC_CASES, ids=str)
+def test_mosaic(case, layout, dtype):
+    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
+
+
+@HALF
+@LAYOUTS
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("overflow", [0, 256, 768])
+def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
+    """Of 1024 tokens the first 256 are kept in the memory of the weight's gradient."""
+    plan = MosaicPlan("stash", 1024, kept=256, chunk=1024, overflow=overflow, halves=halves and overflow < 768)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    assert_right(MOSAIC_CASES[0], dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("strategy", ["stash", "recompute"])
+@pytest.mark.parametrize("name", ["ragged", "everything", "masked vocab", "large logits", "all ignored"])
+def test_xla(name, strategy, dtype):
+    (case,) = (c for c in CHECK_CASES if c.name == name)
+    assert_right(case, dtype, device="gpu", strategy=strategy, backend="xla")
+
+
+@HALF
+@pytest.mark.parametrize("name", ["ragged", "everything", "masked vocab", "large logits", "one class", "per token"])
+def test_triton(name, dtype):
+    (case,) = (c for c in CHECK_CASES if c.name == name)
+    assert_right(case, dtype, device="gpu", strategy="recompute", backend="triton")
+
+
+def inputs(tokens, hidden, vocab, layout="vh"):
+    keys = jax.random.split(jax.random.key(0), 3)
+    weight = jax.random.normal(keys[1], (vocab, hidden) if layout == "vh" else (hidden, vocab), jnp.bfloat16)
+    labels = jax.random.randint(keys[2], (tokens,), 0, vocab)
+    return jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16), weight * hidden**-0.5, labels
+
+
+@LAYOUTS
+@pytest.mark.parametrize("budget", [None, 64 << 20, 160 << 20, 1 << 40])
+def test_memory_is_what_the_formula_says(budget, layout):
+    """And the same inputs give the same bits."""
+    tokens, hidden, vocab = 4096, 1024, 32768
+    arguments = inputs(tokens, hidden, vocab, layout)
+    op = partial(linear_cross_entropy, scratch_bytes=budget, backend="mosaic_gpu", weight_layout=layout)
+    step = jax.jit(jax.value_and_grad(op, argnums=(0, 1))).lower(*arguments).compile()
+    problem = Problem(tokens, hidden, vocab, "bfloat16", device="cuda", compacted=True)
+    plan = mosaic_spec.plan(problem, "auto", budget)
+    taken = step.memory_analysis().temp_size_in_bytes
+    assert taken <= mosaic_spec.scratch_bytes(problem, plan)
+    first, second = step(*arguments), step(*arguments)
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert np.array_equal(np.asarray(x.view(jnp.uint8)), np.asarray(y.view(jnp.uint8)))
+
+
+@pytest.mark.parametrize("transform", ["checkpoint", "scan", "vmap"])
+def test_transforms(transform):
+    hidden, weight, labels = inputs(512, 256, 4096)
+    op = partial(linear_cross_entropy, backend="mosaic_gpu")
+
+    def plain(hidden, weight, labels):
+        log_p = jax.nn.log_softmax((hidden @ weight.T).astype(jnp.float32))
+        return -jnp.take_along_axis(log_p, labels[:, None], 1).mean()
+
+    def loss(f, hidden, weight):
+        if transform == "checkpoint":
+            return jax.checkpoint(f)(hidden, weight, labels)
+        h, y = hidden.reshape(2, 256, 256), labels.reshape(2, 256)
+        if transform == "vmap":
+            return jax.vmap(f, in_axes=(0, None, 0))(h, weight, y).mean()
+        return jax.lax.scan(lambda total, x: (total + f(x[0], weight, x[1]), None), 0.0, (h, y))[0] / 2
+
+    found, expected = (jax.jit(jax.value_and_grad(partial(loss, f), (0, 1)))(hidden, weight) for f in (op, plain))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= 2e-2 * np.linalg.norm(y)
