@@ -14,10 +14,10 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig, Work, place_tile
 from onchip.ops.linear_cross_entropy import mosaic_kernels as kernels
 from onchip.ops.linear_cross_entropy import mosaic_settle as settle
 from onchip.ops.linear_cross_entropy.mosaic_blocks import NO_LABEL, Places
-from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig, Work, place_tile
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
 

@@ -106,6 +106,22 @@ def place_tile(tile: Any, tiles_m: Any, tiles_n: Any, group: int) -> tuple[Any, 
     return first + within - column * height, column
 
 
+def load_block(source: Any, row: Any, rows: int, column: Any, columns: int, into: Any, barrier: Any) -> None:
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(row, rows), pl.ds(column, columns)], into, barrier)
+
+
+def send_to(
+    target: Any, row: Any, column: Any, columns: int, reduction: Literal["add"] | None = None
+) -> Callable[[Any, int, int], None]:
+    """What copies blocks of a part that begins at (row, column) of target, or adds them to what is there."""
+
+    def send(block: Any, m: int, n: int) -> None:
+        into = target.at[pl.ds(row + m, BOX), pl.ds(column + n, columns)]
+        plgpu.copy_smem_to_gmem(block, into, commit_group=False, reduction_op=reduction)
+
+    return send
+
+
 class Work:
     """What there is to do: tiles of the result, the last few of them cut in two halves of the steps.
 
