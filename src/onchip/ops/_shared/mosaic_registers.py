@@ -46,6 +46,9 @@ class Registers:
         """The vector of `load`, or of a reduction, as a matrix."""
         return self._cast(lax.broadcast_in_dim(x, shape, (1 - over,)), plgpu.Layout.WGMMA)
 
+    def zeros(self, shape: tuple[int, int]) -> Any:
+        return self._cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
     def columns(self, shape: tuple[int, int]) -> Any:
         """Each element's column."""
         return self._cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA)

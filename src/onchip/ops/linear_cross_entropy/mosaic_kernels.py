@@ -6,8 +6,8 @@ What callers must put beyond the last token, up to the next multiple of 128: 0 i
 `even`, +inf in `shift` and `lse`, 1 in `factor`; then exponentials and gradients there are exact zeros.
 
 The algorithm is that of the Triton kernels: see triton_blocks.py, triton_softmax.py and triton_gradients.py.  The
-product that all kernels here are made of is that of `onchip.ops._shared`; where exponentials are kept, in mosaic_blocks.py; the
-kernels without a product, in mosaic_settle.py.
+product that all kernels here are made of is that of `onchip.ops._shared`; where exponentials are kept is in
+mosaic_blocks.py, the kernels without a product in mosaic_settle.py.
 
 Matrix operands come through TMA, which fills up with zeros outside of a matrix and writes nothing there.  It needs rows
 of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
