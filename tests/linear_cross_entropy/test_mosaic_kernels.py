@@ -185,7 +185,7 @@ def test_too_much_shared_memory():
     assert config.shared_bytes(stores=True) > SHARED_BYTES
     with pytest.raises(ValueError, match="278528 bytes of shared memory"):
         kernels.gradient_tiles(
-            *(jnp.zeros((128, 64) if i < 2 else (128,)) for i in range(7)),
+            *[jnp.zeros((128, 64), jnp.bfloat16)] * 2, *[jnp.zeros(128)] * 5,
             jnp.zeros(1, jnp.int32),
             vocab_major=True, first=at(0), size=256, config=config,
         )  # fmt: skip
