@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from onchip.jax import fp8_linear
-from onchip.ops.fp8_linear import jax_op, reference, spec
+from onchip.ops.fp8_linear import reference, spec
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.jax_checks import check_case
+from onchip.ops.fp8_linear.jax_quantize import COLUMN, ROW, SQUARE, quantize
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +32,8 @@ def test_cases(case):
 
 @pytest.mark.parametrize("scale", spec.SCALES)
 @pytest.mark.parametrize("fmt", spec.FP8_MAX)
-def test_quantised_bits_are_the_oracles(fmt, scale):
+@pytest.mark.parametrize("group", [ROW, COLUMN, SQUARE], ids=str)
+def test_quantised_bits_are_the_oracles(group, fmt, scale):
     """With NaN, infinities, zero groups and tiny ones; but for subnormal float32, which XLA takes for 0."""
     rng = np.random.default_rng(0)
     size = np.exp2(rng.uniform(-100, 100, (40, 5)))
@@ -39,13 +41,13 @@ def test_quantised_bits_are_the_oracles(fmt, scale):
     x[:10, :128] = 0
     x[20] = 1e-30 * rng.standard_normal(300)
     x[0, 5], x[1, 200], x[2, 299] = np.nan, np.inf, -np.inf
-    made = jax.jit(lambda a: jax_op._rows(a, fmt, scale))(x)
-    expected = reference.quantize_rows(x, fmt, scale)
-    data = np.asarray(made.data).reshape(40, -1)[:, :300].view(np.uint8)
+    made = jax.jit(lambda a: quantize(a, group, fmt, scale))(x)
+    expected = reference.quantize(x, group, fmt, scale)
+    data = np.asarray(made.data)[:40, :300].view(np.uint8)
     nan = np.isnan(reference.decode(expected.data, fmt))
     np.testing.assert_array_equal(np.isnan(reference.decode(data, fmt)), nan)
     np.testing.assert_array_equal(data[~nan], expected.data[~nan])
-    np.testing.assert_array_equal(np.asarray(made.scales)[:, :, 0], reference.compact_scales(expected, (1, 128)))
+    np.testing.assert_array_equal(made.scales, reference.compact_scales(expected, group))
 
 
 def problem(m=20, n=136, k=144, dtype="float32"):
@@ -99,7 +101,18 @@ X, W = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32)
         ((X, X[0]), {"weight_layout": "kn"}, ValueError, r"weight must be \[K, N\] with weight_layout='kn'"),
         ((X, W), {"weight_layout": "hv"}, ValueError, r"weight_layout must be one of 'nk', 'kn'; got 'hv'"),
         ((X, W), {"scale": "int"}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 'int'"),
-        ((X, W), {"backend": "triton"}, ValueError, r"backend must be one of 'auto', 'xla'; got 'triton'"),
+        (
+            (X, W),
+            {"backend": "triton"},
+            ValueError,
+            r"must be one of 'auto', 'xla', 'mosaic_gpu'; got 'triton'",
+        ),
+        (
+            (X, W),
+            {"backend": "mosaic_gpu"},
+            ValueError,
+            r"backend 'mosaic_gpu' can't run this call: it runs on NVIDIA GPUs, not on 'cpu'",
+        ),
     ],
 )
 def test_errors(arguments, options, error, message):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy import jax_tuning, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import Case
-from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig
 from onchip.tune.log import config_key
 
 

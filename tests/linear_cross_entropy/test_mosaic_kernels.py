@@ -14,10 +14,10 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig, Work, place_tile
 from onchip.ops.linear_cross_entropy import mosaic_kernels as kernels
 from onchip.ops.linear_cross_entropy import mosaic_settle as settle
 from onchip.ops.linear_cross_entropy.mosaic_blocks import NO_LABEL, Places
-from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig, Work, place_tile
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
 
@@ -185,7 +185,7 @@ def test_too_much_shared_memory():
     assert config.shared_bytes(stores=True) > SHARED_BYTES
     with pytest.raises(ValueError, match="278528 bytes of shared memory"):
         kernels.gradient_tiles(
-            *(jnp.zeros((128, 64) if i < 2 else (128,)) for i in range(7)),
+            *[jnp.zeros((128, 64), jnp.bfloat16)] * 2, *[jnp.zeros(128)] * 5,
             jnp.zeros(1, jnp.int32),
             vocab_major=True, first=at(0), size=256, config=config,
         )  # fmt: skip

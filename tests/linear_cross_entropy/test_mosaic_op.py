@@ -10,9 +10,9 @@ import pytest
 from onchip.core import configs
 from onchip.jax import linear_cross_entropy
 from onchip.ops._shared.jax_call import Static
+from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy import jax_op, mosaic_op, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.mosaic_product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy.spec import OP, Problem
 from onchip.tune.log import config_key
 

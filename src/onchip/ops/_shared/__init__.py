@@ -17,6 +17,8 @@ It imports no op; whatever speaks in an op's name takes that as its first argume
     jax_call.py        what a front end in JAX hands to a backend
     jax_inputs.py      what JAX's public functions check
     jax_tiles.py       a tile of logits in JAX: which tokens count, products, running softmax, gradient
+    mosaic_product.py  the persistent product that the Mosaic GPU kernels of JAX are made of
+    mosaic_registers.py   layouts of values in their registers
     jax_checks.py      plain expressions in JAX that an op is held against
     jax_peers.py       what a benchmark in JAX compares with; JAX is imported late
     jax_bench.py       inputs and steps of a benchmark in JAX, and the comparison with a reference

@@ -10,24 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from onchip.ops._shared.checks import Check
+from onchip.ops._shared.jax_checks import DTYPES, platform_of
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.fp8_linear.checks import compare, compare_with_unquantized, in_range
-from onchip.ops.fp8_linear.jax_op import BACKENDS, LAYOUTS, fp8_linear
+from onchip.ops.fp8_linear.jax_op import LAYOUTS, fp8_linear, refusals
+from onchip.ops.fp8_linear.spec import Options
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:
-    """All cases on "cpu" or "cuda" in all dtypes with both layouts of weight, in turn."""
-    platform = "gpu" if device == "cuda" else device
+    """All cases on "cpu" or "cuda" in all dtypes with both layouts of weight, by each backend that can run them."""
+    platform = platform_of(device)
     return [
-        partial(check_case, case, dtype, platform, weight_layout=layout)
-        for case, layout, dtype in product(CHECK_CASES, LAYOUTS, ("float32", "bfloat16", "float16"))
+        partial(check_case, case, dtype, platform, weight_layout=layout, backend=backend)
+        for case, layout, dtype in product(CHECK_CASES, LAYOUTS, DTYPES)
+        for backend, reason in refusals(platform, Options(**case.options)).items()
+        if reason is None
     ]
 
 
 def plain_refusals(platform: str, dtype: str) -> dict[str, str | None]:
     """Why each backend can't serve a call without options on "cpu", "gpu" or "tpu", or None."""
-    return dict.fromkeys(BACKENDS)
+    return refusals(platform, Options())
 
 
 def check_case(
@@ -53,6 +57,6 @@ def check_case(
     results = {
         name: np.asarray(a, np.float64) for name, a in zip(reference.Result._fields, made, strict=True) if a is not None
     }
-    backend = f"{backend} {weight_layout}"
-    checks = compare(case, dtype, backend, results, oracle, tensor_cores=False)
-    return checks + compare_with_unquantized(case, dtype, backend, results, given)
+    name = f"{backend} {weight_layout}"
+    checks = compare(case, dtype, name, results, oracle, tensor_cores=backend == "mosaic_gpu")
+    return checks + compare_with_unquantized(case, dtype, name, results, given)

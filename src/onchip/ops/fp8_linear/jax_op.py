@@ -1,23 +1,20 @@
-"""fp8_linear for JAX: the public function, its derivative rule, and quantising and products in plain JAX.
-
-Bit for bit the same numbers are quantised as by reference.py; the products are of dequantised numbers in float32.
-"""
+"""fp8_linear for JAX: the public function, its derivative rule, and the choice of a backend."""
 
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_inputs import is_array
+from onchip.ops._shared.jax_inputs import is_array, platform
 from onchip.ops._shared.spec import DTYPE_BYTES, require_one_of
-from onchip.ops.fp8_linear import spec
-from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, LEAST_SCALE, OP, blocks, up
+from onchip.ops.fp8_linear import jax_xla, mosaic_op, spec
+from onchip.ops.fp8_linear.spec import OP
 
-BACKENDS = ("xla",)
-_FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+# Best first: 'auto' takes the first that can serve a call.
+_BACKENDS: dict[str, Any] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
+BACKENDS = tuple(_BACKENDS)
 LAYOUTS = ("nk", "kn")
 
 
@@ -48,18 +45,21 @@ def fp8_linear(
         weight_layout: "nk" or "kn".
         grad_dtype: FP8 format of the output's gradient: "e4m3", or "e5m2" with more range and one bit less.
         scale: "float32", or "power_of_two": scales rounded up to the next power of two.
-        backend: "xla" (plain JAX, any device: products of dequantised numbers in float32) or "auto".
+        backend: "xla" (plain JAX, any device: products of dequantised numbers in float32), "mosaic_gpu" (NVIDIA GPUs
+            of compute capability 9.0: products of FP8 numbers; grad_dtype="e5m2" needs JAX 0.11.2) or "auto", which
+            is "xla".
 
     Returns:
         [..., N] of x's dtype.  Gradients have the dtypes of their inputs.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape or option.
+        ValueError: a wrong shape or option, or a backend that can't serve the call.
 
     Memory: what is kept for backward is x in FP8, K * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.  The
-    quantised weight is not kept from call to call.  In forward and backward XLA may hold operands in float32, and it
-    multiplies them as such, on a GPU too: this saves memory, not time.
+    quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and rounds K
+    up to a multiple of 8 in what is kept.  With "xla" forward and backward may hold operands in float32, and multiply
+    them as such, on a GPU too: that saves memory, not time.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,7 +70,7 @@ def fp8_linear(
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
-    spec.Options(grad_dtype, scale)
+    options = spec.Options(grad_dtype, scale)
     require_one_of(OP, "weight_layout", weight_layout, LAYOUTS)
     for name, array in (("x", x), ("weight", weight), ("bias", bias)):
         if array is None and name == "bias":
@@ -79,28 +79,26 @@ def fp8_linear(
             raise TypeError(f"{OP}: {name} must be a jax.Array or numpy.ndarray; got {type(array).__name__}")
         if array.dtype.name not in DTYPE_BYTES:
             raise TypeError(f"{OP}: {name} must be float32, bfloat16 or float16; got {array.dtype}")
-    choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    if weight_layout == "kn":
-        if weight.ndim != 2:
-            raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
-        weight = weight.T
-    spec.check_shapes(x.shape, weight.shape, None if bias is None else bias.shape)
-    out: jax.Array = _linear(_Static(grad_dtype, scale), x, weight, bias)
+    chosen = choose_backend(OP, backend, refusals(platform(), options))
+    if weight_layout == "kn" and weight.ndim != 2:
+        raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
+    shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
+    spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
+    out: jax.Array = _linear(_Static(chosen, weight_layout, options), x, weight, bias)
     return out
+
+
+def refusals(platform: str, options: spec.Options) -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call, or None."""
+    return {name: backend.refusal(platform, options) for name, backend in _BACKENDS.items()}
 
 
 class _Static(NamedTuple):
     """What is known when tracing."""
 
-    grad_dtype: str
-    scale: str
-
-
-class _Quantized(NamedTuple):
-    """Rows of FP8 numbers and their scales."""
-
-    data: jax.Array  # [R, C / 128, 128], 0 beyond C
-    scales: jax.Array  # float32, of 1x128 [R, C / 128, 1], of 128x128 [R / 128, 1, C / 128, 1]
+    backend: str
+    layout: str
+    options: spec.Options
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,71 +107,20 @@ def _linear(static: _Static, x: Any, weight: Any, bias: Any) -> Any:
 
 
 def _forward(static: _Static, x: Any, weight: Any, bias: Any) -> Any:
-    n, k = weight.shape
-    flat = x.reshape(-1, k)
-    out = _product(_dequantize(_rows(flat, "e4m3", static.scale)), _weight(weight, static.scale)[:n])
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)
-    kept = _rows(flat.T, "e4m3", static.scale)
+    flat = x.reshape(-1, x.shape[-1])
+    out, kept = _BACKENDS[static.backend].forward(static.options, static.layout, flat, weight, bias)
     # Of x and bias only the shapes and dtypes are wanted: arrays of nothing that carry them.
     about = (jnp.zeros((0, *x.shape), x.dtype), None if bias is None else jnp.zeros(0, bias.dtype))
-    return out.astype(x.dtype).reshape(*x.shape[:-1], n), (kept, weight, *about)
+    return out.reshape(*x.shape[:-1], out.shape[1]), (kept, weight, *about)
 
 
 def _backward(static: _Static, residual: Any, grad_out: Any) -> Any:
     kept, weight, like_x, like_bias = residual
-    n, k = weight.shape
-    g = grad_out.reshape(-1, n)
-    grad_x = _product(_dequantize(_rows(g, static.grad_dtype, static.scale)), _weight(weight, static.scale)[:, :k].T)
-    turned = _dequantize(_rows(g.T, static.grad_dtype, static.scale))
-    grad_weight = _product(turned, _dequantize(kept))
+    g = grad_out.reshape(-1, grad_out.shape[-1])
+    backward = _BACKENDS[static.backend].backward
+    grad_x, grad_weight = backward(static.options, static.layout, kept, weight, g, like_x.dtype)
     grad_bias = None if like_bias is None else g.astype(jnp.float32).sum(0).astype(like_bias.dtype)
-    return grad_x.astype(like_x.dtype).reshape(like_x.shape[1:]), grad_weight.astype(weight.dtype), grad_bias
+    return grad_x.reshape(like_x.shape[1:]), grad_weight, grad_bias
 
 
 _linear.defvjp(_forward, _backward)
-
-
-def _product(a: Any, b: Any) -> Any:
-    """A B^T in float32."""
-    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-
-
-def _rows(x: Any, fmt: str, scale: str) -> _Quantized:
-    """x [R, C] with 1x128 scales."""
-    rows, columns = x.shape
-    groups = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, up(columns) - columns))).reshape(rows, blocks(columns), BLOCK)
-    scales = _to_scale(_largest(groups, 2), fmt, scale)
-    return _Quantized((groups * (1 / scales)).astype(_FP8[fmt]), scales)
-
-
-def _dequantize(q: _Quantized) -> Any:
-    """The numbers in float32, [R, C] with the zeros that pad them."""
-    rows, groups, width = q.data.shape
-    return (q.data.astype(jnp.float32) * q.scales).reshape(rows, groups * width)
-
-
-def _weight(w: Any, scale: str) -> Any:
-    """w [N, K] in float32 after quantising with 128x128 scales, both sizes padded with zeros to whole blocks."""
-    n, k = w.shape
-    padded = jnp.pad(w.astype(jnp.float32), ((0, up(n) - n), (0, up(k) - k)))
-    groups = padded.reshape(up(n) // BLOCK, BLOCK, up(k) // BLOCK, BLOCK)
-    scales = _to_scale(_largest(groups, (1, 3)), "e4m3", scale)
-    q = (groups * (1 / scales)).astype(_FP8["e4m3"])
-    return (q.astype(jnp.float32) * scales).reshape(up(n), up(k))
-
-
-def _largest(groups: Any, axes: int | tuple[int, ...]) -> Any:
-    """The largest magnitude of each group; NaN wins, as it does among integers, where XLA's own maximum may lose it."""
-    bits = lax.bitcast_convert_type(jnp.abs(groups), jnp.int32).max(axes, keepdims=True)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _to_scale(amax: Any, fmt: str, scale: str) -> Any:
-    # By an array that XLA can't see to be one number: by a number, it would multiply with the rounded inverse.
-    s = amax / jnp.where(amax == amax, jnp.float32(FP8_MAX[fmt]), jnp.float32(1))
-    s = jnp.where(s < LEAST_SCALE, jnp.float32(LEAST_SCALE), s)
-    if scale == "power_of_two":
-        bits = (lax.bitcast_convert_type(s, jnp.int32) + 0x7FFFFF) & 0x7F800000
-        s = jnp.where(jnp.isfinite(s), lax.bitcast_convert_type(bits, jnp.float32), s)
-    return jnp.where(amax == 0, jnp.float32(1), s)

@@ -37,8 +37,7 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     jax_xla.py        the 'xla' backend: its walks in plain JAX; jax_spec.py, their memory formulas and plans
     jax_positions.py  what the backends with kernels share: tokens by position, merging, the parts of backward
     mosaic_op.py      the 'mosaic_gpu' backend; mosaic_spec.py, its memory formulas and plans
-    mosaic_product.py the persistent product that its kernels are made of; mosaic_blocks.py, what they share;
-                      mosaic_kernels.py, mosaic_settle.py, the kernels
+    mosaic_kernels.py, mosaic_settle.py   its kernels; mosaic_blocks.py, what they share
     jax_triton.py     the 'triton' backend of JAX; jax_triton_calls.py, the kernels as jax-triton calls them
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from onchip.ops._shared.mosaic_product import BOX, MosaicConfig
 from onchip.ops.linear_cross_entropy import mosaic_kernels, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
 from onchip.ops.linear_cross_entropy.mosaic_blocks import Places
-from onchip.ops.linear_cross_entropy.mosaic_product import BOX, MosaicConfig
 from onchip.ops.linear_cross_entropy.mosaic_spec import TOKEN_TILE, VOCAB_TILE, up
 
 KERNELS = tuple(mosaic_spec.heuristic_tiles())

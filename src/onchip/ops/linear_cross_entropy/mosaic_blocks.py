@@ -10,17 +10,16 @@ be read.
 Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike, the overflow.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.ops.linear_cross_entropy.mosaic_product import BOX, MosaicConfig, Step
+from onchip.ops._shared.mosaic_product import BOX, MosaicConfig, Step, load_block
+from onchip.ops._shared.mosaic_registers import Registers
 
 LOG2E = 1.4426950408889634
 # Where every logit so far is -inf, the maximum is this: finite, even times a scale, so that no difference is NaN.
@@ -29,48 +28,6 @@ LOWEST = -1.0e30
 REACH = 60.0
 # What stands for the label of a position that has none, where labels are sorted.
 NO_LABEL = 2**31 - 1
-# Before jax 0.11 plgpu.load wants an index beside the reference; from then on it warns about one.
-_LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
-
-
-class Registers:
-    """Layouts of values in registers: rows' and columns' vectors beside a WGMMA accumulator.
-
-    The CPU interpreter knows no layouts.
-    """
-
-    def __init__(self, interpret: Any) -> None:
-        self.interpreted = interpret is not None
-
-    def _cast(self, x: Any, layout: Any) -> Any:
-        return x if self.interpreted else plgpu.layout_cast(x, layout)
-
-    def load(self, ref: Any, over: int) -> Any:
-        """A vector [rows] of device memory with a value per row (over=1) or per column (over=0)."""
-        if self.interpreted:
-            return ref[...]
-        return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(over), optimized=False)
-
-    def load_box(self, ref: Any) -> Any:
-        """A matrix of shared memory, as in an accumulator."""
-        if self.interpreted:
-            return ref[...]
-        return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA)
-
-    def load_strip(self, ref: Any, vector: int) -> Any:
-        """A vector of device memory, of which each thread has so many elements in a row."""
-        if self.interpreted:
-            return ref[...]
-        layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
-        return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
-
-    def spread(self, x: Any, shape: tuple[int, int], over: int) -> Any:
-        """The vector of `load`, or of a reduction, as a matrix."""
-        return self._cast(lax.broadcast_in_dim(x, shape, (1 - over,)), plgpu.Layout.WGMMA)
-
-    def columns(self, shape: tuple[int, int]) -> Any:
-        """Each element's column."""
-        return self._cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA)
 
 
 @dataclass(frozen=True)
@@ -84,10 +41,6 @@ class Places:
 def vocab_of(weight: Any, vocab_major: bool) -> int:
     size: int = weight.shape[0 if vocab_major else 1]
     return size
-
-
-def load_block(source: Any, row: Any, rows: int, column: Any, columns: int, into: Any, barrier: Any) -> None:
-    plgpu.copy_gmem_to_smem(source.at[pl.ds(row, rows), pl.ds(column, columns)], into, barrier)
 
 
 def tanh(x: Any) -> Any:
@@ -128,17 +81,5 @@ def send_exponentials(target: Any, t: Any, v: Any, vocab_major: bool) -> Callabl
     def send(block: Any, m: int, n: int) -> None:
         row, column = (v + n, t + m) if vocab_major else (t + m, v + n)
         plgpu.copy_smem_to_gmem(block, target.at[pl.ds(row, BOX), pl.ds(column, BOX)], commit_group=False)
-
-    return send
-
-
-def send_to(
-    target: Any, row: Any, column: Any, columns: int, reduction: Literal["add"] | None = None
-) -> Callable[[Any, int, int], None]:
-    """What copies blocks of a part that begins at (row, column) of target, or adds them to what is there."""
-
-    def send(block: Any, m: int, n: int) -> None:
-        into = target.at[pl.ds(row + m, BOX), pl.ds(column + n, columns)]
-        plgpu.copy_smem_to_gmem(block, into, commit_group=False, reduction_op=reduction)
 
     return send

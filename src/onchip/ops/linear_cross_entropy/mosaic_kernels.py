@@ -6,8 +6,8 @@ What callers must put beyond the last token, up to the next multiple of 128: 0 i
 `even`, +inf in `shift` and `lse`, 1 in `factor`; then exponentials and gradients there are exact zeros.
 
 The algorithm is that of the Triton kernels: see triton_blocks.py, triton_softmax.py and triton_gradients.py.  The
-product that all kernels here are made of is in mosaic_product.py; where exponentials are kept, in mosaic_blocks.py; the
-kernels without a product, in mosaic_settle.py.
+product that all kernels here are made of is that of `onchip.ops._shared`; where exponentials are kept is in
+mosaic_blocks.py, the kernels without a product in mosaic_settle.py.
 
 Matrix operands come through TMA, which fills up with zeros outside of a matrix and writes nothing there.  It needs rows
 of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
@@ -22,20 +22,27 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from onchip.ops._shared.mosaic_product import (
+    BOX,
+    MosaicConfig,
+    Part,
+    Step,
+    ceil_div,
+    load_block,
+    persistent_product,
+    send_to,
+)
+from onchip.ops._shared.mosaic_registers import Registers
 from onchip.ops.linear_cross_entropy.mosaic_blocks import (
     LOG2E,
     LOWEST,
     REACH,
     Places,
-    Registers,
-    load_block,
     logits_copies,
     send_exponentials,
-    send_to,
     unscaled_logits,
     vocab_of,
 )
-from onchip.ops.linear_cross_entropy.mosaic_product import BOX, MosaicConfig, Part, Step, ceil_div, persistent_product
 
 
 class Partials(NamedTuple):

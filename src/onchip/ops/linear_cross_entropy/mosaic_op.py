@@ -83,7 +83,7 @@ def backward(
 
 
 def _head(static: Static, tensors: Tensors) -> Head:
-    from onchip.ops.linear_cross_entropy.mosaic_product import MosaicConfig
+    from onchip.ops._shared.mosaic_product import MosaicConfig
 
     stored = stored_tiles(static, tensors, mosaic_spec.heuristic_tiles())
     tiles = {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}

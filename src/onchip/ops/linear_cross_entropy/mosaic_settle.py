@@ -13,16 +13,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.ops._shared.mosaic_product import BOX, MosaicConfig, ceil_div, load_block, multiprocessors, swizzled
+from onchip.ops._shared.mosaic_registers import Registers
 from onchip.ops.linear_cross_entropy.mosaic_blocks import (
     LOG2E,
     NO_LABEL,
     REACH,
     Places,
-    Registers,
-    load_block,
     vocab_of,
 )
-from onchip.ops.linear_cross_entropy.mosaic_product import BOX, MosaicConfig, ceil_div, multiprocessors, swizzled
 
 _TOKENS = 128  # that are settled together
 _THREADS = 128  # of a warpgroup

@@ -1,9 +1,9 @@
-"""A persistent matrix product for Hopper in Pallas Mosaic GPU, on which the kernels of mosaic_kernels.py are built.
+"""A persistent matrix product for Hopper in Pallas Mosaic GPU, on which ops' kernels are built.
 
 A block has three warpgroups.  The last one copies operand blocks from device to shared memory (TMA), `stages` steps
 ahead and across tiles; the other two multiply them (WGMMA), each for its part of the tile, and hand the float32
 accumulator to an epilogue.  Which blocks, and what happens to the accumulator, are arguments: one function that issues
-the copies of each step, and one epilogue.
+the copies of each step, and one epilogue.  A third, `Promotion`, is for products whose steps are scaled.
 
 Tiles are numbered so that up to `group` rows of tiles are walked column by column: L2 serves the operands of those that
 run at a time, as in Triton's matrix multiplication tutorial.  The roles and their barriers are those of JAX's
@@ -13,6 +13,7 @@ epilogue.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.ops._shared.mosaic_registers import Registers
 
 SHARED_BYTES = 232448
 """Shared memory that one block of an H100 may have."""
@@ -59,10 +62,11 @@ class MosaicConfig:
     def part_n(self) -> int:
         return self.tile_n // 2 if self.split == "n" else self.tile_n
 
-    def shared_bytes(self, stores: bool) -> int:
-        """Shared memory for operands of 16 bits and for results on their way out."""
-        operands = 2 * self.stages * self.tile_k * (self.tile_m + self.tile_n)
-        return operands + (_MATH * self.staging_slots * BOX * 128 if stores else 0)
+    def shared_bytes(self, stores: bool, operand_bytes: int = 2, brought: int = 0) -> int:
+        """Shared memory for operands of so many bytes, for `brought` float32 numbers of each step beside them, and for
+        results on their way out."""
+        step = operand_bytes * self.tile_k * (self.tile_m + self.tile_n) + 4 * brought
+        return self.stages * step + (_MATH * self.staging_slots * BOX * 128 if stores else 0)
 
 
 class Step(NamedTuple):
@@ -83,6 +87,23 @@ class Part(NamedTuple):
     warpgroup: Any
     step: Any
     """The first that was summed: not 0 in the second half of a tile."""
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """Sums of two levels: a step's product is summed from zero, and then enters the result, which `enter` makes.
+
+    A warpgroup makes its part in waves of [BOX, wave_n], each with an accumulator of its own: of those, `in_flight` + 1
+    of the config take registers beside the whole result.
+    """
+
+    brought: tuple[int, ...]
+    """Lengths of the float32 vectors that `copies` brings beside a step's operands."""
+    load: Callable[[Sequence[Any], Any, Any], Any]
+    """Of these vectors in shared memory, what enters with the wave at (m, n) of the tile."""
+    enter: Callable[[Any, Any, Any], Any]
+    """The result [BOX, wave_n] so far, the step's product, and what was loaded; returns the result."""
+    wave_n: int = 128
 
 
 def ceil_div(x: Any, y: Any) -> Any:
@@ -106,6 +127,22 @@ def place_tile(tile: Any, tiles_m: Any, tiles_n: Any, group: int) -> tuple[Any, 
     within = tile - of * per_group
     column = lax.div(within, height)
     return first + within - column * height, column
+
+
+def load_block(source: Any, row: Any, rows: int, column: Any, columns: int, into: Any, barrier: Any) -> None:
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(row, rows), pl.ds(column, columns)], into, barrier)
+
+
+def send_to(
+    target: Any, row: Any, column: Any, columns: int, reduction: Literal["add"] | None = None
+) -> Callable[[Any, int, int], None]:
+    """What copies blocks of a part that begins at (row, column) of target, or adds them to what is there."""
+
+    def send(block: Any, m: int, n: int) -> None:
+        into = target.at[pl.ds(row + m, BOX), pl.ds(column + n, columns)]
+        plgpu.copy_smem_to_gmem(block, into, commit_group=False, reduction_op=reduction)
+
+    return send
 
 
 class Work:
@@ -142,31 +179,36 @@ def multiprocessors() -> int:
 
 def persistent_product(
     config: MosaicConfig,
-    dtype: Any,
+    dtype: Any | tuple[Any, Any],
     left: Literal["mk", "km", "km boxes", "mk boxes"],
     right: Literal["kn", "nk"],
     copies_per_step: int,
     tiles: Callable[[Sequence[Any]], tuple[Any, Any, Any]],
-    copies: Callable[[Sequence[Any], Step, Any, Any, Any], None],
+    copies: Callable[..., None],
     epilogue: Callable[[Sequence[Any], Part, Any, Callable[..., None]], None],
     *,
     out_type: Sequence[Any],
     stored: Any = None,
     halves: bool = False,
+    promotion: Promotion | None = None,
     name: str,
     interpret: Any = None,
 ) -> Callable[..., Any]:
     """A kernel of the references of its arguments and results.
 
+    dtype: of the operands, or of each.
     left, right: how the operands lie in shared memory, by the names of rows and columns; 'boxes': as tile_m / BOX
         matrices with BOX rows and columns each.
     copies_per_step: copies from device memory that `copies` issues, branches left out.
     tiles: of the references, the numbers of rows and of columns of tiles and of steps; each at least 1.
-    copies: called with (references, step, shared memory of the left operand, of the right one, barrier).
+    copies: called with (references, step, shared memory of the left operand, of the right one, barrier), and that of
+        the vectors of `promotion`.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
         `store`); store(value, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] of value at (m, n).
     stored: dtype of what `store` is given; None if there is nothing to store.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
+    promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
+        and the epilogue is called for each wave, with the wave's place and its result.
     """
     c = config
     stores = stored is not None
@@ -180,17 +222,19 @@ def persistent_product(
     shape_b = (c.tile_k, c.tile_n) if right == "kn" else (c.tile_n, c.tile_k)
     assert all(x % 64 == 0 for x in (c.part_m, c.part_n, c.tile_k))
     assert c.in_flight < c.stages
-    if c.shared_bytes(stores) > SHARED_BYTES:
-        raise ValueError(
-            f"{name}: {c} needs {c.shared_bytes(stores)} bytes of shared memory, of which a block has {SHARED_BYTES}"
-        )
+    dtype_a, dtype_b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    brought = () if promotion is None else promotion.brought
+    assert promotion is None or (left, right) == ("mk", "nk")
+    needed = c.shared_bytes(stores, jnp.dtype(dtype_a).itemsize, sum(brought))
+    if needed > SHARED_BYTES:
+        raise ValueError(f"{name}: {c} needs {needed} bytes of shared memory, of which a block has {SHARED_BYTES}")
     columns = 128 // jnp.dtype(stored).itemsize if stores else 0
     programs = multiprocessors() if interpret is None else 2
 
     def body(*arguments: Any) -> None:
-        number = 5 if stores else 4
+        number = 4 + len(brought) + stores
         refs = arguments[:-number]
-        a_smem, b_smem, full, free = arguments[-number:][:4]
+        a_smem, b_smem, full, free, *vectors = arguments[-number:][: 4 + len(brought)]
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("multiprocessor")
         tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
@@ -209,7 +253,8 @@ def persistent_product(
                 def step(k: Any, _: None) -> None:
                     slot = slot_of(x * work.steps + k)
                     plgpu.barrier_wait(free.at[slot])
-                    copies(refs, Step(i, j, first + k), a_smem.at[slot], b_smem.at[slot], full.at[slot])
+                    beside = [x.at[slot] for x in vectors]
+                    copies(refs, Step(i, j, first + k), a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
 
                 lax.fori_loop(0, steps, step, None)
 
@@ -232,6 +277,11 @@ def persistent_product(
                 b = b_smem.at[slot, :, over_n] if right == "kn" else b_smem.at[slot, over_n]
                 a, b = (a[...], b[...]) if interpreted else (a, b)
                 return a.T if left.startswith("km") else a, b.T if right == "nk" else b
+
+            def place(i: Any, j: Any, step: Any) -> Part:
+                m = i * c.tile_m + (warpgroup * c.part_m if c.split == "m" else 0)
+                n = j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
+                return Part(i, j, m, n, warpgroup, step)
 
             def tile(x: Any, _: None) -> None:
                 i, j, first, steps = work.item(program + x * programs)
@@ -274,22 +324,40 @@ def persistent_product(
                     def _(late: int = late) -> None:
                         plgpu.barrier_arrive(free.at[slot_of(before + steps - late)])
 
-                m = i * c.tile_m + (warpgroup * c.part_m if c.split == "m" else 0)
-                n = j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
-                store = _storing(arguments[-1].at[warpgroup], c, columns) if stores else _nothing_to_store
-                epilogue(refs, Part(i, j, m, n, warpgroup, first), value, store)
+                epilogue(refs, place(i, j, first), value, storing(c.part_m, c.part_n))
 
-            lax.fori_loop(0, mine, tile, None)
+            def promoted_tile(promotion: Promotion, x: Any, _: None) -> None:
+                i, j, first, steps = work.item(program + x * programs)
+                before = x * work.steps
+                step = _promoted_step(c, promotion, warpgroup, (a_smem, b_smem), vectors, interpret)
+
+                def one(k: Any, results: Any) -> Any:
+                    slot = slot_of(before + k)
+                    plgpu.barrier_wait(full.at[slot])
+                    return step(slot, results, lambda: plgpu.barrier_arrive(free.at[slot]))
+
+                zeros = Registers(interpret).zeros((BOX, promotion.wave_n))
+                waves = _waves(c, promotion)
+                results = lax.fori_loop(0, steps, one, (zeros,) * len(waves))
+                at = place(i, j, first)
+                for (m, n), result in zip(waves, results, strict=True):
+                    epilogue(refs, at._replace(m=at.m + m, n=at.n + n), result, storing(BOX, promotion.wave_n))
+
+            def storing(m: int, n: int) -> Callable[..., None]:
+                return _storing(arguments[-1].at[warpgroup], c, m, n, columns) if stores else _nothing_to_store
+
+            lax.fori_loop(0, mine, tile if promotion is None else partial(promoted_tile, promotion), None)
             if stores:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(warpgroup == _MATH, copy, multiply)
 
     scratch = [
-        swizzled((c.stages, *shape_a), dtype),
-        swizzled((c.stages, *shape_b), dtype),
+        swizzled((c.stages, *shape_a), dtype_a),
+        swizzled((c.stages, *shape_b), dtype_b),
         plgpu.Barrier(num_arrivals=copies_per_step, num_barriers=c.stages),
         plgpu.Barrier(num_arrivals=_MATH, num_barriers=c.stages),
+        *(plgpu.SMEM((c.stages, length), jnp.float32) for length in brought),
     ]
     if stores:
         scratch.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
@@ -312,9 +380,68 @@ def _nothing_to_store(value: Any, send: Any) -> None:
     raise AssertionError("this kernel was made without `stored`")
 
 
-def _storing(staging: Any, c: MosaicConfig, columns: int) -> Callable[..., None]:
-    """What sends blocks of a part off by way of `staging` [slots, BOX, columns]."""
-    blocks = [(m, n) for m in range(0, c.part_m, BOX) for n in range(0, c.part_n, columns)]
+def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:
+    """Where the waves of a part are."""
+    return [(m, n) for m in range(0, c.part_m, BOX) for n in range(0, c.part_n, promotion.wave_n)]
+
+
+def _promoted_step(
+    c: MosaicConfig, promotion: Promotion, warpgroup: Any, operands: tuple[Any, Any], vectors: Any, interpret: Any
+) -> Callable[..., Any]:
+    """A step of a product with promotion: of the stage, the waves' results, and what is called when the stage is free;
+    it returns the results."""
+    a_smem, b_smem = operands
+    waves = _waves(c, promotion)
+    shape = (BOX, promotion.wave_n)
+
+    def step(slot: Any, results: tuple[Any, ...], release: Callable[[], None]) -> tuple[Any, ...]:
+        def place(wave: int) -> tuple[Any, Any]:
+            m, n = waves[wave]
+            return (warpgroup * c.part_m + m, n) if c.split == "m" else (m, warpgroup * c.part_n + n)
+
+        def blocks(wave: int) -> tuple[Any, Any]:
+            m, n = place(wave)
+            return a_smem.at[slot, pl.ds(m, BOX)], b_smem.at[slot, pl.ds(n, promotion.wave_n)]
+
+        def loaded(wave: int) -> Any:
+            return promotion.load([x.at[slot] for x in vectors], *place(wave))
+
+        def proceed(started: int, running: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
+            """From there on: `running` has accumulators of the last of the waves that are started."""
+            if started < len(waves) and len(running) <= c.in_flight:
+
+                def start(accumulator: Any) -> tuple[Any, ...]:
+                    a, b = blocks(started)
+                    plgpu.wgmma(accumulator, a, b.T)
+                    return proceed(started + 1, (*running, (accumulator, loaded(started))), results)
+
+                out: tuple[Any, ...] = pl.run_scoped(start, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+                return out
+            if not running:
+                return results
+            (accumulator, with_it), *rest = running
+            product = plgpu.wgmma_accumulator_load(accumulator, wait_n=len(rest))
+            wave = started - len(running)
+            if wave + 1 == len(waves):
+                release()
+            entered = promotion.enter(results[wave], product, with_it)
+            return proceed(started, tuple(rest), (*results[:wave], entered, *results[wave + 1 :]))
+
+        if interpret is None:
+            return proceed(0, (), results)
+        made = []
+        for wave, result in enumerate(results):  # interpreted, WGMMA takes no transposed operands
+            a, b = (x[...].astype(jnp.float32) for x in blocks(wave))
+            made.append(promotion.enter(result, jnp.dot(a, b.T), loaded(wave)))
+        release()
+        return tuple(made)
+
+    return step
+
+
+def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int) -> Callable[..., None]:
+    """What sends blocks of a value [rows, width] off by way of `staging` [slots, BOX, columns]."""
+    blocks = [(m, n) for m in range(0, rows, BOX) for n in range(0, width, columns)]
     even = len(blocks) % c.staging_slots == 0
 
     def store(value: Any, send: Callable[[Any, int, int], None]) -> None:

@@ -1,0 +1,54 @@
+"""Layouts of values in the registers of a warpgroup, for kernels in Pallas Mosaic GPU."""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Before jax 0.11 plgpu.load wants an index beside the reference; from then on it warns about one.
+_LOAD_INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
+
+
+class Registers:
+    """Layouts of values in registers: rows' and columns' vectors beside a WGMMA accumulator.
+
+    The CPU interpreter knows no layouts.
+    """
+
+    def __init__(self, interpret: Any) -> None:
+        self.interpreted = interpret is not None
+
+    def _cast(self, x: Any, layout: Any) -> Any:
+        return x if self.interpreted else plgpu.layout_cast(x, layout)
+
+    def load(self, ref: Any, over: int) -> Any:
+        """A vector [rows] of device memory with a value per row (over=1) or per column (over=0)."""
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA.reduce(over), optimized=False)
+
+    def load_box(self, ref: Any) -> Any:
+        """A matrix of shared memory, as in an accumulator."""
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, *_LOAD_INDEX, layout=plgpu.Layout.WGMMA)
+
+    def load_strip(self, ref: Any, vector: int) -> Any:
+        """A vector of device memory, of which each thread has so many elements in a row."""
+        if self.interpreted:
+            return ref[...]
+        layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
+        return plgpu.load(ref, *_LOAD_INDEX, layout=layout, optimized=False)
+
+    def spread(self, x: Any, shape: tuple[int, int], over: int) -> Any:
+        """The vector of `load`, or of a reduction, as a matrix."""
+        return self._cast(lax.broadcast_in_dim(x, shape, (1 - over,)), plgpu.Layout.WGMMA)
+
+    def zeros(self, shape: tuple[int, int]) -> Any:
+        return self._cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    def columns(self, shape: tuple[int, int]) -> Any:
+        """Each element's column."""
+        return self._cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA)

@@ -1,0 +1,117 @@
+"""The 'mosaic_gpu' backend on a Hopper GPU: compiled, against the oracle, and what the CPU can't show."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from onchip.jax import fp8_linear
+from onchip.ops.fp8_linear import mosaic_op, reference
+from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
+from onchip.ops.fp8_linear.jax_checks import check_case, plain_refusals
+from onchip.ops.fp8_linear.jax_quantize import COLUMN, ROW, SQUARE, quantize
+from onchip.ops.fp8_linear.mosaic_kernels import CONFIG, scaled_product
+from onchip.ops.fp8_linear.spec import FP8_MAX, SCALES, Options
+
+pytestmark = pytest.mark.gpu
+op = partial(fp8_linear, backend="mosaic_gpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hopper():
+    refusal = plain_refusals("gpu", "bfloat16")["mosaic_gpu"] if jax.default_backend() == "gpu" else "no GPU"
+    if refusal is not None:
+        pytest.skip(refusal)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*CHECK_CASES, Case("longer", 1024, 1536, 2048, bias=True)], ids=str)
+def test_cases(case, dtype, layout):
+    wrong = [c for c in check_case(case, dtype, "gpu", weight_layout=layout, backend="mosaic_gpu") if not c.ok]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fmt", FP8_MAX)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("group", [ROW, COLUMN, SQUARE], ids=str)
+def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):
+    rng = np.random.default_rng(0)
+    range_ = 4 if dtype == "float16" else 60
+    x = rng.standard_normal((400, 1000)) * np.exp2(rng.uniform(-range_, range_, (400, 1)))
+    x[:130, 128:300] = 0
+    x[200, 5], x[201, 600] = np.nan, np.inf
+    x = jnp.asarray(x, dtype)
+    made = jax.jit(lambda a: quantize(a, group, fmt, scale))(x)
+    expected = reference.quantize(x.astype(jnp.float32), group, fmt, scale)
+    data = np.asarray(made.data)[:400, :1000].view(np.uint8)
+    nan = np.isnan(reference.decode(expected.data, fmt))
+    np.testing.assert_array_equal(np.isnan(reference.decode(data, fmt)), nan)
+    np.testing.assert_array_equal(data[~nan], expected.data[~nan])
+    np.testing.assert_array_equal(made.scales, reference.compact_scales(expected, group))
+
+
+@pytest.mark.parametrize("by_block", [True, False], ids=["blocks", "rows"])
+@pytest.mark.parametrize(
+    ("config", "wave_n"),
+    [
+        (CONFIG, 128),
+        (replace(CONFIG, in_flight=1), 64),
+        (replace(CONFIG, tile_m=128, tile_n=256), 128),
+        (replace(CONFIG, tile_m=128, tile_n=256, split="n"), 128),
+        (replace(CONFIG, tile_m=128, tile_n=128, stages=5, staging_slots=2), 128),
+    ],
+    ids=str,
+)
+def test_configs(config, wave_n, by_block):
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((rows, 1032)).astype(np.float32) for rows in (520, 648))
+    options = Options()
+    right = mosaic_op._squares(b, options, turned=False) if by_block else mosaic_op._rows(b, "e4m3", options)
+    run = partial(scaled_product, by_block=by_block, dtype=jnp.float32, config=config, wave_n=wave_n)
+    made = jax.jit(run)(mosaic_op._rows(a, "e4m3", options), right)[:520, :648]
+    quantised = (reference.quantize_blocks if by_block else reference.quantize_rows)(b)
+    expected = reference.quantize_rows(a).value @ quantised.value.T
+    # WGMMA's own sums of FP8 products are that far off.
+    assert np.linalg.norm(made - expected) < 5e-4 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_infinity_show(value):
+    rng = np.random.default_rng(0)
+    x, w, g = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((300, 384), (256, 384), (300, 256)))
+    out, pullback = jax.vjp(op, x.at[7, 200].set(value), w)
+    rest = np.arange(300) != 7
+    assert np.isnan(np.asarray(out, np.float32)[7]).all()
+    assert np.isfinite(np.asarray(out, np.float32)[rest]).all()
+    grad_x, grad_w = (np.asarray(a, np.float32) for a in pullback(g.at[9, 3].set(value)))
+    assert np.isnan(grad_x[9]).all()
+    assert np.isfinite(grad_x[np.arange(300) != 9]).all()
+    assert np.isnan(grad_w[:, 200]).all()
+    assert np.isnan(grad_w[3]).all()
+    others = np.ix_(np.arange(256) != 3, np.arange(384) != 200)
+    assert np.isfinite(grad_w[others]).all()
+
+
+def test_runs_and_transformations_agree():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((3, 200, 264), (136, 264)))
+
+    def loss(x, w):
+        return jnp.square(op(x, w).astype(jnp.float32)).mean()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    each = [gradients(x[i], w) for i in range(3)]
+    again = gradients(x[0], w)
+    checkpointed = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1)))(x[0], w)
+    mapped = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None)))(x, w)
+    for i in range(2):
+        np.testing.assert_array_equal(*(np.asarray(a[i], np.float32) for a in (again, each[0])))
+        np.testing.assert_array_equal(*(np.asarray(a[i], np.float32) for a in (checkpointed, each[0])))
+        np.testing.assert_array_equal(
+            np.asarray(mapped[i], np.float32), np.stack([np.asarray(a[i], np.float32) for a in each])
+        )
