@@ -1,5 +1,6 @@
 """Quantising in plain JAX: bit for bit the numbers of reference.py."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ def quantize(
     padded = jnp.pad(x, ((0, rows - x.shape[0]), (0, columns - x.shape[1])))
     groups = _cut(padded, group).astype(jnp.float32)
     scales = _to_scale(_largest(groups), fmt, scale)
-    data = (groups * (1 / scales)).astype(FP8[fmt]).reshape(rows, columns)
+    data = (groups * _inverse(scales)).astype(FP8[fmt]).reshape(rows, columns)
     return Quantized(data, scales[:, 0, :, 0])
 
 
@@ -44,16 +45,59 @@ def _cut(x: Any, group: tuple[int, int]) -> Any:
 
 
 def _largest(groups: Any) -> Any:
-    """The largest magnitude of each group; NaN wins, as it does among integers, where XLA's own maximum may lose it."""
-    bits = lax.bitcast_convert_type(jnp.abs(groups), jnp.int32).max((1, 3), keepdims=True)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    """The bits of the largest magnitude of each group; NaN wins, as it does among integers, where XLA's own maximum may
+    lose it."""
+    return _bits(jnp.abs(groups)).max((1, 3), keepdims=True)
 
 
 def _to_scale(amax: Any, fmt: str, scale: str) -> Any:
-    # By an array that XLA can't see to be one number: by a number, it would multiply with the rounded inverse.
-    s = amax / jnp.where(amax == amax, jnp.float32(FP8_MAX[fmt]), jnp.float32(1))
-    s = jnp.where(s < LEAST_SCALE, jnp.float32(LEAST_SCALE), s)
+    """The scales of groups whose largest magnitudes have these bits."""
+    s = jnp.where(amax < _INFINITE, _seventh(amax, FP8_MAX[fmt]), amax)
     if scale == "power_of_two":
-        bits = (lax.bitcast_convert_type(s, jnp.int32) + 0x7FFFFF) & 0x7F800000
-        s = jnp.where(jnp.isfinite(s), lax.bitcast_convert_type(bits, jnp.float32), s)
-    return jnp.where(amax == 0, jnp.float32(1), s)
+        s = jnp.where(s < _INFINITE, (s + 0x7FFFFF) & _INFINITE, s)
+    return jnp.where(amax == 0, jnp.float32(1), _number(s))
+
+
+# On a GPU XLA divides to within two of the last digit, and what is quantised must be the same bits everywhere.  So both
+# divisions are done in integers, exactly; there is one of each to 128 numbers.
+_INFINITE = 0x7F800000  # the bits of infinity, below those of NaN
+_ONE = 0x800000  # the first bit of a mantissa, and of the smallest normal number
+
+
+def _bits(x: Any) -> Any:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _number(bits: Any) -> Any:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _seventh(amax: Any, fp8_max: float) -> Any:
+    """The bits of amax / fp8_max, which is 7 * 2**n, rounded to nearest; at least the smallest normal number's."""
+    n = math.log2(fp8_max / 7)
+    assert n == int(n)
+    assert LEAST_SCALE == 2.0**-126
+    mantissa = (amax & (_ONE - 1)) | _ONE
+    # So far to the left that the quotient has 24 bits.
+    shift = jnp.where(mantissa < 7 << 21, 3, 2)
+    wide = mantissa << shift
+    quotient = wide // 7
+    quotient += jnp.where(wide - 7 * quotient >= 4, 1, 0)
+    exponent = (amax >> 23) - shift - int(n)
+    return jnp.where(exponent > 0, (exponent << 23) | (quotient & (_ONE - 1)), _ONE)
+
+
+def _inverse(scale: Any) -> Any:
+    """1 / scale rounded to nearest, of a scale that isn't below the smallest normal number."""
+    rough, bits = 1 / scale, _bits(scale)
+    mantissa, exponent = (bits & (_ONE - 1)) | _ONE, 253 - (bits >> 23)
+    # The mantissa of the inverse is 2**47 / mantissa, near that of `rough`, which may be of the next power of two.
+    near = (_bits(rough) & (_ONE - 1)) | _ONE
+    power = (_bits(rough) >> 23) - exponent
+    near = jnp.where(power > 0, near << 1, jnp.where(power < 0, near >> 1, near))
+    rest = -near * mantissa  # 2**47 less that product: small, so that it is right modulo 2**32
+    for _ in range(4):
+        change = jnp.where(2 * rest > mantissa, 1, 0) - jnp.where(2 * rest < -mantissa, 1, 0)
+        near, rest = near + change, rest - change * mantissa
+    exact = _number(jnp.where(mantissa == _ONE, (exponent + 1) << 23, (exponent << 23) | (near & (_ONE - 1))))
+    return jnp.where(bits < _INFINITE, exact, rough)

@@ -57,7 +57,7 @@ def scaled_product(
     wave_n: int = BLOCK,
     interpret: Any = None,
 ) -> Array:
-    """A B^T + bias, each element rounded once: [M, N rounded up to whole 128 bytes]."""
+    """A B^T + bias, each element rounded once: [M, N rounded up to whole 128 bytes, two of them at least]."""
     c = config
     (m, k), n = a.data.shape, b.data.shape[0]
     assert b.data.shape[1] == k
@@ -65,6 +65,8 @@ def scaled_product(
     assert c.tile_k == BLOCK
     assert BLOCK % wave_n == 0 or not by_block
     columns = 128 // jnp.dtype(dtype).itemsize
+    # Mosaic cuts a matrix into columns of 128 bytes; with a single one, what is copied beyond it would land in it.
+    width = max(up(n, columns), 2 * columns)
     shape = (BOX, wave_n)
     registers = Registers(interpret)
 
@@ -106,7 +108,7 @@ def scaled_product(
         tiles,
         copies,
         epilogue,
-        out_type=(jax.ShapeDtypeStruct((m, up(n, columns)), dtype),),
+        out_type=(jax.ShapeDtypeStruct((m, width), dtype),),
         stored=dtype,
         promotion=Promotion((c.tile_m, SCALES_COPIED if by_block else c.tile_n), load, enter, wave_n),
         name="scaled_product",
