@@ -177,27 +177,31 @@ def plan(p: Problem, strategy: str, budget: int | None = None) -> MosaicPlan:
 def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     """The plans to choose among, whether or not they fit."""
     rows = up(p.tokens, TOKEN_TILE)
-    for size in _chunk_sizes(p):
-        plain = _cut(p, strategy, size)
-        yield plain
-        # More than that fits no budget; and a few hundred plans are enough.
-        most = min(rows - plain.kept, budget // (_ELEMENT * p.vocab)) if plain.kept else 0
-        step = up(-(-most // 24), TOKEN_TILE) if most else TOKEN_TILE
-        for overflow in range(0, most + 1, step):
-            held = replace(plain, overflow=overflow // TOKEN_TILE * TOKEN_TILE)
-            yield held
-            if held.held < rows and p.grad_hidden:
-                yield replace(held, halves=True)
+    kept = _cut(p, strategy, VOCAB_TILE).kept
+    # More than that fits no budget; and a few dozen are enough.
+    most = min(rows - kept, budget // (_ELEMENT * p.vocab)) if kept else 0
+    for overflow in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):
+        again = rows - kept - overflow
+        for size in _chunk_sizes(p, again):
+            plan = replace(_cut(p, strategy, size), overflow=overflow)
+            yield plan
+            if again and p.grad_hidden:
+                yield replace(plan, halves=True)
 
 
-def _chunk_sizes(p: Problem) -> list[int]:
-    """Sizes of a chunk that leave no wave of the weight gradient's tiles half empty, and some small ones."""
+def _chunk_sizes(p: Problem, again: int) -> list[int]:
+    """Sizes of a chunk that leave no wave half empty, of the weight gradient's tiles or those of logits that are made
+    again for so many tokens; and some small ones.
+    """
     whole = up(p.vocab, VOCAB_TILE)
     columns = -(-p.hidden // VOCAB_TILE)
-    waves = [w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
-    sizes = [_PROGRAMS * w // columns * TOKEN_TILE // VOCAB_TILE * VOCAB_TILE for w in (1, 2, 3, *waves)]
-    small = [VOCAB_TILE * 2**k for k in range(5)]
-    return sorted({min(size, whole) for size in (*small, *sizes) if size})
+    waves = [_PROGRAMS * w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
+    waves += [_PROGRAMS * w for w in (1, 2, 3)]
+    sizes = [tiles // columns * TOKEN_TILE for tiles in waves]
+    if again:
+        sizes += [tiles // (again // TOKEN_TILE) * VOCAB_TILE for tiles in waves]
+    sizes += [VOCAB_TILE * 2**k for k in range(5)]
+    return sorted({min(size // VOCAB_TILE * VOCAB_TILE, whole) for size in sizes if size >= VOCAB_TILE})
 
 
 def _too_small(p: Problem, strategy: str, budget: int, least: int) -> ValueError:
