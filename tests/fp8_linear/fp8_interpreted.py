@@ -19,13 +19,15 @@ from test_fp8_correctness import awkward
 
 from onchip.ops.fp8_linear import torch_products, torch_quantize
 from onchip.ops.fp8_linear.cases import Case
-from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
+from onchip.ops.fp8_linear.triton_spec import ProductConfig
 from onchip.torch import fp8_linear, quantize_activation
 
 QUANTIZERS = {
-    "ragged": ((130, 300), "e4m3", "float32", QuantizeConfig()),
-    "e5m2": ((130, 300), "e5m2", "power_of_two", QuantizeConfig()),
-    "one number": ((1, 1), "e5m2", "float32", QuantizeConfig()),
+    "ragged": ((130, 300), "e4m3", "float32", torch.float32),
+    "e5m2": ((130, 300), "e5m2", "power_of_two", torch.float32),
+    "one number": ((1, 1), "e5m2", "float32", torch.float32),
+    "pairs": ((130, 300), "e4m3", "float32", torch.float16),
+    "pairs of whole blocks": ((128, 256), "e5m2", "power_of_two", torch.bfloat16),
 }
 PRODUCTS = {
     "128x128": ProductConfig(),
@@ -38,18 +40,18 @@ def quantizing(name):
     """Bit for bit what PyTorch's own operations and casts make."""
     from onchip.ops.fp8_linear import triton_launches
 
-    shape, fmt, scale, config = QUANTIZERS[name]
-    x = torch.from_numpy(awkward(*shape))
+    shape, fmt, scale, dtype = QUANTIZERS[name]
+    x = torch.from_numpy(awkward(*shape)).to(dtype)
     # In rows, in columns, and in neither.
     layouts = x, x.T.contiguous().T, torch.stack([x, x], 2)[..., 0]
     for strided, both in zip(layouts, ((True, True), (True, False), (False, True)), strict=True):
         wanted = dict(zip(("rows", "columns"), both, strict=True))
         expected = torch_quantize.quantize_activation(x, fmt, scale, **wanted)
-        assert_all_same(triton_launches.quantize_activation(strided, fmt, scale, config=config, **wanted), expected)
+        assert_all_same(triton_launches.quantize_activation(strided, fmt, scale, **wanted), expected)
         if fmt == "e4m3":
             wanted = dict(zip(("rows", "transposed"), both, strict=True))
             expected = torch_quantize.quantize_weight(x, scale, **wanted)
-            assert_all_same(triton_launches.quantize_weight(strided, scale, config=config, **wanted), expected)
+            assert_all_same(triton_launches.quantize_weight(strided, scale, **wanted), expected)
 
 
 def assert_all_same(made, expected):

@@ -40,6 +40,7 @@ CONFIGS = {
 }
 QUANTIZERS = {
     "default": QuantizeConfig(),
+    "4 warps": QuantizeConfig(warps=4),
     "16 warps": QuantizeConfig(warps=16),
 }
 
@@ -71,10 +72,10 @@ def unwritten_memory_shows():
 
 
 @pytest.mark.parametrize("scale", spec.SCALES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fmt", spec.FP8_MAX)
 @pytest.mark.parametrize("config", QUANTIZERS)
-@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (513, 1000), (256, 384), (300, 264)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (130, 300), (513, 1000), (256, 384), (300, 264), (129, 257)], ids=str)
 def test_quantised_bits_are_pytorchs(shape, config, fmt, dtype, scale):
     """NaN, infinities, zeros, subnormals, 1e-30 and ties among them; on this device and on the CPU."""
     from onchip.ops.fp8_linear import triton_launches

@@ -99,21 +99,68 @@ def test_pointers():
     assert "wgmma.mma_async" in found.ptx
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("by_block", [False, True])
-def test_quantizers(fmt, by_block):
-    fmt = "e4m3" if by_block else fmt
-    x = torch.empty(4096, 512, dtype=torch.bfloat16)
-    empty = torch_quantize.empty_blocks if by_block else lambda r, c, like: torch_quantize.empty_rows(r, c, fmt, like)
-    outs = empty(4096, 512, x), empty(512, 4096, x)
-    config = QuantizeConfig()
-    found = compiled(triton_launches.quantize_launch(x, *outs, fmt, "float32", config, by_block=by_block))
+def quantizer(x, fmt, by_block):
+    def empty(rows, columns):
+        return (
+            torch_quantize.empty_blocks(rows, columns, x)
+            if by_block
+            else torch_quantize.empty_rows(rows, columns, fmt, x)
+        )
+
+    height, width = x.shape
+    outs = empty(height, width), empty(width, height)
+    launch = triton_launches.quantize_launch(x, *outs, fmt, "float32", QuantizeConfig(), by_block=by_block)
+    found = compiled(launch)
     assert found.stack == 0
     # To the nearest, ties to even, saturating; two numbers to an instruction.
     assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
     # Divisions that may call a function take 64 registers more: fewer programs fit a multiprocessor.
     assert "div." not in found.ptx
-    assert found.registers <= (128 if by_block else 96)
     # 16 bytes at a time come and go.
     assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
+    return found
+
+
+@pytest.mark.parametrize(("fmt", "by_block"), [("e4m3", False), ("e5m2", False), ("e4m3", True)])
+def test_quantizers(fmt, by_block):
+    found = quantizer(torch.empty(4096, 512), fmt, by_block)
+    assert found.kernel == "quantize"
+    assert found.registers <= 128
+
+
+@pytest.mark.parametrize("shape", [(4096, 512), (4095, 528)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("fmt", "by_block"), [("e4m3", False), ("e5m2", False), ("e4m3", True)])
+def test_quantizers_of_pairs(fmt, by_block, dtype, shape):
+    found = quantizer(torch.empty(shape, dtype=dtype), fmt, by_block)
+    assert found.kernel == "quantize_pairs"
+    # Four programs of 8 warps fit a multiprocessor, of whole blocks, else three.
+    assert found.registers <= (64 if found.constants["WHOLE"] else 80)
+    # A block is read once, by 256 threads with 8 loads of 16 bytes; a thread computes a scale of each kind, at most.
+    assert len(re.findall(r"ld\.global", found.ptx)) == 8
+    assert found.ptx.count("rcp.approx") == (1 if by_block else 2)
+    assert found.ptx.count("cvt.rn.satfinite") == 64
+
+
+@pytest.mark.parametrize(
+    ("x", "pairs"),
+    [
+        (torch.empty(130, 300, dtype=torch.bfloat16), True),
+        (torch.empty(300, 130, dtype=torch.float16).T, True),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[::2, 2:200], True),
+        (torch.empty(130, 300), False),
+        (torch.empty(130, 301, dtype=torch.bfloat16), False),
+        (torch.empty(130, 301, dtype=torch.bfloat16)[:, :300], False),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[:, 1:201], False),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[:, ::2], False),
+        (torch.empty_strided((2, 8), (1 << 24, 1), dtype=torch.bfloat16, device="meta"), False),
+    ],
+    ids=lambda value: f"{list(value.shape)} {list(value.stride())}" if isinstance(value, torch.Tensor) else None,
+)
+def test_which_matrices_are_read_in_pairs(x, pairs):
+    rows, columns = x.shape
+    outs = torch_quantize.empty_rows(rows, columns, "e4m3", x), torch_quantize.empty_rows(columns, rows, "e4m3", x)
+    launch = triton_launches.quantize_launch(x, *outs, "e4m3", "float32", QuantizeConfig())
+    assert launch.kernel.__name__ == ("quantize_pairs" if pairs else "quantize")
+    assert set(launch.arguments) == {p.name for p in launch.kernel.params}

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 from onchip.core.configs import device_slug
 from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops._shared.triton_calls import Launch, device_of
-from onchip.ops.fp8_linear import triton_configs, triton_kernels, triton_spec
+from onchip.ops.fp8_linear import triton_configs, triton_kernels, triton_pairs, triton_spec
 from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, blocks
 from onchip.ops.fp8_linear.torch_products import new_result
 from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_blocks, empty_rows
@@ -92,6 +92,7 @@ def quantize_launch(
 ) -> Launch:
     if x.stride(0) == 1 != x.stride(1):  # x^T is what lies in rows; its copies are x's, the other way round
         x, rows, columns = x.T, columns, rows
+    pairs = _in_pairs(x)
     arguments = {
         "x": x,
         "rows": None if rows is None else rows.data,
@@ -99,7 +100,6 @@ def quantize_launch(
         "columns": None if columns is None else columns.data.view(torch.int32),
         "column_scales": None if columns is None else columns.scales,
         "stride_r": x.stride(0),
-        "stride_c": x.stride(1),
         "rows_stride": 0 if rows is None else rows.data.stride(0),
         "columns_stride": 0 if columns is None else columns.data.stride(0) // 4,
         "rows_scale_stride": 0 if rows is None else rows.scales.stride(0),
@@ -113,8 +113,25 @@ def quantize_launch(
         "FP8_MAX": FP8_MAX[fmt],
         "POWER_OF_TWO": scale == "power_of_two",
     }
+    if pairs:
+        kernel = triton_pairs.quantize_pairs
+        whole = x.shape[0] % BLOCK == 0 == x.shape[1] % BLOCK
+        arguments |= {"WHOLE": whole, "EACH": 64 // config.warps}
+    else:
+        kernel = triton_kernels.quantize
+        arguments |= {"stride_c": x.stride(1)}
     grid = (blocks(x.shape[0]), blocks(x.shape[1]))
-    return Launch(triton_kernels.quantize, grid, arguments, config.warps, registers=config.registers)
+    return Launch(kernel, grid, arguments, config.warps, registers=config.registers)
+
+
+def _in_pairs(x: Tensor) -> bool:
+    """Whether x can be read two numbers at a time, and what is within a block of 128 rows has an offset of 32 bits."""
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(1) == 1
+        and x.stride(0) % 2 == x.shape[1] % 2 == x.data_ptr() % 4 == 0
+        and max(x.stride(0), *x.shape) < 2**23
+    )
 
 
 def product_launch(
