@@ -42,7 +42,7 @@ def lower(f, *shapes):
 
 
 def scaled(rows, columns, by_block=False, dtype=E4M3):
-    groups = up(-(-rows // 128), kernels.SCALES_COPIED) if by_block else rows
+    groups = up(rows, 128) // 128 * kernels.BOX if by_block else rows
     shapes = ((rows, columns), dtype), ((columns // 128, groups), jnp.float32)
     return Scaled(*(jax.ShapeDtypeStruct(*s) for s in shapes))
 

@@ -11,20 +11,13 @@ import pytest
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import mosaic_op, reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
-from onchip.ops.fp8_linear.jax_checks import check_case, plain_refusals
+from onchip.ops.fp8_linear.jax_checks import check_case
 from onchip.ops.fp8_linear.jax_quantize import COLUMN, ROW, SQUARE, quantize
 from onchip.ops.fp8_linear.mosaic_kernels import CONFIG, scaled_product
 from onchip.ops.fp8_linear.spec import FP8_MAX, SCALES, Options
 
 pytestmark = pytest.mark.gpu
 op = partial(fp8_linear, backend="mosaic_gpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def hopper():
-    refusal = plain_refusals("gpu", "bfloat16")["mosaic_gpu"] if jax.default_backend() == "gpu" else "no GPU"
-    if refusal is not None:
-        pytest.skip(refusal)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])

@@ -32,8 +32,6 @@ from onchip.ops._shared.mosaic_product import (
 from onchip.ops._shared.mosaic_registers import Registers
 from onchip.ops.fp8_linear.spec import BLOCK, up
 
-SCALES_COPIED = 32
-"""Scales of 128x128 blocks that are copied at a time: 128 bytes, the least that Mosaic copies."""
 ROWS = 8
 """Matrices have a multiple of so many rows."""
 CONFIG = MosaicConfig(tile_m=256, tile_n=128, tile_k=BLOCK, stages=4, in_flight=0, staging_slots=1)
@@ -43,7 +41,7 @@ class Scaled(NamedTuple):
     """FP8 numbers in rows along the sum, and the scales of 128 of them."""
 
     data: Array  # [R, C], R a multiple of ROWS and C of 128
-    scales: Array  # float32 [C / 128, R]; of 128x128 blocks [C / 128, up(R / 128, SCALES_COPIED)]
+    scales: Array  # float32 [C / 128, R]; of 128x128 blocks [C / 128, R / 128 * BOX], each BOX times
 
 
 def scaled_product(
@@ -68,6 +66,9 @@ def scaled_product(
     # Mosaic cuts a matrix into columns of 128 bytes; with a single one, what is copied beyond it would land in it.
     width = max(up(n, columns), 2 * columns)
     shape = (BOX, wave_n)
+    # A block's scale is there once for each row of a wave, as if it were the rows': a copy of single numbers, and their
+    # load, end in an illegal instruction (JAX 0.11.2).
+    scales_of_b = c.tile_n // BLOCK * BOX if by_block else c.tile_n
     registers = Registers(interpret)
 
     def tiles(refs: Sequence[Any]) -> tuple[int, int, int]:
@@ -77,15 +78,14 @@ def scaled_product(
         rows, columns = s.i * c.tile_m, s.j * c.tile_n
         load_block(refs[0], rows, c.tile_m, s.k * BLOCK, BLOCK, a, barrier)
         load_block(refs[2], columns, c.tile_n, s.k * BLOCK, BLOCK, b, barrier)
-        of_b = pl.ds(s.j * (c.tile_n // BLOCK), SCALES_COPIED) if by_block else pl.ds(columns, c.tile_n)
         plgpu.copy_gmem_to_smem(refs[1].at[s.k, pl.ds(rows, c.tile_m)], a_scales, barrier)
-        plgpu.copy_gmem_to_smem(refs[3].at[s.k, of_b], b_scales, barrier)
+        plgpu.copy_gmem_to_smem(refs[3].at[s.k, pl.ds(s.j * scales_of_b, scales_of_b)], b_scales, barrier)
 
     def load(brought: Sequence[Any], m: Any, n: Any) -> tuple[Any, Any]:
         a_scales, b_scales = brought
         of_a = registers.load(a_scales.at[pl.ds(m, BOX)], 1)
         if by_block:
-            return of_a * b_scales[n // BLOCK], None
+            return of_a * registers.load(b_scales.at[pl.ds(n // BLOCK * BOX, BOX)], 1), None
         return of_a, registers.load(b_scales.at[pl.ds(n, wave_n)], 0)
 
     def enter(total: Any, product: Any, scales: tuple[Any, Any]) -> Any:
@@ -110,7 +110,7 @@ def scaled_product(
         epilogue,
         out_type=(jax.ShapeDtypeStruct((m, width), dtype),),
         stored=dtype,
-        promotion=Promotion((c.tile_m, SCALES_COPIED if by_block else c.tile_n), load, enter, wave_n),
+        promotion=Promotion((c.tile_m, scales_of_b), load, enter, wave_n),
         name="scaled_product",
         interpret=interpret,
     )

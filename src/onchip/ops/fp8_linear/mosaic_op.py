@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.ops.fp8_linear.jax_quantize import COLUMN, ROW, SQUARE, quantize
-from onchip.ops.fp8_linear.spec import Options, up
+from onchip.ops.fp8_linear.spec import Options
 
 # The first version of JAX whose products may be of one operand in E4M3 and another in E5M2, as far as it was tried.
 _MIXED = (0, 11, 2)
@@ -89,6 +89,4 @@ def _squares(w: Any, options: Options, *, turned: bool) -> Any:
     """w, or its transpose, with scales of 128x128."""
     q = quantize(w, SQUARE, "e4m3", options.scale)
     data, scales = (q.data.T, q.scales) if turned else (q.data, q.scales.T)
-    blocks = scales.shape[1]
-    padding = up(blocks, _kernels().SCALES_COPIED) - blocks
-    return _kernels().Scaled(data, jnp.pad(scales, ((0, 0), (0, padding))))
+    return _kernels().Scaled(data, jnp.repeat(scales, _kernels().BOX, axis=1))

@@ -92,7 +92,6 @@ def quantize_launch(
 ) -> Launch:
     if x.stride(0) == 1 != x.stride(1):  # x^T is what lies in rows; its copies are x's, the other way round
         x, rows, columns = x.T, columns, rows
-    pairs = _in_pairs(x)
     arguments = {
         "x": x,
         "rows": None if rows is None else rows.data,
@@ -113,24 +112,24 @@ def quantize_launch(
         "FP8_MAX": FP8_MAX[fmt],
         "POWER_OF_TWO": scale == "power_of_two",
     }
-    if pairs:
-        kernel = triton_pairs.quantize_pairs
+    grid = (blocks(x.shape[0]), blocks(x.shape[1]))
+    if _in_pairs(x):
+        kernel, grid = triton_pairs.quantize_pairs, grid[::-1]
         whole = x.shape[0] % BLOCK == 0 == x.shape[1] % BLOCK
         arguments |= {"WHOLE": whole, "EACH": 64 // config.warps}
     else:
         kernel = triton_kernels.quantize
         arguments |= {"stride_c": x.stride(1)}
-    grid = (blocks(x.shape[0]), blocks(x.shape[1]))
     return Launch(kernel, grid, arguments, config.warps, registers=config.registers)
 
 
 def _in_pairs(x: Tensor) -> bool:
-    """Whether x can be read two numbers at a time, and what is within a block of 128 rows has an offset of 32 bits."""
+    """Whether x can be read two numbers at a time, with offsets of 32 bits within a block, and the grid fits."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(1) == 1
         and x.stride(0) % 2 == x.shape[1] % 2 == x.data_ptr() % 4 == 0
-        and max(x.stride(0), *x.shape) < 2**23
+        and max(x.stride(0), *x.shape) < 2**22
     )
 
 

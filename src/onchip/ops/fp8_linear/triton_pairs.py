@@ -172,8 +172,9 @@ def quantize_pairs(
     DTYPE: tl.constexpr = x.dtype.element_ty
     R = R_16 - 16
     C = C_16 - 16
-    i = tl.program_id(0)
-    j = tl.program_id(1)
+    # Blocks beside each other at the same time: 2% faster than below each other.
+    i = tl.program_id(1)
+    j = tl.program_id(0)
     t = tl.arange(0, BLOCK)
     m = i * BLOCK + t
     n = j * BLOCK + t
