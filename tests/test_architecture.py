@@ -26,6 +26,8 @@ def test_arrows_go_one_way():
         ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
         ("onchip.plan", ["torch", "jax"]),
+        ("onchip.ops.fp8_linear.bench_spec", ["torch", "jax"]),
+        ("onchip.ops.fp8_linear.jax_benchmark", ["torch", "triton"]),
         ("onchip.ops.linear_cross_entropy.jax_spec", ["torch", "jax", "numpy"]),
         *((f"onchip.ops.{op}.spec", ["torch", "jax", "numpy"]) for op in ("_shared", *OPS)),
         # These import cases.py and reference.py too.

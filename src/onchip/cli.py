@@ -29,8 +29,8 @@ CHECKED = (*OPS, "fp8_linear")
 # Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
 CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
-    "torch": {op: f"onchip.ops.{op}.benchmark" for op in CHECKED},
-    "jax": {op: f"onchip.ops.{op}.jax_benchmark" for op in OPS},
+    framework: {op: f"onchip.ops.{op}.{module}" for op in CHECKED}
+    for framework, module in (("torch", "benchmark"), ("jax", "jax_benchmark"))
 }
 TUNINGS = {
     "torch": {op: f"onchip.ops.{op}.tuning" for op in ("linear_cross_entropy", "fp8_linear")},

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from onchip import cli
 from onchip.bench import harness, measure, plots
 from onchip.bench.run import run_bench
-from onchip.ops.fp8_linear import benchmark, cases, peers, torch_weights
+from onchip.ops.fp8_linear import bench_spec, benchmark, cases, peers, torch_weights
 
 # Ragged sizes, with more rows than are checked at the end of each result.
 SMALL = cases.Case("small", 200, 136, 150)
@@ -117,7 +117,7 @@ def test_the_reference_is_the_unquantised_layer():
 def test_chunks_of_the_reference_change_nothing(monkeypatch):
     problem = small_problem()
     whole = benchmark.reference(problem)
-    monkeypatch.setattr(benchmark, "_CHUNK", 50 * 150)  # rows of 150 numbers, 50 at a time
+    monkeypatch.setattr(bench_spec, "CHUNK", 50 * 150)  # rows of 150 numbers, 50 at a time
     for name, value in benchmark.reference(problem).values.items():
         torch.testing.assert_close(value, whole.values[name], rtol=1e-5, atol=1e-5)
 

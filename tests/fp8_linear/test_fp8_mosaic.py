@@ -15,8 +15,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.jax import fp8_linear
 from onchip.ops._shared.mosaic_product import SHARED_BYTES
+from onchip.ops.fp8_linear import jax_op, mosaic_op, reference
 from onchip.ops.fp8_linear import mosaic_kernels as kernels
-from onchip.ops.fp8_linear import mosaic_op, reference
 from onchip.ops.fp8_linear.cases import Case
 from onchip.ops.fp8_linear.jax_checks import check_case
 from onchip.ops.fp8_linear.mosaic_kernels import CONFIG, Scaled, scaled_product
@@ -24,7 +24,9 @@ from onchip.ops.fp8_linear.spec import Options, up
 from shared_jax import quick_compilation  # noqa: F401
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-MIXED = jax.__version_info__ >= mosaic_op._MIXED
+# Products of two formats need JAX 0.11.2: below it a call that would make one is refused.
+MIXED = jax.__version_info__ >= (0, 11, 2)
+FORMATS = [(E4M3, E4M3), *([(E5M2, E4M3), (E4M3, E5M2)] if MIXED else [])]
 LAYOUTS = pytest.mark.parametrize("layout", ["nk", "kn"])
 BY_BLOCK = pytest.mark.parametrize("by_block", [True, False], ids=["blocks", "rows"])
 
@@ -64,9 +66,8 @@ def test_configs_lower(config, wave_n, by_block):
     lower(f, scaled(8192, 4096), scaled(28672, 4096, by_block))
 
 
-@pytest.mark.skipif(not MIXED, reason="products of two formats need JAX 0.11.2")
-@pytest.mark.parametrize("formats", [(E5M2, E4M3), (E4M3, E5M2)], ids=["left", "right"])
-def test_mixed_formats_lower(formats):
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda pair: "-".join(jnp.dtype(fmt).name for fmt in pair))
+def test_formats_lower(formats):
     a, b = (scaled(256, 384, dtype=fmt) for fmt in formats)
     lower(partial(scaled_product, by_block=False, dtype=jnp.float32), a, b)
 
@@ -124,11 +125,17 @@ def test_transformations_lower():
 
 
 def test_refusals(monkeypatch):
-    options = Options()
-    assert mosaic_op.refusal("tpu", options) == "it runs on NVIDIA GPUs, not on 'tpu'"
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert "grad_dtype='e5m2' needs JAX 0.11.2 or later" in mosaic_op.refusal("gpu", Options(grad_dtype="e5m2"))
-    assert "it is for compute capability 9.0 (Hopper); this is none" in mosaic_op.refusal("gpu", options)
+    e5m2 = Options(grad_dtype="e5m2")
+    assert mosaic_op.refusal("tpu", Options()) == "it runs on NVIDIA GPUs, not on 'tpu'"
+    assert ("needs JAX 0.11.2 or later" in mosaic_op.refusal("gpu", e5m2)) == (not MIXED)
+    assert "it is for compute capability 9.0 (Hopper); this is none" in mosaic_op.refusal("gpu", Options())
+    x = jnp.ones((2, 128))
+    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
+    for version in ((0, 10, 2), (0, 11, 1)):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        words = "backend 'mosaic_gpu' can't run this call: grad_dtype='e5m2' needs JAX 0.11.2 or later; this is"
+        with pytest.raises(ValueError, match=words):
+            fp8_linear(x, x, grad_dtype="e5m2", backend="mosaic_gpu")
 
 
 # ---------------------------------------------------------------------------------------------------- interpreted
@@ -160,7 +167,15 @@ def test_product(interpreter):
 
 @pytest.mark.usefixtures("on_hopper")
 def test_the_layer(interpreter, monkeypatch):
-    product = partial(scaled_product, config=SMALL, interpret=interpreter)
+    """Output and x's gradient are the kernel's.  For the weight's, whose kind is above, another product stands in: each
+    interpreted thread is compiled by itself, so that time goes by how many kernels there are."""
+
+    def product(a, b, bias=None, *, by_block, dtype):
+        if by_block:
+            return scaled_product(a, b, bias, by_block=True, dtype=dtype, config=SMALL, interpret=interpreter)
+        left, right = (x.data.astype(jnp.float32) * jnp.repeat(x.scales.T, 128, axis=1) for x in (a, b))
+        return jnp.dot(left, right.T).astype(dtype)
+
     monkeypatch.setattr(kernels, "scaled_product", product)
     case = Case("interpreted", 64, N, 320, bias=True, zeros=0.1, snr_db=None)
     wrong = [c for c in check_case(case, "bfloat16", weight_layout="kn", backend="mosaic_gpu") if not c.ok]

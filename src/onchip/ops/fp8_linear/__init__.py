@@ -26,9 +26,14 @@ Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are
     triton_kernels.py, triton_pairs.py, triton_launches.py   the kernels, that of 16-bit matrices, and each launch
     triton_configs.py  stored configs of the products
     tuning.py          what `onchip tune` tries
-    jax_op.py          JAX: the public function, its derivative rule, quantising and products
+    jax_op.py          JAX: the public function, its derivative rule, and the choice of a backend
+    jax_quantize.py    quantising with JAX's own operations
+    jax_xla.py         the backend 'xla': products of dequantised numbers
+    mosaic_op.py       the backend 'mosaic_gpu': which calls it serves, and the operands of its products
+    mosaic_kernels.py  its product, in Pallas
     cases.py           named problems for tests, `onchip check` and benchmarks
-    benchmark.py, peers.py   what `onchip bench` times, and beside what
+    benchmark.py, peers.py, jax_benchmark.py, jax_peers.py   what `onchip bench` times, and beside what
+    bench_spec.py      modes, bounds and summary of both frameworks' benchmarks; no framework
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
     checks.py          its bounds
 """

@@ -17,7 +17,8 @@ from torch.autograd.graph import increment_version
 from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops._shared.torch_bench import Step, relative_error
-from onchip.ops.fp8_linear import cases, spec, torch_op, triton_op
+from onchip.ops.fp8_linear import bench_spec, cases, spec, torch_op, triton_op
+from onchip.ops.fp8_linear.bench_spec import BOUND
 from onchip.ops.fp8_linear.peers import LINEAR, OWN, PEERS, PRODUCT_ALONE, SCALED_MM, Layer
 from onchip.ops.fp8_linear.torch_quantize import Quantized
 
@@ -27,22 +28,13 @@ SUITES = cases.SUITES
 DTYPES = tuple(DTYPE_BYTES)
 # What each mode returns.
 RETURNED = {
-    "forward": ("out",),
-    "forward+backward": ("out", "grad_x", "grad_weight"),
+    **bench_spec.LAYER,
     "forward product": ("out",),
     "dgrad product": ("grad_x",),
     "wgrad product": ("grad_weight",),
 }
 MODES = tuple(RETURNED)
 PRODUCTS = MODES[2:]
-
-# The noise that FP8 may add, as a relative error: 28 dB below the signal.
-BOUND = 10 ** (-28 / 20)
-# So many rows of each result are checked in all of their columns; half of them are the last ones, which in a result of
-# more than 2**31 elements lie past that.
-_CHECKED_ROWS = 128
-# Elements of an operand in float32 at a time: 1 GiB.
-_CHUNK = 1 << 28
 
 
 class Operands(NamedTuple):
@@ -75,19 +67,15 @@ class Problem:
 
 def needed_bytes(case: cases.Case, dtype: str) -> int:
     """Device memory of a case: inputs, results, and in FP8 the operands of the products and those of a step."""
-    p = spec.Problem(case.m, case.n, case.k, dtype)
-    elements = case.m * case.k + case.n * case.k + case.m * case.n
     # A step's copies of the weight are made while those of the step before it are in the cache.
-    in_fp8 = spec.quantized_bytes(case.m, case.k) + spec.saved_bytes(p) + spec.gradient_bytes(p) + spec.weight_bytes(p)
-    return 2 * DTYPE_BYTES[dtype] * elements + 2 * in_fp8 + spec.weight_bytes(p)
+    again = spec.weight_bytes(spec.Problem(case.m, case.n, case.k, dtype))
+    return bench_spec.plain_bytes(case, dtype) + 2 * bench_spec.quantized_bytes(case, dtype) + again
 
 
 def make_problem(case: cases.Case, device: str, dtype: str) -> Problem:
     """The inputs of `case`, drawn on the device and in the dtype of the run at once."""
     assert case == cases.Case(case.name, case.m, case.n, case.k)
-    needed, there = needed_bytes(case, dtype), _device_bytes(device)
-    if there is not None and needed > there:
-        raise MemoryError(f"it needs {needed} bytes of device memory; {there} are there")
+    bench_spec.require_memory(needed_bytes(case, dtype), _device_bytes(device))
     rng = torch.Generator(device).manual_seed(0)
 
     def normal(rows: int, columns: int) -> Tensor:
@@ -204,16 +192,12 @@ def reference(problem: Problem) -> Rows:
     """Random rows and the last ones: a float64 copy of everything would take longer than what is timed."""
     x, weight, grad_out = problem.x.detach(), problem.weight.detach(), problem.grad_out
     (m, k), n = x.shape, len(weight)
-    shapes = {"out": (m, n), "grad_x": (m, k), "grad_weight": (n, k)}
-    rng = torch.Generator().manual_seed(0)
-    half = _CHECKED_ROWS // 2
-    where = {}
-    for name, (rows, _) in shapes.items():
-        drawn = torch.randint(rows, (half,), generator=rng)
-        where[name] = torch.cat([drawn, torch.arange(max(0, rows - half), rows)]).unique().to(x.device)
+    shapes = bench_spec.shapes(m, n, k)
+    where = {name: torch.from_numpy(rows).to(x.device) for name, rows in bench_spec.checked_rows(shapes).items()}
+    chunks = bench_spec.chunks(n, k)
     with _no_tf32():
         values = {
-            "out": torch.cat([x[where["out"]].float() @ w.T for w in _in_float32(weight)], 1),
+            "out": torch.cat([x[where["out"]].float() @ weight[rows].float().T for rows in chunks], 1),
             "grad_x": _sum_of_products(grad_out[where["grad_x"]], weight),
             "grad_weight": _sum_of_products(grad_out[:, where["grad_weight"]].T, x),
         }
@@ -226,16 +210,9 @@ check = Rows.check
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32, a chunk of b's rows at a time."""
     out = torch.zeros(len(a), b.shape[1], dtype=torch.float32, device=b.device)
-    done = 0
-    for part in _in_float32(b):
-        out.addmm_(a[:, done : done + len(part)].float(), part)
-        done += len(part)
+    for rows in bench_spec.chunks(*b.shape):
+        out.addmm_(a[:, rows].float(), b[rows].float())
     return out
-
-
-def _in_float32(matrix: Tensor) -> Iterator[Tensor]:
-    for rows in matrix.split(max(1, _CHUNK // matrix.shape[1])):
-        yield rows.float()
 
 
 @contextmanager
@@ -251,40 +228,9 @@ def _no_tf32() -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------------------- summary
 
-# The layers whose speed-ups are summed up: in smaller ones, quantising takes a large part of the time.
-LEAST_SIZE = 4096
+_BASELINES = {mode: SCALED_MM if mode in PRODUCTS else LINEAR for mode in MODES}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How much faster each implementation is than `nn.Linear`, and each product than `F.scaled_mm`.
-
-    Geometric mean and minimum over the cases that have both times and N and K of `LEAST_SIZE` or more.
-    """
-    times: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        case = CASES[row["case"]]
-        if row["median_ms"] is not None and min(case.n, case.k) >= LEAST_SIZE:
-            times.setdefault((row["mode"], row["impl"]), {})[row["case"]] = row["median_ms"]
-    lines = []
-    for (mode, impl), mine in times.items():
-        name = SCALED_MM if mode in PRODUCTS else LINEAR
-        baseline = next((b for b in times if b[0] == mode and b[1].startswith(f"{name} ")), None)
-        if baseline is None or baseline[1] == impl:
-            continue
-        gains = {case: times[baseline][case] / ms for case, ms in mine.items() if case in times[baseline]}
-        if gains:
-            least = min(gains, key=lambda case: gains[case])
-            mean = math.exp(math.fsum(map(math.log, gains.values())) / len(gains))
-            lines.append(
-                {
-                    "mode": mode,
-                    "implementation": impl,
-                    "times_faster_than": baseline[1],
-                    "cases": len(gains),
-                    "least_N_and_K": LEAST_SIZE,
-                    "geometric_mean": mean,
-                    "least": gains[least],
-                    "least_case": least,
-                }
-            )
-    return lines
+    """How much faster each implementation is than `nn.Linear`, and each product than `F.scaled_mm`."""
+    return bench_spec.summary(rows, CASES, _BASELINES)
