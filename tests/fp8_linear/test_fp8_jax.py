@@ -105,7 +105,7 @@ X, W = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32)
             (X, W),
             {"backend": "triton"},
             ValueError,
-            r"must be one of 'auto', 'xla', 'mosaic_gpu'; got 'triton'",
+            r"must be one of 'auto', 'mosaic_gpu', 'xla'; got 'triton'",
         ),
         (
             (X, W),

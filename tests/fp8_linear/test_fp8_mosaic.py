@@ -51,18 +51,18 @@ def scaled(rows, columns, by_block=False, dtype=E4M3):
 
 @BY_BLOCK
 @pytest.mark.parametrize(
-    ("config", "wave_n"),
+    "config",
     [
-        (CONFIG, 128),
-        (replace(CONFIG, in_flight=1), 64),
-        (replace(CONFIG, tile_m=128, tile_n=256), 128),
-        (replace(CONFIG, tile_m=128, tile_n=256, split="n"), 128),
-        (replace(CONFIG, tile_m=128, tile_n=128, stages=5, staging_slots=2), 128),
+        CONFIG,
+        replace(CONFIG, in_flight=1),
+        replace(CONFIG, tile_m=128, tile_n=256),
+        replace(CONFIG, tile_m=128, tile_n=256, split="n"),
+        replace(CONFIG, tile_m=128, tile_n=128, stages=5, staging_slots=2),
     ],
     ids=str,
 )
-def test_configs_lower(config, wave_n, by_block):
-    f = partial(scaled_product, by_block=by_block, dtype=jnp.bfloat16, config=config, wave_n=wave_n)
+def test_configs_lower(config, by_block):
+    f = partial(scaled_product, by_block=by_block, dtype=jnp.bfloat16, config=config)
     lower(f, scaled(8192, 4096), scaled(28672, 4096, by_block))
 
 
@@ -157,10 +157,8 @@ def test_product(interpreter):
     a, b = (rng.standard_normal((rows, K)) * np.exp2(rng.uniform(-3, 3, (rows, 1))) for rows in (M, N))
     bias = rng.standard_normal(N).astype(np.float32)
     left, right = mosaic_op._rows(a, "e5m2", Options()), mosaic_op._rows(b, "e4m3", Options())
-    config = replace(SMALL, tile_n=256, split="n")
-    made = scaled_product(
-        left, right, bias, by_block=False, dtype=jnp.float32, config=config, wave_n=64, interpret=interpreter
-    )
+    config = replace(SMALL, tile_n=256, split="n", in_flight=1)
+    made = scaled_product(left, right, bias, by_block=False, dtype=jnp.float32, config=config, interpret=interpreter)
     expected = reference.quantize_rows(a, "e5m2").value @ reference.quantize_rows(b).value.T + bias
     assert np.linalg.norm(made - expected) < 1e-6 * np.linalg.norm(expected)
 

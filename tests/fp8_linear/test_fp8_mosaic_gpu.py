@@ -50,22 +50,22 @@ def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):
 
 @pytest.mark.parametrize("by_block", [True, False], ids=["blocks", "rows"])
 @pytest.mark.parametrize(
-    ("config", "wave_n"),
+    "config",
     [
-        (CONFIG, 128),
-        (replace(CONFIG, in_flight=1), 64),
-        (replace(CONFIG, tile_m=128, tile_n=256), 128),
-        (replace(CONFIG, tile_m=128, tile_n=256, split="n"), 128),
-        (replace(CONFIG, tile_m=128, tile_n=128, stages=5, staging_slots=2), 128),
+        CONFIG,
+        replace(CONFIG, in_flight=1),
+        replace(CONFIG, tile_m=128, tile_n=256),
+        replace(CONFIG, tile_m=128, tile_n=256, split="n"),
+        replace(CONFIG, tile_m=128, tile_n=128, stages=5, staging_slots=2),
     ],
     ids=str,
 )
-def test_configs(config, wave_n, by_block):
+def test_configs(config, by_block):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((rows, 1032)).astype(np.float32) for rows in (520, 648))
     options = Options()
     right = mosaic_op._squares(b, options, turned=False) if by_block else mosaic_op._rows(b, "e4m3", options)
-    run = partial(scaled_product, by_block=by_block, dtype=jnp.float32, config=config, wave_n=wave_n)
+    run = partial(scaled_product, by_block=by_block, dtype=jnp.float32, config=config)
     made = jax.jit(run)(mosaic_op._rows(a, "e4m3", options), right)[:520, :648]
     quantised = (reference.quantize_blocks if by_block else reference.quantize_rows)(b)
     expected = reference.quantize_rows(a).value @ quantised.value.T

@@ -13,7 +13,7 @@ from onchip.ops.fp8_linear import jax_xla, mosaic_op, spec
 from onchip.ops.fp8_linear.spec import OP
 
 # Best first: 'auto' takes the first that can serve a call.
-_BACKENDS: dict[str, Any] = {"xla": jax_xla, "mosaic_gpu": mosaic_op}
+_BACKENDS: dict[str, Any] = {"mosaic_gpu": mosaic_op, "xla": jax_xla}
 BACKENDS = tuple(_BACKENDS)
 LAYOUTS = ("nk", "kn")
 
@@ -46,8 +46,8 @@ def fp8_linear(
         grad_dtype: FP8 format of the output's gradient: "e4m3", or "e5m2" with more range and one bit less.
         scale: "float32", or "power_of_two": scales rounded up to the next power of two.
         backend: "xla" (plain JAX, any device: products of dequantised numbers in float32), "mosaic_gpu" (NVIDIA GPUs
-            of compute capability 9.0: products of FP8 numbers; grad_dtype="e5m2" needs JAX 0.11.2) or "auto", which
-            is "xla".
+            of compute capability 9.0: products of FP8 numbers; grad_dtype="e5m2" needs JAX 0.11.2) or "auto": the
+            latter where it can run.
 
     Returns:
         [..., N] of x's dtype.  Gradients have the dtypes of their inputs.

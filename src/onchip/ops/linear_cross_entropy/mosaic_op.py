@@ -181,7 +181,14 @@ def _softmax(
         _settled(head, room, x.maximum, shift[room.part], base[room.part], _count(room.part, count))
         for room, x in zip(rooms, made, strict=False)
     ]
-    return softmax, (base, rooms[0].stash, rooms[0].spare, rooms[1].spare if held > kept else None)
+    return softmax, _alone((base, rooms[0].stash, rooms[0].spare, rooms[1].spare if held > kept else None))
+
+
+def _alone(arrays: Any) -> Any:
+    """The arrays, so that XLA doesn't make one thing of a kernel that writes to them and a slice that they come from or
+    go to, as in a scan: the kernel would then write to a copy (jaxlib 0.11.2, dynamic slice fusion).
+    """
+    return lax.optimization_barrier(arrays)
 
 
 def _count(part: slice, count: Array) -> Array:
@@ -243,6 +250,8 @@ def _backward(
     static: Static, config: MosaicPlan, needs: Needs, saved: Saved, grad_loss: Array
 ) -> tuple[Array | None, Array | None, Array | None]:
     kernels = _kernels()
+    stash, spare, overflow = _alone((saved.stash, saved.spare, saved.overflow))
+    saved = saved._replace(stash=stash, spare=spare, overflow=overflow)
     head, tokens = _head(static, saved.tensors), saved.tokens
     hidden, weight = saved.tensors.hidden, head.weight
     up_ = upstream(static, head, saved, grad_loss)
