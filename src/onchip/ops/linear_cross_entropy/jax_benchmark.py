@@ -21,7 +21,7 @@ from onchip.ops._shared.jax_bench import Reference, Step, bounds_of, in_float64,
 from onchip.ops._shared.jax_call import Static
 from onchip.ops._shared.jax_peers import IGNORED
 from onchip.ops._shared.spec import DTYPE_BYTES, MIB
-from onchip.ops.linear_cross_entropy import cases, jax_op, jax_spec, spec
+from onchip.ops.linear_cross_entropy import cases, jax_op, jax_spec, mosaic_spec, spec
 from onchip.ops.linear_cross_entropy.jax_checks import plain_refusals
 from onchip.ops.linear_cross_entropy.jax_peers import PEERS, Loss, plain
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
@@ -103,7 +103,8 @@ def _default(problem: spec.Problem) -> None:
 
 
 def _small(problem: spec.Problem) -> int:
-    return 64 * MIB + 4 * problem.tokens * problem.hidden
+    """As the name says; or with many more tokens than H what the kernels need for a useful chunk."""
+    return max(64 * MIB + 4 * problem.tokens * problem.hidden, mosaic_spec.useful_scratch(problem, "auto"))
 
 
 def _eighth_of_logits(problem: spec.Problem) -> int:

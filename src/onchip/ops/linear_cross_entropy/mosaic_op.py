@@ -345,7 +345,8 @@ def _backward(
     if needs.bias:
         assert saved.tensors.bias is not None
         grad_bias = (state["bias"][: head.vocab] * shrink).astype(saved.tensors.bias.dtype)
-    return grad_hidden, state.get("out"), grad_bias
+    gradients: tuple[Array | None, Array | None, Array | None] = _alone((grad_hidden, state.get("out"), grad_bias))
+    return gradients
 
 
 def _step(chunk: Callable[..., None], state: Any, start: int, size: int, i: Any, _: None) -> None:
