@@ -1,5 +1,10 @@
+import os
+
 import pytest
 import torch
+
+# JAX would take three quarters of a GPU's memory at once, which PyTorch's tests and other processes need too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # The process's peak memory is measured with malloc's free blocks out of the way.  What JAX compiles leaves millions of
 # those: after its tests a measurement took up to 20 s.  So these go first.

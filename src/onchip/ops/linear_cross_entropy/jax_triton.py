@@ -21,6 +21,7 @@ from onchip.ops.linear_cross_entropy.jax_call import Outputs
 from onchip.ops.linear_cross_entropy.jax_positions import (
     Head,
     Saved,
+    alone,
     by_token,
     chunks,
     hidden_rows,
@@ -174,7 +175,8 @@ def _backward(
     if needs.bias:
         assert tensors.bias is not None
         grad_bias = (state["bias"][: head.vocab] * shrink).astype(tensors.bias.dtype)
-    return grad_hidden, state.get("out"), grad_bias
+    gradients: tuple[Array | None, Array | None, Array | None] = alone((grad_hidden, state.get("out"), grad_bias))
+    return gradients
 
 
 def _step(chunk: Any, first: int, step: int, i: Array, state: dict[str, Array]) -> Any:

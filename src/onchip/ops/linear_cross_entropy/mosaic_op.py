@@ -25,6 +25,7 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     Saved,
     Upstream,
     after,
+    alone,
     by_token,
     chunks,
     hidden_rows,
@@ -181,14 +182,7 @@ def _softmax(
         _settled(head, room, x.maximum, shift[room.part], base[room.part], _count(room.part, count))
         for room, x in zip(rooms, made, strict=False)
     ]
-    return softmax, _alone((base, rooms[0].stash, rooms[0].spare, rooms[1].spare if held > kept else None))
-
-
-def _alone(arrays: Any) -> Any:
-    """The arrays, so that XLA doesn't make one thing of a kernel that writes to them and a slice that they come from or
-    go to, as in a scan: the kernel would then write to a copy (jaxlib 0.11.2, dynamic slice fusion).
-    """
-    return lax.optimization_barrier(arrays)
+    return softmax, alone((base, rooms[0].stash, rooms[0].spare, rooms[1].spare if held > kept else None))
 
 
 def _count(part: slice, count: Array) -> Array:
@@ -250,7 +244,7 @@ def _backward(
     static: Static, config: MosaicPlan, needs: Needs, saved: Saved, grad_loss: Array
 ) -> tuple[Array | None, Array | None, Array | None]:
     kernels = _kernels()
-    stash, spare, overflow = _alone((saved.stash, saved.spare, saved.overflow))
+    stash, spare, overflow = alone((saved.stash, saved.spare, saved.overflow))
     saved = saved._replace(stash=stash, spare=spare, overflow=overflow)
     head, tokens = _head(static, saved.tensors), saved.tokens
     hidden, weight = saved.tensors.hidden, head.weight
@@ -345,7 +339,7 @@ def _backward(
     if needs.bias:
         assert saved.tensors.bias is not None
         grad_bias = (state["bias"][: head.vocab] * shrink).astype(saved.tensors.bias.dtype)
-    gradients: tuple[Array | None, Array | None, Array | None] = _alone((grad_hidden, state.get("out"), grad_bias))
+    gradients: tuple[Array | None, Array | None, Array | None] = alone((grad_hidden, state.get("out"), grad_bias))
     return gradients
 
 
