@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from onchip.ops.fp8_linear.jax_quantize import ROW, SQUARE, quantize
+from onchip.ops.fp8_linear.jax_quantize import COLUMN, ROW, SQUARE, quantize
 from onchip.ops.fp8_linear.spec import Options
 
 # The first version of JAX whose products may be of one operand in E4M3 and another in E5M2, as far as it was tried.
@@ -78,8 +77,9 @@ def _rows(x: Any, fmt: str, options: Options) -> Any:
 
 def _columns(x: Any, fmt: str, options: Options) -> Any:
     """The transpose of x [R, C] with scales of 1x128."""
-    # First transposed, in 16 bits, then quantised: XLA's maxima along columns take 4 times as long as those along rows.
-    return _rows(lax.optimization_barrier(_at_least_one_row(x).T), fmt, options)
+    # Transposed before, in its own dtype, it took as long (0.58 and 0.59 ms for [8192, 14336] on an H200), and memory.
+    q = quantize(_at_least_one_row(x), COLUMN, fmt, options.scale, (1, _kernels().ROWS))
+    return _kernels().Scaled(q.data.T, q.scales)
 
 
 def _at_least_one_row(x: Any) -> Any:
