@@ -22,6 +22,7 @@ from onchip.ops._shared import bench_peers, jax_bench
 from onchip.ops._shared.jax_peers import IGNORED
 from onchip.ops.linear_cross_entropy import cases, jax_peers, spec
 from onchip.ops.linear_cross_entropy import jax_benchmark as benchmark
+from shared_jax import quick_compilation  # noqa: F401
 
 SMALL = cases.Case("small", tokens=96, hidden=32, vocab=1000)
 GRADIENTS = ("grad_hidden", "grad_weight")

@@ -10,6 +10,7 @@ from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy import jax_tuning, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.tune.log import config_key
+from shared_jax import quick_compilation  # noqa: F401
 
 
 def test_candidates():

@@ -18,6 +18,7 @@ from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig, Work, 
 from onchip.ops.linear_cross_entropy import mosaic_kernels as kernels
 from onchip.ops.linear_cross_entropy import mosaic_settle as settle
 from onchip.ops.linear_cross_entropy.mosaic_blocks import NO_LABEL, Places
+from shared_jax import quick_compilation  # noqa: F401
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
 
