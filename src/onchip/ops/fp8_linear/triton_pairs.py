@@ -26,15 +26,15 @@ PAIRS = tl.constexpr(64)
 # The larger magnitude of each half, its sign being whatever; NaN if one is NaN.
 LARGER_BF16 = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 LARGER_FP16 = tl.constexpr("max.NaN.xorsign.abs.f16x2 $0, $1, $2;")
-# Two pairs, given as both left and both right numbers.
-_BYTES = """{
+# Two pairs, given as both left and both right numbers: another order than that of `four_bytes`.
+_CONVERT = """{
     .reg .b16 low, high;
     cvt.rn.satfinite.%sx2.f32 low, $3, $1;
     cvt.rn.satfinite.%sx2.f32 high, $4, $2;
     mov.b32 $0, {low, high};
 }"""
-E4M3_BYTES = tl.constexpr(_BYTES % ("e4m3", "e4m3"))
-E5M2_BYTES = tl.constexpr(_BYTES % ("e5m2", "e5m2"))
+PAIRS_TO_E4M3 = tl.constexpr(_CONVERT % ("e4m3", "e4m3"))
+PAIRS_TO_E5M2 = tl.constexpr(_CONVERT % ("e5m2", "e5m2"))
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def two_bytes(a, b, FP8: tl.constexpr):
         return (one_byte(a, FP8) | (one_byte(b, FP8) << 8)).to(tl.int16)
     else:  # noqa: RET505 - without it, Triton compiles both
         return tl.inline_asm_elementwise(
-            E4M3_BYTES if tl.float8e4nv == FP8 else E5M2_BYTES, "=r,f,f,f,f", [a, b], tl.int16, True, 2
+            PAIRS_TO_E4M3 if tl.float8e4nv == FP8 else PAIRS_TO_E5M2, "=r,f,f,f,f", [a, b], tl.int16, True, 2
         )
 
 

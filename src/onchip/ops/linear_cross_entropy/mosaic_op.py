@@ -220,12 +220,12 @@ def _take_and_keep(take: Callable[..., Any], room: _Kept) -> tuple[Any, _Kept]:
     return partials, room._replace(stash=stash, spare=spare)
 
 
-def _settled(head: Head, room: _Kept, maximum: Array, before: Array, after_: Array, count: Array) -> _Kept:
-    """The room with exponentials relative to `after_`."""
+def _settled(head: Head, room: _Kept, maximum: Array, before: Array, base: Array, count: Array) -> _Kept:
+    """The room with exponentials relative to `base`."""
 
     def body(refs: Any) -> None:
         _settle().settle_exponentials(
-            *refs, maximum, before, after_, count, vocab_major=head.vocab_axis == 0, places=room.places,
+            *refs, maximum, before, base, count, vocab_major=head.vocab_axis == 0, places=room.places,
             vocab=head.vocab, config=head.tiles["softmax_tiles"],
         )  # fmt: skip
 
