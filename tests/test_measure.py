@@ -100,6 +100,18 @@ def test_cpu_peak_is_that_of_the_allocations(
     assert abs(measure.peak_extra_bytes(step, device="cpu") - mib * MIB) < SLACK
 
 
+def test_what_another_thread_allocates_meanwhile_is_left_out() -> None:
+    others = iter([64, 0])
+
+    def step() -> list[Tensor]:
+        other = tensor(next(others))
+        use_and_free(25)
+        del other
+        return []
+
+    assert abs(measure.peak_extra_bytes(step, device="cpu") - 25 * MIB) < SLACK
+
+
 def test_cpu_peak_is_sampled_where_the_kernel_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
     held_while_freed()

@@ -27,7 +27,7 @@ def measured(problem, *, ignored=False, **options):
         return [loss, *(torch.autograd.grad(loss, inputs) if inputs else ())]
 
     step()
-    return min(peak_extra_bytes(step, device="cpu") for _ in range(2))
+    return peak_extra_bytes(step, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
     step()
     gradients = 4 * (h.numel() + w.numel())
     formula = spec.scratch_bytes(problem, spec.plan(problem, "stash"))
-    assert min(peak_extra_bytes(step, device="cpu") for _ in range(2)) <= max(formula, gradients) + SLACK
+    assert peak_extra_bytes(step, device="cpu") <= max(formula, gradients) + SLACK

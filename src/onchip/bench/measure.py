@@ -8,7 +8,7 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -70,24 +70,35 @@ def peak_extra_bytes(step: Step, *, device: str) -> int:
     """Peak memory while `step` runs, above what lived before it and above the tensors that it returns.
 
     On CUDA it is the allocator's peak.  On the CPU it is the process's resident set, so it also holds what a matrix
-    product takes inside; run the step once before, so that one-time set-up does not count.
+    product takes inside, and what other threads allocate meanwhile: the lower peak of two runs counts.  Run the step
+    once before, so that one-time set-up does not count.
     """
-    gc.collect()
-    if device == "cpu":
-        with _resident_peak() as peak:
-            returned = step()
-        extra = peak()
-    else:
-        import torch
+    if device == "cuda":
+        return max(0, _extra_bytes_cuda(step))
+    return max(0, min(_extra_bytes_cpu(step) for _ in range(2)))
 
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+
+def _extra_bytes_cpu(step: Step) -> int:
+    gc.collect()
+    with _resident_peak() as peak:
         returned = step()
-        torch.cuda.synchronize()
-        extra = torch.cuda.max_memory_allocated() - before
-    kept: int = sum(t.numel() * t.element_size() for t in returned)
-    return max(0, extra - kept)
+    return peak() - _total_bytes(returned)
+
+
+def _extra_bytes_cuda(step: Step) -> int:
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    returned = step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - _total_bytes(returned)
+
+
+def _total_bytes(tensors: Sequence[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def compile_seconds(step: Step) -> float | None:
