@@ -3,6 +3,7 @@
 It imports no op; whatever speaks in an op's name takes that as its first argument, `op`.
 
     spec.py            options' checks, shape checks of a linear layer, sizes of chunks; no framework
+    reference.py       the softmax of logits and cross-entropy from it in float64: what oracles are made of
     cases.py           models, and the random inputs of problems with a softmax; no framework
     checks.py          a comparison with an oracle and its bounds; no framework
     torch_inputs.py    what PyTorch's public functions check

@@ -1,16 +1,15 @@
 """The contract of cross_entropy in NumPy float64, with gradients: the one oracle of every test.
 
-Written for reading, not for speed; the maths is in the package's docstring.  Tokens are taken in blocks so that the
-float64 copies of a whole vocabulary fit in memory.
+Written for reading, not for speed; the maths is in the package's docstring.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-_BLOCK_LOGITS = 1 << 24  # 128 MiB of float64
+from onchip.ops._shared import reference
+from onchip.ops._shared.reference import Array, Indices
 
 
 class Result(NamedTuple):
@@ -27,89 +26,19 @@ class Result(NamedTuple):
 def cross_entropy(
     logits: npt.ArrayLike,  # [..., V]
     target: npt.ArrayLike,  # [...]
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: float | None = None,
-    token_weight: npt.ArrayLike | None = None,  # [...]
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: npt.ArrayLike = 1.0,  # a number or [...]
-    grad_loss: npt.ArrayLike = 1.0,  # upstream gradient: a number, or [...] for reduction="none"
+    **options: Any,
 ) -> Result:
     """Loss, statistics and the gradient of sum(grad_loss * loss), all in float64.
 
-    Ignored tokens give 0 (False) everywhere, whatever their other inputs hold.  A target outside [0, V) that is not
-    ignore_index gives NaN for its loss, log_prob and gradient: what a GPU does, where raising would need a
-    synchronisation.
+    The options are those of `_shared.reference.cross_entropy`, which also says what ignored tokens and a target out of
+    range give.
     """
-    target = np.asarray(target)
-    shape = target.shape
-    labels = target.reshape(-1).astype(np.int64)
-    n_tokens = labels.size
     given = np.asarray(logits, np.float64)
-    vocab = given.shape[-1]
-    x = given.reshape(n_tokens, vocab)
-    tau = np.broadcast_to(np.asarray(temperature, np.float64), shape).reshape(-1)
-    tw = np.ones(n_tokens) if token_weight is None else np.asarray(token_weight, np.float64).reshape(-1)
-    kept = labels != ignore_index
-
-    denominator = 1.0
-    if reduction == "mean":
-        denominator = float(normalizer) if normalizer is not None else max(1.0, float(kept.sum()))
-    upstream = np.broadcast_to(np.asarray(grad_loss, np.float64), shape if reduction == "none" else ()).reshape(-1)
-    grad_token = np.broadcast_to(upstream / denominator, (n_tokens,)) * tw
-
-    token_loss, lse, log_prob, entropy = (np.zeros(n_tokens) for _ in range(4))
-    correct = np.zeros(n_tokens, bool)
+    x = given.reshape(-1, given.shape[-1])
     grad = np.zeros_like(x)
-    rows = np.flatnonzero(kept)
-    block = max(1, _BLOCK_LOGITS // vocab)
-    for start in range(0, rows.size, block):
-        r = rows[start : start + block]
-        y, i = labels[r], np.arange(len(r))
-        in_range = (y >= 0) & (y < vocab)
-        y = np.where(in_range, y, 0)
-        nan_if_bad = np.where(in_range, 0.0, np.nan)
 
-        a = x[r] * logit_scale
-        slope = np.ones_like(a)
-        if softcap is not None:
-            tanh = np.tanh(a / softcap)
-            a, slope = softcap * tanh, 1 - tanh**2
-        z = a / tau[r, None]
-        slope = slope * logit_scale / tau[r, None]
+    def backward(rows: Indices, gradient: Array) -> None:
+        grad[rows] = gradient
 
-        shift = np.maximum(z.max(1), np.finfo(np.float64).min)
-        e = np.exp(z - shift[:, None])
-        total = e.sum(1)
-        p = e / total[:, None]
-        log_total = np.log(total)
-        lse[r] = shift + log_total
-        log_prob[r] = (z[i, y] - shift) - log_total + nan_if_bad
-        with np.errstate(divide="ignore", invalid="ignore"):
-            entropy[r] = -np.where(p > 0, p * np.log(p), 0.0).sum(1)
-        correct[r] = (z.argmax(1) == y) & in_range
-
-        loss_r = -(1 - label_smoothing) * log_prob[r] if label_smoothing < 1 else nan_if_bad.copy()
-        if label_smoothing > 0:
-            loss_r += label_smoothing * (log_total - (z - shift[:, None]).mean(1))
-        token_loss[r] = (loss_r + z_loss * lse[r] ** 2) * tw[r]
-
-        dz = p * (1 + 2 * z_loss * lse[r])[:, None] - label_smoothing / vocab
-        # p_y - 1 as -(sum of the others), which keeps its digits where p_y is nearly 1.
-        others = e.sum(1, where=np.arange(vocab) != y[:, None]) / total
-        dz[i, y] += -others - p[i, y] + label_smoothing
-        grad[r] = dz * slope * (grad_token[r] + nan_if_bad)[:, None]
-
-    loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator
-    return Result(
-        np.asarray(loss),
-        lse.reshape(shape),
-        log_prob.reshape(shape),
-        entropy.reshape(shape),
-        correct.reshape(shape),
-        grad.reshape(*shape, vocab),
-    )
+    result = reference.cross_entropy(lambda rows: x[rows], backward, x.shape[1], target, **options)
+    return Result(*result, grad.reshape(given.shape))

@@ -1,7 +1,6 @@
 """The contract of linear_log_probs in NumPy float64, with gradients: the one oracle of every test.
 
-Written for reading, not for speed; the maths is in the package's docstring.  Tokens are taken in blocks so that the
-logits of a whole vocabulary fit in memory.
+Written for reading, not for speed; the maths is in the package's docstring.
 """
 
 from typing import NamedTuple
@@ -9,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-_BLOCK_LOGITS = 1 << 24  # 128 MiB of float64
+from onchip.ops._shared.reference import Array, blocks, transform
 
 
 class Result(NamedTuple):
@@ -63,21 +61,11 @@ def linear_log_probs(
     entropy, lse = np.zeros(n_tokens), np.zeros(n_tokens)
     top1 = np.full(n_tokens, -1)
     grad_h, grad_w, grad_b = np.zeros_like(h), np.zeros_like(w), np.zeros_like(b)
-    rows = np.flatnonzero((y != ignore_index).any(1))
-    block = max(1, _BLOCK_LOGITS // vocab)
-    for start in range(0, rows.size, block):
-        r = rows[start : start + block]
+    for r in blocks(np.flatnonzero((y != ignore_index).any(1)), vocab):
         counted = y[r] != ignore_index
         in_range = (y[r] >= 0) & (y[r] < vocab)
         column = np.where(in_range, y[r], 0)
-
-        a = (h[r] @ w.T + b) * logit_scale
-        slope = np.ones_like(a)
-        if softcap is not None:
-            tanh = np.tanh(a / softcap)
-            a, slope = softcap * tanh, 1 - tanh**2
-        z = a / tau[r, None]
-        slope = slope * logit_scale / tau[r, None]
+        z, slope = transform(h[r] @ w.T + b, softcap, logit_scale, tau[r])
 
         shift = np.maximum(z.max(1), np.finfo(np.float64).min)
         e = np.exp(z - shift[:, None])
