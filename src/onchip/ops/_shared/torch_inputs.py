@@ -99,3 +99,24 @@ def check_normalizer(
         raise ValueError(f"{op}: normalizer is on {normalizer.device} but {of} is on {device}; move it there")
     refuse_gradient(op, "normalizer", normalizer)
     return normalizer
+
+
+def check_weight_grad_out(op: str, out: Any, weight: Tensor) -> None:
+    """Raise unless `out` can take the weight's gradient."""
+    if out is None:
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{op}: weight_grad_out must be a torch.Tensor; got {type(out).__name__}")
+    if out.dtype != torch.float32:
+        raise TypeError(f"{op}: weight_grad_out must be float32; got {dtype_name(out.dtype)}")
+    if out.shape != weight.shape or not out.is_contiguous():
+        raise ValueError(
+            f"{op}: weight_grad_out must be contiguous, of weight's shape, {list(weight.shape)}; "
+            f"got shape {list(out.shape)}, strides {list(out.stride())}"
+        )
+    if out.device != weight.device:
+        raise ValueError(f"{op}: weight_grad_out is on {out.device} but weight is on {weight.device}; move it there")
+    if out.requires_grad:
+        raise ValueError(f"{op}: weight_grad_out must not require a gradient; pass weight_grad_out.detach()")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{op}: weight_grad_out is not supported inside torch.compile")

@@ -36,27 +36,6 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
 
 
-def check_weight_grad_out(out: Any, weight: Tensor) -> None:
-    """Raise unless `out` can take the weight's gradient."""
-    if out is None:
-        return
-    if not isinstance(out, Tensor):
-        raise TypeError(f"{OP}: weight_grad_out must be a torch.Tensor; got {type(out).__name__}")
-    if out.dtype != torch.float32:
-        raise TypeError(f"{OP}: weight_grad_out must be float32; got {dtype_name(out.dtype)}")
-    if out.shape != weight.shape or not out.is_contiguous():
-        raise ValueError(
-            f"{OP}: weight_grad_out must be contiguous, of weight's shape, {list(weight.shape)}; "
-            f"got shape {list(out.shape)}, strides {list(out.stride())}"
-        )
-    if out.device != weight.device:
-        raise ValueError(f"{OP}: weight_grad_out is on {out.device} but weight is on {weight.device}; move it there")
-    if out.requires_grad:
-        raise ValueError(f"{OP}: weight_grad_out must not require a gradient; pass weight_grad_out.detach()")
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{OP}: weight_grad_out is not supported inside torch.compile")
-
-
 def check_quantized(scale: str, x_scale: str, *, columns: bool, wanted: bool) -> None:
     """Raise unless what `quantize_activation` made serves this call."""
     if scale != x_scale:

@@ -14,12 +14,12 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import require_one_of
 from onchip.ops._shared.torch_autograd import differentiable_once
+from onchip.ops._shared.torch_inputs import check_weight_grad_out
 from onchip.ops.fp8_linear import spec, torch_quantize, triton_op
 from onchip.ops.fp8_linear.spec import OP, Options
 from onchip.ops.fp8_linear.torch_inputs import (
     check_quantized,
     check_tensors,
-    check_weight_grad_out,
     is_plain,
     result_dtype,
 )
@@ -115,7 +115,7 @@ def fp8_linear(
     given: Tensor = x if shared is None else shared.x  # type: ignore[assignment]
     check_tensors(OP, x=given, weight=weight, bias=bias)
     spec.check_shapes(given.shape, weight.shape, None if bias is None else bias.shape)
-    check_weight_grad_out(weight_grad_out, weight)
+    check_weight_grad_out(OP, weight_grad_out, weight)
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (given, weight, bias)]
     if shared is not None:

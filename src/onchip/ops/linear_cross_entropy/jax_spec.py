@@ -3,8 +3,9 @@
 The formulas are of what XLA allocates for a jitted step beyond its arguments and results.
 """
 
-from onchip.ops._shared.spec import DEFAULT_SCRATCH, DTYPE_BYTES, SMALLEST, USEFUL, Config
-from onchip.ops.linear_cross_entropy.spec import OP, Problem, logits_bytes
+from onchip.ops._shared.spec import DTYPE_BYTES, SMALLEST, Config, even_chunk
+from onchip.ops.linear_cross_entropy import spec
+from onchip.ops.linear_cross_entropy.spec import Problem
 
 # No chunk has more tokens: the loops end with the last chunk that has one which counts, so that smaller chunks skip
 # more of what is ignored.
@@ -48,15 +49,7 @@ def scratch_bytes(p: Problem, c: Config) -> int:
 def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> Config:
     """A config with chunks of at most these sizes, as even as whole multiples of 64 allow."""
     tokens, vocab = min(p.tokens, tokens), p.vocab if strategy == "stash" else min(p.vocab, vocab)
-    return Config(strategy, _even(p.tokens, tokens), _even(p.vocab, vocab))
-
-
-def _even(total: int, largest: int) -> int:
-    """The chunk size, at most `largest`, of the fewest chunks, as even as multiples of 64 can be."""
-    if largest >= total or largest < 1:
-        return max(1, total)
-    even = -(-total // -(-total // largest))
-    return min(largest, -(-even // 64) * 64)
+    return Config(strategy, even_chunk(p.tokens, tokens), even_chunk(p.vocab, vocab))
 
 
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
@@ -66,37 +59,12 @@ def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLES
 
 def default_scratch(p: Problem, strategy: str) -> int:
     """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_at_least(p, strategy, USEFUL[p.device]))
+    return spec.default_scratch(p, strategy, scratch_at_least)
 
 
 def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = None) -> str:
-    """The strategy that will run: 'forward' without gradients, else 'stash' or 'recompute'.
-
-    'auto' takes 'stash' where it fits the budget in useful chunks.  With one upstream gradient per token, a weight
-    gradient that is summed over tokens in forward can't be scaled any more: then it is 'recompute', whatever was
-    requested.  Raises ValueError if the budget is too small.
-    """
-    if not p.any_grad:
-        candidates = ["forward"]
-    elif p.per_token_loss and (p.grad_weight or p.grad_bias):
-        candidates = ["recompute"]
-    elif requested != "auto":
-        candidates = [requested]
-    else:
-        bound = default_scratch(p, "recompute") if budget is None else budget
-        useful = scratch_at_least(p, "stash", USEFUL[p.device])
-        candidates = ["stash", "recompute"] if useful <= bound else ["recompute", "stash"]
-    if budget is None:
-        return candidates[0]
-    needs = {s: scratch_at_least(p, s) for s in candidates}
-    for strategy, need in needs.items():
-        if need <= budget:
-            return strategy
-    said = " and ".join(f"{need} bytes for strategy {s!r}" for s, need in needs.items())
-    raise ValueError(
-        f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
-        f"the smallest chunk needs {said}; raise scratch_bytes"
-    )
+    """The strategy that will run, by the rules of the other front end and by this one's needs."""
+    return spec.choose_strategy(p, requested, budget, at_least=scratch_at_least)
 
 
 def plan(p: Problem, strategy: str, budget: int | None = None) -> Config:

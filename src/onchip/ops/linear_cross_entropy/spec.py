@@ -1,6 +1,6 @@
 """What every front end of linear_cross_entropy shares: options, memory formulas, the choice of strategy and chunks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onchip.ops._shared.spec import (
@@ -13,6 +13,7 @@ from onchip.ops._shared.spec import (
     check_leading,
     check_loss_options,
     check_per_token,
+    even_chunk,
     require_bool,
     require_one_of,
 )
@@ -189,17 +190,23 @@ def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLES
     return scratch_bytes(p, Config(strategy, min(p.tokens, sizes[0]), min(p.vocab, sizes[1])))
 
 
-def default_scratch(p: Problem, strategy: str) -> int:
+AtLeast = Callable[[Problem, str, tuple[int, int]], int]
+"""Bytes of scratch that a strategy needs with chunks of [tokens, vocab] sizes."""
+
+
+def default_scratch(p: Problem, strategy: str, at_least: AtLeast = scratch_at_least) -> int:
     """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_at_least(p, strategy, USEFUL[p.device]))
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), at_least(p, strategy, USEFUL[p.device]))
 
 
-def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = None) -> str:
+def choose_strategy(
+    p: Problem, requested: str = "auto", budget: int | None = None, at_least: AtLeast = scratch_at_least
+) -> str:
     """The strategy that will run: 'forward' without gradients, else 'stash' or 'recompute'.
 
-    'auto' takes 'stash' where it fits the budget in useful chunks.  With one upstream gradient per token, a weight
-    gradient that is summed over tokens in forward can't be scaled any more: then it is 'recompute', whatever was
-    requested.  Raises ValueError if the budget is too small.
+    'auto' takes 'stash' where useful chunks of it fit the budget, or need no more than those of 'recompute'.  With one
+    upstream gradient per token, a weight gradient that is summed over tokens in forward can't be scaled any more: then
+    it is 'recompute', whatever was requested.  Raises ValueError if the budget is too small.
     """
     if not p.any_grad:
         candidates = ["forward"]
@@ -209,11 +216,11 @@ def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = No
         candidates = [requested]
     else:
         bound = min(DEFAULT_SCRATCH, logits_bytes(p) // 8) if budget is None else budget
-        stash, recompute = (scratch_at_least(p, s, USEFUL[p.device]) for s in ("stash", "recompute"))
+        stash, recompute = (at_least(p, s, USEFUL[p.device]) for s in ("stash", "recompute"))
         candidates = ["stash", "recompute"] if stash <= max(bound, recompute) else ["recompute", "stash"]
     if budget is None:
         return candidates[0]
-    needs = {s: scratch_at_least(p, s) for s in candidates}
+    needs = {s: at_least(p, s, SMALLEST) for s in candidates}
     for strategy, need in needs.items():
         if need <= budget:
             return strategy
@@ -268,8 +275,4 @@ def _fit(
 
     slope = max(1, cost(1) - cost(0))
     largest = min(total, max(smallest, (budget - cost(0)) // slope))
-    if largest >= total:
-        return total
-    largest = max(smallest, largest // 64 * 64)
-    even = -(-total // -(-total // largest))
-    return min(largest, -(-even // 64) * 64)
+    return even_chunk(total, largest if largest >= total else max(smallest, largest // 64 * 64))

@@ -16,10 +16,10 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import Config, require_positive
 from onchip.ops._shared.torch_autograd import is_plain_one, scale_stash
-from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer
+from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer, check_weight_grad_out
 from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
-from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors, check_weight_grad_out
+from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors
 from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -158,7 +158,7 @@ def linear_cross_entropy(
     )
     dtype = check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
-    check_weight_grad_out(weight_grad_out, weight)
+    check_weight_grad_out(OP, weight_grad_out, weight)
     grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     tensors = (hidden, weight, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
     if precision == "fp8":
