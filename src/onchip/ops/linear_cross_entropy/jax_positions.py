@@ -253,14 +253,25 @@ def chunks(vocab: int, config: MosaicPlan) -> tuple[list[tuple[int, int, int]], 
     return equal, (end, up(vocab, VOCAB_TILE) - end) if config.kept else None
 
 
-def by_token(
-    head: Head, saved: Saved, upstream: Upstream, sums: Array, start: int, stop: int, before: Array, shrink: Any
-) -> Array:
-    """hidden's gradient [T, H]: of tokens with positions in [start, stop) from `sums`, else what was there before."""
+def by_token(head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: Any) -> Array:
+    """hidden's gradient [T, H]: of the tokens with the first positions from `sums`, of all others 0."""
     place = saved.tokens.place
-    mine = saved.tokens.kept & (place >= start) & (place < stop)
-    value = sums.at[place - start].get(mode="clip")
+    mine = saved.tokens.kept & (place < sums.shape[0])
+    value = sums.at[place].get(mode="clip")
     if saved.stash is not None:
         entry = upstream.at_target[place]
         value += entry[:, None] * weight_rows(head, saved.label[place])
-    return jnp.where(mine[:, None], (value * shrink).astype(before.dtype), before)
+    dtype = saved.tensors.hidden.dtype
+    return jnp.where(mine[:, None], (value * shrink).astype(dtype), jnp.zeros((), dtype))
+
+
+def with_last(gradient: Array, head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: Any) -> Array:
+    """hidden's gradient [T, H] with that of the tokens with the last positions from `sums`, where exponentials are
+    kept of the others.  XLA writes these rows in place.
+    """
+    start = saved.label.shape[0] - sums.shape[0]
+    value = sums + upstream.at_target[start:, None] * weight_rows(head, saved.label[start:])
+    # Beyond the last token there is none; no two of these are the same.
+    nowhere = gradient.shape[0] + jnp.arange(sums.shape[0])
+    token = jnp.where(is_there(saved.tokens)[start:], saved.tokens.source[start:], nowhere)
+    return gradient.at[token].set((value * shrink).astype(gradient.dtype), mode="drop", unique_indices=True)

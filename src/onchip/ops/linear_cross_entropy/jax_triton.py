@@ -170,8 +170,7 @@ def _backward(
     shrink = 1.0 if above.shrink is None else above.shrink
     grad_hidden = grad_bias = None
     if needs.hidden:
-        before = jnp.zeros_like(tensors.hidden)
-        grad_hidden = by_token(head, saved, above, state["sums"], 0, padded, before, shrink)
+        grad_hidden = by_token(head, saved, above, state["sums"], shrink)
     if needs.bias:
         assert tensors.bias is not None
         grad_bias = (state["bias"][: head.vocab] * shrink).astype(tensors.bias.dtype)

@@ -36,6 +36,7 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     stored_tiles,
     target_logit,
     upstream,
+    with_last,
 )
 from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, MosaicPlan, split_at, up
 from onchip.ops.linear_cross_entropy.spec import Problem
@@ -275,14 +276,15 @@ def _backward(
                 )  # fmt: skip
 
             out, sums = _run_state(whole, (out, jnp.zeros((held, hidden.shape[1]), jnp.float32)))
-            grad_hidden = by_token(head, saved, up_, sums, 0, held, jnp.zeros_like(hidden), shrink)
+            grad_hidden = by_token(head, saved, up_, sums, shrink)
     elif needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
     # Only now: hidden's float32 gradient is gone.
     source = tokens.source if grad_hidden is None else after(tokens.source, grad_hidden)
     rows = hidden_rows(saved.tensors, source)
-    rest_rows = rows[tail]
+    # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
+    rest_rows = hidden_rows(saved.tensors, source[tail])
     rows = (rows.astype(jnp.float32) * row_factor[:, None]).astype(rows.dtype) if kept else rows
     # Where exponentials are kept, all targets' terms are added apart.
     at_target = jnp.zeros_like(up_.at_target[tail]) if kept else up_.at_target
@@ -332,9 +334,11 @@ def _backward(
         state["bias"] = jnp.zeros(up(head.vocab, VOCAB_TILE), jnp.float32)
     state = _run_state(walk, state)
     if "sums" in state:
-        before = jnp.zeros_like(hidden) if grad_hidden is None else grad_hidden
         sums = sum(state[name] for name in names)
-        grad_hidden = by_token(head, saved, up_, sums, held, padded, before, shrink)
+        if grad_hidden is None:
+            grad_hidden = by_token(head, saved, up_, sums, shrink)
+        else:
+            grad_hidden = with_last(grad_hidden, head, saved, up_, sums, shrink)
     grad_bias = None
     if needs.bias:
         assert saved.tensors.bias is not None

@@ -88,20 +88,12 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     again = rows - c.held
     spare = up(p.vocab, VOCAB_TILE) - split_at(p.vocab, c.chunk) if c.kept else 0
     parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept + up(p.vocab, VOCAB_TILE) * c.overflow)
-    # Of the tokens that are held hidden's gradient is there before that of the others, and not yet in its place.
-    made = _ELEMENT * up(p.tokens, TOKEN_TILE) * p.hidden if c.held and again and p.grad_hidden else 0
-    again_rows = _ELEMENT * again * p.hidden if c.held else 0
     # One after the other: forward, hidden's gradient of the tokens that are held, and the rest of backward.
     forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    kept = {
-        "hidden gradient in float32": 4 * c.held * p.hidden if p.grad_hidden else 0,
-        "hidden gradient of held tokens": made,
-        "hidden rows of logits made again": again_rows if c.halves else 0,
-    }
+    kept = {"hidden gradient in float32": 4 * c.held * p.hidden if p.grad_hidden else 0}
     rest = {
         "hidden rows": hidden_rows,
-        "hidden rows of logits made again": again_rows,
-        "hidden gradient of held tokens": made,
+        "hidden rows of logits made again": _ELEMENT * again * p.hidden if c.held else 0,
         "logits' gradient made again": _ELEMENT * again * min(up(p.vocab, VOCAB_TILE), c.chunk + VOCAB_TILE),
         "hidden gradient in float32": 4 * (1 + int(c.halves)) * again * p.hidden if p.grad_hidden else 0,
     }

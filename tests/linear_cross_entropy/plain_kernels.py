@@ -1,0 +1,199 @@
+"""What the Mosaic kernels compute, in plain JAX: stand-ins with the launchers' signatures, for the CPU.
+
+They keep exponentials where the kernels do, and what the kernels leave unwritten is NaN here.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onchip.ops.linear_cross_entropy.mosaic_blocks import LOWEST, NO_LABEL, REACH, Places
+from onchip.ops.linear_cross_entropy.mosaic_kernels import Partials
+
+__all__ = ["REACH", "Places"]
+TILE = 128  # tokens
+WIDE = 256  # vocabulary entries
+
+
+def turned(kept, vocab_major):
+    """[tokens, entries] as they are kept, or the reverse: under a [V, H] weight 64 x 64 blocks change their place."""
+    if not vocab_major:
+        return kept
+    rows, columns = kept.shape
+    blocks = kept.reshape(rows // 64, 64, columns // 64, 64)
+    return blocks.transpose(2, 1, 0, 3).reshape(columns, rows)
+
+
+def tokens_done(tokens, count):
+    """[T]: in a tile with a token that counts."""
+    return jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // TILE) * TILE
+
+
+def rows_of(weight, vocab_major, vocab):
+    """[vocab, H] float32, zeros beyond V."""
+    w = (weight if vocab_major else weight.T).astype(jnp.float32)
+    return jnp.pad(w, ((0, vocab - len(w)), (0, 0)))
+
+
+def in_matrix(values, vocab, vocab_major):
+    """The part that is inside of a matrix of so many entries; nothing is written outside."""
+    return values[:vocab] if vocab_major else values[:, :vocab]
+
+
+def entries(matrix, first, size, vocab_major, tokens):
+    """[tokens, size] of what a matrix keeps from entry `first` on; zeros outside."""
+    axis = 0 if vocab_major else 1
+    matrix = lax.slice_in_dim(matrix, 0, tokens, axis=1 - axis)
+    pad = [(0, 0), (0, 0)]
+    pad[axis] = (0, size + -matrix.shape[axis] % 64)
+    return turned(lax.dynamic_slice_in_dim(jnp.pad(matrix, pad), first, size, axis), vocab_major)
+
+
+def unscaled(rows, weight, vocab_major, bias, inner_scale, padded):
+    x = rows.astype(jnp.float32) @ rows_of(weight, vocab_major, padded).T
+    if bias is not None:
+        x += bias
+    return x if inner_scale is None else jnp.tanh(x * inner_scale)
+
+
+def softmax_tiles(
+    rows, weight, label, factor, count, *, vocab_major, bias=None, inner_scale=None, shift=None, stash=None, spare=None,
+    places=None, exponential_scale=1.0, smoothing=False, stats=False, config=None,
+):  # fmt: skip
+    tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
+    padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
+    x = unscaled(rows, weight, vocab_major, bias, inner_scale, padded)
+    inside = jnp.arange(padded) < vocab
+    x = jnp.where(inside, x, -jnp.inf).reshape(tokens, -1, config.part_n)
+    top = jnp.maximum(x.max(2), LOWEST)
+    below = (x - top[:, :, None]) * factor[:, None, None]
+    e = jnp.exp(below)
+    moment = (e * jnp.maximum(below, -1e30)).sum(2)
+    own = (jnp.arange(padded) == label[:, None]).reshape(x.shape)
+    e = jnp.where(own, 0, e)
+    maximum = top * factor[:, None]
+
+    def part(value):
+        unwritten = jnp.iinfo(jnp.int32).max if value.dtype == jnp.int32 else jnp.nan
+        return jnp.where(done, value.T, unwritten)
+
+    if isinstance(spare, jax.Ref):  # and no array, from which the caller wants shapes alone
+        above = maximum - shift[:, None]
+        f = jnp.where(above > REACH, 1.0, jnp.exp(above)) * exponential_scale
+        value = (e * f[:, :, None]).reshape(tokens, padded).astype(rows.dtype)
+        value = turned(jnp.where(done[:, None], value, jnp.nan), vocab_major)
+        cut = (lambda first, last: value[first:last]) if vocab_major else (lambda first, last: value[:, first:last])
+        spare[...] = cut(places.split, padded)
+        if stash is not None:
+            at = slice(places.shift, places.shift + places.split)
+            stash[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = cut(0, places.split)
+    return Partials(
+        part(maximum),
+        part(e.sum(2)),
+        part(jnp.where(jnp.isinf(below), 0, below).sum(2)) if smoothing else None,
+        part(moment) if stats else None,
+        part(x.argmax(2).astype(jnp.int32) + config.part_n * jnp.arange(x.shape[1], dtype=jnp.int32))
+        if stats
+        else None,
+    )
+
+
+def gradient_tiles(
+    rows, weight, label, factor, lse, scale, at_target, count, *, vocab_major, first, size, even=None, bias=None,
+    inner_scale=None, config=None,
+):  # fmt: skip
+    tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
+    padded = -(-vocab // WIDE) * WIDE
+    x = unscaled(rows, weight, vocab_major, bias, inner_scale, padded)
+    g = jnp.exp(x * factor[:, None] - lse[:, None]) * scale[:, None]
+    if even is not None:
+        g -= even[:, None]
+    g = jnp.where(jnp.arange(padded) == label[:, None], at_target[:, None], g)
+    if inner_scale is not None:
+        g *= 1 - x * x
+    g = jnp.where(jnp.arange(padded) < vocab, g, 0)
+    g = lax.dynamic_slice_in_dim(jnp.pad(g, ((0, 0), (0, size))), first[0], size, 1)
+    return turned(jnp.where(tokens_done(tokens, count)[:, None], g.astype(rows.dtype), jnp.nan), vocab_major)
+
+
+def kept_entries(stash, spare, places, vocab, vocab_major, tokens):
+    """[tokens, entries]: all that is kept of some tokens."""
+    padded = -(-vocab // WIDE) * WIDE
+    parts = [entries(stash, places.shift, places.split, vocab_major, tokens)] if places.split else []
+    return jnp.concatenate([*parts, entries(spare, 0, padded - places.split, vocab_major, tokens)], 1)
+
+
+def hidden_product(
+    weight, count, *, vocab_major, tokens, stash=None, spare=None, places=None, overflow=None, again=None, first=None,
+    scale=None, add_to, second=None, halves=False, config=None,
+):  # fmt: skip
+    vocab = weight.shape[0 if vocab_major else 1]
+    padded = -(-vocab // WIDE) * WIDE
+    if again is not None:
+        e = turned(again, vocab_major)
+    else:
+        more = 0 if overflow is None else overflow.shape[1 if vocab_major else 0]
+        e = kept_entries(stash[...], spare, places, vocab, vocab_major, tokens - more)
+        if more:
+            e = jnp.concatenate([e, entries(overflow, 0, padded, vocab_major, more)])
+    first = 0 if first is None else first[0]
+    size, done = e.shape[1], tokens_done(tokens, count)
+    w = lax.dynamic_slice_in_dim(rows_of(weight, vocab_major, padded + size), first, size, 0)
+    e = jnp.where(done[:, None], e.astype(jnp.float32), 0)
+    cut = size if second is None else size // 2
+    for ref, part in ((add_to, slice(0, cut)), (second, slice(cut, size))):
+        if ref is not None:
+            product = e[:, part] @ w[part]
+            ref[...] += product if scale is None else jnp.where(done[:, None], product * scale[:, None], 0)
+
+
+def weight_product(
+    out, rows, count, *, vocab_major, first, size, places=None, spare=None, kept_tokens=None, overflow=None, again=None,
+    shrink=None, after=None, config=None,
+):  # fmt: skip
+    tokens, kept = len(rows), len(rows) if kept_tokens is None else kept_tokens
+    vocab = out.shape[0 if vocab_major else 1]
+    parts = []
+    if kept:
+        assert spare is not None or size <= places.shift
+        source, at = (out[...], first[0] + places.shift) if spare is None else (spare, 0)
+        parts.append(entries(source, at, size, vocab_major, kept))
+    if overflow is not None:
+        parts.append(entries(overflow, first[0], size, vocab_major, overflow.shape[1 if vocab_major else 0]))
+    if again is not None:
+        parts.append(turned(again, vocab_major))
+    done = jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // config.tile_k) * config.tile_k
+    e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
+    product = e.T @ rows.astype(jnp.float32) * (1.0 if shrink is None else shrink)
+    axis = 0 if vocab_major else 1
+    made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
+    old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
+    out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
+
+
+def settle_exponentials(stash, spare, maximum, before, after, count, *, vocab_major, places, vocab, config=None):
+    (tokens,) = before.shape
+    moved = (before != after) & (jnp.arange(tokens) < count[0])
+    top = jnp.repeat(maximum.T, config.part_n, 1)
+    used = jnp.where(top - before[:, None] > REACH, top, before[:, None])
+    f = jnp.where(moved[:, None], jnp.exp(used - after[:, None]), 1)
+
+    def settled(ref, first, start, stop):
+        size = stop - start
+        value = entries(ref[...], first, size, vocab_major, tokens).astype(jnp.float32)
+        value = turned(jnp.where(f[:, start:stop] == 1, value, value * f[:, start:stop]).astype(ref.dtype), vocab_major)
+        at = slice(first, first + size)
+        ref[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = value
+
+    if stash is not None and places.split:
+        settled(stash, places.shift, 0, places.split)
+    settled(spare, 0, places.split, top.shape[1])
+
+
+def add_targets(out, hidden, order, sorted_label, sorted_position, at_target, *, vocab_major):
+    vocab = out.shape[0 if vocab_major else 1]
+    terms = at_target[sorted_position][:, None] * hidden[order[sorted_position]].astype(jnp.float32)
+    there = (sorted_label >= 0) & (sorted_label != NO_LABEL)
+    terms = jnp.where(there[:, None], terms, 0)
+    sums = jnp.zeros((vocab, terms.shape[1]), jnp.float32).at[jnp.where(there, sorted_label, 0)].add(terms)
+    out[...] = (out[...].astype(jnp.float32) + (sums if vocab_major else sums.T)).astype(out.dtype)

@@ -1,0 +1,85 @@
+"""The 'mosaic_gpu' backend on the CPU with plain stand-ins for its kernels: all that it does around them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_kernels
+import pytest
+from common_jax import assert_right, plain, small_problem
+from common_jax import quick_compilation as quick_compilation
+
+from onchip.jax import linear_cross_entropy
+from onchip.ops.linear_cross_entropy import jax_op, mosaic_op
+from onchip.ops.linear_cross_entropy.cases import Case
+from onchip.ops.linear_cross_entropy.mosaic_spec import MosaicPlan
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+LAYOUTS = pytest.mark.parametrize("layout", ["vh", "hv"])
+# With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
+LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
+    monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
+    for module in ("_kernels", "_settle"):
+        monkeypatch.setattr(mosaic_op, module, lambda: plain_kernels)
+    # Nothing that was compiled for other kernels, or other plans.
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("overflow", "halves"), [(0, False), (0, True), (128, False), (128, True), (384, False)], ids=str
+)
+def test_every_kind_of_plan(overflow, halves, layout, monkeypatch):
+    plan = MosaicPlan("stash", 512, kept=128, chunk=512, overflow=overflow, halves=halves)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    assert_right(LONG, "bfloat16", backend="mosaic_gpu", weight_layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "layout"),
+    [
+        (Case("large logits", 200, 192, 1088, logit_std=60.0), "bfloat16", "hv"),
+        (Case("large logits", 200, 192, 1088, logit_std=60.0), "float16", "vh"),
+        (Case("per token", 200, 192, 1088, token_weight=True, token_temperature=True, options={"reduction": "none"}),
+         "bfloat16", "vh"),
+        (Case("everything", 200, 192, 1088, bias=True, token_weight=True, ignored=0.2,
+              options={"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}), "float16", "hv"),
+        (Case("all ignored", 200, 192, 1088, ignored=1.0), "bfloat16", "vh"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_cases(case, dtype, layout):
+    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
+@pytest.mark.parametrize("transform", ["checkpoint", "scan", "vmap"])
+def test_transforms(transform, monkeypatch):
+    plan = MosaicPlan("stash", 256, kept=128, chunk=512)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    hidden, weight, labels, _ = small_problem(512, 128, 1088, "bfloat16")
+
+    def loss(f, hidden, weight):
+        if transform == "checkpoint":
+            return jax.checkpoint(f)(hidden[0], weight, labels[0])
+        if transform == "vmap":
+            return jax.vmap(f, in_axes=(0, None, 0))(hidden, weight, labels).mean()
+        return jax.lax.scan(lambda total, x: (total + f(x[0], weight, x[1]), None), 0.0, (hidden, labels))[0]
+
+    def expected(hidden, weight, labels):
+        return plain(hidden.astype(jnp.float32), weight.astype(jnp.float32), labels)
+
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(partial(loss, f), (0, 1)))(hidden, weight)
+        for f in (partial(linear_cross_entropy, backend="mosaic_gpu"), expected)
+    )
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
