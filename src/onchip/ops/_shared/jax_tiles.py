@@ -280,8 +280,9 @@ def complete(softmax: Softmax, label: Array, tensors: Tensors, bad: Array, vocab
     loss = -log_prob
     if tensors.label_smoothing is not None and softmax.offset_sum is not None:
         eps = tensors.label_smoothing
-        # At 1 the label's logit doesn't count, and 0 * inf is not 0.
-        loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + eps * (log_total - softmax.offset_sum / vocab)
+        even = log_total - softmax.offset_sum / vocab
+        # At 1 the label's logit doesn't count, at 0 a masked entry's doesn't, and 0 * inf is not 0.
+        loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + jnp.where(eps > 0, eps * even, 0)
     if tensors.z_loss is not None:
         loss += tensors.z_loss * jnp.square(lse)
     entropy = correct = None
