@@ -138,6 +138,16 @@ def test_every_integer_dtype_of_labels(kind):
     assert_same(linear_cross_entropy(h, w, given_labels), expected)
 
 
+@pytest.mark.parametrize("kind", [jnp.int4, jnp.uint4])
+def test_labels_of_four_bits(kind):
+    h, w, y, _ = small_problem()
+    y = jnp.where(y % 3 == 0, -1, y % 7)
+    given_labels = (y + 16) % 16 if kind == jnp.uint4 else y
+    ignored = 15 if kind == jnp.uint4 else -1
+    got = linear_cross_entropy(h, w, given_labels.astype(kind), ignore_index=ignored)
+    assert_same(got, linear_cross_entropy(h, w, y, ignore_index=-1))
+
+
 def test_int8_labels_of_a_large_vocabulary_and_an_ignore_index_that_they_can_not_hold():
     h, w, _, _ = small_problem(vocab=300)
     y = jnp.full((2, 12), -56, jnp.int8)  # 200 as int8

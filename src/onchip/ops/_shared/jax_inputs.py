@@ -113,7 +113,7 @@ def plain_labels(labels: Any, vocab: int, ignore_index: int) -> jax.Array:
     """[...] int32 labels: in [0, V), IGNORED or OUT_OF_RANGE, whatever integers came in."""
     # NumPy's 64-bit integers are compared in NumPy: as a jax.Array they could lose their upper half first.
     xp: Any = np if isinstance(labels, np.ndarray) else jnp
-    limits = np.iinfo(labels.dtype)
+    limits = jnp.iinfo(labels.dtype)  # np.iinfo doesn't know int4
     # A number that the labels' dtype can't hold equals none of them; comparing would wrap it or raise.
     ignored = labels == xp.asarray(ignore_index, labels.dtype) if limits.min <= ignore_index <= limits.max else False
     wrong = labels < xp.asarray(0, labels.dtype)
