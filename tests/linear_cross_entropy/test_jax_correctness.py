@@ -169,6 +169,16 @@ def test_leading_dimensions(shape):
 
 
 @both_strategies
+def test_one_token_without_leading_dimensions_has_a_weight_and_a_temperature(strategy):
+    h, w, y, _ = small_problem()
+    one = jnp.float32(3)
+    op = partial(linear_cross_entropy, strategy=strategy)
+    got = jax.value_and_grad(lambda h: op(h, w, y[0, 0], token_weight=one, temperature=one))(h[0, 0])
+    same = jax.value_and_grad(lambda h: op(h[None], w, y[0, :1], token_weight=one[None], temperature=3.0))(h[0, 0])
+    assert_same(got, same)
+
+
+@both_strategies
 def test_no_tokens(strategy):
     h, w, y = jnp.zeros((2, 0, 16)), jnp.ones((70, 16)), jnp.zeros((2, 0), jnp.int32)
     loss, grads = jax.value_and_grad(partial(linear_cross_entropy, strategy=strategy), (0, 1))(h, w, y)

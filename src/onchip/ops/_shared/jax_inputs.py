@@ -109,6 +109,12 @@ def as_constant(x: Any) -> jax.Array | None:
     return values.reshape(-1) if values.ndim else values
 
 
+def per_token_constant(x: Any) -> jax.Array | None:
+    """As `as_constant`, [T] of what has one number per token: also where T is 1 by having no leading dimensions."""
+    values = as_constant(x)
+    return None if values is None else values.reshape(-1)
+
+
 def plain_labels(labels: Any, vocab: int, ignore_index: int) -> jax.Array:
     """[...] int32 labels: in [0, V), IGNORED or OUT_OF_RANGE, whatever integers came in."""
     # NumPy's 64-bit integers are compared in NumPy: as a jax.Array they could lose their upper half first.

@@ -23,6 +23,7 @@ from onchip.ops._shared.jax_inputs import (
     check_numbers,
     is_array,
     known_numbers,
+    per_token_constant,
     plain_labels,
     platform,
 )
@@ -148,7 +149,7 @@ def cross_entropy(
         hidden=rows,
         weight=jnp.zeros((vocab, 0), rows.dtype),  # what is in hidden's place are logits already
         labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
-        token_weight=as_constant(token_weight),
+        token_weight=per_token_constant(token_weight),
         normalizer=as_constant(normalizer),
         **as_constants(numbers),
     )

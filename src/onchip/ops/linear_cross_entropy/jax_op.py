@@ -24,6 +24,7 @@ from onchip.ops._shared.jax_inputs import (
     check_numbers,
     is_array,
     known_numbers,
+    per_token_constant,
     plain_labels,
     platform,
 )
@@ -161,7 +162,7 @@ def linear_cross_entropy(
         weight=jnp.asarray(weight),
         labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
         bias=None if bias is None else jnp.asarray(bias),
-        token_weight=as_constant(token_weight),
+        token_weight=per_token_constant(token_weight),
         normalizer=as_constant(normalizer),
         **as_constants(numbers),
     )

@@ -19,7 +19,13 @@ from jax.custom_derivatives import SymbolicZero
 from onchip.core.backends import choose_backend
 from onchip.ops._shared import jax_call, jax_tiles
 from onchip.ops._shared.jax_call import refuse_second_derivative
-from onchip.ops._shared.jax_inputs import as_constant, check_normalizer, plain_labels, platform
+from onchip.ops._shared.jax_inputs import (
+    as_constant,
+    check_normalizer,
+    per_token_constant,
+    plain_labels,
+    platform,
+)
 from onchip.ops.linear_jsd import jax_rows, spec
 from onchip.ops.linear_jsd.jax_inputs import check_arrays
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
@@ -279,7 +285,7 @@ def _call(
         else plain_labels(labels, size, int(options.ignore_index)).reshape(-1),
         None if topk is None else plain_labels(flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(flat(topk.values).astype(jnp.float32)),
-        as_constant(named["token_weight"]),
+        per_token_constant(named["token_weight"]),
         as_constant(normalizer),
     )
     static = _Static(
