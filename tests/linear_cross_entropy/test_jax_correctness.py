@@ -324,6 +324,12 @@ def test_normalizer_makes_accumulated_gradients_those_of_the_whole_batch(strateg
         assert_same(part(h[0], w, y[0]) + part(h[1], w, y[1]), whole)
 
 
+@pytest.mark.parametrize("count", [2**33, np.int64(2**33), np.asarray(2**33)], ids=["int", "scalar", "array"])
+def test_a_normalizer_beyond_32_bits(count):
+    h, w, y, _ = small_problem()
+    assert_same(linear_cross_entropy(h, w, y, normalizer=count), plain(h, w, y, reduction="sum") / 2.0**33)
+
+
 def test_label_smoothing_of_one_ignores_the_label():
     h, w, y, _ = small_problem()
     log_p = jax.nn.log_softmax(jnp.matmul(h, w.T, precision="highest"))

@@ -105,7 +105,9 @@ def as_constant(x: Any) -> jax.Array | None:
     """A number, or the flattened array of one number per token, as float32 that gets no gradient."""
     if x is None:
         return None
-    values: jax.Array = jax.lax.stop_gradient(jnp.asarray(x).astype(jnp.float32))
+    # Not by way of a jax.Array of its own dtype: 2**31 tokens don't fit its integers.
+    plain = x if isinstance(x, jax.Array) else np.asarray(x, np.float32)
+    values: jax.Array = jax.lax.stop_gradient(jnp.asarray(plain, jnp.float32))
     return values.reshape(-1) if values.ndim else values
 
 
