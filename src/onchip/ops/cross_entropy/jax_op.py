@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import Static, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_call import Static, Tensors, refuse_second_derivative, vary_alike
 from onchip.ops._shared.jax_inputs import (
     as_constant,
     as_constants,
@@ -153,6 +153,7 @@ def cross_entropy(
         normalizer=as_constant(normalizer),
         **as_constants(numbers),
     )
+    tensors = vary_alike(tensors)
     static = Static(
         backend=backend,
         platform=platform(),

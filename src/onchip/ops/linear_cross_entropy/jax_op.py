@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import Needs, Static, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_call import Needs, Static, Tensors, refuse_second_derivative, vary_alike
 from onchip.ops._shared.jax_inputs import (
     as_constant,
     as_constants,
@@ -166,6 +166,7 @@ def linear_cross_entropy(
         normalizer=as_constant(normalizer),
         **as_constants(numbers),
     )
+    tensors = vary_alike(tensors)
     static = Static(
         backend=backend,
         platform=platform(),

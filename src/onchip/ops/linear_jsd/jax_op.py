@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared import jax_call, jax_tiles
-from onchip.ops._shared.jax_call import refuse_second_derivative
+from onchip.ops._shared.jax_call import refuse_second_derivative, vary_alike
 from onchip.ops._shared.jax_inputs import (
     as_constant,
     check_normalizer,
@@ -288,6 +288,7 @@ def _call(
         per_token_constant(named["token_weight"]),
         as_constant(normalizer),
     )
+    tensors = vary_alike(tensors)
     static = _Static(
         op,
         platform(),
@@ -487,7 +488,8 @@ def _jit_walk(static: _Static, tensors: _Tensors, grad_loss: Any) -> tuple[Any, 
         for i, (x, need) in enumerate(zip(p, static.needs, strict=True))
     ]
     losses = jnp.zeros(tokens.source.shape[0], jnp.float32)
-    losses, sums = lax.fori_loop(0, -(-tokens.number // chunk), body, (losses, zeros))
+    state = vary_alike((losses, zeros), tokens.number)
+    losses, sums = lax.fori_loop(0, -(-tokens.number // chunk), body, state)
     losses = jnp.where(jnp.arange(losses.shape[0]) < tokens.number, losses * tokens.weight, 0)
     loss = tokens.spread(losses) if static.reduction == "none" else losses.sum() * tokens.inverse_count
     assert loss.shape == ((total,) if static.reduction == "none" else ())

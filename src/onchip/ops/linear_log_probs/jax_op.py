@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative, vary_alike
 from onchip.ops._shared.jax_call import Static as Call
 from onchip.ops._shared.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
 from onchip.ops._shared.spec import Config
@@ -136,6 +136,7 @@ def linear_log_probs(
         bias=None if bias is None else jnp.asarray(bias),
         **as_constants(numbers),
     )
+    tensors, plain = vary_alike((tensors, plain))
     chosen = choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     budget = None if scratch_bytes is None else int(scratch_bytes)
     call = Call(chosen, platform(), tensors.hidden.dtype.name, weight_layout, "none", "recompute", budget, False)
