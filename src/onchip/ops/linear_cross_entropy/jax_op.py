@@ -78,7 +78,7 @@ def linear_cross_entropy(
         hidden: [..., H] float32, bfloat16 or float16.  The leading dimensions hold T tokens.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        bias: [V] of hidden's dtype.  -inf takes an entry out of the vocabulary.
+        bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).

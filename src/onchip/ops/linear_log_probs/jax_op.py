@@ -73,7 +73,7 @@ def linear_log_probs(
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
-        bias: [V] of hidden's dtype.  -inf takes an entry out of the vocabulary.
+        bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it leaves exact
             zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
