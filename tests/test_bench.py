@@ -525,21 +525,32 @@ def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
 
 
 def test_add_keeps_the_rows_of_an_earlier_run() -> None:
-    def document(impl: str, ms: float, gpu: str = "H100") -> dict[str, Any]:
+    def document(impl: str, ms: float) -> dict[str, Any]:
         row = {"case": "a", "mode": "forward", "impl": impl, "median_ms": ms}
-        environment = {"gpu": gpu, "cpu": "x", "torch": "2", "triton": "3", "onchip": "0"}
-        return {"environment": environment, "rows": [row], "not_run": []}
+        return {"environment": {"gpu": "H100"}, "rows": [row], "not_run": []}
 
-    both = run._added(document("one", 1.0), document("two", 2.0), Path("r.json"))
+    both = run._added(document("one", 1.0), document("two", 2.0))
     assert [r["impl"] for r in both["rows"]] == ["one", "two"]
-    again = run._added(both, document("one", 3.0), Path("r.json"))
+    again = run._added(both, document("one", 3.0))
     assert {r["impl"]: r["median_ms"] for r in again["rows"]} == {"one": 3.0, "two": 2.0}
-    with pytest.raises(ValueError, match="made with gpu H100"):
-        run._added(both, document("one", 1.0, gpu="H200"), Path("r.json"))
-    jax = document("one", 1.0)
-    jax["environment"]["jax"] = "0.11"
-    with pytest.raises(ValueError, match="made with jax None"):
-        run._added(both, jax, Path("r.json"))
+
+
+def test_what_can_not_be_added_to_is_refused_before_anything_runs(
+    bench: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = bench(GOOD, cases=["size-10"])
+    (path,) = first.folder.glob("*.json")
+    monkeypatch.setattr(harness, "run_cases", lambda *_, **__: pytest.fail("it ran"))
+    written = path.read_text()
+    for name in ("gpu", "jax"):
+        made = json.loads(written)
+        made["environment"][name] = "of old"
+        path.write_text(json.dumps(made))
+        with pytest.raises(ValueError, match=f"--add: .* was made with {name} of old; choose another --out"):
+            bench(GOOD, cases=["size-10"], add=True)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="is no result of onchip bench"):
+        bench(GOOD, cases=["size-10"], add=True)
 
 
 def test_small_scratch_of_the_cpu_case() -> None:

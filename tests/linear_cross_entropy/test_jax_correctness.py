@@ -138,6 +138,16 @@ def test_every_integer_dtype_of_labels(kind):
     assert_same(linear_cross_entropy(h, w, given_labels), expected)
 
 
+@pytest.mark.parametrize("kind", [jnp.int4, jnp.uint4])
+def test_labels_of_four_bits(kind):
+    h, w, y, _ = small_problem()
+    y = jnp.where(y % 3 == 0, -1, y % 7)
+    given_labels = (y + 16) % 16 if kind == jnp.uint4 else y
+    ignored = 15 if kind == jnp.uint4 else -1
+    got = linear_cross_entropy(h, w, given_labels.astype(kind), ignore_index=ignored)
+    assert_same(got, linear_cross_entropy(h, w, y, ignore_index=-1))
+
+
 def test_int8_labels_of_a_large_vocabulary_and_an_ignore_index_that_they_can_not_hold():
     h, w, _, _ = small_problem(vocab=300)
     y = jnp.full((2, 12), -56, jnp.int8)  # 200 as int8
@@ -156,6 +166,16 @@ def test_leading_dimensions(shape):
     assert loss.shape == shape
     assert [(x.shape, x.dtype) for x in stats] == [(shape, jnp.float32)] * 3 + [(shape, bool)]
     assert_same(loss, plain(h, w, y, reduction="none"))
+
+
+@both_strategies
+def test_one_token_without_leading_dimensions_has_a_weight_and_a_temperature(strategy):
+    h, w, y, _ = small_problem()
+    one = jnp.float32(3)
+    op = partial(linear_cross_entropy, strategy=strategy)
+    got = jax.value_and_grad(lambda h: op(h, w, y[0, 0], token_weight=one, temperature=one))(h[0, 0])
+    same = jax.value_and_grad(lambda h: op(h[None], w, y[0, :1], token_weight=one[None], temperature=3.0))(h[0, 0])
+    assert_same(got, same)
 
 
 @both_strategies
@@ -304,11 +324,26 @@ def test_normalizer_makes_accumulated_gradients_those_of_the_whole_batch(strateg
         assert_same(part(h[0], w, y[0]) + part(h[1], w, y[1]), whole)
 
 
+@pytest.mark.parametrize("count", [2**33, np.int64(2**33), np.asarray(2**33)], ids=["int", "scalar", "array"])
+def test_a_normalizer_beyond_32_bits(count):
+    h, w, y, _ = small_problem()
+    assert_same(linear_cross_entropy(h, w, y, normalizer=count), plain(h, w, y, reduction="sum") / 2.0**33)
+
+
 def test_label_smoothing_of_one_ignores_the_label():
     h, w, y, _ = small_problem()
     log_p = jax.nn.log_softmax(jnp.matmul(h, w.T, precision="highest"))
     for one in (1, 1.0, jnp.float32(1)):
         assert_same(linear_cross_entropy(h, w, y, label_smoothing=one), -log_p.mean())
+
+
+@both_strategies
+def test_a_traced_label_smoothing_of_zero_changes_nothing(strategy):
+    """Nor does it where an entry is masked: an infinite mean of logits counts 0 times."""
+    h, w, y, _ = small_problem()
+    bias = jnp.zeros(70).at[jnp.setdiff1d(jnp.arange(70), y)[:3]].set(-jnp.inf)
+    run = jax.jit(jax.value_and_grad(partial(linear_cross_entropy, bias=bias, strategy=strategy), (0, 1)))
+    assert_same(run(h, w, y, label_smoothing=0.0), run(h, w, y))
 
 
 @both_strategies

@@ -83,6 +83,7 @@ WRONG = {
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
     "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto'"),
+    "backend is a list": ({"backend": ["xla"]}, ValueError, "backend must be one of 'auto'"),
     "weight_layout": ({"weight_layout": "nt"}, ValueError, "weight_layout must be one of 'vh', 'hv'; got 'nt'"),
     "weight_layout is a list": ({"weight_layout": ["vh"]}, ValueError, "weight_layout must be one of 'vh', 'hv'; got list"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),

@@ -18,7 +18,7 @@ def temporary_bytes(problem, **options):
     step = partial(linear_cross_entropy, **options)
     wanted = tuple(i for i, grad in enumerate((problem.grad_hidden, problem.grad_weight)) if grad)
     if wanted:
-        step = jax.value_and_grad(step, wanted)
+        step = jax.value_and_grad(step, wanted, has_aux=problem.stats)
     labels = jax.ShapeDtypeStruct((problem.tokens,), jnp.int32)
     return jax.jit(step).lower(h, w, labels).compile().memory_analysis().temp_size_in_bytes
 
@@ -37,6 +37,8 @@ FORWARD = {"grad_hidden": False, "grad_weight": False}
         ((777, 520, 5001), "recompute", {"softcap": True}, {"softcap": 5.0}),
         ((777, 520, 5001), "recompute", {"grad_weight": False}, {}),
         ((4096, 64, 4096), "stash", {"grad_hidden": False}, {}),
+        ((2048, 64, 8192), "stash", {"grad_weight": False, "smoothing": True}, {"label_smoothing": 0.1}),
+        ((2048, 64, 8192), "recompute", {"stats": True}, {"return_stats": True}),
         ((4096, 64, 4096), "recompute", {"smoothing": True}, {"label_smoothing": 0.1, "z_loss": 1e-3}),
     ],
     ids=str,

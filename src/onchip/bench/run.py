@@ -77,6 +77,9 @@ def run_bench(
         console.print(
             f"[yellow]Other work keeps {described['busy_cores']} cores busy; times will come out too long.[/]"
         )
+    name = op if framework == "torch" else f"{op}-{framework}"
+    stem = out / f"{described['date'][:10]}-{described['device']}-{name}"
+    earlier = _earlier(stem.with_name(f"{stem.name}.json"), described) if add else None
     outcome = harness.run_cases(
         op,
         target,
@@ -90,14 +93,11 @@ def run_bench(
     )
     document = {"environment": described, **outcome.as_json()}
     report.print_rows(document, console)
-    out.mkdir(parents=True, exist_ok=True)
-    name = op if framework == "torch" else f"{op}-{framework}"
-    stem = out / f"{described['date'][:10]}-{described['device']}-{name}"
-    earlier = stem.with_name(f"{stem.name}.json")
-    if add and earlier.exists():
-        document = _added(json.loads(earlier.read_text(encoding="utf-8")), document, earlier)
+    if earlier is not None:
+        document = _added(earlier, document)
     document = summarized(target, document)
     report.print_summary(document, console)
+    out.mkdir(parents=True, exist_ok=True)
     for path, text in (
         (stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, allow_nan=False) + "\n"),
         (stem.with_name(f"{stem.name}.html"), report.html_page(document)),
@@ -126,11 +126,23 @@ def summarized(target: harness.Op, document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _added(earlier: dict[str, Any], now: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The earlier document with this one's rows in the place of those that they repeat."""
+def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The document to add to, if there is one; raises ValueError where it was made with something else."""
+    if not path.exists():
+        return None
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before = document["environment"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"--add: {path} is no result of onchip bench; choose another --out") from error
     for name in ("gpu", "cpu", "torch", "triton", "jax", "jaxlib", "onchip"):
-        if (made_with := earlier["environment"].get(name)) != now["environment"].get(name):
+        if (made_with := before.get(name)) != environment.get(name):
             raise ValueError(f"--add: {path} was made with {name} {made_with}; choose another --out")
+    return document
+
+
+def _added(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The earlier document with this one's rows in the place of those that they repeat."""
     done = {(row["case"], row["mode"], row["impl"]) for row in now["rows"]}
     kept = [row for row in earlier["rows"] if (row["case"], row["mode"], row["impl"]) not in done]
     order = list(dict.fromkeys((row["case"], row["mode"]) for row in [*kept, *now["rows"]]))

@@ -18,7 +18,7 @@ def choose_backend(op: str, requested: str, refusals: Mapping[str, str | None]) 
                 return name
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise ValueError(f"{op}: no backend can run this call ({reasons})")
-    if requested not in refusals:
+    if requested not in tuple(refusals):  # not a look-up: that needs a value with a hash
         known = ", ".join(repr(name) for name in ("auto", *refusals))
         raise ValueError(f"{op}: backend must be one of {known}; got {requested!r}")
     reason = refusals[requested]

@@ -1,4 +1,5 @@
-"""What a front end in JAX hands to a backend, and how it says that it has first derivatives alone."""
+"""What a front end in JAX hands to a backend, under `jax.shard_map` too, and how it says that it has first derivatives
+alone."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,6 +53,25 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+
+
+def vary_alike(arrays: Any, like: Any = None) -> Any:
+    """The arrays, each taken to vary over all axes of `jax.shard_map` over which any of them, or of `like`, does.
+
+    A loop's state must vary as what is added to it does; and JAX sums the gradient of an array that is the same on all
+    devices over the axes that it is made to vary over here.
+    """
+
+    def axes(x: Any) -> frozenset[str]:
+        return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
+
+    every = frozenset[str]().union(*map(axes, jax.tree.leaves((arrays, like))))
+
+    def vary(x: Any) -> Any:
+        missing = tuple(sorted(every - axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, arrays)
 
 
 def refuse_second_derivative(op: str, *_: Any) -> Any:

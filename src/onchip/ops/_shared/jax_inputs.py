@@ -105,15 +105,23 @@ def as_constant(x: Any) -> jax.Array | None:
     """A number, or the flattened array of one number per token, as float32 that gets no gradient."""
     if x is None:
         return None
-    values: jax.Array = jax.lax.stop_gradient(jnp.asarray(x).astype(jnp.float32))
+    # Not by way of a jax.Array of its own dtype: 2**31 tokens don't fit its integers.
+    plain = x if isinstance(x, jax.Array) else np.asarray(x, np.float32)
+    values: jax.Array = jax.lax.stop_gradient(jnp.asarray(plain, jnp.float32))
     return values.reshape(-1) if values.ndim else values
+
+
+def per_token_constant(x: Any) -> jax.Array | None:
+    """As `as_constant`, [T] of what has one number per token: also where T is 1 by having no leading dimensions."""
+    values = as_constant(x)
+    return None if values is None else values.reshape(-1)
 
 
 def plain_labels(labels: Any, vocab: int, ignore_index: int) -> jax.Array:
     """[...] int32 labels: in [0, V), IGNORED or OUT_OF_RANGE, whatever integers came in."""
     # NumPy's 64-bit integers are compared in NumPy: as a jax.Array they could lose their upper half first.
     xp: Any = np if isinstance(labels, np.ndarray) else jnp
-    limits = np.iinfo(labels.dtype)
+    limits = jnp.iinfo(labels.dtype)  # np.iinfo doesn't know int4
     # A number that the labels' dtype can't hold equals none of them; comparing would wrap it or raise.
     ignored = labels == xp.asarray(ignore_index, labels.dtype) if limits.min <= ignore_index <= limits.max else False
     wrong = labels < xp.asarray(0, labels.dtype)

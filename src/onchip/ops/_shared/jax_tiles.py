@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.ops._shared.jax_call import IGNORED, OUT_OF_RANGE, Needs, Static, Tensors
+from onchip.ops._shared.jax_call import IGNORED, OUT_OF_RANGE, Needs, Static, Tensors, vary_alike
 from onchip.ops._shared.spec import Config
 
 Array = jax.Array
@@ -116,6 +116,7 @@ def write(x: Array, part: Array, start: Array | int, axis: int = 0) -> Array:
 
 def over_tokens(tokens: Tokens, chunk: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
     """`carry = step(start, carry)` for each chunk that has a token which counts."""
+    carry = vary_alike(carry, tokens.number)
     return lax.fori_loop(0, (tokens.number + chunk - 1) // chunk, lambda i, carry: step(i * chunk, carry), carry)
 
 
@@ -131,8 +132,9 @@ class Columns(NamedTuple):
         return True if self.done is None else lax.broadcasted_iota(jnp.int32, z.shape, 1) >= self.done
 
 
-def over_vocab(vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carry: Any) -> Any:
-    """`carry = step(columns, carry)` for each chunk of the vocabulary."""
+def over_vocab(vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carry: Any, like: Array) -> Any:
+    """`carry = step(columns, carry)` for each chunk of the vocabulary; what is added varies as `like` does."""
+    carry = vary_alike(carry, like)
     chunks = -(-vocab // chunk)
     if chunks == 1:
         return step(Columns(0, vocab, None), carry)
@@ -280,8 +282,9 @@ def complete(softmax: Softmax, label: Array, tensors: Tensors, bad: Array, vocab
     loss = -log_prob
     if tensors.label_smoothing is not None and softmax.offset_sum is not None:
         eps = tensors.label_smoothing
-        # At 1 the label's logit doesn't count, and 0 * inf is not 0.
-        loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + eps * (log_total - softmax.offset_sum / vocab)
+        even = log_total - softmax.offset_sum / vocab
+        # At 1 the label's logit doesn't count, at 0 a masked entry's doesn't, and 0 * inf is not 0.
+        loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + jnp.where(eps > 0, eps * even, 0)
     if tensors.z_loss is not None:
         loss += tensors.z_loss * jnp.square(lse)
     entropy = correct = None
@@ -406,7 +409,7 @@ def recompute_walk(
         jnp.zeros(tensors.weight.shape, dtype) if needs.weight else None,
         jnp.zeros(vocab, dtype) if needs.bias else None,
     )
-    grad_hidden, grad_weight, grad_bias = over_vocab(vocab, config.vocab_chunk, step, carry)
+    grad_hidden, grad_weight, grad_bias = over_vocab(vocab, config.vocab_chunk, step, carry, tokens.number)
     if grad_hidden is not None:
         grad_hidden = tokens.spread(shrink(grad_hidden)).astype(dtype)
     return grad_hidden, grad_weight, grad_bias

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import Static, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_call import Static, Tensors, refuse_second_derivative, vary_alike
 from onchip.ops._shared.jax_inputs import (
     as_constant,
     as_constants,
@@ -23,6 +23,7 @@ from onchip.ops._shared.jax_inputs import (
     check_numbers,
     is_array,
     known_numbers,
+    per_token_constant,
     plain_labels,
     platform,
 )
@@ -148,10 +149,11 @@ def cross_entropy(
         hidden=rows,
         weight=jnp.zeros((vocab, 0), rows.dtype),  # what is in hidden's place are logits already
         labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
-        token_weight=as_constant(token_weight),
+        token_weight=per_token_constant(token_weight),
         normalizer=as_constant(normalizer),
         **as_constants(numbers),
     )
+    tensors = vary_alike(tensors)
     static = Static(
         backend=backend,
         platform=platform(),

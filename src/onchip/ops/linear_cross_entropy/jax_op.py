@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import Needs, Static, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_call import Needs, Static, Tensors, refuse_second_derivative, vary_alike
 from onchip.ops._shared.jax_inputs import (
     as_constant,
     as_constants,
@@ -24,6 +24,7 @@ from onchip.ops._shared.jax_inputs import (
     check_numbers,
     is_array,
     known_numbers,
+    per_token_constant,
     plain_labels,
     platform,
 )
@@ -77,7 +78,7 @@ def linear_cross_entropy(
         hidden: [..., H] float32, bfloat16 or float16.  The leading dimensions hold T tokens.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        bias: [V] of hidden's dtype.  -inf takes an entry out of the vocabulary.
+        bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
@@ -161,10 +162,11 @@ def linear_cross_entropy(
         weight=jnp.asarray(weight),
         labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
         bias=None if bias is None else jnp.asarray(bias),
-        token_weight=as_constant(token_weight),
+        token_weight=per_token_constant(token_weight),
         normalizer=as_constant(normalizer),
         **as_constants(numbers),
     )
+    tensors = vary_alike(tensors)
     static = Static(
         backend=backend,
         platform=platform(),

@@ -22,9 +22,10 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     part = 4 * vocab * p.hidden if backward and p.grad_weight else 0
     stash = c.strategy == "stash"
     if on_cpu:
-        # The softmax takes two tiles, logits and exponentials, and so does stashing their gradient; that leaves one.
-        # A product that is added to something is stored first.
-        softmax, gradient = 2 * tile + (slope if stash else 0), tile + slope + (0 if stash else part)
+        # The softmax takes two tiles, logits and exponentials, or a third one for differences that are summed too, and
+        # so does stashing their gradient; that leaves one.  A product that is added to something is stored first.
+        tiles = 3 if p.stats or (p.smoothing and stash) else 2
+        softmax, gradient = tiles * tile + (slope if stash else 0), tile + slope + (0 if stash else part)
         work = max(softmax, gradient, tile + part * (1 if stash else 2))
     else:
         # Exponentials are fused into what reads them.  Products of 16-bit operands read a 16-bit tile.

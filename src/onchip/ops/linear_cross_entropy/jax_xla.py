@@ -108,7 +108,7 @@ def _softmax(static: Static, config: Config, tensors: Tensors, rows: Rows) -> So
         return softmax.absorb(z, columns, rows.label)
 
     empty = Softmax.empty(rows.label.shape[0], smoothing=tensors.label_smoothing is not None, stats=static.return_stats)
-    return over_vocab(vocab, config.vocab_chunk, step, empty)  # type: ignore[no-any-return]
+    return over_vocab(vocab, config.vocab_chunk, step, empty, rows.label)  # type: ignore[no-any-return]
 
 
 def _forward_only(static: Static, config: Config, tensors: Tensors, tokens: Tokens) -> PerToken:

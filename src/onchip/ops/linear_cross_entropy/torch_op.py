@@ -77,7 +77,7 @@ def linear_cross_entropy(
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
         weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        bias: [V] of weight's dtype.  -inf takes an entry out of the vocabulary.
+        bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient

@@ -18,8 +18,14 @@ from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared import jax_call, jax_tiles
-from onchip.ops._shared.jax_call import refuse_second_derivative
-from onchip.ops._shared.jax_inputs import as_constant, check_normalizer, plain_labels, platform
+from onchip.ops._shared.jax_call import refuse_second_derivative, vary_alike
+from onchip.ops._shared.jax_inputs import (
+    as_constant,
+    check_normalizer,
+    per_token_constant,
+    plain_labels,
+    platform,
+)
 from onchip.ops.linear_jsd import jax_rows, spec
 from onchip.ops.linear_jsd.jax_inputs import check_arrays
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
@@ -279,9 +285,10 @@ def _call(
         else plain_labels(labels, size, int(options.ignore_index)).reshape(-1),
         None if topk is None else plain_labels(flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(flat(topk.values).astype(jnp.float32)),
-        as_constant(named["token_weight"]),
+        per_token_constant(named["token_weight"]),
         as_constant(normalizer),
     )
+    tensors = vary_alike(tensors)
     static = _Static(
         op,
         platform(),
@@ -481,7 +488,8 @@ def _jit_walk(static: _Static, tensors: _Tensors, grad_loss: Any) -> tuple[Any, 
         for i, (x, need) in enumerate(zip(p, static.needs, strict=True))
     ]
     losses = jnp.zeros(tokens.source.shape[0], jnp.float32)
-    losses, sums = lax.fori_loop(0, -(-tokens.number // chunk), body, (losses, zeros))
+    state = vary_alike((losses, zeros), tokens.number)
+    losses, sums = lax.fori_loop(0, -(-tokens.number // chunk), body, state)
     losses = jnp.where(jnp.arange(losses.shape[0]) < tokens.number, losses * tokens.weight, 0)
     loss = tokens.spread(losses) if static.reduction == "none" else losses.sum() * tokens.inverse_count
     assert loss.shape == ((total,) if static.reduction == "none" else ())

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative
+from onchip.ops._shared.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative, vary_alike
 from onchip.ops._shared.jax_call import Static as Call
 from onchip.ops._shared.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
 from onchip.ops._shared.spec import Config
@@ -73,7 +73,7 @@ def linear_log_probs(
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
-        bias: [V] of hidden's dtype.  -inf takes an entry out of the vocabulary.
+        bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it leaves exact
             zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
@@ -136,6 +136,7 @@ def linear_log_probs(
         bias=None if bias is None else jnp.asarray(bias),
         **as_constants(numbers),
     )
+    tensors, plain = vary_alike((tensors, plain))
     chosen = choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     budget = None if scratch_bytes is None else int(scratch_bytes)
     call = Call(chosen, platform(), tensors.hidden.dtype.name, weight_layout, "none", "recompute", budget, False)

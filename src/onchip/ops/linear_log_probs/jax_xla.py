@@ -142,7 +142,9 @@ def forward(static: Static, config: Config, tensors: Tensors, ids: Array) -> tup
             z, _ = logits(static.call, tensors, rows, vocab_rows(static.call, tensors, columns), columns)
             return softmax.absorb(z, columns, own)
 
-        softmax = over_vocab(vocab, config.vocab_chunk, absorb, Softmax.empty(own.shape[0], k, entropy=static.entropy))
+        softmax = over_vocab(
+            vocab, config.vocab_chunk, absorb, Softmax.empty(own.shape[0], k, entropy=static.entropy), own
+        )
         return jax.tree.map(lambda x, new: write(x, new, start), made, softmax.complete(own))  # type: ignore[no-any-return]
 
     zeros = jnp.zeros(padded, jnp.float32)

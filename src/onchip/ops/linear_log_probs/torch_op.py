@@ -69,7 +69,7 @@ def linear_log_probs(
         weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
-        bias: [V] of weight's dtype.  -inf takes an entry out of the vocabulary.
+        bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
             on the CPU, leaves exact zeros (top1: -1) and may hold anything.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
