@@ -280,6 +280,29 @@ def test_another_weight_drops_the_old_ones_copies():
     assert torch.equal(layer(x), layer.bias.expand(3, 136))
 
 
+@pytest.fixture(params=[False, True], ids=["data", "swapped"])
+def swap(request):
+    """Whether PyTorch swaps parameters for new ones instead of giving them other data."""
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda layer: layer.double(), lambda layer: layer.load_state_dict(torch.nn.Linear(144, 136).state_dict())],
+    ids=["to", "load_state_dict"],
+)
+def test_conversion_and_loading_drop_the_copies(change, swap):
+    layer = Fp8Linear(144, 136)
+    x = torch.randn(3, 144)
+    layer(x)
+    change(layer)
+    assert len(torch_weights._CACHE.entries) == 0
+    layer.float()
+    assert torch.equal(layer(x), fp8_linear(x, layer.weight, layer.bias, cache_weight=False))
+
+
 def test_a_compiled_model_sees_each_step():
     model = torch.nn.Sequential(Fp8Linear(64, 128), torch.nn.GELU(), Fp8Linear(128, 32))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

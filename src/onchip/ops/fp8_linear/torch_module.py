@@ -104,9 +104,24 @@ class Fp8Linear(torch.nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Another weight, or a sharded one in the place of the gathered one: the copies of the old one are of no use.
-        if name == "weight" and isinstance(old := self.__dict__.get("_parameters", {}).get("weight"), Tensor):
-            forget_weight(old)
+        if name == "weight":
+            self._forget()
         super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # `.to()` and its kin: copies would stay on the device that was left, and PyTorch swaps no tensor that something
+        # has a weak reference to, as the cache has.
+        self._forget()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._forget()  # for the same reason
+        super()._load_from_state_dict(*arguments)
+
+    def _forget(self) -> None:
+        weight = self.__dict__.get("_parameters", {}).get("weight")
+        if isinstance(weight, Tensor):
+            forget_weight(weight)
 
     def extra_repr(self) -> str:
         """nn.Linear's, and the options that differ from their defaults."""
