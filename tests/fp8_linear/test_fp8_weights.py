@@ -254,6 +254,15 @@ def test_convert_linears():
         convert_linears(torch.nn.Linear(3, 3))
 
 
+def test_a_layer_with_a_forward_of_its_own_is_left_alone():
+    """It would run in the place of Fp8Linear's."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    model[0].forward = model[0].forward
+    assert convert_linears(model) == ["1"]
+    with pytest.raises(TypeError, match=r"linear\.forward was replaced"):
+        Fp8Linear.from_linear(model[0])
+
+
 def test_main_grad():
     layer = Fp8Linear(144, 136, dtype=torch.bfloat16, main_grad=True)
     x = torch.randn(16, 144, dtype=torch.bfloat16)

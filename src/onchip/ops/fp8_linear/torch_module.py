@@ -74,10 +74,15 @@ class Fp8Linear(torch.nn.Linear):
             grad_dtype, scale, backend, cache_weight, main_grad: as of the class.
 
         Raises:
-            TypeError: `linear` is of another class: its forward may do more.
+            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
         """
         if type(linear) is not torch.nn.Linear:
             raise TypeError(f"Fp8Linear.from_linear: it takes a torch.nn.Linear; got {type(linear).__name__}")
+        if "forward" in vars(linear):
+            raise TypeError(
+                "Fp8Linear.from_linear: linear.forward was replaced, and would run in the place of this class's; convert "
+                "before it is"
+            )
         made = cls.__new__(cls)
         made.__dict__.update(linear.__dict__)  # as copy.copy does
         made._parameters = linear._parameters.copy()
@@ -143,8 +148,8 @@ def convert_linears(
     """Put an `Fp8Linear` with the same parameters in the place of each `torch.nn.Linear` of `model`.
 
     The usual recipe leaves the output head, routers and other small layers as they are: pass a filter.  Optimizers and
-    names of parameters stay valid.  Subclasses of nn.Linear are left alone.  A layer that is used in several places
-    stays one layer.
+    names of parameters stay valid.  Subclasses of nn.Linear are left alone, and so are layers whose forward another
+    library has replaced.  A layer that is used in several places stays one layer.
 
     Args:
         model: changed in place; must not be an nn.Linear itself.
@@ -169,7 +174,9 @@ def convert_linears(
     replaced: dict[torch.nn.Module, Fp8Linear] = {}
     names = []
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) is not torch.nn.Linear or not (filter is None or filter(name, module)):
+        if type(module) is not torch.nn.Linear or "forward" in vars(module):
+            continue
+        if not (filter is None or filter(name, module)):
             continue
         if module not in replaced:
             replaced[module] = Fp8Linear.from_linear(
