@@ -263,6 +263,13 @@ def test_a_layer_with_a_forward_of_its_own_is_left_alone():
         Fp8Linear.from_linear(model[0])
 
 
+def test_a_compiled_layer_is_not_what_runs_in_its_place(quantised):
+    linear = torch.nn.Linear(32, 32)
+    linear.compile(backend="eager")
+    Fp8Linear.from_linear(linear)(torch.randn(2, 32))
+    assert len(quantised) == 1
+
+
 def test_main_grad():
     layer = Fp8Linear(144, 136, dtype=torch.bfloat16, main_grad=True)
     x = torch.randn(16, 144, dtype=torch.bfloat16)

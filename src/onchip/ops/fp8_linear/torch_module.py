@@ -85,6 +85,7 @@ class Fp8Linear(torch.nn.Linear):
             )
         made = cls.__new__(cls)
         made.__dict__.update(linear.__dict__)  # as copy.copy does
+        made._compiled_call_impl = None  # what `linear.compile()` made runs that layer
         made._parameters = linear._parameters.copy()
         made._set_options(Options(grad_dtype, scale, cache_weight), backend, main_grad)
         return made
