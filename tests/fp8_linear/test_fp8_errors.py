@@ -6,6 +6,7 @@ import torch
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation
 
 X, W, B = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
+SHARED = quantize_activation(X)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,24 @@ def test_fp8_linear(arguments, options, error, message):
 def test_quantize_activation(x, options, error, message):
     with pytest.raises(error, match=message):
         quantize_activation(x, **options)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": SHARED.rows.bfloat16()},
+        {"row_scales": SHARED.row_scales.bfloat16()},
+        {"row_scales": SHARED.row_scales.expand(2, 4)},
+        {"columns": SHARED.columns[:16]},
+        {"column_scales": SHARED.column_scales.to("meta")},
+        {"x": X[:2]},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_shared_activation_is_as_it_was_made(changed):
+    """Mixed precision casts what enters a module, kernels take what they expect."""
+    with pytest.raises(ValueError, match=r"x is not as quantize_activation made it: (rows|columns) must be float"):
+        fp8_linear(SHARED._replace(**changed), W)
 
 
 @pytest.mark.parametrize("options", [{"grad_dtype": "fp8"}, {"scale": "x"}, {"backend": "x"}], ids=str)

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
 from onchip.ops.fp8_linear import spec
 from onchip.ops.fp8_linear.spec import OP
+from onchip.ops.fp8_linear.torch_quantize import FP8
 
 
 def check_tensors(op: str, **named: Any) -> None:
@@ -57,14 +58,34 @@ def check_weight_grad_out(out: Any, weight: Tensor) -> None:
         raise RuntimeError(f"{OP}: weight_grad_out is not supported inside torch.compile")
 
 
-def check_quantized(scale: str, x_scale: str, *, columns: bool, wanted: bool) -> None:
-    """Raise unless what `quantize_activation` made serves this call."""
-    if scale != x_scale:
-        raise ValueError(f"{OP}: x was quantised with scale={x_scale!r} but scale is {scale!r}; they must be equal")
-    if wanted and not columns:
+def check_quantized(x: Any, scale: str, *, wanted: bool) -> None:
+    """Raise unless x, a QuantizedActivation, serves this call; `wanted`: for a weight's gradient, too."""
+    if scale != x.scale:
+        raise ValueError(f"{OP}: x was quantised with scale={x.scale!r} but scale is {scale!r}; they must be equal")
+    if wanted and x.columns is None:
         raise ValueError(
             f"{OP}: x was quantised without gradients but weight needs one; call quantize_activation where they are on"
         )
+    k = x.x.shape[-1]
+    m = x.x.numel() // k
+    _check_made("rows", x.rows, x.row_scales, m, k, x.x.device)
+    if x.columns is not None:
+        _check_made("columns", x.columns, x.column_scales, k, m, x.x.device)
+
+
+def _check_made(name: str, data: Tensor, scales: Tensor, rows: int, columns: int, device: torch.device) -> None:
+    """Raise unless these are `torch_quantize.empty_rows` of a matrix [rows, columns]: kernels rely on it."""
+    expected = (
+        (data, FP8["e4m3"], (rows, spec.up(columns))),
+        (scales, torch.float32, (spec.blocks(columns), rows)),
+    )
+    for t, dtype, shape in expected:
+        if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
+            raise ValueError(
+                f"{OP}: x is not as quantize_activation made it: {name} must be {dtype_name(dtype)}, contiguous, of shape "
+                f"{list(shape)} on {device}; got {dtype_name(t.dtype)}, {list(t.shape)} on {t.device}.  Pass it on as it "
+                "is; with FSDP2's mixed precision, quantise inside of the module that casts its inputs"
+            )
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

@@ -119,7 +119,7 @@ def fp8_linear(
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (given, weight, bias)]
     if shared is not None:
-        check_quantized(scale, shared.scale, columns=shared.columns is not None, wanted=grads[1])
+        check_quantized(shared, scale, wanted=grads[1])
     copies = (None,) * 4 if shared is None else shared[1:5]
     words = (options.grad_dtype, options.scale, chosen, options.cache_weight)
     # A registered operator costs a fifth of a millisecond of Python each way: more than some layers take on a GPU.
