@@ -1,5 +1,6 @@
 """What the public functions check at their door, without reading a value of a tensor."""
 
+import sys
 from typing import Any
 
 import torch
@@ -22,12 +23,19 @@ def check_tensors(op: str, **named: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(t).__name__}")
+        if _is_dtensor(t):
+            raise TypeError(f"{op}: {name} is a DTensor; pass local tensors, as of {name}.to_local()")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(t.dtype)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
     if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors.values()):
         raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
+
+
+def _is_dtensor(t: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
+    return type(t) not in (Tensor, Parameter) and module is not None and isinstance(t, module.DTensor)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
