@@ -302,7 +302,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             cache=a.cache_weight,
         )
         n = len(a.weight)
-        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=a.bias)
+        # Kernels take a bias for contiguous.
+        bias = None if a.bias is None else a.bias.contiguous()
+        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=bias)
         return (out.view(*a.x.shape[:-1], n), *(kept or torch_quantize.nothing(a.x)))
 
 
