@@ -198,7 +198,7 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
         transposed=a.grads[0],
         cache=a.flags[2],
     )
-    bias = None if a.bias is None else a.bias.to(LOGITS)
+    bias = None if a.bias is None else a.bias.to(LOGITS).contiguous()  # as kernels take it
     hidden = a.hidden.reshape(-1, size)
     ignored = (call.target == a.ignore_index)[:, None]
     if a.grads[2]:
