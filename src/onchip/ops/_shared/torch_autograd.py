@@ -13,6 +13,24 @@ def graph_is_kept() -> bool:
     return kept
 
 
+def asked_for(ctx: Any, grads: Sequence[bool]) -> list[bool]:
+    """Which of these gradients, of a forward's first tensors, the backward that is running goes on with.
+
+    `autograd.grad(out, x)` and `backward(inputs=...)` leave some of them out, which a Function isn't told.
+    """
+    if torch.compiler.is_compiling():  # compiled autograd, which traces them all
+        return list(grads)
+    return [wanted and _goes_on(ctx.next_functions[i][0]) for i, wanted in enumerate(grads)]
+
+
+def _goes_on(node: Any) -> bool:
+    try:
+        goes_on: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that autograd.grad was asked for
+        return True
+    return goes_on
+
+
 def differentiable_once(op: str, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients as they are; with create_graph=True such that differentiating them raises."""
     if not torch.is_grad_enabled():

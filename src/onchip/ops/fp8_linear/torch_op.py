@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import require_one_of
-from onchip.ops._shared.torch_autograd import differentiable_once
+from onchip.ops._shared.torch_autograd import asked_for, differentiable_once
 from onchip.ops.fp8_linear import spec, torch_quantize, triton_op
 from onchip.ops.fp8_linear.spec import OP, Options
 from onchip.ops.fp8_linear.torch_inputs import (
@@ -428,10 +428,11 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: Any, gradients: Any = _back
     if grad_out is None:
         return (None, None, None, *nothing)
     weight, columns, column_scales = ctx.saved_tensors
-    made = gradients(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *ctx.options)
-    wanted = list(ctx.options[-1])
-    wanted[1] = wanted[1] and ctx.weight_grad_out is None
-    grads = [g if want else None for g, want in zip(made, wanted, strict=True)]
+    *options, needed = ctx.options
+    wanted = asked_for(ctx, needed)
+    made = gradients(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *options, wanted)
+    returned = [wanted[0], wanted[1] and ctx.weight_grad_out is None, wanted[2]]
+    grads = [g if want else None for g, want in zip(made, returned, strict=True)]
     return (*differentiable_once(OP, grads), *nothing)
 
 
