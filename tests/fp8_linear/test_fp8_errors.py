@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onchip.torch import Fp8Linear, fp8_linear, quantize_activation
+from onchip.torch import Fp8Linear, forget_weight, fp8_linear, quantize_activation
 
 X, W, B = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
 SHARED = quantize_activation(X)
@@ -81,3 +81,13 @@ def test_a_shared_activation_is_as_it_was_made(changed):
 def test_a_module_with_wrong_options_is_never_made(options):
     with pytest.raises(ValueError, match="must be one of"):
         Fp8Linear(32, 16, **options)
+
+
+def test_main_grad_is_true_or_false():
+    with pytest.raises(TypeError, match="fp8_linear: main_grad must be True or False; got Tensor"):
+        Fp8Linear(32, 16, main_grad=W)
+
+
+def test_only_tensors_are_forgotten():
+    with pytest.raises(TypeError, match=r"forget_weight: weight must be a torch\.Tensor; got Fp8Linear"):
+        forget_weight(Fp8Linear(32, 16))

@@ -90,9 +90,9 @@ def _check_made(name: str, data: Tensor, scales: Tensor, rows: int, columns: int
     for t, dtype, shape in expected:
         if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
             raise ValueError(
-                f"{OP}: x is not as quantize_activation made it: {name} must be {dtype_name(dtype)}, contiguous, of shape "
-                f"{list(shape)} on {device}; got {dtype_name(t.dtype)}, {list(t.shape)} on {t.device}.  Pass it on as it "
-                "is; with FSDP2's mixed precision, quantise inside of the module that casts its inputs"
+                f"{OP}: x is not as quantize_activation made it: {name} must be {dtype_name(dtype)}, contiguous, of "
+                f"shape {list(shape)} on {device}; got {dtype_name(t.dtype)}, {list(t.shape)} on {t.device}.  Pass it "
+                "on as it is; with FSDP2's mixed precision, quantise inside of the module that casts its inputs"
             )
 
 

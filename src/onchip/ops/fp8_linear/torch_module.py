@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.spec import require_bool
 from onchip.ops.fp8_linear.spec import OP, Options
 from onchip.ops.fp8_linear.torch_op import BACKENDS, QuantizedActivation, fp8_linear
 from onchip.ops.fp8_linear.torch_weights import forget_weight
@@ -52,6 +53,7 @@ class Fp8Linear(torch.nn.Linear):
 
     def _set_options(self, options: Options, backend: str, main_grad: bool) -> None:
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
+        require_bool(OP, "main_grad", main_grad)
         self.options = options
         self.backend = backend
         self.main_grad = main_grad
@@ -80,8 +82,8 @@ class Fp8Linear(torch.nn.Linear):
             raise TypeError(f"Fp8Linear.from_linear: it takes a torch.nn.Linear; got {type(linear).__name__}")
         if "forward" in vars(linear):
             raise TypeError(
-                "Fp8Linear.from_linear: linear.forward was replaced, and would run in the place of this class's; convert "
-                "before it is"
+                "Fp8Linear.from_linear: linear.forward was replaced, and would run in the place of this class's; "
+                "convert before it is"
             )
         made = cls.__new__(cls)
         made.__dict__.update(linear.__dict__)  # as copy.copy does
