@@ -49,6 +49,22 @@ def test_a_backward_of_the_backward_raises():
         sum(g.norm() for g in grads).backward()
 
 
+def test_a_second_derivative_that_is_asked_for_by_name_raises(monkeypatch):
+    """Also where kernels leave no graph between the output's gradient and the others."""
+    x, w, _ = small_problem()
+    gradients_of = torch_op._gradients
+
+    def without_a_graph(*arguments):
+        with torch.no_grad():
+            return gradients_of(*arguments)
+
+    monkeypatch.setattr(torch_op, "_gradients", without_a_graph)
+    (grad,) = torch.autograd.grad(fp8_linear(x, w).square().sum(), w, create_graph=True)
+    later = fp8_linear(x, w - grad).sum()
+    with pytest.raises(RuntimeError, match="fp8_linear: a backward of the backward is not supported"):
+        torch.autograd.grad(later, w)
+
+
 TRANSFORMS = [torch.func.grad, torch.func.vmap, torch.func.jacrev]
 
 

@@ -433,7 +433,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: Any, gradients: Any = _back
     made = gradients(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *options, wanted)
     returned = [wanted[0], wanted[1] and ctx.weight_grad_out is None, wanted[2]]
     grads = [g if want else None for g, want in zip(made, returned, strict=True)]
-    return (*differentiable_once(OP, grads), *nothing)
+    return (*differentiable_once(OP, grads, grad_out, weight), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
