@@ -109,11 +109,19 @@ def shared_and_added():
     assert fp8_linear(x[:, :0], w, backend="triton", weight_grad_out=total).shape == (2, 0, 136)
 
 
+def strided_bias():
+    """Of every other number, and of one that is expanded."""
+    x, w, _ = small_problem()
+    for b in (torch.randn(272)[::2], torch.randn(1).expand(136)):
+        assert_same(fp8_linear(x, w, b, backend="triton"), oracle(x, w, b).out)
+
+
 CHECKS = {
     **{f"quantizing {name}": partial(quantizing, name) for name in QUANTIZERS},
     **{f"product {name}": partial(product, name) for name in PRODUCTS},
     **{f"op {name}": partial(op, name) for name in OPS},
     "shared and added": shared_and_added,
+    "strided bias": strided_bias,
 }
 
 

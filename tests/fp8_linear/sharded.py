@@ -6,11 +6,13 @@ python sharded.py RANK FILE       FILE is where the processes meet
 import sys
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from fp8_common import assert_same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from onchip.ops.fp8_linear import torch_weights
 from onchip.torch import Fp8Linear, convert_linears, fp8_linear
@@ -68,12 +70,20 @@ def tensor_parallel(rank, mesh):
         assert_same(part + second.bias, second(first(x)))
 
 
+def refused(rank, mesh):
+    """Tensor parallelism by DTensors."""
+    model = make_model()
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    with pytest.raises(TypeError, match="fp8_linear: x is a DTensor; pass local tensors"):
+        model(batches()[0][0])
+
+
 def main(rank, meeting):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    for check in (fully_sharded, tensor_parallel):
+    for check in (fully_sharded, tensor_parallel, refused):
         check(rank, mesh)
         print(check.__name__, flush=True)
     dist.destroy_process_group()

@@ -49,6 +49,22 @@ def test_a_backward_of_the_backward_raises():
         sum(g.norm() for g in grads).backward()
 
 
+def test_a_second_derivative_that_is_asked_for_by_name_raises(monkeypatch):
+    """Also where kernels leave no graph between the output's gradient and the others."""
+    x, w, _ = small_problem()
+    gradients_of = torch_op._gradients
+
+    def without_a_graph(*arguments):
+        with torch.no_grad():
+            return gradients_of(*arguments)
+
+    monkeypatch.setattr(torch_op, "_gradients", without_a_graph)
+    (grad,) = torch.autograd.grad(fp8_linear(x, w).square().sum(), w, create_graph=True)
+    later = fp8_linear(x, w - grad).sum()
+    with pytest.raises(RuntimeError, match="fp8_linear: a backward of the backward is not supported"):
+        torch.autograd.grad(later, w)
+
+
 TRANSFORMS = [torch.func.grad, torch.func.vmap, torch.func.jacrev]
 
 
@@ -158,6 +174,31 @@ def test_weight_grad_out_of_a_frozen_weight_is_left_alone():
     total = torch.zeros(136, 144)
     fp8_linear(x, w.requires_grad_(False), weight_grad_out=total).sum().backward()
     assert not total.any()
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["eager", "registered"])
+def test_what_a_backward_is_not_asked_for_is_left_out(plain, monkeypatch):
+    """As pipelines do that make x's gradient first: the weight's may be added to main_grad once, not twice."""
+    monkeypatch.setattr(torch_op, "is_plain", lambda *_: plain)
+    x, w, b = small_problem(bias=True)
+    products, total = [], torch.zeros_like(w)
+    made = torch_op._multiply
+    monkeypatch.setattr(torch_op, "_multiply", lambda *a, **k: products.append(1) or made(*a, **k))
+    expected = gradients(fp8_linear(x, w, b), x, w, b)
+    h = x * 1
+    out = fp8_linear(h, w, b, weight_grad_out=total).sum()
+    products.clear()
+    (grad_h,) = torch.autograd.grad(out, h, retain_graph=True)
+    out.backward(inputs=[x], retain_graph=True)
+    assert len(products) == 2
+    assert not total.any()
+    assert torch.equal(grad_h, expected[0])
+    assert torch.equal(x.grad, expected[0])
+    out.backward(inputs=[w, b])
+    assert len(products) == 3
+    assert_same(total, expected[1])
+    assert torch.equal(b.grad, expected[2])
+    assert all(torch.equal(p, q) for p, q in zip(gradients(fp8_linear(x, w, b), w, b), expected[1:], strict=True))
 
 
 def test_a_shared_activation_gives_each_layer_what_its_own_would():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from onchip.torch import Fp8Linear, fp8_linear, quantize_activation
+from onchip.torch import Fp8Linear, forget_weight, fp8_linear, quantize_activation
 
 X, W, B = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
+SHARED = quantize_activation(X)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,35 @@ def test_quantize_activation(x, options, error, message):
         quantize_activation(x, **options)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": SHARED.rows.bfloat16()},
+        {"row_scales": SHARED.row_scales.bfloat16()},
+        {"row_scales": SHARED.row_scales.expand(2, 4)},
+        {"columns": SHARED.columns[:16]},
+        {"column_scales": SHARED.column_scales.to("meta")},
+        {"x": X[:2]},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_shared_activation_is_as_it_was_made(changed):
+    """Mixed precision casts what enters a module, kernels take what they expect."""
+    with pytest.raises(ValueError, match=r"x is not as quantize_activation made it: (rows|columns) must be float"):
+        fp8_linear(SHARED._replace(**changed), W)
+
+
 @pytest.mark.parametrize("options", [{"grad_dtype": "fp8"}, {"scale": "x"}, {"backend": "x"}], ids=str)
 def test_a_module_with_wrong_options_is_never_made(options):
     with pytest.raises(ValueError, match="must be one of"):
         Fp8Linear(32, 16, **options)
+
+
+def test_main_grad_is_true_or_false():
+    with pytest.raises(TypeError, match="fp8_linear: main_grad must be True or False; got Tensor"):
+        Fp8Linear(32, 16, main_grad=W)
+
+
+def test_only_tensors_are_forgotten():
+    with pytest.raises(TypeError, match=r"forget_weight: weight must be a torch\.Tensor; got Fp8Linear"):
+        forget_weight(Fp8Linear(32, 16))

@@ -254,6 +254,22 @@ def test_convert_linears():
         convert_linears(torch.nn.Linear(3, 3))
 
 
+def test_a_layer_with_a_forward_of_its_own_is_left_alone():
+    """It would run in the place of Fp8Linear's."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    model[0].forward = model[0].forward
+    assert convert_linears(model) == ["1"]
+    with pytest.raises(TypeError, match=r"linear\.forward was replaced"):
+        Fp8Linear.from_linear(model[0])
+
+
+def test_a_compiled_layer_is_not_what_runs_in_its_place(quantised):
+    linear = torch.nn.Linear(32, 32)
+    linear.compile(backend="eager")
+    Fp8Linear.from_linear(linear)(torch.randn(2, 32))
+    assert len(quantised) == 1
+
+
 def test_main_grad():
     layer = Fp8Linear(144, 136, dtype=torch.bfloat16, main_grad=True)
     x = torch.randn(16, 144, dtype=torch.bfloat16)
@@ -278,6 +294,29 @@ def test_another_weight_drops_the_old_ones_copies():
     layer.weight = torch.nn.Parameter(torch.zeros(136, 144))
     assert old not in torch_weights._CACHE.entries
     assert torch.equal(layer(x), layer.bias.expand(3, 136))
+
+
+@pytest.fixture(params=[False, True], ids=["data", "swapped"])
+def swap(request):
+    """Whether PyTorch swaps parameters for new ones instead of giving them other data."""
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda layer: layer.double(), lambda layer: layer.load_state_dict(torch.nn.Linear(144, 136).state_dict())],
+    ids=["to", "load_state_dict"],
+)
+def test_conversion_and_loading_drop_the_copies(change, swap):
+    layer = Fp8Linear(144, 136)
+    x = torch.randn(3, 144)
+    layer(x)
+    change(layer)
+    assert layer.weight not in torch_weights._CACHE.entries
+    layer.float()
+    assert torch.equal(layer(x), fp8_linear(x, layer.weight, layer.bias, cache_weight=False))
 
 
 def test_a_compiled_model_sees_each_step():

@@ -37,8 +37,9 @@ def op(name):
 
 
 def strides():
-    """Of hidden states and of a weight that are transposed in memory; without statistics, of some gradients alone."""
-    h, w = torch.randn(40, 24), torch.randn(70, 24)
+    """Of hidden states and of a weight that are transposed in memory, and of a bias of every other number; without
+    statistics, of some gradients alone."""
+    h, w, b = torch.randn(40, 24), torch.randn(70, 24), torch.randn(140)[::2]
     y = torch.randint(70, (40,))
     y[3] = -100
     with (
@@ -49,7 +50,8 @@ def strides():
             made = []
             for change in (torch.clone, lambda x: x.T.contiguous().T):
                 leaves = [change(x).requires_grad_(need) for x, need in zip((h, w), needs, strict=True)]
-                loss = linear_cross_entropy(*leaves, y, precision="fp8", backend="triton")
+                bias = b.clone(memory_format=torch.contiguous_format) if change is torch.clone else b
+                loss = linear_cross_entropy(*leaves, y, bias, precision="fp8", backend="triton")
                 if any(needs):
                     loss.backward()
                 made.append([loss.detach(), *(x.grad for x in leaves if x.requires_grad)])

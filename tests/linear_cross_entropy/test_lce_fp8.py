@@ -132,6 +132,17 @@ def test_weight_grad_out_takes_the_gradient_of_each_micro_batch():
     torch.testing.assert_close(total - 0.5, 2 * expected, rtol=1e-4, atol=1e-6)
 
 
+def test_weight_grad_out_is_left_alone_by_a_backward_that_is_not_for_the_weight():
+    h, w, y, _ = small_problem()
+    total = torch.zeros_like(w)
+    loss = in_fp8(h, w, y, weight_grad_out=total)
+    (grad,) = torch.autograd.grad(loss, h, retain_graph=True)
+    assert not total.any()
+    loss.backward()
+    assert torch.equal(h.grad, grad)
+    assert total.any()
+
+
 def test_autocast_quantises_what_is_given():
     h, w, y, _ = small_problem()
     expected = in_fp8(h, w, y)

@@ -13,12 +13,35 @@ def graph_is_kept() -> bool:
     return kept
 
 
-def differentiable_once(op: str, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients as they are; with create_graph=True such that differentiating them raises."""
+def asked_for(ctx: Any, grads: Sequence[bool]) -> list[bool]:
+    """Which of these gradients, of a forward's first tensors, the backward that is running goes on with.
+
+    `autograd.grad(out, x)` and `backward(inputs=...)` leave some of them out, which a Function isn't told.
+    """
+    if torch.compiler.is_compiling():  # compiled autograd, which traces them all
+        return list(grads)
+    return [wanted and _goes_on(ctx.next_functions[i][0]) for i, wanted in enumerate(grads)]
+
+
+def _goes_on(node: Any) -> bool:
+    try:
+        goes_on: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that autograd.grad was asked for
+        return True
+    return goes_on
+
+
+def differentiable_once(op: str, grads: Sequence[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
+    """The gradients as they are; with create_graph=True such that differentiating them raises.
+
+    With respect to `sources`, of which they were made, too, and to what these were made of: `autograd.grad` goes to
+    what it is asked for alone, and would find no way, or leave out one of several.
+    """
     if not torch.is_grad_enabled():
         return list(grads)
     anchor = torch.empty(0, requires_grad=True)
-    present = iter(_DifferentiatedTwice.apply(anchor, op, *[g for g in grads if g is not None]))
+    given = [g for g in grads if g is not None]
+    present = iter(_DifferentiatedTwice.apply(op, len(given), *given, anchor, *sources))
     return [None if g is None else next(present) for g in grads]
 
 
@@ -26,9 +49,9 @@ class _DifferentiatedTwice(torch.autograd.Function):
     """Passes gradients through and refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, op: str, *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.op = op
-        return tuple(g.view_as(g) for g in grads)
+        return tuple(g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

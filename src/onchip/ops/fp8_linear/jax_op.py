@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.jax_call import refuse_second_derivative
 from onchip.ops._shared.jax_inputs import is_array, platform
 from onchip.ops._shared.spec import DTYPE_BYTES, require_one_of
 from onchip.ops.fp8_linear import jax_xla, mosaic_op, spec
@@ -55,6 +56,7 @@ def fp8_linear(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or option, or a backend that can't serve the call.
+        NotImplementedError: differentiated twice.
 
     Memory: what is kept for backward is x in FP8, K * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.  The
     quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and a result
@@ -106,6 +108,8 @@ def _linear(static: _Static, x: Any, weight: Any, bias: Any) -> Any:
     return _forward(static, x, weight, bias)[0]
 
 
+# A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(static: _Static, x: Any, weight: Any, bias: Any) -> Any:
     flat = x.reshape(-1, x.shape[-1])
     out, kept = _BACKENDS[static.backend].forward(static.options, static.layout, flat, weight, bias)
@@ -114,6 +118,7 @@ def _forward(static: _Static, x: Any, weight: Any, bias: Any) -> Any:
     return out.reshape(*x.shape[:-1], out.shape[1]), (kept, weight, *about)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(static: _Static, residual: Any, grad_out: Any) -> Any:
     kept, weight, like_x, like_bias = residual
     g = grad_out.reshape(-1, grad_out.shape[-1])
@@ -123,4 +128,6 @@ def _backward(static: _Static, residual: Any, grad_out: Any) -> Any:
     return grad_x.reshape(like_x.shape[1:]), grad_weight, grad_bias
 
 
+_forward.defjvp(partial(refuse_second_derivative, OP))
+_backward.defjvp(partial(refuse_second_derivative, OP))
 _linear.defvjp(_forward, _backward)

@@ -1,5 +1,6 @@
 """What the public functions check at their door, without reading a value of a tensor."""
 
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import Parameter
 from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
 from onchip.ops.fp8_linear import spec
 from onchip.ops.fp8_linear.spec import OP
+from onchip.ops.fp8_linear.torch_quantize import FP8
 
 
 def check_tensors(op: str, **named: Any) -> None:
@@ -21,12 +23,19 @@ def check_tensors(op: str, **named: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(t).__name__}")
+        if _is_dtensor(t):
+            raise TypeError(f"{op}: {name} is a DTensor; pass local tensors, as of {name}.to_local()")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(t.dtype)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
     if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors.values()):
         raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
+
+
+def _is_dtensor(t: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
+    return type(t) not in (Tensor, Parameter) and module is not None and isinstance(t, module.DTensor)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -36,14 +45,34 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
 
 
-def check_quantized(scale: str, x_scale: str, *, columns: bool, wanted: bool) -> None:
-    """Raise unless what `quantize_activation` made serves this call."""
-    if scale != x_scale:
-        raise ValueError(f"{OP}: x was quantised with scale={x_scale!r} but scale is {scale!r}; they must be equal")
-    if wanted and not columns:
+def check_quantized(x: Any, scale: str, *, wanted: bool) -> None:
+    """Raise unless x, a QuantizedActivation, serves this call; `wanted`: for a weight's gradient, too."""
+    if scale != x.scale:
+        raise ValueError(f"{OP}: x was quantised with scale={x.scale!r} but scale is {scale!r}; they must be equal")
+    if wanted and x.columns is None:
         raise ValueError(
             f"{OP}: x was quantised without gradients but weight needs one; call quantize_activation where they are on"
         )
+    k = x.x.shape[-1]
+    m = x.x.numel() // k
+    _check_made("rows", x.rows, x.row_scales, m, k, x.x.device)
+    if x.columns is not None:
+        _check_made("columns", x.columns, x.column_scales, k, m, x.x.device)
+
+
+def _check_made(name: str, data: Tensor, scales: Tensor, rows: int, columns: int, device: torch.device) -> None:
+    """Raise unless these are `torch_quantize.empty_rows` of a matrix [rows, columns]: kernels rely on it."""
+    expected = (
+        (data, FP8["e4m3"], (rows, spec.up(columns))),
+        (scales, torch.float32, (spec.blocks(columns), rows)),
+    )
+    for t, dtype, shape in expected:
+        if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
+            raise ValueError(
+                f"{OP}: x is not as quantize_activation made it: {name} must be {dtype_name(dtype)}, contiguous, of "
+                f"shape {list(shape)} on {device}; got {dtype_name(t.dtype)}, {list(t.shape)} on {t.device}.  Pass it "
+                "on as it is; with FSDP2's mixed precision, quantise inside of the module that casts its inputs"
+            )
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.spec import require_bool
 from onchip.ops.fp8_linear.spec import OP, Options
 from onchip.ops.fp8_linear.torch_op import BACKENDS, QuantizedActivation, fp8_linear
 from onchip.ops.fp8_linear.torch_weights import forget_weight
@@ -52,6 +53,7 @@ class Fp8Linear(torch.nn.Linear):
 
     def _set_options(self, options: Options, backend: str, main_grad: bool) -> None:
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
+        require_bool(OP, "main_grad", main_grad)
         self.options = options
         self.backend = backend
         self.main_grad = main_grad
@@ -74,12 +76,18 @@ class Fp8Linear(torch.nn.Linear):
             grad_dtype, scale, backend, cache_weight, main_grad: as of the class.
 
         Raises:
-            TypeError: `linear` is of another class: its forward may do more.
+            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
         """
         if type(linear) is not torch.nn.Linear:
             raise TypeError(f"Fp8Linear.from_linear: it takes a torch.nn.Linear; got {type(linear).__name__}")
+        if "forward" in vars(linear):
+            raise TypeError(
+                "Fp8Linear.from_linear: linear.forward was replaced, and would run in the place of this class's; "
+                "convert before it is"
+            )
         made = cls.__new__(cls)
         made.__dict__.update(linear.__dict__)  # as copy.copy does
+        made._compiled_call_impl = None  # what `linear.compile()` made runs that layer
         made._parameters = linear._parameters.copy()
         made._set_options(Options(grad_dtype, scale, cache_weight), backend, main_grad)
         return made
@@ -104,9 +112,24 @@ class Fp8Linear(torch.nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Another weight, or a sharded one in the place of the gathered one: the copies of the old one are of no use.
-        if name == "weight" and isinstance(old := self.__dict__.get("_parameters", {}).get("weight"), Tensor):
-            forget_weight(old)
+        if name == "weight":
+            self._forget()
         super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # `.to()` and its kin: copies would stay on the device that was left, and PyTorch swaps no tensor that something
+        # has a weak reference to, as the cache has.
+        self._forget()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._forget()  # for the same reason
+        super()._load_from_state_dict(*arguments)
+
+    def _forget(self) -> None:
+        weight = self.__dict__.get("_parameters", {}).get("weight")
+        if isinstance(weight, Tensor):
+            forget_weight(weight)
 
     def extra_repr(self) -> str:
         """nn.Linear's, and the options that differ from their defaults."""
@@ -128,8 +151,8 @@ def convert_linears(
     """Put an `Fp8Linear` with the same parameters in the place of each `torch.nn.Linear` of `model`.
 
     The usual recipe leaves the output head, routers and other small layers as they are: pass a filter.  Optimizers and
-    names of parameters stay valid.  Subclasses of nn.Linear are left alone.  A layer that is used in several places
-    stays one layer.
+    names of parameters stay valid.  Subclasses of nn.Linear are left alone, and so are layers whose forward another
+    library has replaced.  A layer that is used in several places stays one layer.
 
     Args:
         model: changed in place; must not be an nn.Linear itself.
@@ -154,7 +177,9 @@ def convert_linears(
     replaced: dict[torch.nn.Module, Fp8Linear] = {}
     names = []
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) is not torch.nn.Linear or not (filter is None or filter(name, module)):
+        if type(module) is not torch.nn.Linear or "forward" in vars(module):
+            continue
+        if not (filter is None or filter(name, module)):
             continue
         if module not in replaced:
             replaced[module] = Fp8Linear.from_linear(

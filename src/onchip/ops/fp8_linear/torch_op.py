@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import require_one_of
-from onchip.ops._shared.torch_autograd import differentiable_once
+from onchip.ops._shared.torch_autograd import asked_for, differentiable_once
 from onchip.ops._shared.torch_inputs import check_weight_grad_out
 from onchip.ops.fp8_linear import spec, torch_quantize, triton_op
 from onchip.ops.fp8_linear.spec import OP, Options
@@ -119,7 +119,7 @@ def fp8_linear(
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (given, weight, bias)]
     if shared is not None:
-        check_quantized(scale, shared.scale, columns=shared.columns is not None, wanted=grads[1])
+        check_quantized(shared, scale, wanted=grads[1])
     copies = (None,) * 4 if shared is None else shared[1:5]
     words = (options.grad_dtype, options.scale, chosen, options.cache_weight)
     # A registered operator costs a fifth of a millisecond of Python each way: more than some layers take on a GPU.
@@ -302,7 +302,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             cache=a.cache_weight,
         )
         n = len(a.weight)
-        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=a.bias)
+        # Kernels take a bias for contiguous.
+        bias = None if a.bias is None else a.bias.contiguous()
+        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=bias)
         return (out.view(*a.x.shape[:-1], n), *(kept or torch_quantize.nothing(a.x)))
 
 
@@ -426,11 +428,12 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: Any, gradients: Any = _back
     if grad_out is None:
         return (None, None, None, *nothing)
     weight, columns, column_scales = ctx.saved_tensors
-    made = gradients(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *ctx.options)
-    wanted = list(ctx.options[-1])
-    wanted[1] = wanted[1] and ctx.weight_grad_out is None
-    grads = [g if want else None for g, want in zip(made, wanted, strict=True)]
-    return (*differentiable_once(OP, grads), *nothing)
+    *options, needed = ctx.options
+    wanted = asked_for(ctx, needed)
+    made = gradients(grad_out, weight, columns, column_scales, ctx.weight_grad_out, *options, wanted)
+    returned = [wanted[0], wanted[1] and ctx.weight_grad_out is None, wanted[2]]
+    grads = [g if want else None for g, want in zip(made, returned, strict=True)]
+    return (*differentiable_once(OP, grads, grad_out, weight), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -105,6 +105,9 @@ def forget_weight(weight: Tensor) -> None:
     Args:
         weight: [N, K], the tensor that was passed to `fp8_linear`; nothing happens if it has no copies.
 
+    Raises:
+        TypeError: weight is no tensor.
+
     Example:
         >>> import torch
         >>> from onchip.torch import Fp8Linear, forget_weight
@@ -115,6 +118,8 @@ def forget_weight(weight: Tensor) -> None:
         tensor(0.)
         >>> forget_weight(layer.weight)
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"forget_weight: weight must be a torch.Tensor; got {type(weight).__name__}")
     _CACHE.entries.pop(weight, None)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared import torch_tiles as shared_tiles
+from onchip.ops._shared.torch_autograd import asked_for
 from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops._shared.triton_calls import device_refusal
 from onchip.ops.fp8_linear import torch_quantize
@@ -198,7 +199,7 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
         transposed=a.grads[0],
         cache=a.flags[2],
     )
-    bias = None if a.bias is None else a.bias.to(LOGITS)
+    bias = None if a.bias is None else a.bias.to(LOGITS).contiguous()  # as kernels take it
     hidden = a.hidden.reshape(-1, size)
     ignored = (call.target == a.ignore_index)[:, None]
     if a.grads[2]:
@@ -404,10 +405,12 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(Arguments._fields) - 3)
     if grad_loss is None:
         return (None, None, None, *nothing)
-    made = _backward_op(grad_loss, *ctx.saved_tensors, ctx.weight_grad_out, *ctx.options)
-    wanted = list(ctx.options[-1])
-    wanted[1] = wanted[1] and ctx.weight_grad_out is None
-    return (*differentiable_once([x if want else None for x, want in zip(made, wanted, strict=True)]), *nothing)
+    *options, needed = ctx.options
+    wanted = asked_for(ctx, needed)
+    made = _backward_op(grad_loss, *ctx.saved_tensors, ctx.weight_grad_out, *options, wanted)
+    returned = [wanted[0], wanted[1] and ctx.weight_grad_out is None, wanted[2]]
+    grads = [x if want else None for x, want in zip(made, returned, strict=True)]
+    return (*differentiable_once(grads), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
