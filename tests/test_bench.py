@@ -168,6 +168,26 @@ def test_what_raises_is_reported_and_the_rest_goes_on(bench: Callable[..., Run])
     assert run.row("onchip good")["ok"]
 
 
+def test_what_was_measured_before_an_interruption_is_written(bench: Callable[..., Run], tmp_path: Path) -> None:
+    def until_size_20(x: Tensor) -> Tensor:
+        if x.numel() == 20:
+            raise KeyboardInterrupt
+        return x.square().sum()
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(Toy("onchip good", until_size_20), cases=["size-10", "size-20", "other"])
+    (path,) = (tmp_path / "r").glob("*.json")
+    document = json.loads(path.read_text())
+    assert [(row["case"], row["mode"]) for row in document["rows"]] == [
+        ("size-10", "forward"), ("size-10", "forward+backward"),
+    ]  # fmt: skip
+    assert [(n["impl"], n["case"]) for n in document["not_run"]] == [("the rest", "size-20"), ("all", "other")]
+    path.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        bench(Toy("onchip good", until_size_20), cases=["size-20"])
+    assert not path.exists()
+
+
 def test_what_raises_only_later_is_reported_too(bench: Callable[..., Run]) -> None:
     calls = 0
 

@@ -145,6 +145,11 @@ def weight_grad_out(strategy, hidden):
         expected += grads[1]
         first = False
     assert relative(total - 0.5, expected - 0.5) < 1e-3
+    # A backward that isn't asked for the weight's leaves it alone.
+    before = total.clone()
+    to_hidden = torch.autograd.grad(op(h, w, y, b, weight_grad_out=total, strategy=strategy) * 3, h)
+    assert torch.equal(to_hidden[0], h.grad)
+    assert torch.equal(total, before)
 
 
 @check("stash", "recompute", "mixed")

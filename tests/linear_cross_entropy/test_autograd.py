@@ -248,6 +248,18 @@ def test_weight_grad_out_of_a_frozen_weight_is_left_alone(strategy):
     assert not total.any()
 
 
+@both_strategies
+def test_weight_grad_out_is_left_alone_where_a_backward_is_not_asked_for_it(strategy):
+    h, w, y, _ = small_problem()
+    total = torch.zeros(70, 16)
+    (expected,) = gradients(plain(h, w, y), h)
+    (asked,) = torch.autograd.grad(linear_cross_entropy(h, w, y, weight_grad_out=total, strategy=strategy), h)
+    linear_cross_entropy(h, w, y, weight_grad_out=total, strategy=strategy).backward(inputs=[h])
+    assert_same(asked, expected)
+    assert_same(h.grad, expected)
+    assert not total.any()
+
+
 def test_stats_are_detached_and_float32():
     h, w, y, _ = small_problem(dtype=torch.bfloat16)
     loss, stats = linear_cross_entropy(h, w, y, return_stats=True)

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
@@ -113,6 +113,8 @@ class Outcome:
 
     rows: list[Row]
     not_run: list[NotRun]
+    interrupted: bool = False
+    """By the user, before the last case was done."""
 
     def as_json(self) -> dict[str, Any]:
         return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
@@ -156,7 +158,15 @@ def run_cases(
             # time, nor in those that the case before this one has loaded.
             gc.collect()
             gc.freeze()
-            _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
+            try:
+                _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
+            except KeyboardInterrupt:
+                rest = [
+                    NotRun("the rest", case, None, "interrupted"),
+                    *(NotRun("all", c, None, "interrupted") for c in cases[i + 1 :]),
+                ]
+                outcome.not_run.extend(rest)
+                return replace(outcome, interrupted=True)
             measure.release(device)
             progress.update(task, completed=per_case * (i + 1), refresh=True)
     return outcome

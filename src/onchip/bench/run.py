@@ -55,6 +55,7 @@ def run_bench(
     Raises:
         ImportError: a package is missing that this needs.
         ValueError: an option that can't be served; nothing has run or been written then.
+        KeyboardInterrupt: the user's; what had been measured is written, and `add` takes up from there.
     """
     require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
     device = resolve_device(device, framework)
@@ -91,6 +92,8 @@ def run_bench(
         repeats=repeats,
         console=console,
     )
+    if outcome.interrupted and not outcome.rows:
+        raise KeyboardInterrupt
     document = {"environment": described, **outcome.as_json()}
     report.print_rows(document, console)
     if earlier is not None:
@@ -104,6 +107,8 @@ def run_bench(
     ):
         path.write_text(text, encoding="utf-8")
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     return document
 
 

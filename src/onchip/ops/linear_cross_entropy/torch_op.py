@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import Config, require_positive
-from onchip.ops._shared.torch_autograd import is_plain_one, scale_stash
+from onchip.ops._shared.torch_autograd import asked_for, is_plain_one, scale_stash
 from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer, check_weight_grad_out
 from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
@@ -537,7 +537,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 class _Stash(NamedTuple):
     """What must be known of a call to use its stash."""
 
-    grads: tuple[bool, bool, bool]
+    grads: Sequence[bool]
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     reduction: str
     ignore_index: int
@@ -549,10 +549,13 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None, None, None, *nothing)
     grads: list[Tensor | None]
     if ctx.stash is not None:
-        grads = _scale_stash(ctx.stash, ctx.saved_tensors, grad_loss, ctx.weight_grad_out)
+        stash = ctx.stash._replace(grads=asked_for(ctx, ctx.stash.grads))
+        grads = _scale_stash(stash, ctx.saved_tensors, grad_loss, ctx.weight_grad_out)
     else:
         lse, log_prob, *tensors = ctx.saved_tensors
         a = _Arguments._make((*tensors, ctx.weight_grad_out, *ctx.options))
+        to_hidden, to_weight, to_bias = asked_for(ctx, a.grads)
+        a = a._replace(grad_hidden=to_hidden, grad_weight=to_weight, grad_bias=to_bias)
         made = _backward_op(grad_loss, lse, log_prob, *a)
         grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
         if a.weight_grad_out is not None:
@@ -565,6 +568,8 @@ def _scale_stash(
 ) -> list[Tensor | None]:
     """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
     if stash.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
+        if not stash.grads[0]:
+            return [None] * 3
         grad_hidden, _, _, target = saved
         upstream = grad_loss.float().masked_fill(target == stash.ignore_index, 0)
         return [scale_stash(grad_hidden, upstream[..., None], stash.dtypes[0]), None, None]

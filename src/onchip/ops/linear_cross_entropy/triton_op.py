@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.ops._shared.torch_autograd import asked_for
 from onchip.ops._shared.torch_inputs import DTYPES
 from onchip.ops._shared.triton_calls import constant_to_compiler, device_of, device_refusal
 from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
@@ -343,6 +344,8 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None, None, None, *nothing)
     hidden_memory, weight_memory, overflow, vectors, hidden, lse, log_prob, *tensors = ctx.saved_tensors
     a = _unpack((hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options))
+    if a.weight_grad_out is not None and not asked_for(ctx, (False, a.grad_weight))[1]:
+        a = a._replace(weight_grad_out=None, grad_weight=False)
     saved = Saved(hidden_memory, weight_memory, overflow, vectors)
     hidden_memory, weight_memory = setup.memory_for_backward(
         saved, a.weight, grad_weight=a.grad_weight and a.weight_grad_out is None
@@ -350,7 +353,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if a.weight_grad_out is not None:
         weight_memory = a.weight_grad_out
     grad_bias = _backward_op(
-        hidden_memory, weight_memory, overflow, vectors, hidden, grad_loss, lse, log_prob, *tensors, *ctx.options,
+        hidden_memory, weight_memory, overflow, vectors, hidden, grad_loss, lse, log_prob, *tensors, *pack(a)[8:],
         a.weight_grad_out is not None,
     )  # fmt: skip
     grads = differentiable_once(
