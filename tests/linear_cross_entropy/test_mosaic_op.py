@@ -156,6 +156,14 @@ def test_plans_keep_to_their_budgets(tokens, model):
     assert mosaic_spec.scratch_bytes(forward, mosaic_spec.plan(forward, "auto")) <= 64 * MIB
 
 
+@pytest.mark.parametrize("tokens", [131072, 1 << 20])
+def test_forward_of_very_many_tokens_is_not_cut_to_shreds(tokens):
+    p = problem(tokens, *MODELS["llama3.1-8b"], grad_hidden=False, grad_weight=False)
+    c = mosaic_spec.plan(p, "auto")
+    assert c.token_chunk >= 1024
+    assert mosaic_spec.scratch_bytes(p, c) <= mosaic_spec.default_scratch(p, "auto") < 64 * MIB + 512 * tokens
+
+
 def test_chunks_cover_the_vocabulary_once():
     for vocab in (512, 1088, 50304, 128256):
         for chunk in (256, 4096, 8192):

@@ -13,6 +13,9 @@ from onchip.ops.linear_cross_entropy.spec import OP, Problem, logits_bytes
 
 TOKEN_TILE, VOCAB_TILE = 128, 256
 FORWARD_SCRATCH = 64 * MIB
+# Tokens whose softmax is taken at a time without gradients, at least, unless a smaller budget is given: each such chunk
+# reads all of the weight.
+_FORWARD_TOKENS = 1024
 _ELEMENT = 2
 # What an H100 was measured to do: multiprocessors, TFLOP/s of the products, us of a launch.
 _PROGRAMS, _PRODUCT, _LAUNCH = 132, 735.0, 12.0
@@ -135,10 +138,11 @@ def _waves(tiles: int, halves: bool) -> float:
 
 def default_scratch(p: Problem, strategy: str) -> int:
     """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs; without
-    gradients 64 MiB, or what one block of tokens needs.
+    gradients 64 MiB, or what 1024 tokens at a time need.
     """
     if not p.any_grad:
-        return max(FORWARD_SCRATCH, scratch_bytes(p, MosaicPlan("forward", TOKEN_TILE)))
+        least = MosaicPlan("forward", min(up(p.tokens, TOKEN_TILE), _FORWARD_TOKENS))
+        return max(FORWARD_SCRATCH, scratch_bytes(p, least))
     return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), useful_scratch(p, strategy))
 
 
