@@ -60,6 +60,19 @@ def test_cases(case, dtype, layout):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
+def test_forward_in_chunks_of_tokens(monkeypatch):
+    """One of which is smaller."""
+    hidden, weight, labels, _ = small_problem(640, 128, 1088, "bfloat16")
+    labels = labels.at[0, :100].set(-100)
+    op = partial(linear_cross_entropy, hidden, weight, labels, backend="mosaic_gpu", return_stats=True)
+    whole = op()
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("forward", 256))
+    jax.clear_caches()
+    in_chunks = op()
+    for x, y in zip(jax.tree.leaves(in_chunks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("transform", ["checkpoint", "scan", "vmap"])
 def test_transforms(transform, monkeypatch):
     plan = MosaicPlan("stash", 256, kept=128, chunk=512)

@@ -153,6 +153,9 @@ def forward(
     factor = logit_factor(head, tokens)
     padded = label.shape[0]
     size = min(config.token_chunk, padded) if config.strategy == "forward" else padded
+    if size < padded:
+        # Traced and lowered once: a kernel takes a second.
+        take_softmax = jax.jit(take_softmax)
     made = []
     done = tokens.number
     held: tuple[Array | None, ...] = ()
