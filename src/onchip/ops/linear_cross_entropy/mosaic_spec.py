@@ -63,6 +63,21 @@ def up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
+    """Why the kernels can't serve the call, whatever the GPU, or None.  `platform` is "cpu", "gpu" or "tpu"."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if p.dtype == "float32":
+        return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
+    # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
+    # what is copied to columns beyond lands in that one.
+    vocab = 8 if weight_layout == "vh" else 64
+    if p.hidden % 64 or p.vocab % vocab or p.hidden < 128 or p.vocab < 2 * vocab:
+        needs = "H to be a multiple of 64 from 128 on, V of 8 from 16 on (with weight_layout='hv' of 64 from 128 on)"
+        return f"it needs {needs}; this has H={p.hidden} and V={p.vocab}"
+    return None
+
+
 def split_at(vocab: int, chunk: int) -> int:
     """The vocabulary entry from which on exponentials are kept in scratch: what is kept in the gradient's memory is
     a chunk further on than its own gradient.
