@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 import onchip
 from onchip import check, cli
-from onchip import plan as plan_module
 from onchip.core import machine
 from onchip.ops._shared import triton_calls
 from onchip.ops._shared.checks import Check
@@ -23,6 +22,7 @@ from onchip.ops.linear_jsd import spec as jsd_spec
 from onchip.ops.linear_jsd import triton_spec as jsd_triton
 from onchip.ops.linear_log_probs import spec as log_probs_spec
 from onchip.ops.linear_log_probs import triton_spec as log_probs_triton
+from onchip.plan import passes
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
 
@@ -189,7 +189,7 @@ def test_plan_of_many_tokens_fits_a_narrow_terminal(op):
 @pytest.mark.parametrize("op", ["cross_entropy", "linear_log_probs", "linear_jsd"])
 def test_plan_knows_the_backends_of_the_other_ops_in_their_order(op):
     module = import_module(f"onchip.ops.{op}.torch_op")
-    assert tuple(plan_module._PASSES[op]) == module.BACKENDS
+    assert tuple(passes.PASSES[op]) == module.BACKENDS
 
 
 @pytest.mark.parametrize("where", [("--device", "cpu"), ("--dtype", "float32")], ids=" ".join)

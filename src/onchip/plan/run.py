@@ -1,0 +1,94 @@
+"""The front door: checks what is asked, chooses the backend, and hands on to the plans of the op."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from onchip.core.backends import choose_backend
+from onchip.ops._shared.cases import MODELS
+from onchip.ops._shared.spec import DTYPE_BYTES
+from onchip.ops.cross_entropy import spec as cross_entropy
+from onchip.ops.linear_cross_entropy import spec
+from onchip.ops.linear_jsd import spec as linear_jsd
+from onchip.plan import passes, strategies
+from onchip.plan.passes import Call
+from onchip.plan.sizes import in_mib
+
+
+def plan_document(
+    op: str = spec.OP,
+    *,
+    tokens: int,
+    hidden: int | None,
+    vocab: int | None,
+    teacher_hidden: int | None = None,
+    model: str | None,
+    dtype: str,
+    weight_dtype: str | None,
+    device: str,
+    backend: str = "auto",
+    scratch_mib: Sequence[int] | None,
+) -> dict[str, Any]:
+    """The plan of a forward and backward with all gradients, for the default budget and some others, as a document.
+
+    Raises:
+        ValueError: a size below 1, an unknown model, dtype, device or backend, a backend that can't run it, or too
+            little said.
+    """
+    if model is not None:
+        if model not in MODELS:
+            raise ValueError(f"no model {model!r}; there is: {', '.join(MODELS)}. Or give --hidden and --vocab")
+        hidden, vocab = hidden or MODELS[model][0], vocab or MODELS[model][1]
+    if vocab is None or (hidden is None and op != cross_entropy.OP):
+        raise ValueError("give --hidden and --vocab, or --model")
+    hidden = 0 if op == cross_entropy.OP or hidden is None else hidden  # it has no product
+    sizes = {"--tokens": tokens, "--vocab": vocab} | ({} if op == cross_entropy.OP else {"--hidden": hidden})
+    for name, size in (sizes | ({} if teacher_hidden is None else {"--teacher-hidden": teacher_hidden})).items():
+        if size < 1:
+            raise ValueError(f"{name} must be 1 or more; got {size}")
+    for name, value in (("--dtype", dtype), ("--weight-dtype", weight_dtype or dtype)):
+        if value not in DTYPE_BYTES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}; got {value!r}")
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"--device must be cuda or cpu; got {device!r}")
+    if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
+        raise ValueError(f"--scratch-mib must be 1 or more; got {min(scratch_mib)}")
+    teacher = (teacher_hidden or hidden) if op == linear_jsd.OP else 0
+    call = Call(tokens, hidden, vocab, teacher, dtype, weight_dtype or dtype, device)
+    refusals = {"triton": _triton_refusal(op, call), "torch": None}
+    chosen = choose_backend(op, backend, refusals)
+    number = tokens * vocab * (2 if op == linear_jsd.OP else 1)
+    document = {
+        "op": op,
+        **asdict(call),
+        "backend": chosen,
+        "logits_bytes": {"float32": 4 * number, dtype: number * DTYPE_BYTES[dtype]},
+    }
+    if op == spec.OP:
+        return document | strategies.plans(call, chosen, scratch_mib)
+    usable = [name for name, reason in refusals.items() if reason is None]
+    others = [name for name in usable if backend == "auto" and name != chosen]
+    return document | passes.plans(passes.PASSES[op], call, [chosen, *others], scratch_mib)
+
+
+def _triton_refusal(op: str, call: Call) -> str | None:
+    """Why the Triton backend has no plan, or None: float32 logits it reads, but has no products of float32."""
+    if call.device == "cuda" and (call.dtype != "float32" or op == cross_entropy.OP):
+        return None
+    return f"its kernels don't run in {call.dtype} on {call.device}"
+
+
+def show_plan(document: dict[str, Any], console: Console) -> None:
+    """Print the document as a table."""
+    logits = " or ".join(f"{in_mib(size)} MiB in {dtype}" for dtype, size in document["logits_bytes"].items())
+    sizes = {"T": "tokens", "H": "hidden", "V": "vocab", "teacher's H": "teacher_hidden"}
+    shown = " ".join(f"{letter}={document[name]}" for letter, name in sizes.items() if document[name])
+    others = {row.get("backend", document["backend"]) for row in document["plans"]} - {document["backend"]}
+    console.print(
+        f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n{document['backend']} backend"
+        f"{' by default' if others else ''}, forward and all gradients\nfull logits: {logits}",
+        highlight=False,
+    )
+    (strategies if document["op"] == spec.OP else passes).show(document, console)
