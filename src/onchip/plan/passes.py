@@ -21,6 +21,7 @@ from onchip.plan.sizes import budget_in_mib, budgets, in_mib
 class Call:
     """What was asked for."""
 
+    framework: str
     tokens: int
     hidden: int
     vocab: int

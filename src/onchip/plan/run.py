@@ -7,10 +7,11 @@ from typing import Any
 from rich.console import Console
 
 from onchip.core.backends import choose_backend
+from onchip.core.machine import FRAMEWORKS, choose_framework
 from onchip.ops._shared.cases import MODELS
 from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops.cross_entropy import spec as cross_entropy
-from onchip.ops.linear_cross_entropy import spec
+from onchip.ops.linear_cross_entropy import mosaic_spec, spec
 from onchip.ops.linear_jsd import spec as linear_jsd
 from onchip.plan import passes, strategies
 from onchip.plan.passes import Call
@@ -29,14 +30,21 @@ def plan_document(
     weight_dtype: str | None,
     device: str,
     backend: str = "auto",
+    framework: str = "torch",
     scratch_mib: Sequence[int] | None,
 ) -> dict[str, Any]:
     """The plan of a forward and backward with all gradients, for the default budget and some others, as a document.
 
     Raises:
-        ValueError: a size below 1, an unknown model, dtype, device or backend, a backend that can't run it, or too
-            little said.
+        ValueError: a size below 1, an unknown model, dtype, device, framework or backend, a backend that can't run it,
+            too little said, or what there is no plan of.
     """
+    choose_framework(framework)  # raises for another word
+    if framework != "torch" and op != spec.OP:
+        raise ValueError(
+            f"--framework {framework} is for {spec.OP} alone; leave it out for the plan of {op} in "
+            f"{FRAMEWORKS['torch']}"
+        )
     if model is not None:
         if model not in MODELS:
             raise ValueError(f"no model {model!r}; there is: {', '.join(MODELS)}. Or give --hidden and --vocab")
@@ -51,13 +59,18 @@ def plan_document(
     for name, value in (("--dtype", dtype), ("--weight-dtype", weight_dtype or dtype)):
         if value not in DTYPE_BYTES:
             raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}; got {value!r}")
+    if framework == "jax" and weight_dtype not in (None, dtype):
+        raise ValueError(
+            f"--weight-dtype is {weight_dtype} and --dtype {dtype}, but in JAX weight has hidden's dtype; leave "
+            "--weight-dtype out"
+        )
     if device not in ("cuda", "cpu"):
         raise ValueError(f"--device must be cuda or cpu; got {device!r}")
     if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
         raise ValueError(f"--scratch-mib must be 1 or more; got {min(scratch_mib)}")
     teacher = (teacher_hidden or hidden) if op == linear_jsd.OP else 0
-    call = Call(tokens, hidden, vocab, teacher, dtype, weight_dtype or dtype, device)
-    refusals = {"triton": _triton_refusal(op, call), "torch": None}
+    call = Call(framework, tokens, hidden, vocab, teacher, dtype, weight_dtype or dtype, device)
+    refusals = _refusals(op, call)
     chosen = choose_backend(op, backend, refusals)
     number = tokens * vocab * (2 if op == linear_jsd.OP else 1)
     document = {
@@ -73,6 +86,14 @@ def plan_document(
     return document | passes.plans(passes.PASSES[op], call, [chosen, *others], scratch_mib)
 
 
+def _refusals(op: str, call: Call) -> dict[str, str | None]:
+    """Why each backend has no plan, or None; in the order in which backend="auto" tries them."""
+    if call.framework == "torch":
+        return {"triton": _triton_refusal(op, call), "torch": None}
+    platform = "gpu" if call.device == "cuda" else call.device
+    return {"mosaic_gpu": mosaic_spec.refusal(strategies.problem_of(call), platform, weight_layout="vh"), "xla": None}
+
+
 def _triton_refusal(op: str, call: Call) -> str | None:
     """Why the Triton backend has no plan, or None: float32 logits it reads, but has no products of float32."""
     if call.device == "cuda" and (call.dtype != "float32" or op == cross_entropy.OP):
@@ -86,9 +107,10 @@ def show_plan(document: dict[str, Any], console: Console) -> None:
     sizes = {"T": "tokens", "H": "hidden", "V": "vocab", "teacher's H": "teacher_hidden"}
     shown = " ".join(f"{letter}={document[name]}" for letter, name in sizes.items() if document[name])
     others = {row.get("backend", document["backend"]) for row in document["plans"]} - {document["backend"]}
+    backend = f"{document['backend']} backend in {FRAMEWORKS[document['framework']]}{' by default' if others else ''}"
     console.print(
-        f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n{document['backend']} backend"
-        f"{' by default' if others else ''}, forward and all gradients\nfull logits: {logits}",
+        f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n"
+        f"{backend}, forward and all gradients\nfull logits: {logits}",
         highlight=False,
     )
     (strategies if document["op"] == spec.OP else passes).show(document, console)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onchip.ops._shared.spec import MIB
-from onchip.ops.linear_cross_entropy import spec, triton_spec
+from onchip.ops.linear_cross_entropy import jax_spec, mosaic_spec, spec, triton_spec
 from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.plan.passes import Call
 from onchip.plan.sizes import BUDGETS_MIB, budget_in_mib, budgets, in_mib
@@ -42,7 +42,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 # -------------------------------------------------------------------------- backends of the framework's matrix products
 
-_PRODUCTS: dict[str, ModuleType] = {"torch": spec}
+_PRODUCTS: dict[str, ModuleType] = {"torch": spec, "xla": jax_spec}
 
 
 def _product_plans(planner: ModuleType, problem: Problem, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
@@ -126,12 +126,24 @@ class _Kernels:
 
     planner: ModuleType
     smallest: Callable[[Problem, str, int], int]
-    """Bytes that a strategy needs, where a budget is too small for it."""
+    """Bytes that a strategy needs; the budget may have a say in it."""
     sizes: Callable[[Any], dict[str, Any]]
     """Of a plan, by the names that a `TritonConfig` has."""
     predict: Callable[[Problem, Any], float]
     product: float
     """TFLOP/s of the products."""
+
+
+def _mosaic_sizes(config: mosaic_spec.MosaicPlan) -> dict[str, Any]:
+    """One chunk serves logits made again and the weight's gradient."""
+    return {
+        "token_chunk": config.token_chunk,
+        "vocab_chunk": config.chunk,
+        "weight_chunk": config.chunk,
+        "stashed": config.kept,
+        "overflow": config.overflow,
+        "halves": config.halves,
+    }
 
 
 _RATES = triton_spec.RATES[RATES_OF]
@@ -142,6 +154,9 @@ _KERNELS = {
         asdict,
         partial(triton_spec.predict, rates=_RATES),
         _RATES.product,
+    ),
+    "mosaic_gpu": _Kernels(
+        mosaic_spec, mosaic_spec.least_scratch, _mosaic_sizes, mosaic_spec.predict, mosaic_spec.PRODUCT
     ),
 }
 

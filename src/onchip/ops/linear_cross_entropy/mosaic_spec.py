@@ -18,7 +18,7 @@ FORWARD_SCRATCH = 64 * MIB
 _FORWARD_TOKENS = 1024
 _ELEMENT = 2
 # What an H100 was measured to do: multiprocessors, TFLOP/s of the products, us of a launch.
-_PROGRAMS, _PRODUCT, _LAUNCH = 132, 735.0, 12.0
+_PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 12.0
 _DEPTH = 64  # of a step
 
 
@@ -126,7 +126,7 @@ def scratch_bytes(p: Problem, c: MosaicPlan) -> int:
 def predict(p: Problem, c: MosaicPlan) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by a simple cost model."""
     if c.strategy == "forward":
-        product = 2e-9 * p.tokens * p.hidden * p.vocab / _PRODUCT
+        product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
         return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
     rows = up(p.tokens, TOKEN_TILE)
     again = rows - c.held
@@ -141,7 +141,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     if p.grad_weight:
         work += chunks * _waves(c.chunk // TOKEN_TILE * columns, False) * rows / _DEPTH
     launches = chunks * (1 + (2 if again else 0))
-    step = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / _PRODUCT
+    step = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
     return work * step + 1e-3 * _LAUNCH * launches
 
 
@@ -187,18 +187,29 @@ def plan(p: Problem, strategy: str, budget: int | None = None) -> MosaicPlan:
         if not fit:
             raise _too_small(p, strategy, budget, scratch_bytes(p, MosaicPlan("forward", TOKEN_TILE)))
         return MosaicPlan("forward", up(-(-p.tokens // -(-p.tokens // fit[-1])), TOKEN_TILE))
-    strategies = ("stash", "recompute") if strategy == "auto" else (strategy,)
-    found = {c for s in strategies for c in _cuts(p, s, budget)}
-    fitting = {c: predict(p, c) for c in found if scratch_bytes(p, c) <= budget}
+    fitting = {c: predict(p, c) for c in _candidates(p, strategy, budget) if scratch_bytes(p, c) <= budget}
     if not fitting:
-        raise _too_small(p, strategy, budget, min(scratch_bytes(p, c) for c in found))
+        raise _too_small(p, strategy, budget, least_scratch(p, strategy, budget))
     # Of those that are as good as the fastest the smallest: the model isn't better than that.
     good = [c for c, time in fitting.items() if time <= 1.005 * min(fitting.values())]
     return min(good, key=lambda c: (scratch_bytes(p, c), c.chunk))
 
 
-def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+def least_scratch(p: Problem, strategy: str, budget: int) -> int:
+    """Bytes of scratch of the smallest of the plans with gradients among which a budget has its choice: one that is
+    smaller than this is too small, and this much is enough.
+    """
+    return min(scratch_bytes(p, c) for c in _candidates(p, strategy, budget))
+
+
+def _candidates(p: Problem, strategy: str, budget: int) -> set[MosaicPlan]:
     """The plans to choose among, whether or not they fit."""
+    strategies = ("stash", "recompute") if strategy == "auto" else (strategy,)
+    return {c for s in strategies for c in _cuts(p, s, budget)}
+
+
+def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+    """Those of one strategy."""
     rows = up(p.tokens, TOKEN_TILE)
     kept = _cut(p, strategy, VOCAB_TILE).kept
     # More than that fits no budget; and a few dozen are enough.
