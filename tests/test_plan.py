@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from onchip import cli
 from onchip.ops.cross_entropy import spec as cross_entropy_spec
-from onchip.ops.linear_cross_entropy import jax_op, jax_spec, mosaic_spec, spec, triton_spec
+from onchip.ops.linear_cross_entropy import fp8_op, fp8_spec, jax_op, jax_spec, mosaic_spec, spec, triton_spec
 from onchip.ops.linear_jsd import spec as jsd_spec
 from onchip.ops.linear_jsd import triton_spec as jsd_triton
 from onchip.ops.linear_log_probs import spec as log_probs_spec
@@ -176,6 +176,47 @@ def test_plan_knows_the_backends_of_jax_in_their_order():
     assert jax_op.BACKENDS["gpu"][:2] == ("mosaic_gpu", "xla")
 
 
+def test_plan_json_is_what_precision_fp8_will_do():
+    document = plan_json("--precision", "fp8", "--scratch-mib", "1", "--scratch-mib", "4096")
+    assert (document["precision"], document["backend"]) == ("fp8", "triton")
+    for plan in document["plans"]:
+        grad = plan["pass"] == "both passes"
+        device = "cuda" if plan["backend"] == "triton" else "cpu"
+        gradients = {"grad_hidden": grad, "grad_weight": grad}
+        problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device=device, **gradients)
+        assert plan["products"] == (3 if grad else 1)
+        if not plan["fits"]:
+            assert (plan["budget_bytes"], "the smallest chunk needs" in plan["why"]) == (1 << 20, True)
+            continue
+        chunk = fp8_spec.plan(problem, plan["budget_bytes"])
+        assert plan["chunk"] == {"tokens": chunk, "vocab": 128256}
+        assert plan["scratch_parts"] == fp8_spec.scratch_parts(problem, chunk)
+        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
+        assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
+    backends = [plan["backend"] for plan in document["plans"]]
+    assert tuple(dict.fromkeys(backends)) == tuple(passes.FP8_PASSES) == fp8_op.BACKENDS
+    assert {plan["fits"] for plan in document["plans"]} == {True, False}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("weight_grad_out", [True, False])
+def test_the_parts_of_fp8_are_the_larger_phase_and_what_is_kept(grad, weight_grad_out):
+    problem = spec.Problem(
+        4096, 1024, 32768, "bfloat16", grad_hidden=grad, grad_weight=grad, weight_grad_out=weight_grad_out
+    )
+    for chunk in (128, 4096):
+        forward, backward = fp8_spec.chunk_parts(problem, chunk), fp8_spec.backward_parts(problem)
+        kept = fp8_spec.weight_bytes(problem) + sum(fp8_spec.kept_parts(problem).values()) + 84 * 4096
+        assert fp8_spec.scratch_bytes(problem, chunk) == kept + max(sum(forward.values()), sum(backward.values()))
+
+
+def test_plan_of_fp8_prints_a_table():
+    result = run(*LLAMA, "--precision", "fp8", columns=80)
+    assert "triton backend in PyTorch by default, precision fp8, forward and all gradients" in result.stdout
+    assert "softmax gradient, transposed, in FP8: 2067" in result.stdout
+    assert all(len(line.rstrip()) <= 80 and "…" not in line for line in result.stdout.splitlines())
+
+
 def test_plan_with_bounds_of_ones_own():
     plans = plan_json("--scratch-mib", "300", "--scratch-mib", "500")["plans"]
     assert [(p["budget"], p["budget_bytes"]) for p in plans[::3]] == [
@@ -190,6 +231,8 @@ def test_plan_with_bounds_of_ones_own():
         (["--dtype", "float32"], "torch"),
         (["--device", "cpu"], "torch"),
         (["--backend", "torch"], "torch"),
+        (["--precision", "fp8", "--dtype", "float32"], "triton"),
+        (["--precision", "fp8", "--device", "cpu"], "torch"),
         (["--framework", "jax", "--dtype", "float16"], "mosaic_gpu"),
         (["--framework", "jax", "--dtype", "float32"], "xla"),
         (["--framework", "jax", "--device", "cpu"], "xla"),
@@ -332,6 +375,13 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
         ([*LLAMA, "--device", "tpu"], "--device must be cuda or cpu; got 'tpu'"),
         ([*LLAMA, "--backend", "cuda"], "backend must be one of 'auto', 'triton', 'torch'; got 'cuda'"),
         ([*LLAMA, "--device", "cpu", "--backend", "triton"], "its kernels don't run in bfloat16 on cpu"),
+        ([*LLAMA, "--precision", "int8"], "--precision must be full or fp8; got 'int8'"),
+        (
+            [*LLAMA, "--precision", "fp8", "--framework", "jax"],
+            "--precision fp8 is for linear_cross_entropy in PyTorch alone; leave it out",
+        ),
+        (["plan", "linear_jsd", *LLAMA[1:], "--precision", "fp8"], "in PyTorch alone; leave it out"),
+        ([*LLAMA, "--precision", "fp8", "--device", "cpu", "--backend", "triton"], "its kernels don't run in"),
         ([*LLAMA, "--framework", "numpy"], "--framework must be torch or jax; got 'numpy'"),
         (
             ["plan", "linear_jsd", *LLAMA[1:], "--framework", "jax"],

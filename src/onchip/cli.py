@@ -123,6 +123,7 @@ def plan(
             "other one too."
         ),
     ] = "auto",
+    precision: Annotated[str, typer.Option(help="full, or of linear_cross_entropy in PyTorch fp8.")] = "full",
     scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -143,6 +144,7 @@ def plan(
             device=device,
             framework=framework,
             backend=backend,
+            precision=precision,
             scratch_mib=scratch_mib,
         )
     if as_json:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from onchip.ops.cross_entropy import spec as cross_entropy
+from onchip.ops.linear_cross_entropy import fp8_spec
+from onchip.ops.linear_cross_entropy.spec import Problem as LinearCrossEntropy
 from onchip.ops.linear_jsd import spec as linear_jsd
 from onchip.ops.linear_jsd import triton_spec as linear_jsd_triton
 from onchip.ops.linear_log_probs import spec as linear_log_probs
@@ -30,6 +32,8 @@ class Call:
     dtype: str
     weight_dtype: str
     device: str
+    precision: str
+    """Of linear_cross_entropy; of other ops "full"."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,16 @@ def _log_probs_triton_passes(call: Call) -> list[_Pass]:
     ]
 
 
+def _fp8_passes(call: Call, *, device: str) -> list[_Pass]:
+    def plan(budget: int | None, grad: bool) -> _Plan:
+        sizes = (call.tokens, call.hidden, call.vocab)
+        p = LinearCrossEntropy(*sizes, dtype=call.dtype, device=device, grad_hidden=grad, grad_weight=grad)
+        chunk = fp8_spec.plan(p, budget)
+        return _Plan({"tokens": chunk, "vocab": call.vocab}, fp8_spec.scratch_parts(p, chunk))
+
+    return [_Pass("forward", 1, partial(plan, grad=False)), _Pass("both passes", 3, partial(plan, grad=True))]
+
+
 def _jsd_problem(call: Call, *, grad: bool, stash: bool) -> linear_jsd.Problem:
     dtypes = (call.dtype, call.dtype, call.weight_dtype)
     student = linear_jsd.Head(call.hidden, call.vocab, *dtypes, grad, grad)
@@ -150,6 +164,12 @@ PASSES: dict[str, dict[str, Callable[[Call], list[_Pass]]]] = {
     cross_entropy.OP: {"triton": partial(_cross_entropy_passes, triton=True), "torch": _cross_entropy_passes},
     linear_log_probs.OP: {"triton": _log_probs_triton_passes, "torch": _log_probs_passes},
     linear_jsd.OP: {"triton": _jsd_triton_passes, "torch": _jsd_passes},
+}
+
+# Of linear_cross_entropy with precision='fp8'.  What the framework's own products take is what they take on the CPU.
+FP8_PASSES: dict[str, Callable[[Call], list[_Pass]]] = {
+    "triton": partial(_fp8_passes, device="cuda"),
+    "torch": partial(_fp8_passes, device="cpu"),
 }
 
 

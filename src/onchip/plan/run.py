@@ -31,13 +31,14 @@ def plan_document(
     device: str,
     backend: str = "auto",
     framework: str = "torch",
+    precision: str = "full",
     scratch_mib: Sequence[int] | None,
 ) -> dict[str, Any]:
     """The plan of a forward and backward with all gradients, for the default budget and some others, as a document.
 
     Raises:
-        ValueError: a size below 1, an unknown model, dtype, device, framework or backend, a backend that can't run it,
-            too little said, or what there is no plan of.
+        ValueError: a size below 1, an unknown model, dtype, device, framework, precision or backend, a backend that
+            can't run it, too little said, or what there is no plan of.
     """
     choose_framework(framework)  # raises for another word
     if framework != "torch" and op != spec.OP:
@@ -45,6 +46,10 @@ def plan_document(
             f"--framework {framework} is for {spec.OP} alone; leave it out for the plan of {op} in "
             f"{FRAMEWORKS['torch']}"
         )
+    if precision not in spec.PRECISIONS:
+        raise ValueError(f"--precision must be {' or '.join(spec.PRECISIONS)}; got {precision!r}")
+    if precision != "full" and (op != spec.OP or framework != "torch"):
+        raise ValueError(f"--precision {precision} is for {spec.OP} in {FRAMEWORKS['torch']} alone; leave it out")
     if model is not None:
         if model not in MODELS:
             raise ValueError(f"no model {model!r}; there is: {', '.join(MODELS)}. Or give --hidden and --vocab")
@@ -69,7 +74,7 @@ def plan_document(
     if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
         raise ValueError(f"--scratch-mib must be 1 or more; got {min(scratch_mib)}")
     teacher = (teacher_hidden or hidden) if op == linear_jsd.OP else 0
-    call = Call(framework, tokens, hidden, vocab, teacher, dtype, weight_dtype or dtype, device)
+    call = Call(framework, tokens, hidden, vocab, teacher, dtype, weight_dtype or dtype, device, precision)
     refusals = _refusals(op, call)
     chosen = choose_backend(op, backend, refusals)
     number = tokens * vocab * (2 if op == linear_jsd.OP else 1)
@@ -79,11 +84,17 @@ def plan_document(
         "backend": chosen,
         "logits_bytes": {"float32": 4 * number, dtype: number * DTYPE_BYTES[dtype]},
     }
-    if op == spec.OP:
+    if _has_strategies(op, precision):
         return document | strategies.plans(call, chosen, scratch_mib)
     usable = [name for name, reason in refusals.items() if reason is None]
     others = [name for name in usable if backend == "auto" and name != chosen]
-    return document | passes.plans(passes.PASSES[op], call, [chosen, *others], scratch_mib)
+    ways = passes.PASSES[op] if precision == "full" else passes.FP8_PASSES
+    return document | passes.plans(ways, call, [chosen, *others], scratch_mib)
+
+
+def _has_strategies(op: str, precision: str) -> bool:
+    """Whether the table is one of strategies, or else of passes."""
+    return op == spec.OP and precision == "full"
 
 
 def _refusals(op: str, call: Call) -> dict[str, str | None]:
@@ -95,8 +106,8 @@ def _refusals(op: str, call: Call) -> dict[str, str | None]:
 
 
 def _triton_refusal(op: str, call: Call) -> str | None:
-    """Why the Triton backend has no plan, or None: float32 logits it reads, but has no products of float32."""
-    if call.device == "cuda" and (call.dtype != "float32" or op == cross_entropy.OP):
+    """Why the Triton backend has no plan, or None: float32 it reads and quantises, but has no products of it."""
+    if call.device == "cuda" and (call.dtype != "float32" or op == cross_entropy.OP or call.precision == "fp8"):
         return None
     return f"its kernels don't run in {call.dtype} on {call.device}"
 
@@ -108,9 +119,11 @@ def show_plan(document: dict[str, Any], console: Console) -> None:
     shown = " ".join(f"{letter}={document[name]}" for letter, name in sizes.items() if document[name])
     others = {row.get("backend", document["backend"]) for row in document["plans"]} - {document["backend"]}
     backend = f"{document['backend']} backend in {FRAMEWORKS[document['framework']]}{' by default' if others else ''}"
+    precision = "" if document["precision"] == "full" else f", precision {document['precision']}"
     console.print(
         f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n"
-        f"{backend}, forward and all gradients\nfull logits: {logits}",
+        f"{backend}{precision}, forward and all gradients\nfull logits: {logits}",
         highlight=False,
     )
-    (strategies if document["op"] == spec.OP else passes).show(document, console)
+    tables = strategies if _has_strategies(document["op"], document["precision"]) else passes
+    tables.show(document, console)
