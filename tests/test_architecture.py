@@ -25,7 +25,7 @@ def test_arrows_go_one_way():
         ("onchip.torch", ["jax", "triton", "matplotlib", "typer"]),
         ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
-        ("onchip.plan", ["torch", "jax"]),
+        ("onchip.plan.run", ["torch", "jax"]),
         ("onchip.ops.fp8_linear.bench_spec", ["torch", "jax"]),
         ("onchip.ops.fp8_linear.jax_benchmark", ["torch", "triton"]),
         ("onchip.ops.linear_cross_entropy.jax_spec", ["torch", "jax", "numpy"]),

@@ -113,15 +113,23 @@ def plan(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu: what to plan for, not what is here.")] = "cuda",
+    framework: Annotated[
+        str, typer.Option(help="torch, or of linear_cross_entropy jax: what to plan for, not what is here.")
+    ] = "torch",
     backend: Annotated[
-        str, typer.Option(help="triton, torch, or auto: what the op would take, and for most ops the other one too.")
+        str,
+        typer.Option(
+            help="triton or torch, in JAX mosaic_gpu or xla; or auto: what the op would take, and for most ops the "
+            "other one too."
+        ),
     ] = "auto",
+    precision: Annotated[str, typer.Option(help="full, or of linear_cross_entropy in PyTorch fp8.")] = "full",
     scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     as_json: Json = False,
 ) -> None:
     """Tell what an op costs before it runs: scratch, products and chunks per strategy and budget."""
     with _clear_errors():
-        from onchip.plan import plan_document, show_plan
+        from onchip.plan.run import plan_document, show_plan
 
         _known_op(op, OPS)
         document = plan_document(
@@ -134,7 +142,9 @@ def plan(
             dtype=dtype,
             weight_dtype=weight_dtype,
             device=device,
+            framework=framework,
             backend=backend,
+            precision=precision,
             scratch_mib=scratch_mib,
         )
     if as_json:

@@ -61,11 +61,16 @@ def backward_parts(p: Problem) -> dict[str, int]:
     return parts if p.grad_weight else {}
 
 
+def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
+    fixed = {"weight in FP8": weight_bytes(p), **kept_parts(p), "vectors": (64 + 4 * TERMS) * p.tokens}
+    # One after the other: the chunks of forward, and backward.
+    return fixed | max((chunk_parts(p, chunk), backward_parts(p)), key=lambda phase: sum(phase.values()))
+
+
 def scratch_bytes(p: Problem, chunk: int) -> int:
     """Peak memory above inputs, loss and returned gradients, in bytes."""
-    forward = sum(chunk_parts(p, chunk).values())
-    fixed = weight_bytes(p) + sum(kept_parts(p).values()) + (64 + 4 * TERMS) * p.tokens
-    return fixed + max(forward, sum(backward_parts(p).values()))
+    return sum(scratch_parts(p, chunk).values())
 
 
 def plan(p: Problem, budget: int | None) -> int:

@@ -116,9 +116,9 @@ def linear_cross_entropy(
         ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest).
         NotImplementedError: differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_cross_entropy.jax_spec` ("xla") and `.mosaic_spec` ("mosaic_gpu") are
-    the formulas, for a jitted step.  In float32
-    it is about 4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
+    Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.ops.linear_cross_entropy.jax_spec`
+    ("xla") and `.mosaic_spec` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
+    4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
     Under vmap each of its arrays gets the mapped dimension: give a batch as leading dimensions instead where you can.
 
     Example:

@@ -49,17 +49,9 @@ _NO_LABEL = 2**31 - 1
 
 def refusal(static: Static, problem: Problem) -> str | None:
     """Why the kernels can't serve the call, or None."""
-    if static.platform != "gpu":
-        return f"it runs on NVIDIA GPUs, not on {static.platform!r}"
-    if problem.dtype == "float32":
-        return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
-    # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
-    # what is copied to columns beyond lands in that one.
-    vocab = 8 if static.weight_layout == "vh" else 64
-    if problem.hidden % 64 or problem.vocab % vocab or problem.hidden < 128 or problem.vocab < 2 * vocab:
-        sizes = f"this has H={problem.hidden} and V={problem.vocab}"
-        needs = "H to be a multiple of 64 from 128 on, V of 8 from 16 on (with weight_layout='hv' of 64 from 128 on)"
-        return f"it needs {needs}; {sizes}"
+    refused = mosaic_spec.refusal(problem, static.platform, static.weight_layout)
+    if refused is not None:
+        return refused
     capability = getattr(jax.devices()[0], "compute_capability", "none")
     return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
 

@@ -18,7 +18,7 @@ FORWARD_SCRATCH = 64 * MIB
 _FORWARD_TOKENS = 1024
 _ELEMENT = 2
 # What an H100 was measured to do: multiprocessors, TFLOP/s of the products, us of a launch.
-_PROGRAMS, _PRODUCT, _LAUNCH = 132, 735.0, 12.0
+_PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 12.0
 _DEPTH = 64  # of a step
 
 
@@ -61,6 +61,21 @@ def heuristic_tiles() -> dict[str, dict[str, int]]:
 def up(size: int, multiple: int) -> int:
     """`size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
+
+
+def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
+    """Why the kernels can't serve the call, whatever the GPU, or None.  `platform` is "cpu", "gpu" or "tpu"."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if p.dtype == "float32":
+        return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
+    # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
+    # what is copied to columns beyond lands in that one.
+    vocab = 8 if weight_layout == "vh" else 64
+    if p.hidden % 64 or p.vocab % vocab or p.hidden < 128 or p.vocab < 2 * vocab:
+        needs = "H to be a multiple of 64 from 128 on, V of 8 from 16 on (with weight_layout='hv' of 64 from 128 on)"
+        return f"it needs {needs}; this has H={p.hidden} and V={p.vocab}"
+    return None
 
 
 def split_at(vocab: int, chunk: int) -> int:
@@ -111,7 +126,7 @@ def scratch_bytes(p: Problem, c: MosaicPlan) -> int:
 def predict(p: Problem, c: MosaicPlan) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by a simple cost model."""
     if c.strategy == "forward":
-        product = 2e-9 * p.tokens * p.hidden * p.vocab / _PRODUCT
+        product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
         return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
     rows = up(p.tokens, TOKEN_TILE)
     again = rows - c.held
@@ -126,7 +141,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     if p.grad_weight:
         work += chunks * _waves(c.chunk // TOKEN_TILE * columns, False) * rows / _DEPTH
     launches = chunks * (1 + (2 if again else 0))
-    step = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / _PRODUCT
+    step = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
     return work * step + 1e-3 * _LAUNCH * launches
 
 
@@ -172,18 +187,29 @@ def plan(p: Problem, strategy: str, budget: int | None = None) -> MosaicPlan:
         if not fit:
             raise _too_small(p, strategy, budget, scratch_bytes(p, MosaicPlan("forward", TOKEN_TILE)))
         return MosaicPlan("forward", up(-(-p.tokens // -(-p.tokens // fit[-1])), TOKEN_TILE))
-    strategies = ("stash", "recompute") if strategy == "auto" else (strategy,)
-    found = {c for s in strategies for c in _cuts(p, s, budget)}
-    fitting = {c: predict(p, c) for c in found if scratch_bytes(p, c) <= budget}
+    fitting = {c: predict(p, c) for c in _candidates(p, strategy, budget) if scratch_bytes(p, c) <= budget}
     if not fitting:
-        raise _too_small(p, strategy, budget, min(scratch_bytes(p, c) for c in found))
+        raise _too_small(p, strategy, budget, least_scratch(p, strategy, budget))
     # Of those that are as good as the fastest the smallest: the model isn't better than that.
     good = [c for c, time in fitting.items() if time <= 1.005 * min(fitting.values())]
     return min(good, key=lambda c: (scratch_bytes(p, c), c.chunk))
 
 
-def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+def least_scratch(p: Problem, strategy: str, budget: int) -> int:
+    """Bytes of scratch of the smallest of the plans with gradients among which a budget has its choice: one that is
+    smaller than this is too small, and this much is enough.
+    """
+    return min(scratch_bytes(p, c) for c in _candidates(p, strategy, budget))
+
+
+def _candidates(p: Problem, strategy: str, budget: int) -> set[MosaicPlan]:
     """The plans to choose among, whether or not they fit."""
+    strategies = ("stash", "recompute") if strategy == "auto" else (strategy,)
+    return {c for s in strategies for c in _cuts(p, s, budget)}
+
+
+def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+    """Those of one strategy."""
     rows = up(p.tokens, TOKEN_TILE)
     kept = _cut(p, strategy, VOCAB_TILE).kept
     # More than that fits no budget; and a few dozen are enough.

@@ -122,9 +122,10 @@ def linear_cross_entropy(
             check_inputs such a target makes its token's loss, and the gradients that it enters, NaN.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: `onchip plan` prints it; `scratch_parts` of `onchip.ops.linear_cross_entropy.spec` ("torch") and
-    `.triton_spec` ("triton") are the formulas.  In float32 it is about 4 * chunk * V bytes for "stash" and
-    4 * token_chunk * vocab_chunk for "recompute"; for "triton" about 4 * T * H where T <= H.
+    Memory: `onchip plan` prints it, with `--precision fp8` for precision="fp8"; `scratch_parts` of
+    `onchip.ops.linear_cross_entropy.spec` ("torch"), `.triton_spec` ("triton") and `.fp8_spec` (precision="fp8") are
+    the formulas.  In float32 it is about 4 * chunk * V bytes for "stash" and 4 * token_chunk * vocab_chunk for
+    "recompute"; for "triton" about 4 * T * H where T <= H.
 
     Example:
         >>> import torch
