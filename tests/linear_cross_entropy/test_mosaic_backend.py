@@ -16,7 +16,6 @@ from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.ops.linear_cross_entropy.mosaic_spec import MosaicPlan
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-LAYOUTS = pytest.mark.parametrize("layout", ["vh", "hv"])
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 
@@ -33,9 +32,9 @@ def _on_the_cpu(monkeypatch):
     jax.clear_caches()
 
 
-@LAYOUTS
 @pytest.mark.parametrize(
-    ("overflow", "halves"), [(0, False), (0, True), (128, False), (128, True), (384, False)], ids=str
+    ("overflow", "halves", "layout"),
+    [(0, False, "vh"), (0, True, "hv"), (128, False, "hv"), (128, True, "vh"), (384, False, "vh"), (384, False, "hv")],
 )
 def test_every_kind_of_plan(overflow, halves, layout, monkeypatch):
     plan = MosaicPlan("stash", 512, kept=128, chunk=512, overflow=overflow, halves=halves)

@@ -31,8 +31,8 @@ class Config:
 
 def even_chunk(total: int, largest: int) -> int:
     """The size, at most `largest`, of the fewest chunks of `total`, as even as whole multiples of 64 allow."""
-    if largest >= total or largest < 1:
-        return max(1, total)
+    if largest >= total:
+        return total
     even = -(-total // -(-total // largest))
     return min(largest, -(-even // 64) * 64)
 

@@ -50,7 +50,7 @@ def scratch_bytes(p: Problem, c: Config) -> int:
 def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> Config:
     """A config with chunks of at most these sizes, as even as whole multiples of 64 allow."""
     tokens, vocab = min(p.tokens, tokens), p.vocab if strategy == "stash" else min(p.vocab, vocab)
-    return Config(strategy, even_chunk(p.tokens, tokens), even_chunk(p.vocab, vocab))
+    return Config(strategy, max(1, even_chunk(p.tokens, tokens)), even_chunk(p.vocab, vocab))
 
 
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
