@@ -15,7 +15,6 @@ from onchip.ops.linear_cross_entropy import jax_op, mosaic_op
 from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.ops.linear_cross_entropy.mosaic_spec import MosaicPlan
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 
