@@ -32,7 +32,7 @@ def test_check_cases(case, strategy):
     assert_right(case, strategy=strategy)
 
 
-# Compiling takes nearly all of the time: in float32 a case gets one strategy, in turn, in bfloat16 every other case
+# Compiling takes nearly all of the time: in float32 a case gets one strategy, in turn, in bfloat16 every third case
 # gets one; the hardest get both, in float16 too.  `onchip check` runs all combinations.
 @pytest.mark.parametrize(
     ("case", "strategy", "dtype"),
@@ -41,7 +41,7 @@ def test_check_cases(case, strategy):
         for dtype in DTYPES[1:]
         for i, case in enumerate(SMALL_CASES)
         for j, strategy in enumerate(STRATEGIES)
-        if (dtype == "bfloat16" and i % 4 == 2 * j) or case.name in ("peaked", "everything")
+        if (dtype == "bfloat16" and i % 6 == 3 * j) or case.name in ("peaked", "everything")
     ],
     ids=str,
 )

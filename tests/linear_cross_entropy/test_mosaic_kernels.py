@@ -196,7 +196,7 @@ def test_too_much_shared_memory():
 
 
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize(("tiles_m", "tiles_n"), [(1, 1), (3, 5), (20, 10), (17, 9), (2, 66), (32, 10)])
+@pytest.mark.parametrize(("tiles_m", "tiles_n"), [(1, 1), (17, 9), (2, 66), (32, 10)])
 def test_work_is_done_once(tiles_m, tiles_n, halves):
     programs, steps = 132, 5
     work = Work(jnp.int32(tiles_m), jnp.int32(tiles_n), jnp.int32(steps), programs, 8, halves)
@@ -326,7 +326,7 @@ def test_softmax(vocab_major, interpreter):
     assert (values[s.n :] == 0).all()
 
 
-@LAYOUTS
+@pytest.mark.parametrize("vocab_major", [True], ids=["VH"])
 def test_softmax_all_kept_in_scratch(vocab_major, interpreter):
     s = Small(vocab_major, vocab=448)
 
