@@ -256,7 +256,7 @@ def chunks(vocab: int, config: MosaicPlan) -> tuple[list[tuple[int, int, int]], 
     return equal, (end, up(vocab, VOCAB_TILE) - end) if config.kept else None
 
 
-def by_token(head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: Any) -> Array:
+def gradient_of_first(head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: Any) -> Array:
     """hidden's gradient [T, H]: of the tokens with the first positions from `sums`, of all others 0."""
     place = saved.tokens.place
     mine = saved.tokens.kept & (place < sums.shape[0])
@@ -268,7 +268,9 @@ def by_token(head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: 
     return jnp.where(mine[:, None], (value * shrink).astype(dtype), jnp.zeros((), dtype))
 
 
-def with_last(gradient: Array, head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: Any) -> Array:
+def gradient_with_last(
+    gradient: Array, head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: Any
+) -> Array:
     """hidden's gradient [T, H] with that of the tokens with the last positions from `sums`, where exponentials are
     kept of the others.  XLA writes these rows in place.
     """

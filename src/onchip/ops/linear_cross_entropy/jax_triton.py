@@ -22,8 +22,8 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     Head,
     Saved,
     alone,
-    by_token,
     chunks,
+    gradient_of_first,
     hidden_rows,
     is_there,
     logit_factor,
@@ -170,7 +170,7 @@ def _backward(
     shrink = 1.0 if above.shrink is None else above.shrink
     grad_hidden = grad_bias = None
     if needs.hidden:
-        grad_hidden = by_token(head, saved, above, state["sums"], shrink)
+        grad_hidden = gradient_of_first(head, saved, above, state["sums"], shrink)
     if needs.bias:
         assert tensors.bias is not None
         grad_bias = (state["bias"][: head.vocab] * shrink).astype(tensors.bias.dtype)

@@ -26,8 +26,9 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     Upstream,
     after,
     alone,
-    by_token,
     chunks,
+    gradient_of_first,
+    gradient_with_last,
     hidden_rows,
     is_there,
     logit_factor,
@@ -36,7 +37,6 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     stored_tiles,
     target_logit,
     upstream,
-    with_last,
 )
 from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, MosaicPlan, split_at, up
 from onchip.ops.linear_cross_entropy.spec import Problem
@@ -268,7 +268,7 @@ def _backward(
                 )  # fmt: skip
 
             out, sums = _run_state(whole, (out, jnp.zeros((held, hidden.shape[1]), jnp.float32)))
-            grad_hidden = by_token(head, saved, up_, sums, shrink)
+            grad_hidden = gradient_of_first(head, saved, up_, sums, shrink)
     elif needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
@@ -328,9 +328,9 @@ def _backward(
     if "sums" in state:
         sums = sum(state[name] for name in names)
         if grad_hidden is None:
-            grad_hidden = by_token(head, saved, up_, sums, shrink)
+            grad_hidden = gradient_of_first(head, saved, up_, sums, shrink)
         else:
-            grad_hidden = with_last(grad_hidden, head, saved, up_, sums, shrink)
+            grad_hidden = gradient_with_last(grad_hidden, head, saved, up_, sums, shrink)
     grad_bias = None
     if needs.bias:
         assert saved.tensors.bias is not None
