@@ -148,9 +148,11 @@ def hidden_product(
 
 
 def weight_product(
-    out, rows, count, *, vocab_major, first, size, places=None, spare=None, kept_tokens=None, overflow=None, again=None,
-    shrink=None, after=None, config=None,
+    out, rows, count, *, vocab_major, first, size, skip=0, number=None, places=None, spare=None, kept_tokens=None,
+    overflow=None, again=None, shrink=None, after=None, config=None,
 ):  # fmt: skip
+    before = skip + (0 if number is None else number[0] * size)
+    first = first + before
     tokens, kept = len(rows), len(rows) if kept_tokens is None else kept_tokens
     vocab = out.shape[0 if vocab_major else 1]
     parts = []
@@ -161,7 +163,8 @@ def weight_product(
     if overflow is not None:
         parts.append(entries(overflow, first[0], size, vocab_major, overflow.shape[1 if vocab_major else 0]))
     if again is not None:
-        parts.append(turned(again, vocab_major))
+        again = turned(again, vocab_major)
+        parts.append(lax.dynamic_slice_in_dim(jnp.pad(again, ((0, 0), (0, size))), before, size, 1))
     done = jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // config.tile_k) * config.tile_k
     e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
     product = e.T @ rows.astype(jnp.float32) * (1.0 if shrink is None else shrink)
@@ -190,10 +193,11 @@ def settle_exponentials(stash, spare, maximum, before, after, count, *, vocab_ma
     settled(spare, 0, places.split, top.shape[1])
 
 
-def add_targets(out, hidden, order, sorted_label, sorted_position, at_target, *, vocab_major):
+def add_targets(out, hidden, token, label, term, *, vocab_major):
     vocab = out.shape[0 if vocab_major else 1]
-    terms = at_target[sorted_position][:, None] * hidden[order[sorted_position]].astype(jnp.float32)
-    there = (sorted_label >= 0) & (sorted_label != NO_LABEL)
-    terms = jnp.where(there[:, None], terms, 0)
-    sums = jnp.zeros((vocab, terms.shape[1]), jnp.float32).at[jnp.where(there, sorted_label, 0)].add(terms)
+    terms = term[:, None] * hidden[token].astype(jnp.float32)
+    there = (label >= 0) & (label != NO_LABEL)
+    # The kernel adds up neighbours.
+    terms = jnp.where((there & (jnp.diff(label, append=NO_LABEL) >= 0))[:, None], terms, 0)
+    sums = jnp.zeros((vocab, terms.shape[1]), jnp.float32).at[jnp.where(there, label, 0)].add(terms)
     out[...] = (out[...].astype(jnp.float32) + (sums if vocab_major else sums.T)).astype(out.dtype)

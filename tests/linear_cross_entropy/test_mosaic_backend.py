@@ -32,11 +32,20 @@ def _on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("overflow", "halves", "layout"),
-    [(0, False, "vh"), (0, True, "hv"), (128, False, "hv"), (128, True, "vh"), (384, False, "vh"), (384, False, "hv")],
+    ("overflow", "halves", "together", "layout"),
+    [
+        (0, False, 1, "vh"),
+        (0, True, 2, "hv"),
+        (128, False, 1, "hv"),
+        (128, True, 3, "vh"),
+        (128, False, 2, "vh"),
+        (384, False, 1, "vh"),
+        (384, False, 1, "hv"),
+    ],
 )
-def test_every_kind_of_plan(overflow, halves, layout, monkeypatch):
-    plan = MosaicPlan("stash", 512, kept=128, chunk=512, overflow=overflow, halves=halves)
+def test_every_kind_of_plan(overflow, halves, together, layout, monkeypatch):
+    # Of 9 tiles of the vocabulary; with 'together' 1 to 3 there is one group or more, of whole ones and the rest.
+    plan = MosaicPlan("stash", 512, kept=128, chunk=256, overflow=overflow, halves=halves, again_chunks=together)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     assert_right(LONG, "bfloat16", backend="mosaic_gpu", weight_layout=layout)
 

@@ -153,7 +153,7 @@ def test_targets_lower(model, vocab_major):
         settle.add_targets(ref, *x, vocab_major=vocab_major)
         return jax.freeze(ref)
 
-    text = compile_only(run, s.weight, s.rows, s.label, s.label, s.label, s.vector)
+    text = compile_only(run, s.weight, s.rows, s.label, s.label, s.vector)
     assert aliases(text) == vocab_major
 
 
@@ -367,8 +367,8 @@ def test_products(vocab_major, interpreter):
         hidden = kernels.hidden_product(
             s.weight, s.count, tokens=TOKENS, stash=ref, spare=spare, scale=s.scale, **common
         )
-        for first in range(0, SPLIT, PLACES.shift):
-            chunk(ref, s.rows, s.count, first=at(first), size=PLACES.shift, after=hidden)
+        for number in range(SPLIT // PLACES.shift):
+            chunk(ref, s.rows, s.count, first=at(0), size=PLACES.shift, number=at(number), after=hidden)
         chunk(ref, s.rows, s.count, first=at(SPLIT), size=PADDED - SPLIT, spare=spare)
         return hidden, jax.freeze(ref)
 
@@ -469,27 +469,25 @@ def test_targets(vocab_major, hidden, interpreter):
     rng = np.random.default_rng(3)
     tokens, count, vocab = 64, 50, 40
     label = np.concatenate([[7] * 20, [39] * 10, [0] * 9, [8, 8, 30], rng.permutation(np.arange(10, 18))])
-    label = np.pad(rng.permutation(label), (0, tokens - count), constant_values=NO_LABEL).astype(np.int32)
-    order = rng.permutation(tokens).astype(np.int32)
-    at_target = rng.normal(size=tokens).astype(np.float32)
+    label = np.pad(np.sort(label), (0, tokens - count), constant_values=NO_LABEL).astype(np.int32)
+    token = rng.permutation(tokens).astype(np.int32)
+    term = rng.normal(size=tokens).astype(np.float32)
     rows = rng.normal(size=(tokens, hidden)).astype(np.float32)
-    rows[order[count:]] = np.nan
+    rows[token[count:]] = np.nan
+    token[-1] = tokens  # as past the last one that counts
     gradient = rng.normal(size=(vocab, hidden))
-    position = np.argsort(label, stable=True).astype(np.int32)
     rows, gradient = jnp.asarray(rows, jnp.bfloat16), jnp.asarray(gradient, jnp.bfloat16)
 
     @jax.jit
     def run():
         ref = reference_to(gradient if vocab_major else gradient.T)
-        settle.add_targets(
-            ref, rows, order, label[position], position, at_target, vocab_major=vocab_major, interpret=interpreter
-        )
+        settle.add_targets(ref, rows, token, label, term, vocab_major=vocab_major, interpret=interpreter)
         return jax.freeze(ref)
 
     expected = np.asarray(gradient, np.float64)
     wide = np.asarray(rows, np.float64)
     for i in range(count):
-        expected[label[i]] += at_target[i] * wide[order[i]]
+        expected[label[i]] += term[i] * wide[token[i]]
     got = run() if vocab_major else run().T
     # Rounded once: no farther from the sum than its own rounding.
     assert (np.abs(np.asarray(got, np.float64) - expected) <= np.abs(expected) * 2**-8 + 1e-5).all()

@@ -51,19 +51,27 @@ def launches(text):
 @pytest.mark.parametrize("model", ["llama3.1-8b", "gemma3-4b"])
 def test_models_lower_and_nothing_is_copied(model, as_on_hopper):
     text = lowered(4096, *MODELS[model])
-    # softmax, settle, hidden's product and the targets' terms once; weight's product for one chunk, some in a loop, and
-    # the last.  With more tokens than H another softmax, and for each kind of chunk logits again and hidden's product.
-    assert launches(text) == (7 if model == "llama3.1-8b" else 7 + 1 + 3 * 2)
+    more = model == "gemma3-4b"  # tokens than H
+    p = problem(4096, *MODELS[model])
+    plan = mosaic_spec.plan(p, "auto")
+    groups = mosaic_spec.groups(p.vocab, plan, again=more)
+    # softmax, settle, hidden's product and the targets' terms once; weight's product for each kind of chunk, alone or in
+    # a loop.  With more tokens than H another softmax, and for each kind of group logits again and hidden's product;
+    # with exponentials in scratch one softmax more, which is settled.
+    products = sum(len(group.chunks) for group in groups) + (1 + 2 * len(groups) if more else 0)
+    assert launches(text) == 4 + products + 2 * (plan.overflow > 0)
+    assert len(groups) <= 3
     assert "stablehlo.copy" not in text
 
 
 def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
-    c = mosaic_spec.MosaicPlan("stash", 1000, kept=256, chunk=1024, overflow=128, halves=True)
+    c = mosaic_spec.MosaicPlan("stash", 1000, kept=256, chunk=512, overflow=128, halves=True, again_chunks=2)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
     text = lowered(1000, 256, 4096, layout="hv")
-    kinds = len(mosaic_op.chunks(4096, c)[0]) + 1
+    groups = mosaic_spec.groups(4096, c, again=True)
+    kinds = sum(len(group.chunks) for group in groups)
     # The softmax of three kinds of tokens, two of which are settled; hidden's product, and the targets' terms.
-    assert launches(text) == 3 + 2 + 1 + 1 + 3 * kinds
+    assert launches(text) == 3 + 2 + 1 + 1 + 2 * len(groups) + kinds
     assert "stablehlo.copy" not in text
 
 
@@ -165,17 +173,20 @@ def test_chunks_cover_the_vocabulary_once():
         for chunk in (256, 4096, 8192):
             if 2 * chunk > vocab:
                 continue
-            c = mosaic_spec.MosaicPlan("stash", 256, 256, chunk)
-            equal, last = mosaic_op.chunks(vocab, c)
-            sizes = [(first + i * size, size) for first, size, times in equal for i in range(times)] + [last]
-            at = 0
-            for first, size in sizes:
-                assert first == at
-                assert size % 256 == 0
-                at += size
-            assert at == mosaic_spec.up(vocab, 256)
-            # What is kept a chunk further on still has room there.
-            assert last[0] + chunk <= vocab
+            for together, again in ((1, True), (1, False), (2, True), (3, True), (8, True)):
+                c = mosaic_spec.MosaicPlan("stash", 256, 256, chunk, again_chunks=together)
+                groups = mosaic_spec.groups(vocab, c, again)
+                at = 0
+                for group in groups:
+                    assert group.first == at
+                    assert all(size % 256 == 0 for size, _ in group.chunks)
+                    assert not again or group.size <= max(together * chunk, chunk + 256)
+                    at += group.size * group.times
+                assert at == mosaic_spec.up(vocab, 256)
+                # What is kept a chunk further on still has room there.
+                assert [group.in_spare for group in groups] == [False] * (len(groups) - 1) + [True]
+                assert groups[-1].first + chunk <= vocab
+                assert again or len(groups) <= 3
 
 
 def test_more_memory_is_no_slower():

@@ -41,14 +41,17 @@ class Tokens(NamedTuple):
         return jnp.where(kept, rows.at[self.place].get(mode="clip"), jnp.zeros((), rows.dtype))
 
 
-def select_tokens(static: Static, tensors: Tensors, chunk: int) -> Tokens:
+def select_tokens(static: Static, tensors: Tensors, chunk: int, *, by_label: bool = False) -> Tokens:
+    """The tokens that count in their own order, or by ascending label with those out of range behind."""
     labels = tensors.labels
     total = labels.shape[0]
     padded = -(-total // chunk) * chunk
     kept = labels != IGNORED
     number = jnp.sum(kept, dtype=jnp.int32)
     # A sort is one kernel, and a running sum of many tokens is dozens.
-    order = jnp.argsort(~kept, stable=True).astype(jnp.int32)
+    # Both marks are negative; of the numbers without a sign they are the largest.
+    key = lax.bitcast_convert_type(labels, jnp.uint32) if by_label else ~kept
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
     place = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
     source = jnp.where(jnp.arange(total) < number, order, total)
     source = jnp.pad(source, (0, padded - total), constant_values=total)

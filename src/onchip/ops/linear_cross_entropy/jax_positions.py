@@ -1,7 +1,7 @@
 """What the JAX backends with kernels of their own do around them, in plain JAX.
 
-Tokens that are not ignored are compacted to the front: a *position* is an index among those.  P is the number of
-tokens rounded up to a multiple of 128.  The kernels reduce each tile of logits to a few numbers for each position;
+Tokens that are not ignored are compacted to the front, those of one label beside each other: a *position* is an index
+among those.  P is the number of tokens rounded up to a multiple of 128.  The kernels reduce each tile of logits to a few numbers for each position;
 here they are merged to a softmax and a loss, and, in backward, each position's factors are prepared for the kernels.
 """
 
@@ -24,7 +24,7 @@ from onchip.ops._shared.jax_tiles import (
     sum_kept,
 )
 from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Outputs
-from onchip.ops.linear_cross_entropy.mosaic_spec import TOKEN_TILE, VOCAB_TILE, MosaicPlan, split_at, up
+from onchip.ops.linear_cross_entropy.mosaic_spec import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.ops.linear_cross_entropy.spec import OP
 
 Array = jax.Array
@@ -148,7 +148,7 @@ def forward(
     `take_softmax(rows, label, factor, count)` is the softmax of some positions, with what `Saved` has from
     `base` on.
     """
-    tokens = select_tokens(static, tensors, TOKEN_TILE)
+    tokens = select_tokens(static, tensors, TOKEN_TILE, by_label=True)
     label = jnp.where(is_there(tokens) & ~tokens.bad, tokens.label, -1)
     factor = logit_factor(head, tokens)
     padded = label.shape[0]
@@ -182,27 +182,33 @@ def forward(
 
 def merge(partials: Any, target: Array, label: Array, there: Array, vocab: int) -> Softmax:
     """The softmax over all parts of the tiles."""
-    maximum = jnp.where(there, partials.maximum, LOWEST)
+    # What is there of positions past the last one may be anything; it stays in their columns.
+    maximum = partials.maximum
     # The target's logit was computed apart: the last digit may differ.
     top = jnp.maximum(jnp.max(maximum, 0), target)
     drop = maximum - top
     decay = jnp.exp(drop)
-    others = jnp.where(there, partials.others, 0)
     offset_sum = moment = argmax = None
+
+    def sums_where_there(values: Array) -> Array:
+        return jnp.where(there, jnp.sum(values, 0), 0)
+
     parts = maximum.shape[0]
     width = -(-vocab // VOCAB_TILE) * VOCAB_TILE // parts
     first = jnp.arange(parts, dtype=jnp.int32)[:, None] * width
     if partials.offset_sum is not None:
         entries = jnp.clip(vocab - first, 0, width).astype(jnp.float32)
-        offset_sum = jnp.sum(jnp.where(there & (entries > 0), partials.offset_sum + drop * entries, 0), 0)
+        offset_sum = sums_where_there(jnp.where(entries > 0, partials.offset_sum + drop * entries, 0))
     if partials.moment is not None:
         # The target belongs to its part's moment, and to its sum here.
         own = (label >= first) & (label < first + width)
-        total = others + jnp.where(own, jnp.exp(target - top - drop), 0)
-        moment = jnp.sum(jnp.where(there & (decay > 0), decay * (partials.moment + total * drop), 0), 0)
+        total = partials.others + jnp.where(own, jnp.exp(target - top - drop), 0)
+        moment = sums_where_there(jnp.where(decay > 0, decay * (partials.moment + total * drop), 0))
         best = jnp.argmax(maximum, 0)
         argmax = jnp.take_along_axis(partials.argmax, best[None], 0)[0]
-    return Softmax(top, target, jnp.sum(others * decay, 0), offset_sum, moment, argmax)
+    return Softmax(
+        jnp.where(there, top, LOWEST), target, sums_where_there(partials.others * decay), offset_sum, moment, argmax
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -244,16 +250,6 @@ def upstream(static: Static, head: Head, saved: Saved, grad_loss: Array) -> Upst
         jnp.where(there, saved.lse, jnp.inf),
         None if too_large is None else (1 / too_large).reshape(1),
     )
-
-
-def chunks(vocab: int, config: MosaicPlan) -> tuple[list[tuple[int, int, int]], tuple[int, int] | None]:
-    """(first, size, number) of equal chunks of the vocabulary, in order, and (first, size) of the one in scratch."""
-    end = split_at(vocab, config.chunk) if config.kept else up(vocab, VOCAB_TILE)
-    rest = end % config.chunk
-    equal = [(0, rest, 1)] if rest else []
-    if end > rest:
-        equal.append((rest, config.chunk, (end - rest) // config.chunk))
-    return equal, (end, up(vocab, VOCAB_TILE) - end) if config.kept else None
 
 
 def gradient_of_first(head: Head, saved: Saved, upstream: Upstream, sums: Array, shrink: Any) -> Array:

@@ -22,7 +22,6 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     Head,
     Saved,
     alone,
-    chunks,
     gradient_of_first,
     hidden_rows,
     is_there,
@@ -33,7 +32,7 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     target_logit,
     upstream,
 )
-from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, MosaicPlan, up
+from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, MosaicPlan, groups, up
 from onchip.ops.linear_cross_entropy.spec import Problem
 
 Array = jax.Array
@@ -160,13 +159,12 @@ def _backward(
         state["out"] = lax.empty(head.weight.shape, head.weight.dtype)
     if needs.bias:
         state["bias"] = jnp.zeros(up(head.vocab, VOCAB_TILE), jnp.float32)
-    equal, _ = chunks(head.vocab, config)
-    for start, size, times in equal:
-        first, step = start // VOCAB_TILE, size // VOCAB_TILE
-        if times == 1:
-            state = chunk(first, size, state)
+    for group in groups(head.vocab, config, again=True):
+        first, step = group.first // VOCAB_TILE, group.size // VOCAB_TILE
+        if group.times == 1:
+            state = chunk(first, group.size, state)
         else:
-            state = lax.fori_loop(0, times, partial(_step, chunk, first, step), state)
+            state = lax.fori_loop(0, group.times, partial(_step, chunk, first, step), state)
     shrink = 1.0 if above.shrink is None else above.shrink
     grad_hidden = grad_bias = None
     if needs.hidden:

@@ -241,27 +241,32 @@ def weight_product(
     count: Array,  # [1] int32
     *,
     vocab_major: bool,
-    first: Array,  # [1] int32: vocabulary entry
+    first: Array,  # [1] int32: vocabulary entry with which a group of chunks begins
     size: int,  # of the chunk, a multiple of the tile along the vocabulary
+    skip: int = 0,  # entries of the group before the chunk, but for
+    number: Array | None = None,  # [1] int32: how many chunks of `size` more are before it
     places: Places | None = None,
     spare: Array | None = None,  # of the entries from `split` on, which then are the whole chunk
     kept_tokens: int | None = None,  # tokens whose exponentials are kept there, a multiple of tile_k; None: all
     overflow: Array
     | None = None,  # exponentials of the next ones, of all of the vocabulary: [V', those], or [those, V']
-    again: Array | None = None,  # the others' gradients of logits, of `gradient_tiles`
+    again: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
     shrink: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> None:
-    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once."""
+    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once.
+
+    The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
+    """
     c = config or MosaicConfig()
     tokens, hidden = rows.shape
     vocab = vocab_of(out, vocab_major)
     kept_tokens = tokens if kept_tokens is None else kept_tokens
     held_tokens = kept_tokens if overflow is None else kept_tokens + overflow.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
-    named = {"spare": spare, "overflow": overflow, "again": again, "shrink": shrink}
+    named = {"number": number, "spare": spare, "overflow": overflow, "again": again, "shrink": shrink}
     names = [name for name, x in named.items() if x is not None]
     assert size % tile_v == 0
     assert kept_tokens % c.tile_k == held_tokens % c.tile_k == 0
@@ -269,9 +274,14 @@ def weight_product(
         assert places is not None
         assert spare is not None or size <= places.shift, "the chunk would overwrite exponentials that it reads"
 
+    def before(refs: Sequence[Any]) -> Any:
+        """Entries of the group before the chunk."""
+        return skip if number is None else skip + refs[4][0] * size
+
     def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
         steps = ceil_div(lax.max(refs[2][0], jnp.int32(1)), c.tile_k)
-        tiles_v, tiles_h = ceil_div(lax.min(vocab - refs[3][0], jnp.int32(size)), tile_v), -(-hidden // tile_h)
+        there = lax.min(vocab - refs[3][0] - before(refs), jnp.int32(size))
+        tiles_v, tiles_h = ceil_div(there, tile_v), -(-hidden // tile_h)
         return (tiles_v, tiles_h, steps) if vocab_major else (tiles_h, tiles_v, steps)
 
     def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
@@ -279,6 +289,7 @@ def weight_product(
         v, h = (s.i, s.j) if vocab_major else (s.j, s.i)
         v, h = v * tile_v, h * tile_h
         at = dict(zip(names, refs[4:], strict=False))
+        first = refs[3][0] + before(refs)
 
         def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
@@ -292,20 +303,20 @@ def weight_product(
             if spare is not None:
                 exponentials(at["spare"], v, t)
             else:
-                exponentials(refs[0], refs[3][0] + places.shift + v, t)
+                exponentials(refs[0], first + places.shift + v, t)
 
         def overflowed() -> None:
-            exponentials(at["overflow"], refs[3][0] + v, t - kept_tokens)
+            exponentials(at["overflow"], first + v, t - kept_tokens)
 
         def computed_again() -> None:
-            exponentials(at["again"], v, t - held_tokens)
+            exponentials(at["again"], before(refs) + v, t - held_tokens)
 
         ends = (kept_tokens, held_tokens, tokens)
         _by_range(t, tokens, list(zip(ends, (kept, overflowed, computed_again), strict=True)))
         load_block(refs[1], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 
     def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
-        first = refs[3][0]
+        first = refs[3][0] + before(refs)
         row, column = (p.m + first, p.n) if vocab_major else (p.m, p.n + first)
         if shrink is not None:
             product = product * dict(zip(names, refs[4:], strict=False))["shrink"][0]

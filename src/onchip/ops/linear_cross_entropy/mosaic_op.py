@@ -26,7 +26,6 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     Upstream,
     after,
     alone,
-    chunks,
     gradient_of_first,
     gradient_with_last,
     hidden_rows,
@@ -38,7 +37,7 @@ from onchip.ops.linear_cross_entropy.jax_positions import (
     target_logit,
     upstream,
 )
-from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, MosaicPlan, split_at, up
+from onchip.ops.linear_cross_entropy.mosaic_spec import VOCAB_TILE, Group, MosaicPlan, groups, split_at, up
 from onchip.ops.linear_cross_entropy.spec import Problem
 
 Array = jax.Array
@@ -169,7 +168,7 @@ def _softmax(
         made.append(take(slice(held, padded)))
     partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *made)
     softmax = merge(partials, target, label, there, head.vocab)
-    top = jnp.max(jnp.where(there, partials.maximum, LOWEST), 0)
+    top = jnp.where(there, jnp.max(partials.maximum, 0), LOWEST)
     base = jnp.where(top - shift > _kernels().REACH, softmax.max + softmax.log_total, shift)
     rooms = [
         _settled(head, room, x.maximum, shift[room.part], base[room.part], _count(room.part, count))
@@ -281,38 +280,41 @@ def _backward(
     # Where exponentials are kept, all targets' terms are added apart.
     at_target = jnp.zeros_like(up_.at_target[tail]) if kept else up_.at_target
 
-    def chunk(state: dict[str, Any], first: Any, size: int, in_spare: bool) -> None:
-        again = None
+    def made_again(state: dict[str, Any], begin: Array, size: int) -> Array:
+        again: Array = kernels.gradient_tiles(
+            rest_rows, weight, saved.label[tail], factor[tail], up_.lse[tail], up_.scale[tail], at_target, rest,
+            first=begin, size=size, even=None if up_.even is None else up_.even[tail],
+            config=head.tiles["gradient_tiles"], **_arguments(head),
+        )  # fmt: skip
+        if needs.hidden:
+            kernels.hidden_product(
+                weight, rest, vocab_major=major, tokens=again_rows, again=again, first=begin, add_to=state["sums"],
+                second=state.get("second sums"), halves=config.halves, config=head.tiles["hidden_product"],
+            )  # fmt: skip
+        if needs.bias:
+            state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], _column_sums(again, major), begin)
+        return again
+
+    def walk_group(state: dict[str, Any], group: Group, first: Any) -> None:
         begin = jnp.asarray(first, jnp.int32).reshape(1)
-        if again_rows:
-            again = kernels.gradient_tiles(
-                rest_rows, weight, saved.label[tail], factor[tail], up_.lse[tail], up_.scale[tail], at_target, rest,
-                first=begin, size=size, even=None if up_.even is None else up_.even[tail],
-                config=head.tiles["gradient_tiles"], **_arguments(head),
+        again = made_again(state, begin, group.size) if again_rows else None
+        if not needs.weight:
+            return
+        skip = 0
+        for size, times in group.chunks:
+            product = partial(
+                kernels.weight_product, state["out"], rows, number, vocab_major=major, first=begin, size=size,
+                skip=skip, places=places, spare=saved.spare if group.in_spare else None, kept_tokens=kept,
+                overflow=saved.overflow, again=again, shrink=up_.shrink, after=grad_hidden if kept else None,
+                config=head.tiles["weight_product"],
             )  # fmt: skip
-            if needs.hidden:
-                kernels.hidden_product(
-                    weight, rest, vocab_major=major, tokens=again_rows, again=again, first=begin, add_to=state["sums"],
-                    second=state.get("second sums"), halves=config.halves, config=head.tiles["hidden_product"],
-                )  # fmt: skip
-            if needs.bias:
-                state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], _column_sums(again, major), begin)
-        if needs.weight:
-            kernels.weight_product(
-                state["out"], rows, number, vocab_major=major, first=begin, size=size, places=places,
-                spare=saved.spare if in_spare else None, kept_tokens=kept, overflow=saved.overflow, again=again,
-                shrink=up_.shrink, after=grad_hidden if kept else None, config=head.tiles["weight_product"],
-            )  # fmt: skip
+            _repeat(times, lambda i, product=product: product(number=i))
+            skip += size * times
 
     def walk(state: dict[str, Any]) -> None:
-        equal, last = chunks(head.vocab, config)
-        for start, size, times in equal:
-            if times == 1:
-                chunk(state, start, size, False)
-            else:
-                lax.fori_loop(0, times, partial(_step, chunk, state, start, size), None)
-        if last is not None:
-            chunk(state, *last, True)
+        for group in groups(head.vocab, config, again_rows > 0):
+            size = group.size
+            _repeat(group.times, lambda i, group=group, size=size: walk_group(state, group, group.first + i[0] * size))
         if kept:
             _add_targets(head, saved, up_, state["out"], shrink)
 
@@ -339,8 +341,12 @@ def _backward(
     return gradients
 
 
-def _step(chunk: Callable[..., None], state: Any, start: int, size: int, i: Any, _: None) -> None:
-    chunk(state, start + i * size, size, False)
+def _repeat(times: int, do: Callable[[Array], None]) -> None:
+    """`do` of 0, 1, ..., each as [1] int32."""
+    if times == 1:
+        do(jnp.zeros(1, jnp.int32))
+    else:
+        lax.fori_loop(0, times, lambda i, _: do(jnp.asarray(i, jnp.int32).reshape(1)), None)
 
 
 def _column_sums(again: Array, major: bool) -> Array:
@@ -354,15 +360,8 @@ def _column_sums(again: Array, major: bool) -> Array:
 
 def _add_targets(head: Head, saved: Saved, up_: Upstream, out: Any, shrink: Any) -> None:
     """Add the targets' terms to the weight's gradient, each vocabulary entry's tokens together."""
-    positions = jnp.arange(saved.label.shape[0], dtype=jnp.int32)
-    labels = jnp.where(is_there(saved.tokens) & (saved.label >= 0), saved.label, _NO_LABEL)
-    labels, positions = lax.sort((labels, positions), num_keys=1, is_stable=True)
-    _settle().add_targets(
-        out,
-        saved.tensors.hidden,
-        jnp.minimum(saved.tokens.source, saved.tensors.hidden.shape[0] - 1),
-        labels,
-        positions,
-        up_.at_target * shrink,
-        vocab_major=head.vocab_axis == 0,
-    )
+    # Positions are in the order of their labels, with those that have none behind.
+    label = jnp.where(is_there(saved.tokens) & (saved.label >= 0), saved.label, _NO_LABEL)
+    term = up_.at_target * shrink
+    vocab_major = head.vocab_axis == 0
+    _settle().add_targets(out, saved.tensors.hidden, saved.tokens.source, label, term, vocab_major=vocab_major)

@@ -164,10 +164,10 @@ def _strips(hidden: int) -> tuple[int, int]:
 
 
 def _sum_targets(
-    hidden: Array, order: Array, sorted_label: Array, sorted_position: Array, at_target: Array, out: Any, interpret: Any
+    hidden: Array, token: Array, label: Array, term: Array, out: Any, interpret: Any
 ) -> Array | None:
     """Each label's sum: added to its row of `out`, or without that at the index of its first position, [T, H]."""
-    (tokens,) = sorted_label.shape
+    (tokens,) = label.shape
     rows, size = hidden.shape
     registers = Registers(interpret)
     share, strip = _strips(size)
@@ -176,8 +176,7 @@ def _sum_targets(
     dtype = jnp.dtype(out.dtype if adds else jnp.float32)
     vector = min(strip // _THREADS, 16 // max(dtype.itemsize, hidden.dtype.itemsize))
     programs = 8 * multiprocessors() if interpret is None else 2
-    token = jnp.clip(jnp.take(order, sorted_position, mode="clip"), 0, rows - 1)
-    term = jnp.take(at_target, sorted_position, mode="clip")
+    token = jnp.minimum(token, rows - 1)
 
     def body(hidden: Any, token: Any, term: Any, label: Any, out: Any) -> None:
         column = lax.axis_index("share") * share
@@ -227,17 +226,16 @@ def _sum_targets(
     sums = () if adds else (jax.ShapeDtypeStruct((tokens, size), jnp.float32),)
     grid = (size // share, programs)
     run = _kernel(body, grid, ("share", "program"), (), sums, "add_targets", interpret)
-    made = run(hidden, token, term, sorted_label, *([out] if adds else []))
+    made = run(hidden, token, term, label, *([out] if adds else []))
     return None if adds else made[0]
 
 
 def add_targets(
     out: Any,  # reference to the weight's gradient [V, H], or [H, V]
     hidden: Array,  # [tokens, H], by token
-    order: Array,  # [T] int32: each position's token
-    sorted_label: Array,  # [T] int32: labels in ascending order, NO_LABEL at the end
-    sorted_position: Array,  # [T] int32: whose they are
-    at_target: Array,  # [T] float32, by position
+    token: Array,  # [T] int32: each position's token; whatever is past the last one counts for nothing
+    label: Array,  # [T] int32, in ascending order, NO_LABEL at the end
+    term: Array,  # [T] float32: what the token's hidden state is multiplied by
     *,
     vocab_major: bool,
     interpret: Any = None,
@@ -249,19 +247,18 @@ def add_targets(
     """
     vocab, size = vocab_of(out, vocab_major), hidden.shape[1]
     assert size % 8 == 0
-    sort = (order, sorted_label, sorted_position, at_target)
     if vocab_major and size >= _THREADS:
-        _sum_targets(hidden, *sort, out, interpret)
+        _sum_targets(hidden, token, label, term, out, interpret)
         return
     padded = jnp.pad(hidden, ((0, 0), (0, max(0, _THREADS - size))))
-    sums = _sum_targets(padded, *sort, None, interpret)
+    sums = _sum_targets(padded, token, label, term, None, interpret)
     assert sums is not None
     sums = sums[:, :size]
-    index = jnp.arange(sorted_label.size, dtype=jnp.int32)
-    begins = (index == 0) | (sorted_label != jnp.roll(sorted_label, 1))
-    begins &= (sorted_label >= 0) & (sorted_label < vocab)
+    index = jnp.arange(label.size, dtype=jnp.int32)
+    begins = (index == 0) | (label != jnp.roll(label, 1))
+    begins &= (label >= 0) & (label < vocab)
     # What doesn't count goes to different places outside of the matrix: no two of these are the same.
-    to = jnp.where(begins, sorted_label, vocab + index)
+    to = jnp.where(begins, label, vocab + index)
     old = out[...]
     at = old.at[to] if vocab_major else old.at[:, to]
     sums = sums if vocab_major else sums.T

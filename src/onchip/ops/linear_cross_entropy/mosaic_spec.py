@@ -17,8 +17,8 @@ FORWARD_SCRATCH = 64 * MIB
 # reads all of the weight.
 _FORWARD_TOKENS = 1024
 _ELEMENT = 2
-# What an H100 was measured to do: multiprocessors, TFLOP/s of the products, us of a launch.
-_PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 12.0
+# What was measured: an H100's multiprocessors and TFLOP/s of the products; us that a launch adds, in an H200's trace.
+_PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 7.0
 _DEPTH = 64  # of a step
 
 
@@ -38,10 +38,46 @@ class MosaicPlan:
     """Tokens, a multiple of 128, whose exponentials wait in scratch."""
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
+    again_chunks: int = 1
+    """Chunks for which the other tokens' logits are made again at once: those have few tiles."""
 
     @property
     def held(self) -> int:
         return self.kept + self.overflow
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring chunks of the vocabulary, for which logits are made again at once."""
+
+    first: int
+    """The entry that it begins with; where there are several groups, the first one's."""
+    chunks: tuple[tuple[int, int], ...]
+    """Size and number of equal chunks, in order."""
+    times: int = 1
+    """How many such groups there are, one after the other."""
+    in_spare: bool = False
+    """Whether exponentials of its one chunk are kept in scratch."""
+
+    @property
+    def size(self) -> int:
+        return sum(size * number for size, number in self.chunks)
+
+
+def groups(vocab: int, c: MosaicPlan, again: bool) -> list[Group]:
+    """All of the vocabulary, in order; without tokens whose logits are made again in as few groups as there can be."""
+    end = split_at(vocab, c.chunk) if c.kept else up(vocab, VOCAB_TILE)
+    number, rest = divmod(end, c.chunk)
+    together = c.again_chunks if again else max(number, 1)
+    times, more = divmod(number, together)
+    made = []
+    if start := [(size, n) for size, n in ((rest, 1), (c.chunk, more)) if size * n]:
+        made.append(Group(0, tuple(start)))
+    if times:
+        made.append(Group(rest + more * c.chunk, ((c.chunk, together),), times))
+    if c.kept:
+        made.append(Group(end, ((up(vocab, VOCAB_TILE) - end, 1),), in_spare=True))
+    return made
 
 
 def heuristic_tiles() -> dict[str, dict[str, int]]:
@@ -112,10 +148,15 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     rest = {
         "hidden rows": hidden_rows,
         "hidden rows of logits made again": _ELEMENT * again * p.hidden if c.held else 0,
-        "logits' gradient made again": _ELEMENT * again * min(up(p.vocab, VOCAB_TILE), c.chunk + VOCAB_TILE),
+        "logits' gradient made again": _ELEMENT * again * min(up(p.vocab, VOCAB_TILE), _largest_group(c)),
         "hidden gradient in float32": 4 * (1 + int(c.halves)) * again * p.hidden if p.grad_hidden else 0,
     }
     return parts | max((forward, kept, rest), key=lambda phase: sum(phase.values()))
+
+
+def _largest_group(c: MosaicPlan) -> int:
+    """Entries of the vocabulary; what is left for the last chunk may be a tile more than the others."""
+    return max(c.again_chunks * c.chunk, c.chunk + VOCAB_TILE)
 
 
 def scratch_bytes(p: Problem, c: MosaicPlan) -> int:
@@ -134,13 +175,15 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
     columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
     work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), False) * steps
-    work += chunks * _waves(again // TOKEN_TILE * -(-c.chunk // VOCAB_TILE), False) * steps
+    made_again = groups(p.vocab, c, True) if again else []
+    for group in made_again:
+        work += group.times * _waves(again // TOKEN_TILE * (group.size // VOCAB_TILE), False) * steps
     if p.grad_hidden:
         work += _waves(c.held // TOKEN_TILE * columns, True) * p.vocab / _DEPTH
-        work += chunks * _waves(again // TOKEN_TILE * columns, c.halves) * c.chunk / _DEPTH
+        work += _waves(again // TOKEN_TILE * columns, c.halves) * p.vocab / _DEPTH
     if p.grad_weight:
         work += chunks * _waves(c.chunk // TOKEN_TILE * columns, False) * rows / _DEPTH
-    launches = chunks * (1 + (2 if again else 0))
+    launches = chunks + 2 * sum(group.times for group in made_again)
     step = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
     return work * step + 1e-3 * _LAUNCH * launches
 
@@ -191,7 +234,7 @@ def plan(p: Problem, strategy: str, budget: int | None = None) -> MosaicPlan:
     if not fitting:
         raise _too_small(p, strategy, budget, least_scratch(p, strategy, budget))
     # Of those that are as good as the fastest the smallest: the model isn't better than that.
-    good = [c for c, time in fitting.items() if time <= 1.005 * min(fitting.values())]
+    good = [c for c, time in fitting.items() if time <= 1.002 * min(fitting.values())]
     return min(good, key=lambda c: (scratch_bytes(p, c), c.chunk))
 
 
@@ -218,9 +261,11 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
         again = rows - kept - overflow
         for size in _chunk_sizes(p, again):
             plan = replace(_cut(p, strategy, size), overflow=overflow)
-            yield plan
-            if again and p.grad_hidden:
-                yield replace(plan, halves=True)
+            # Where nothing is kept, larger chunks do the same.
+            for together in (1, 2, 3, 4, 6, 8) if kept and again else (1,):
+                yield replace(plan, again_chunks=together)
+                if again and p.grad_hidden:
+                    yield replace(plan, again_chunks=together, halves=True)
 
 
 def _chunk_sizes(p: Problem, again: int) -> list[int]:
