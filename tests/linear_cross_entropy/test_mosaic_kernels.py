@@ -171,6 +171,8 @@ def test_strips_cover_a_row(hidden):
         MosaicConfig(tile_m=256, tile_n=128),
         MosaicConfig(in_flight=0, stages=3),
         MosaicConfig(tile_m=128, tile_n=192),
+        MosaicConfig(stages=3, staging_slots=4),
+        MosaicConfig(stages=3, staging_slots=3, split="n"),
     ],
     ids=str,
 )

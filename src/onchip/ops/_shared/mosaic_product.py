@@ -204,7 +204,8 @@ def persistent_product(
     copies: called with (references, step, shared memory of the left operand, of the right one, barrier), and that of
         the vectors of `promotion`.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
-        `store`); store(value, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] of value at (m, n).
+        `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, of which
+        strip(n, width) is so many columns from n on: called in order, while strips before it are on their way.
     stored: dtype of what `store` is given; None if there is nothing to store.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
@@ -376,7 +377,7 @@ def persistent_product(
     return run
 
 
-def _nothing_to_store(value: Any, send: Any) -> None:
+def _nothing_to_store(strip: Any, send: Any) -> None:
     raise AssertionError("this kernel was made without `stored`")
 
 
@@ -441,18 +442,21 @@ def _promoted_step(
 
 def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int) -> Callable[..., None]:
     """What sends blocks of a value [rows, width] off by way of `staging` [slots, BOX, columns]."""
-    blocks = [(m, n) for m in range(0, rows, BOX) for n in range(0, width, columns)]
-    even = len(blocks) % c.staging_slots == 0
+    together = c.staging_slots * columns
 
-    def store(value: Any, send: Callable[[Any, int, int], None]) -> None:
-        for number, (m, n) in enumerate(blocks):
-            slot = number % c.staging_slots
-            # A tile starts with slot 0, whichever the last one ended with.
-            pending = c.staging_slots - 1 if even or number > 0 else 0
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            staging[slot] = value[m : m + BOX, n : n + columns]
-            plgpu.commit_smem()
-            send(staging.at[slot], m, n)
-            plgpu.commit_smem_to_gmem_group()
+    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None]) -> None:
+        for n in range(0, width, together):
+            size = min(together, width - n)
+            value = strip(n, size)
+            for m in range(0, rows, BOX):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                blocks = [(staging.at[i // columns], i) for i in range(0, size, columns)]
+                for block, i in blocks:
+                    block[...] = value[m : m + BOX, i : i + columns]
+                # Once for all of them: it waits for every store of the warpgroup.
+                plgpu.commit_smem()
+                for block, i in blocks:
+                    send(block, m, n + i)
+                plgpu.commit_smem_to_gmem_group()
 
     return store

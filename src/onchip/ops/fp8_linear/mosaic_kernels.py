@@ -101,7 +101,7 @@ def scaled_product(
     def epilogue(refs: Sequence[Any], p: Part, total: Any, store: Callable[..., None]) -> None:
         if bias is not None:
             total = total + registers.spread(registers.load(refs[4].at[pl.ds(p.n, wave_n)], 0), shape, 0)
-        store(total.astype(dtype), send_to(refs[-1], p.m, p.n, columns))
+        store(lambda n, width: total[:, n : n + width].astype(dtype), send_to(refs[-1], p.m, p.n, columns))
 
     run = persistent_product(
         c,

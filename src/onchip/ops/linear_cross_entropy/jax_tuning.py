@@ -50,9 +50,9 @@ def candidates(kernel: str, case: Case, dtype: str) -> list[dict[str, int]]:
     first = mosaic_spec.heuristic_tiles()[kernel]
     splits = (0, 1) if kernel in ("mosaic_softmax_tiles", "mosaic_gradient_tiles") else (0,)
     tried = [
-        first | {"group": group, "in_flight": in_flight, "split_n": split}
+        first | {"group": group, "stages": stages, "staging_slots": slots, "split_n": split}
         for split in splits
-        for in_flight in (1, 0)
+        for stages, slots in ((4, 2), (3, 4))
         for group in (4, 8, 16, 32)
     ]
     return [first, *(config for config in tried if config != first)]

@@ -103,42 +103,60 @@ def softmax_tiles(
         y = registers.load(refs[2].at[over], 1)
         k = registers.load(refs[3].at[over], 1)
         x = unscaled_logits(product, at.get("bias"), p.n, at.get("inner_scale"), shape, registers)
-        column = registers.columns(shape)
         if vocab % c.tile_n:
-            x = jnp.where(column < vocab - p.n, x, -jnp.inf)
+            x = jnp.where(registers.columns(shape) < vocab - p.n, x, -jnp.inf)
         top = jnp.maximum(jnp.max(x, axis=1), LOWEST)
         k_2 = k * LOG2E
-        e = jnp.exp2(x * registers.spread(k_2, shape, 1) - registers.spread(top * k_2, shape, 1))
         here = p.j if c.split == "m" else p.j * 2 + p.warpgroup
         out["maximum"][here, over] = top * k
-        if smoothing or stats:
-            below = (x - registers.spread(top, shape, 1)) * registers.spread(k, shape, 1)
-        if smoothing:
-            inside = jnp.where(column < vocab - p.n, below, 0.0) if vocab % c.tile_n else below
-            out["offset_sum"][here, over] = jnp.sum(inside, axis=1)
         if stats:
-            # p log p is 0 at p = 0, and 0 * -inf is not.
-            out["moment"][here, over] = jnp.sum(e * jnp.maximum(below, -1e30), axis=1)
-            first = jnp.min(jnp.where(x == registers.spread(top, shape, 1), column, c.part_n), axis=1)
+            at_top = x == registers.spread(top, shape, 1)
+            first = jnp.min(jnp.where(at_top, registers.columns(shape), c.part_n), axis=1)
             out["argmax"][here, over] = p.n + first
-        e = jnp.where(column == registers.spread(y - p.n, shape, 1), 0.0, e)
-        out["others"][here, over] = jnp.sum(e, axis=1)
+        sums: dict[str, Any] = {}
+
+        def add(name: str, value: Any) -> None:
+            sums[name] = sums[name] + value if name in sums else value
+
+        def exponentials(n: int, width: int) -> Any:
+            """exp(z - maximum) of some columns, and 0 for the label; they enter the sums."""
+            narrow = (c.part_m, width)
+            x_n, column = x[:, n : n + width], registers.columns(narrow)
+            e = jnp.exp2(x_n * registers.spread(k_2, narrow, 1) - registers.spread(top * k_2, narrow, 1))
+            if smoothing or stats:
+                below = (x_n - registers.spread(top, narrow, 1)) * registers.spread(k, narrow, 1)
+            if smoothing:
+                inside = jnp.where(column < vocab - p.n - n, below, 0.0) if vocab % c.tile_n else below
+                add("offset_sum", jnp.sum(inside, axis=1))
+            if stats:
+                # p log p is 0 at p = 0, and 0 * -inf is not.
+                add("moment", jnp.sum(e * jnp.maximum(below, -1e30), axis=1))
+            e = jnp.where(column == registers.spread(y - p.n - n, narrow, 1), 0.0, e)
+            add("others", jnp.sum(e, axis=1))
+            return e
+
         if places is None:
-            return
-        split = places.split
-        above = top * k - registers.load(at["shift"].at[over], 1)
-        f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
-        value = (e * registers.spread(f, shape, 1)).astype(rows.dtype)
-        in_spare = send_exponentials(at["spare"], p.m, p.n - split, vocab_major)
-        if stash is None:
-            store(value, in_spare)
-            return
-        in_stash = send_exponentials(at["stash"], p.m, p.n + places.shift, vocab_major)
+            exponentials(0, c.part_n)
+        else:
+            split = places.split
+            above = top * k - registers.load(at["shift"].at[over], 1)
+            f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
 
-        def send(block: Any, m: int, n: int) -> None:
-            lax.cond(p.n < split, lambda: in_stash(block, m, n), lambda: in_spare(block, m, n))
+            def kept(n: int, width: int) -> Any:
+                return (exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)).astype(rows.dtype)
 
-        store(value, send)
+            in_spare = send_exponentials(at["spare"], p.m, p.n - split, vocab_major)
+
+            def send(block: Any, m: int, n: int) -> None:
+                if stash is None:
+                    in_spare(block, m, n)
+                    return
+                in_stash = send_exponentials(at["stash"], p.m, p.n + places.shift, vocab_major)
+                lax.cond(p.n < split, lambda: in_stash(block, m, n), lambda: in_spare(block, m, n))
+
+            store(kept, send)
+        for name, value in sums.items():
+            out[name][here, over] = value
 
     parts = -(-vocab // c.tile_n) * (c.tile_n // c.part_n)
 
@@ -204,17 +222,23 @@ def gradient_tiles(
         y, k, log_sum, s, g_y = (registers.load(ref.at[over], 1) for ref in refs[2:7])
         v = refs[8][0] + p.n
         x = unscaled_logits(product, at.get("bias"), v, at.get("inner_scale"), shape, registers)
-        column = registers.columns(shape)
-        g = jnp.exp2(x * registers.spread(k * LOG2E, shape, 1) - registers.spread(log_sum * LOG2E, shape, 1))
-        g = g * registers.spread(s, shape, 1)
-        if even is not None:
-            g = g - registers.spread(registers.load(at["even"].at[over], 1), shape, 1)
-        g = jnp.where(column == registers.spread(y - v, shape, 1), registers.spread(g_y, shape, 1), g)
-        if inner_scale is not None:
-            g = g * (1 - x * x)
-        if vocab % c.tile_n:
-            g = jnp.where(column < vocab - v, g, 0.0)
-        store(g.astype(rows.dtype), send_exponentials(refs[-1], p.m, p.n, vocab_major))
+        evenly = None if even is None else registers.load(at["even"].at[over], 1)
+
+        def gradient(n: int, width: int) -> Any:
+            narrow = (c.part_m, width)
+            x_n, column = x[:, n : n + width], registers.columns(narrow)
+            g = jnp.exp2(x_n * registers.spread(k * LOG2E, narrow, 1) - registers.spread(log_sum * LOG2E, narrow, 1))
+            g = g * registers.spread(s, narrow, 1)
+            if evenly is not None:
+                g = g - registers.spread(evenly, narrow, 1)
+            g = jnp.where(column == registers.spread(y - v - n, narrow, 1), registers.spread(g_y, narrow, 1), g)
+            if inner_scale is not None:
+                g = g * (1 - x_n * x_n)
+            if vocab % c.tile_n:
+                g = jnp.where(column < vocab - v - n, g, 0.0)
+            return g.astype(rows.dtype)
+
+        store(gradient, send_exponentials(refs[-1], p.m, p.n, vocab_major))
 
     run = persistent_product(
         c,
@@ -320,7 +344,7 @@ def weight_product(
         row, column = (p.m + first, p.n) if vocab_major else (p.m, p.n + first)
         if shrink is not None:
             product = product * dict(zip(names, refs[4:], strict=False))["shrink"][0]
-        store(product.astype(rows.dtype), send_to(refs[0], row, column, BOX))
+        store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs[0], row, column, BOX))
 
     run = persistent_product(
         c,
@@ -422,12 +446,13 @@ def hidden_product(
         if scale is not None:
             factor = registers.load(refs[3 + len(sources)].at[pl.ds(p.m, c.part_m)], 1)
             product = product * registers.spread(factor, shape, 1)
+        strip = lambda n, width: product[:, n : n + width]  # noqa: E731
         send = send_to(refs[-1], p.m, p.n, BOX // 2, "add" if adds else None)
         if second is None:
-            store(product, send)
+            store(strip, send)
             return
         send_second = send_to(refs[-2], p.m, p.n, BOX // 2, "add")
-        store(product, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
+        store(strip, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
 
     run = persistent_product(
         c,
