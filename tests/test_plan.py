@@ -119,7 +119,7 @@ def test_plan_json_is_what_the_mosaic_backend_will_do():
                 mosaic_spec.plan(problem, plan["strategy"], budget)
             continue
         config = mosaic_spec.plan(problem, plan["strategy"], budget)
-        assert (plan["vocab_chunk"], plan["weight_chunk"]) == (config.chunk, config.chunk)
+        assert (plan["vocab_chunk"], plan["weight_chunk"]) == (config.again_chunks * config.chunk, config.chunk)
         assert (plan["stashed"], plan["overflow"], plan["halves"]) == (config.kept, config.overflow, config.halves)
         assert plan["scratch_parts"] == mosaic_spec.scratch_parts(problem, config)
         assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())

@@ -135,10 +135,10 @@ class _Kernels:
 
 
 def _mosaic_sizes(config: mosaic_spec.MosaicPlan) -> dict[str, Any]:
-    """One chunk serves logits made again and the weight's gradient."""
+    """Logits are made again for several chunks of the weight's gradient at once."""
     return {
         "token_chunk": config.token_chunk,
-        "vocab_chunk": config.chunk,
+        "vocab_chunk": config.again_chunks * config.chunk,
         "weight_chunk": config.chunk,
         "stashed": config.kept,
         "overflow": config.overflow,

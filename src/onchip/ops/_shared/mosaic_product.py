@@ -204,8 +204,8 @@ def persistent_product(
     copies: called with (references, step, shared memory of the left operand, of the right one, barrier), and that of
         the vectors of `promotion`.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
-        `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, of which
-        strip(n, width) is so many columns from n on: called in order, while strips before it are on their way.
+        `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
+        columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.
     stored: dtype of what `store` is given; None if there is nothing to store.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,

@@ -1,8 +1,9 @@
 """What the JAX backends with kernels of their own do around them, in plain JAX.
 
-Tokens that are not ignored are compacted to the front, those of one label beside each other: a *position* is an index
-among those.  P is the number of tokens rounded up to a multiple of 128.  The kernels reduce each tile of logits to a few numbers for each position;
-here they are merged to a softmax and a loss, and, in backward, each position's factors are prepared for the kernels.
+Tokens that are not ignored are compacted to the front, in the order of their labels: a *position* is an index among
+those.  P is the number of tokens rounded up to a multiple of 128.  The kernels reduce each tile of logits to a few
+numbers for each position; here they are merged to a softmax and a loss, and, in backward, each position's factors are
+prepared for the kernels.
 """
 
 from collections.abc import Callable, Mapping

@@ -244,8 +244,8 @@ def _backward(
     kept, held, padded, major = config.kept, config.held, saved.label.shape[0], head.vocab_axis == 0
     again_rows = padded - held
     tail = slice(held, None)
-    number = tokens.number.reshape(1)
-    rest = jnp.maximum(number - held, 0)
+    count = tokens.number.reshape(1)
+    rest = jnp.maximum(count - held, 0)
     factor = logit_factor(head, tokens)
     shrink = 1.0 if up_.shrink is None else up_.shrink
 
@@ -261,7 +261,7 @@ def _backward(
 
             def whole(state: Any) -> None:
                 kernels.hidden_product(
-                    weight, jnp.minimum(number, held), vocab_major=major, tokens=held, stash=state[0],
+                    weight, jnp.minimum(count, held), vocab_major=major, tokens=held, stash=state[0],
                     spare=saved.spare, places=places, overflow=saved.overflow, scale=relative, add_to=state[1],
                     halves=True, config=head.tiles["hidden_product"],
                 )  # fmt: skip
@@ -295,26 +295,25 @@ def _backward(
             state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], _column_sums(again, major), begin)
         return again
 
-    def walk_group(state: dict[str, Any], group: Group, first: Any) -> None:
-        begin = jnp.asarray(first, jnp.int32).reshape(1)
+    def walk_group(state: dict[str, Any], group: Group, number: Array) -> None:
+        begin = group.first + number * group.size
         again = made_again(state, begin, group.size) if again_rows else None
         if not needs.weight:
             return
         skip = 0
         for size, times in group.chunks:
             product = partial(
-                kernels.weight_product, state["out"], rows, number, vocab_major=major, first=begin, size=size,
+                kernels.weight_product, state["out"], rows, count, vocab_major=major, first=begin, size=size,
                 skip=skip, places=places, spare=saved.spare if group.in_spare else None, kept_tokens=kept,
                 overflow=saved.overflow, again=again, shrink=up_.shrink, after=grad_hidden if kept else None,
                 config=head.tiles["weight_product"],
             )  # fmt: skip
-            _repeat(times, lambda i, product=product: product(number=i))
+            _repeat(times, product)
             skip += size * times
 
     def walk(state: dict[str, Any]) -> None:
         for group in groups(head.vocab, config, again_rows > 0):
-            size = group.size
-            _repeat(group.times, lambda i, group=group, size=size: walk_group(state, group, group.first + i[0] * size))
+            _repeat(group.times, partial(walk_group, state, group))
         if kept:
             _add_targets(head, saved, up_, state["out"], shrink)
 
@@ -341,12 +340,12 @@ def _backward(
     return gradients
 
 
-def _repeat(times: int, do: Callable[[Array], None]) -> None:
-    """`do` of 0, 1, ..., each as [1] int32."""
+def _repeat(times: int, do: Callable[..., None]) -> None:
+    """`do` with a `number` of 0, 1, ..., each as [1] int32."""
     if times == 1:
-        do(jnp.zeros(1, jnp.int32))
+        do(number=jnp.zeros(1, jnp.int32))
     else:
-        lax.fori_loop(0, times, lambda i, _: do(jnp.asarray(i, jnp.int32).reshape(1)), None)
+        lax.fori_loop(0, times, lambda i, _: do(number=jnp.asarray(i, jnp.int32).reshape(1)), None)
 
 
 def _column_sums(again: Array, major: bool) -> Array:

@@ -163,9 +163,7 @@ def _strips(hidden: int) -> tuple[int, int]:
     return min(((x, y) for x in shares for y in (128, 256, 512, 1024) if y <= x), key=lambda xy: cost(*xy))
 
 
-def _sum_targets(
-    hidden: Array, token: Array, label: Array, term: Array, out: Any, interpret: Any
-) -> Array | None:
+def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: Any, interpret: Any) -> Array | None:
     """Each label's sum: added to its row of `out`, or without that at the index of its first position, [T, H]."""
     (tokens,) = label.shape
     rows, size = hidden.shape
