@@ -20,6 +20,8 @@ _ELEMENT = 2
 # What was measured: an H100's multiprocessors and TFLOP/s of the products; us that a launch adds, in an H200's trace.
 _PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 7.0
 _DEPTH = 64  # of a step
+# Milliseconds in which every program takes a step.
+_STEP = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     if p.grad_weight:
         work += chunks * _waves(c.chunk // TOKEN_TILE * columns, False) * rows / _DEPTH
     launches = chunks + 2 * sum(group.times for group in made_again)
-    step = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
-    return work * step + 1e-3 * _LAUNCH * launches
+    return work * _STEP + 1e-3 * _LAUNCH * launches
 
 
 def _waves(tiles: int, halves: bool) -> float:
@@ -263,12 +264,23 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     for overflow in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):
         again = rows - kept - overflow
         for size in _chunk_sizes(p, again):
-            plan = replace(_cut(p, strategy, size), overflow=overflow)
-            # Where nothing is kept, larger chunks do the same.
-            for together in (1, 2, 3, 4, 6, 8) if kept and again else (1,):
+            for halves in (False, True) if again and p.grad_hidden else (False,):
+                plan = replace(_cut(p, strategy, size), overflow=overflow, halves=halves)
+                # Where nothing is kept, larger chunks do the same.
+                together = _together(p, again, size, budget - scratch_bytes(p, plan)) if kept and again else 1
                 yield replace(plan, again_chunks=together)
-                if again and p.grad_hidden:
-                    yield replace(plan, again_chunks=together, halves=True)
+
+
+def _together(p: Problem, again: int, chunk: int, room: int) -> int:
+    """For how many chunks at once logits are best made again for so many tokens, with so many bytes more."""
+    launches = 2 * 1e-3 * _LAUNCH / (_STEP * -(-p.hidden // _DEPTH))
+
+    def waves(number: int) -> float:
+        """For a chunk."""
+        return (_waves(again // TOKEN_TILE * (number * chunk // VOCAB_TILE), False) + launches) / number
+
+    tried = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or _ELEMENT * again * chunk * (n - 1) <= room]
+    return min(tried, key=waves)
 
 
 def _chunk_sizes(p: Problem, again: int) -> list[int]:
