@@ -36,7 +36,6 @@ def _on_the_cpu(monkeypatch):
     [
         (0, False, 1, "vh"),
         (0, True, 2, "hv"),
-        (128, False, 1, "hv"),
         (128, True, 3, "vh"),
         (128, False, 2, "vh"),
         (384, False, 1, "vh"),
