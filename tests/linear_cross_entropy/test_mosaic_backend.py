@@ -66,6 +66,27 @@ def test_cases(case, dtype, layout):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
+@pytest.mark.parametrize("kept", [128, 0])
+def test_labels_out_of_range_and_ignored(kept, monkeypatch):
+    """Positions are in the order of labels, of which these have none: NaN for the one, nothing for the other."""
+    plan = MosaicPlan("stash" if kept else "recompute", 256, kept=kept, chunk=512)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
+    hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
+    bad, ignored = (0, 3), (0, 100)
+    labels = labels.at[bad].set(1088).at[ignored].set(-100)
+    losses = partial(linear_cross_entropy, backend="mosaic_gpu", reduction="none")
+    per_token, pullback = jax.vjp(lambda h, w: losses(h, w, labels), hidden, weight)
+    good = jnp.ones(labels.shape, bool).at[bad].set(False)
+    assert jnp.isnan(per_token[bad])
+    assert per_token[ignored] == 0
+    expected = losses(hidden, weight, labels.at[bad].set(-100))
+    np.testing.assert_allclose(per_token[good], expected[good], rtol=1e-5, atol=1e-6)
+    grad_hidden, _ = pullback(jnp.ones_like(per_token))
+    assert jnp.isnan(grad_hidden[bad]).all()
+    assert (grad_hidden[ignored] == 0).all()
+    assert jnp.isfinite(grad_hidden[good]).all()
+
+
 def test_forward_in_chunks_of_tokens(monkeypatch):
     """One of which is smaller."""
     hidden, weight, labels, _ = small_problem(640, 128, 1088, "bfloat16")

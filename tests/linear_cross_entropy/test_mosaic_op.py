@@ -175,7 +175,7 @@ def test_chunks_cover_the_vocabulary_once():
                 continue
             for together, again in ((1, True), (1, False), (2, True), (3, True), (8, True)):
                 c = mosaic_spec.MosaicPlan("stash", 256, 256, chunk, again_chunks=together)
-                groups = mosaic_spec.groups(vocab, c, again)
+                groups = mosaic_spec.groups(vocab, c, again=again)
                 at = 0
                 for group in groups:
                     assert group.first == at

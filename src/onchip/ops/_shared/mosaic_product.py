@@ -47,6 +47,7 @@ class MosaicConfig:
     in_flight: int = 1
     """Products that a warpgroup leaves running when it starts the next one."""
     staging_slots: int = 2
+    """Blocks of results, [BOX, 128 bytes], that a warpgroup sends off together."""
 
     @staticmethod
     def from_numbers(numbers: Mapping[str, int]) -> "MosaicConfig":

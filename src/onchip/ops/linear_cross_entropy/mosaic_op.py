@@ -312,7 +312,7 @@ def _backward(
             skip += size * times
 
     def walk(state: dict[str, Any]) -> None:
-        for group in groups(head.vocab, config, again_rows > 0):
+        for group in groups(head.vocab, config, again=again_rows > 0):
             _repeat(group.times, partial(walk_group, state, group))
         if kept:
             _add_targets(head, saved, up_, state["out"], shrink)

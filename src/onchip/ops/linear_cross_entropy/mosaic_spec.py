@@ -66,7 +66,7 @@ class Group:
         return sum(size * number for size, number in self.chunks)
 
 
-def groups(vocab: int, c: MosaicPlan, again: bool) -> list[Group]:
+def groups(vocab: int, c: MosaicPlan, *, again: bool) -> list[Group]:
     """All of the vocabulary, in order; without tokens whose logits are made again in as few groups as there can be."""
     end = split_at(vocab, c.chunk) if c.kept else up(vocab, VOCAB_TILE)
     number, rest = divmod(end, c.chunk)
@@ -85,7 +85,7 @@ def groups(vocab: int, c: MosaicPlan, again: bool) -> list[Group]:
 def heuristic_tiles() -> dict[str, dict[str, int]]:
     """The kernels' tiles where nothing is stored, as `MosaicConfig.from_numbers` takes them.
 
-    Among those that were tried on an H100 they are the fastest, or within 3% of it.
+    Among those that were tried they are the fastest, or within 3% of it, on an H100 and, for stages and slots, an H200.
     """
     plain = {"tile_m": 128, "tile_n": 256, "tile_k": 64, "group": 8, "split_n": 0, "in_flight": 1}
     deep = plain | {"stages": 4, "staging_slots": 2}
@@ -180,7 +180,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
     columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
     work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), False) * steps
-    made_again = groups(p.vocab, c, True) if again else []
+    made_again = groups(p.vocab, c, again=True) if again else []
     for group in made_again:
         work += group.times * _waves(again // TOKEN_TILE * (group.size // VOCAB_TILE), False) * steps
     if p.grad_hidden:
