@@ -1,7 +1,9 @@
 """The command line: what each command prints, and what it says to a wrong call."""
 
 import json
+import os
 import re
+import signal
 from collections import Counter
 from importlib import import_module
 from types import SimpleNamespace
@@ -48,6 +50,18 @@ def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
     assert result.exit_code == 2
     assert message in re.sub(r"\s+", " ", result.stderr)
     assert "Traceback" not in result.output
+
+
+def test_a_benchmark_that_is_terminated_ends_as_by_ctrl_c(monkeypatch):
+    def terminated(*args, **kwargs):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onchip.bench.run.run_bench", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run("bench", "fp8_linear").exit_code == 130
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_cuda_that_is_not_there(monkeypatch):

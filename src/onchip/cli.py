@@ -2,6 +2,7 @@
 
 import json
 import platform
+import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,16 @@ def _clear_errors() -> Iterator[None]:
     except (ValueError, ImportError) as error:
         Console(stderr=True).print(f"[red bold]onchip:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def _ended_by_a_signal_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, which `timeout` and batch systems send, raises KeyboardInterrupt too: what is measured gets written."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _known_op(op: str, known: Collection[str]) -> None:
@@ -197,7 +208,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time an op beside its competitors, after checking that each is right."""
-    with _clear_errors():
+    with _clear_errors(), _ended_by_a_signal_as_by_ctrl_c():
         framework = choose_framework(framework)
         _known_op(op, BENCHMARKS[framework])
         from onchip.bench.run import run_bench
