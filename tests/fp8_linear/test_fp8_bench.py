@@ -229,15 +229,27 @@ class Float8BlockwiseLinear(torch.nn.Linear):
         return F.linear(x, self.weight)
 
 
-def test_torchao_is_called_as_its_interface_wants(monkeypatch):
+@pytest.fixture
+def torchao(monkeypatch):
     parts = ["torchao", "prototype", "blockwise_fp8_training", "linear"]
     for i in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
     sys.modules[".".join(parts)].Float8BlockwiseLinear = Float8BlockwiseLinear
+
+
+def test_torchao_is_called_as_its_interface_wants(torchao):
     problem = small_problem("bfloat16")
     reference = benchmark.reference(problem)
     for mode, step in implementation("torchao blockwise").steps(problem).items():
         assert all(error <= bound for error, bound in benchmark.check(reference, mode, step()).values())
+
+
+def test_torchao_is_not_asked_for_more_elements_than_it_counts(torchao):
+    step = peers._torchao()
+    x, weight = torch.empty(32768, 128, device="meta"), torch.nn.Parameter(torch.empty(65536, 128, device="meta"))
+    with pytest.raises(ValueError, match="its kernels count elements in 32 bits, and the output has 2147483648"):
+        step(x, weight)
+    assert step(x[:-128], weight).shape == (32640, 65536)
 
 
 def test_peers_say_why_they_do_not_run(monkeypatch):

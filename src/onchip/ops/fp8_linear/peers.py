@@ -36,6 +36,9 @@ def _torchao() -> Layer:
     from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
 
     def layer(x: Any, weight: Any) -> Any:
+        if (elements := x.shape[0] * weight.shape[0]) >= 2**31:
+            # Past that they would write to addresses that aren't theirs, and nothing could run on the device after.
+            raise ValueError(f"its kernels count elements in 32 bits, and the output has {elements}")
         plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         plain.weight = weight  # a Parameter, which its layer takes over as it is
         return Float8BlockwiseLinear.from_float(plain)(x)
