@@ -9,7 +9,7 @@ from fp8_common import assert_right, same_bits
 from test_fp8_correctness import awkward
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops.fp8_linear import spec, torch_products, torch_quantize
+from onchip.ops.fp8_linear import spec, torch_op, torch_products, torch_quantize
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR
 from onchip.ops.fp8_linear.reference import snr_db
@@ -229,6 +229,51 @@ def test_weight_grad_out_accumulates(k):
                 assert (x.grad - right).norm() < 4e-3 * right.norm()
                 expected += step(x, w.detach().float().requires_grad_(), g, backend="dequantize")[2].double()
             assert (total - expected).norm() < TENSOR_CORE_ERROR * (expected - 1e-3).norm()
+
+
+@pytest.mark.parametrize("backend", [name for name in usable() if name != "dequantize"])
+@pytest.mark.parametrize("by_block", [True, False], ids=["weight", "1x128"])
+def test_a_product_is_added_as_it_is_made(backend, by_block):
+    """With no second matrix of float32, and as precisely as by an addition after it."""
+    x, w, _ = make(3008, 4096, 2000)
+    of = torch_op._backend(backend)
+    a, _ = of.quantize_activation(x.detach(), "e4m3", "float32", rows=True, columns=False)
+    if by_block:
+        b, _ = of.quantize_weight(w.detach(), "float32", rows=True, transposed=False)
+    else:
+        b, _ = of.quantize_activation(w.detach(), "e4m3", "float32", rows=True, columns=False)
+    made = of.product(a, b, by_block, None, torch.float32, None)
+    total = torch.full_like(made, 0.5)
+    assert of.product(a, b, by_block, None, torch.bfloat16, total) is total
+    assert (total - 0.5 - made).norm() <= 1e-6 * made.norm()
+
+    def again():
+        of.product(a, b, by_block, None, torch.bfloat16, total)
+        return ()
+
+    assert peak_extra_bytes(again, device="cuda") <= MIB
+
+
+@BACKENDS
+def test_a_cuda_graph_adds_at_each_replay(backend):
+    x, w, g = make(512, 384, 256)
+    total = torch.zeros(384, 256, device="cuda")
+
+    def backward():
+        fp8_linear(x, w, backend=backend, weight_grad_out=total).backward(g)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    one = total.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backward()
+    for count in (2, 3):
+        graph.replay()
+        assert (total - count * one).norm() <= 1e-6 * total.norm()
 
 
 def test_more_elements_of_the_result_than_32_bits_count():

@@ -192,16 +192,24 @@ def test_weight_grad_out():
     assert ((total - 1e-3) / 2 - right.float()).norm() <= 4e-3 * right.float().norm()
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("chunk", [512, 2048])
-def test_the_formula_bounds_the_peak(chunk, cached):
+def test_the_formula_bounds_the_peak(chunk, cached, accumulates):
     h, w, y = make(4096, 1024, 32768)
-    problem = Problem(4096, 1024, 32768, dtype="bfloat16", device="cuda")
+    problem = Problem(4096, 1024, 32768, dtype="bfloat16", device="cuda", weight_grad_out=accumulates)
+    assert fp8_spec.backward_parts(problem)["weight gradient in float32"] == 0
+    total = torch.zeros(w.shape, device="cuda") if accumulates else None
     budget = fp8_spec.scratch_bytes(problem, chunk)
     assert fp8_spec.plan(problem, budget) == chunk
 
     def run():
-        return step(h, w, y, scratch_bytes=budget, cache_weight=cached)
+        if not accumulates:
+            return step(h, w, y, scratch_bytes=budget, cache_weight=cached)
+        loss = op(h, w, y, scratch_bytes=budget, cache_weight=cached, weight_grad_out=total)
+        h.grad = None
+        loss.backward()
+        return [loss.detach(), h.grad]
 
     run()
     peak = peak_extra_bytes(run, device="cuda")

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.ops._shared.triton_calls import constant_to_compiler
+from onchip.ops.fp8_linear import cublas
 from onchip.ops.fp8_linear.spec import BLOCK, SCALE_MULTIPLE, blocks, up
 from onchip.ops.fp8_linear.torch_quantize import Quantized, dequantize
 
@@ -77,6 +78,8 @@ def scaled_mm_product(
     add_to: Tensor | None,  # [M, N] float32
 ) -> Tensor:
     """The same by cuBLAS.  Ragged sizes are padded with rows of zeros, and what they make is cut off."""
+    if add_to is not None and cublas.added(a, b, by_block, add_to):
+        return add_to
     rows, columns = len(a.data), len(b.data)
     a = _pad(a, up(rows, _CUBLAS_MULTIPLE), by_block=False)
     b = _pad(b, up(columns, _CUBLAS_MULTIPLE), by_block=by_block)
