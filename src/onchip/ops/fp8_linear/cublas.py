@@ -1,7 +1,9 @@
 """A product of FP8 numbers that cuBLAS adds to a float32 matrix, which PyTorch's `F.scaled_mm` has no argument for.
 
 Through the C interface of cuBLASLt, in the library that PyTorch itself has loaded.  At M=N=K=8192 on an H200 that takes
-1.07 ms; the product alone, in bfloat16, takes 1.03, and the product in float32 with an addition after it 1.24.  Names and numbers are those of cublasLt.h, https://docs.nvidia.com/cuda/cublas.
+1.07 ms; the product alone, in bfloat16, takes 1.03, and the product in float32 with an addition after it 1.24.
+
+Names and numbers are those of cublasLt.h: https://docs.nvidia.com/cuda/cublas.
 """
 
 import ctypes

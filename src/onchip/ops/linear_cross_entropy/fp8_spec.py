@@ -53,7 +53,7 @@ def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:
 def backward_parts(p: Problem) -> dict[str, int]:
     """Bytes of backward beside what is kept."""
     element = DTYPE_BYTES[p.dtype] + (4 if p.per_token_loss else 0)  # times the upstream gradients, in float32
-    added_after = p.weight_grad_out and (p.vocab % 16 or p.hidden % 16)  # of other sizes cuBLAS adds in the product
+    added_after = p.weight_grad_out and (p.vocab % 4 or p.hidden % 4)  # of other sizes cuBLAS adds in the product
     parts = {
         "hidden states, masked": element * p.tokens * p.hidden,
         "hidden states, transposed, in FP8": p.hidden * up(p.tokens),
