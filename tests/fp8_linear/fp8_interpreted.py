@@ -27,6 +27,8 @@ QUANTIZERS = {
     "e5m2": ((130, 300), "e5m2", "power_of_two", torch.float32),
     "one number": ((1, 1), "e5m2", "float32", torch.float32),
     "pairs": ((130, 300), "e4m3", "float32", torch.float16),
+    "numbers of whole blocks": ((256, 128), "e4m3", "float32", torch.float32),
+    "pairs that begin anywhere": ((129, 257), "e4m3", "float32", torch.bfloat16),
     "pairs of whole blocks": ((128, 256), "e5m2", "power_of_two", torch.bfloat16),
 }
 PRODUCTS = {
@@ -42,9 +44,10 @@ def quantizing(name):
 
     shape, fmt, scale, dtype = QUANTIZERS[name]
     x = torch.from_numpy(awkward(*shape)).to(dtype)
-    # In rows, in columns, and in neither.
-    layouts = x, x.T.contiguous().T, torch.stack([x, x], 2)[..., 0]
-    for strided, both in zip(layouts, ((True, True), (True, False), (False, True)), strict=True):
+    # In rows, in columns, in neither, and in rows whose first begins in the middle of a word of 32 bits.
+    moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+    layouts = x, x.T.contiguous().T, torch.stack([x, x], 2)[..., 0], moved
+    for strided, both in zip(layouts, ((True, True), (True, False), (False, True), (True, True)), strict=True):
         wanted = dict(zip(("rows", "columns"), both, strict=True))
         expected = torch_quantize.quantize_activation(x, fmt, scale, **wanted)
         assert_all_same(triton_launches.quantize_activation(strided, fmt, scale, **wanted), expected)

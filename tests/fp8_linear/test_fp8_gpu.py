@@ -92,6 +92,11 @@ def test_quantised_bits_are_pytorchs(shape, config, fmt, dtype, scale):
         torch_quantize.quantize_activation(x.cuda(), fmt, scale, **wanted),
         triton_launches.quantize_activation(x.cuda(), fmt, scale, config=QUANTIZERS[config], **wanted),
         triton_launches.quantize_activation(x.cuda().T.contiguous().T, fmt, scale, **wanted),
+        triton_launches.quantize_activation(torch.stack([x, x], 2).cuda()[..., 0], fmt, scale, **wanted),
+        # Its first row begins in the middle of a word of 32 bits.
+        triton_launches.quantize_activation(
+            torch.cat([x[0, :1], x.flatten()]).cuda()[1:].view_as(x), fmt, scale, config=QUANTIZERS[config], **wanted
+        ),
     ]
     for made in results:
         assert_all_same(made, expected)

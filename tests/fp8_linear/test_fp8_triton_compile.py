@@ -116,51 +116,64 @@ def quantizer(x, fmt, by_block):
     assert f"cvt.rn.satfinite.{fmt}x2.f32" in found.ptx
     # Divisions that may call a function take 64 registers more: fewer programs fit a multiprocessor.
     assert "div." not in found.ptx
-    # 16 bytes at a time come and go.
-    assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)
+    # 16 bytes at a time go.
     assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.ptx)
     return found
 
 
 @pytest.mark.parametrize(("fmt", "by_block"), [("e4m3", False), ("e5m2", False), ("e4m3", True)])
-def test_quantizers(fmt, by_block):
-    found = quantizer(torch.empty(4096, 512), fmt, by_block)
-    assert found.kernel == "quantize"
-    assert found.registers <= 128
+def test_quantizers_of_any_strides(fmt, by_block):
+    assert quantizer(torch.empty(4096, 1024)[:, ::2], fmt, by_block).kernel == "quantize"
 
 
 @pytest.mark.parametrize("shape", [(4096, 512), (4095, 528)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("fmt", "by_block"), [("e4m3", False), ("e5m2", False), ("e4m3", True)])
-def test_quantizers_of_pairs(fmt, by_block, dtype, shape):
+def test_quantizers_of_words(fmt, by_block, dtype, shape):
     found = quantizer(torch.empty(shape, dtype=dtype), fmt, by_block)
-    assert found.kernel == "quantize_pairs"
-    # Four programs of 8 warps fit a multiprocessor, of whole blocks, else three.
-    assert found.registers <= (64 if found.constants["WHOLE"] else 80)
-    # A block is read once, by 256 threads with 8 loads of 16 bytes; a thread computes a scale of each kind, at most.
-    assert len(re.findall(r"ld\.global", found.ptx)) == 8
+    assert found.kernel == "quantize_words"
+    # Of 16-bit numbers four programs of 8 warps fit a multiprocessor, of whole blocks, else three; of float32 two.
+    pairs = dtype != torch.float32
+    assert found.registers <= (128 if not pairs else 64 if found.constants["WHOLE"] else 80)
+    # A block is read once, by 256 threads 16 bytes at a time; a thread computes a scale of each kind, at most.
+    assert len(re.findall(r"ld\.global(\.\w+)*\.v4\.b32", found.ptx)) == (8 if pairs else 16)
+    assert len(re.findall(r"ld\.global", found.ptx)) == (8 if pairs else 16)
     assert found.ptx.count("rcp.approx") == (1 if by_block else 2)
     assert found.ptx.count("cvt.rn.satfinite") == 64
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_quantizers_of_pairs_that_begin_anywhere(by_block, dtype):
+    found = quantizer(torch.empty(4095, 513, dtype=dtype), "e4m3", by_block)
+    assert found.kernel == "quantize_words"
+    assert not found.constants["ALIGNED"]
+    assert found.registers <= 80  # three programs
+    # Words that a thread's pairs lie in, and those after them; one instruction puts a pair together.
+    assert len(re.findall(r"ld\.global", found.ptx)) == 64
+    assert found.ptx.count("prmt.b32") >= 32
+
+
 @pytest.mark.parametrize(
-    ("x", "pairs"),
+    ("x", "aligned"),
     [
         (torch.empty(130, 300, dtype=torch.bfloat16), True),
         (torch.empty(300, 130, dtype=torch.float16).T, True),
         (torch.empty(130, 300, dtype=torch.bfloat16)[::2, 2:200], True),
-        (torch.empty(130, 300), False),
+        (torch.empty(130, 301), True),
+        (torch.empty(130, 301)[:, 1:], True),
         (torch.empty(130, 301, dtype=torch.bfloat16), False),
         (torch.empty(130, 301, dtype=torch.bfloat16)[:, :300], False),
         (torch.empty(130, 300, dtype=torch.bfloat16)[:, 1:201], False),
-        (torch.empty(130, 300, dtype=torch.bfloat16)[:, ::2], False),
-        (torch.empty_strided((2, 8), (1 << 24, 1), dtype=torch.bfloat16, device="meta"), False),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[:, ::2], None),
+        (torch.empty_strided((2, 8), (1 << 24, 1), dtype=torch.bfloat16, device="meta"), None),
     ],
     ids=lambda value: f"{list(value.shape)} {list(value.stride())}" if isinstance(value, torch.Tensor) else None,
 )
-def test_which_matrices_are_read_in_pairs(x, pairs):
+def test_which_matrices_are_read_in_words(x, aligned):
     rows, columns = x.shape
     outs = torch_quantize.empty_rows(rows, columns, "e4m3", x), torch_quantize.empty_rows(columns, rows, "e4m3", x)
     launch = triton_launches.quantize_launch(x, *outs, "e4m3", "float32", QuantizeConfig())
-    assert launch.kernel.__name__ == ("quantize_pairs" if pairs else "quantize")
+    assert launch.kernel.__name__ == ("quantize" if aligned is None else "quantize_words")
+    assert launch.arguments.get("ALIGNED") is aligned
     assert set(launch.arguments) == {p.name for p in launch.kernel.params}

@@ -23,7 +23,7 @@ Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are
     torch_weights.py   the cache of quantised weights
     triton_op.py       which calls the kernels serve
     triton_spec.py     how they are cut, and their shared memory; no framework
-    triton_kernels.py, triton_pairs.py, triton_launches.py   the kernels, that of 16-bit matrices, and each launch
+    triton_kernels.py, triton_words.py, triton_launches.py   the kernels, the quantiser that is taken, and each launch
     triton_configs.py  stored configs of the products
     tuning.py          what `onchip tune` tries
     jax_op.py          JAX: the public function, its derivative rule, and the choice of a backend

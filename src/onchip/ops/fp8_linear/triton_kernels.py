@@ -116,7 +116,8 @@ def quantize(
 ):
     """Read a block of 128x128 once; write it, and transposed, scaled by rows and by columns or BY_BLOCK by one number.
 
-    For what `quantize_pairs` of triton_pairs.py doesn't serve: float32, and rows that don't consist of pairs.
+    For what `quantize_words` of triton_words.py doesn't serve: neither rows nor columns are contiguous, or a size is
+    2**22 or more.
     A thread holds four rows below each other, and packs them into one integer before they change places: through shared
     memory go 32 bits at a time, and Triton 3.6 loses every other row of a transposed block of 8-bit numbers.  What is
     read again comes from L1; what isn't kept in registers leaves them to another program.

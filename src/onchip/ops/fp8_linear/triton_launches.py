@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 from onchip.core.configs import device_slug
 from onchip.ops._shared.torch_inputs import dtype_name
 from onchip.ops._shared.triton_calls import Launch, device_of
-from onchip.ops.fp8_linear import triton_configs, triton_kernels, triton_pairs, triton_spec
+from onchip.ops.fp8_linear import triton_configs, triton_kernels, triton_spec, triton_words
 from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, blocks
 from onchip.ops.fp8_linear.torch_products import new_result
 from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_blocks, empty_rows
@@ -113,24 +113,19 @@ def quantize_launch(
         "POWER_OF_TWO": scale == "power_of_two",
     }
     grid = (blocks(x.shape[0]), blocks(x.shape[1]))
-    if _in_pairs(x):
-        kernel, grid = triton_pairs.quantize_pairs, grid[::-1]
+    registers = config.registers
+    if x.stride(1) == 1 and max(x.stride(0), *x.shape) < 2**22:  # offsets of 32 bits within a block, and the grid
+        kernel, grid = triton_words.quantize_words, grid[::-1]
+        words = BLOCK * x.element_size() // 4
+        aligned = words == BLOCK or x.stride(0) % 2 == x.shape[1] % 2 == x.data_ptr() % 4 == 0
         whole = x.shape[0] % BLOCK == 0 == x.shape[1] % BLOCK
-        arguments |= {"WHOLE": whole, "EACH": 64 // config.warps}
+        arguments |= {"ALIGNED": aligned, "WHOLE": whole, "EACH": words // config.warps}
+        # More programs at once; the compiler alone takes 175 of float32 and 125 of what isn't aligned.
+        registers = registers or (128 if words == BLOCK else None if aligned else 80)
     else:
         kernel = triton_kernels.quantize
         arguments |= {"stride_c": x.stride(1)}
-    return Launch(kernel, grid, arguments, config.warps, registers=config.registers)
-
-
-def _in_pairs(x: Tensor) -> bool:
-    """Whether x can be read two numbers at a time, with offsets of 32 bits within a block, and the grid fits."""
-    return (
-        x.dtype in (torch.bfloat16, torch.float16)
-        and x.stride(1) == 1
-        and x.stride(0) % 2 == x.shape[1] % 2 == x.data_ptr() % 4 == 0
-        and max(x.stride(0), *x.shape) < 2**22
-    )
+    return Launch(kernel, grid, arguments, config.warps, registers=registers)
 
 
 def product_launch(
