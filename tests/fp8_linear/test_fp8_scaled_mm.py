@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from fp8_common import assert_same
 
-from onchip.ops.fp8_linear import torch_products, torch_quantize
+from onchip.ops.fp8_linear import cublas, torch_products, torch_quantize
 from onchip.ops.fp8_linear.spec import blocks, up
 
 ROWS, BLOCKS = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
@@ -48,6 +48,7 @@ def strict_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, bias, output
 def test_layouts(by_block, size, bias, dtype, monkeypatch):
     m, n, k = size
     monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm)
+    monkeypatch.setattr(cublas, "_library", lambda: None)  # what it adds itself: test_fp8_cublas.py
     x, w = torch.randn(m, k), torch.randn(n, k) * torch.exp2(torch.arange(n) % 7)[:, None]
     a, _ = torch_quantize.quantize_activation(x, "e4m3", "float32", rows=True, columns=False)
     if by_block:
