@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -142,7 +143,8 @@ def test_a_failure_is_an_error_and_leaves_nothing_behind(library):
 
 
 def test_without_the_library_nothing_is_added(monkeypatch):
-    def missing(name):
+    def missing(name, mode):
+        assert mode == os.RTLD_NOLOAD
         raise OSError(name)
 
     cublas._library.cache_clear()

@@ -7,6 +7,7 @@ Names and numbers are those of cublasLt.h: https://docs.nvidia.com/cuda/cublas.
 """
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -95,9 +96,14 @@ def added(
 
 @lru_cache
 def _library() -> Any:
-    """The cuBLASLt that PyTorch has loaded, or None where it isn't found under the name that it has on Linux."""
+    """The cuBLASLt that PyTorch has loaded, or None where there is none of the name that it has on Linux.
+
+    It is never loaded here: PyTorch's handle is of use to the library alone that made it.
+    """
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return None
     try:
-        return ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")
+        return ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD)
     except OSError:
         return None
 
