@@ -228,6 +228,12 @@ def test_the_plan_fits_its_budget():
     assert fp8_spec.plan(problem, None) == fp8_spec.DEFAULT_CHUNK
 
 
+@pytest.mark.parametrize(("hidden", "vocab", "after"), [(64, 1032, False), (64, 1033, True), (66, 1032, True)])
+def test_the_formula_has_a_product_that_is_added_after_it_was_made(hidden, vocab, after):
+    parts = fp8_spec.backward_parts(Problem(128, hidden, vocab, weight_grad_out=True))
+    assert parts["weight gradient in float32"] == (4 * vocab * hidden if after else 0)
+
+
 def test_the_formula_bounds_the_peak():
     problem = Problem(512, 64, 8192)
     h = torch.randn(512, 64, requires_grad=True)
