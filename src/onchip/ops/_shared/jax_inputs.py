@@ -37,8 +37,18 @@ def require_arrays(op: str, named: Mapping[str, Any], optional: Collection[str])
     """Raise unless all are arrays (or None where `optional`); return those."""
     for name, x in named.items():
         if not is_array(x) and not (x is None and name in optional):
-            raise TypeError(f"{op}: {name} must be a jax.Array or numpy.ndarray; got {type(x).__name__}")
+            found = type(x).__name__ + _remedy(name, x)
+            raise TypeError(f"{op}: {name} must be a jax.Array or numpy.ndarray; got {found}")
+        if is_array(x) and x.dtype == object:
+            raise TypeError(f"{op}: {name} holds Python objects; pass numbers, as by {name}.astype(...)")
     return {name: x for name, x in named.items() if x is not None}
+
+
+def _remedy(name: str, x: Any) -> str:
+    """What to pass for `x`, which is no array of JAX's or NumPy's."""
+    if hasattr(x, "__dlpack__"):
+        return f"; pass jax.numpy.from_dlpack({name})"
+    return f"; pass jax.numpy.asarray({name})" if isinstance(x, (list, tuple)) else ""
 
 
 def check_kinds(

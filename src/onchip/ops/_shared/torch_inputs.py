@@ -1,11 +1,14 @@
 """What PyTorch's public functions check at their door, without reading a value of a tensor."""
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn import Module, Parameter
 
 from onchip.ops._shared.spec import require_positive
 
@@ -25,12 +28,48 @@ def require_tensors(op: str, named: Mapping[str, Any], optional: Collection[str]
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
     for name, x in named.items():
-        if not isinstance(x, Tensor) and not (x is None and name in optional):
-            raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(x).__name__}")
+        if not (x is None and name in optional):
+            require_tensor(op, name, x)
     tensors = {name: x for name, x in named.items() if x is not None}
     if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors.values()):
         raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
     return tensors
+
+
+def require_tensor(op: str, name: str, x: Any) -> None:
+    """Raise unless `x` is a tensor whose elements this process holds, each at its place."""
+    if not isinstance(x, Tensor):
+        refuse_numpy(op, name, x)
+        remedy = f"; pass a parameter of it, as {name}.weight" if isinstance(x, Module) else ""
+        raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(x).__name__}{remedy}")
+    if type(x) not in (Tensor, Parameter) and _is_dtensor(x):
+        raise TypeError(
+            f"{op}: {name} is a DTensor; pass {name}.full_tensor(), or {name}.to_local() where that is all this rank "
+            "needs; under FSDP2, call the op inside the forward of the module that holds it, where it is a plain tensor"
+        )
+    if x.is_nested:
+        raise TypeError(f"{op}: {name} is a nested tensor; pass torch.cat({name}.unbind()), and all others like it")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} is {str(x.layout).removeprefix('torch.')}; pass {name}.to_dense()")
+    if x.is_quantized:
+        raise TypeError(f"{op}: {name} is {dtype_name(x.dtype)}; pass {name}.dequantize()")
+
+
+def refuse_numpy(op: str, name: str, x: Any) -> None:
+    """Raise for an array of NumPy's."""
+    if isinstance(x, np.ndarray):
+        raise TypeError(f"{op}: {name} is a numpy.ndarray; pass torch.from_numpy({name})")
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def temperature_tensor(op: str, temperature: Any) -> Tensor | None:
+    """The temperature if it is a tensor; numbers are the options' to check."""
+    refuse_numpy(op, "temperature", temperature)
+    return temperature if isinstance(temperature, Tensor) else None
 
 
 def check_kinds(
@@ -89,8 +128,10 @@ def check_normalizer(
     if reduction != "mean":
         raise ValueError(f"{op}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
     if not isinstance(normalizer, Tensor):
+        refuse_numpy(op, "normalizer", normalizer)
         require_positive(op, "normalizer", normalizer)
         return torch.full((), float(normalizer), dtype=torch.float32, device=device)
+    require_tensor(op, "normalizer", normalizer)
     if normalizer.ndim != 0:
         raise ValueError(f"{op}: normalizer must be a number or a 0-d tensor; got shape {list(normalizer.shape)}")
     if normalizer.dtype.is_complex or normalizer.dtype == torch.bool:
@@ -105,8 +146,7 @@ def check_weight_grad_out(op: str, out: Any, weight: Tensor) -> None:
     """Raise unless `out` can take the weight's gradient."""
     if out is None:
         return
-    if not isinstance(out, Tensor):
-        raise TypeError(f"{op}: weight_grad_out must be a torch.Tensor; got {type(out).__name__}")
+    require_tensor(op, "weight_grad_out", out)
     if out.dtype != torch.float32:
         raise TypeError(f"{op}: weight_grad_out must be float32; got {dtype_name(out.dtype)}")
     if out.shape != weight.shape or not out.is_contiguous():

@@ -15,7 +15,7 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import require_positive
 from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops._shared.torch_inputs import check_normalizer
+from onchip.ops._shared.torch_inputs import check_normalizer, temperature_tensor
 from onchip.ops.cross_entropy import torch_rows, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_arguments import Arguments
@@ -126,7 +126,7 @@ def cross_entropy(
     Sources: the gradient from the log-sum-exp alone, and over the logits' memory, as in Liger Kernel
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
-    per_token_temperature = temperature if isinstance(temperature, Tensor) else None
+    per_token_temperature = temperature_tensor(OP, temperature)
     options = Options(
         ignore_index=ignore_index,
         reduction=reduction,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.jax_call import refuse_second_derivative
-from onchip.ops._shared.jax_inputs import is_array, platform
-from onchip.ops._shared.spec import DTYPE_BYTES, require_one_of
+from onchip.ops._shared.jax_inputs import check_kinds, platform, require_arrays
+from onchip.ops._shared.spec import require_one_of
 from onchip.ops.fp8_linear import jax_xla, mosaic_op, spec
 from onchip.ops.fp8_linear.spec import OP
 
@@ -74,13 +74,7 @@ def fp8_linear(
     """
     options = spec.Options(grad_dtype, scale)
     require_one_of(OP, "weight_layout", weight_layout, LAYOUTS)
-    for name, array in (("x", x), ("weight", weight), ("bias", bias)):
-        if array is None and name == "bias":
-            continue
-        if not is_array(array):
-            raise TypeError(f"{OP}: {name} must be a jax.Array or numpy.ndarray; got {type(array).__name__}")
-        if array.dtype.name not in DTYPE_BYTES:
-            raise TypeError(f"{OP}: {name} must be float32, bfloat16 or float16; got {array.dtype}")
+    check_kinds(OP, require_arrays(OP, {"x": x, "weight": weight, "bias": bias}, optional=("bias",)), integers=())
     chosen = choose_backend(OP, backend, refusals(platform(), options))
     if weight_layout == "kn" and weight.ndim != 2:
         raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")

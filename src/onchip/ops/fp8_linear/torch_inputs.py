@@ -1,14 +1,12 @@
 """What the public functions check at their door, without reading a value of a tensor."""
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
-from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
+from onchip.ops._shared.torch_inputs import DTYPES, dtype_name, require_tensors
 from onchip.ops.fp8_linear import spec
 from onchip.ops.fp8_linear.spec import OP
 from onchip.ops.fp8_linear.torch_quantize import FP8
@@ -16,26 +14,12 @@ from onchip.ops.fp8_linear.torch_quantize import FP8
 
 def check_tensors(op: str, **named: Any) -> None:
     """Raise for what can be seen of the tensors, x among them; a bias may be None."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
     x = named["x"]
-    tensors = {name: t for name, t in named.items() if not (name == "bias" and t is None)}
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(t).__name__}")
-        if _is_dtensor(t):
-            raise TypeError(f"{op}: {name} is a DTensor; pass local tensors, as of {name}.to_local()")
+    for name, t in require_tensors(op, named, optional=("bias",)).items():
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(t.dtype)}")
         if t.device != x.device:
             raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
-    if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors.values()):
-        raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
-
-
-def _is_dtensor(t: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
-    return type(t) not in (Tensor, Parameter) and module is not None and isinstance(t, module.DTensor)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

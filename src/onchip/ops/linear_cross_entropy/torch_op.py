@@ -16,7 +16,7 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import Config, require_positive
 from onchip.ops._shared.torch_autograd import asked_for, is_plain_one, scale_stash
-from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer, check_weight_grad_out
+from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer, check_weight_grad_out, temperature_tensor
 from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors
@@ -141,7 +141,7 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
-    per_token_temperature = temperature if isinstance(temperature, Tensor) else None
+    per_token_temperature = temperature_tensor(OP, temperature)
     options = Options(
         ignore_index=ignore_index,
         reduction=reduction,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_inputs import DTYPES, temperature_tensor
 from onchip.ops._shared.torch_tiles import Head, operand_dtype
 from onchip.ops.linear_log_probs import spec, torch_walks, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
@@ -117,7 +117,7 @@ def linear_log_probs(
     (arXiv:2411.09009), without its gradient filter; the running softmax is that of Milakov and Gimelshein
     (arXiv:1805.02867).
     """
-    token_temperature = temperature if isinstance(temperature, Tensor) else None
+    token_temperature = temperature_tensor(OP, temperature)
     options = Options(
         ignore_index=ignore_index,
         softcap=softcap,
