@@ -24,9 +24,10 @@ from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
-    return device_refusal(device, index, dtype)
+    reason = device_refusal(device, index, dtype)
+    if reason is None and dtype not in (torch.bfloat16, torch.float16):
+        reason = f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
+    return reason
 
 
 def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]:

@@ -30,13 +30,14 @@ def refusal(
 ) -> str | None:
     """Why the kernels can't serve a call, or None.  `tensors` and `grads` are those of `Arguments.parameters`."""
     first = next(x for x in tensors if x is not None)
-    if topk:
-        return "it has no kernel for teacher_topk; pass backend='torch'"
     heads = [k for k in (0, 1) if tensors[4 * k] is not None]
-    if heads and grads[4 + _LOGITS]:
-        return "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='torch' or jsd the logits"
     # Logits are read in any dtype: without a product, one is asked about that suits.
-    return refusal_of(first.device.type, first.device.index, [dtypes[k] for k in heads] or [torch.float16])
+    reason = refusal_of(first.device.type, first.device.index, [dtypes[k] for k in heads] or [torch.float16])
+    if reason is None and topk:
+        reason = "it has no kernel for teacher_topk; pass backend='torch'"
+    if reason is None and heads and grads[4 + _LOGITS]:
+        reason = "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='torch' or jsd the logits"
+    return reason
 
 
 def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) -> str | None:
