@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_right, gradients, mixed_plan, small_problem
+from common import assert_right, gradients, memory_off_by_256, mixed_plan, small_problem
 
 from interpreter import main
 from onchip.ops._shared.torch_checks import relative_error
@@ -165,6 +165,16 @@ def a_retained_graph(strategy):
     second = torch.autograd.grad(loss, (h, w, b), retain_graph=True)
     third = torch.autograd.grad(loss, (h, w, b))
     assert all(torch.equal(p, q) and torch.equal(p, r) for p, q, r in zip(kept, second, third, strict=True))
+
+
+@check("stash", "mixed", "retained")
+def memory_at_multiples_of_256_bytes(strategy):
+    with memory_off_by_256():
+        if strategy == "retained":
+            a_retained_graph("mixed")
+        else:
+            with mixed_plan(300) if strategy == "mixed" else nullcontext():
+                right(Case("mixed", 300, 136, 600, bias=True, ignored=0.1))
 
 
 @check("stash")

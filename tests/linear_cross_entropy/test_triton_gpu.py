@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_right, capture, gradients, mixed_plan
+from common import assert_right, capture, gradients, memory_off_by_256, mixed_plan
 
 from onchip.bench.measure import peak_extra_bytes
 from onchip.ops._shared.spec import MIB
@@ -55,6 +55,13 @@ def keywords(way, p):
 
 def problem(tokens, hidden, vocab, dtype="bfloat16", **changes):
     return Problem(tokens, hidden, vocab, dtype, device="cuda", **changes)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_at_multiples_of_256_bytes(way):
+    how = {} if way == "mixed" else {"strategy": way}
+    with memory_off_by_256(), small_plan(way, 300):
+        assert_right(Case("off", 300, 136, 600, bias=True), torch.bfloat16, "cuda", backend="triton", **how)
 
 
 @pytest.mark.parametrize("way", WAYS)

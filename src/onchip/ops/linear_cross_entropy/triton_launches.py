@@ -161,7 +161,11 @@ def exponentials(
         if x.numel() == 0:
             return 0
         offset = x.data_ptr() - first.data_ptr()
-        assert offset % row == 0, "allocations begin at multiples of 512 bytes"
+        if offset % row:
+            raise RuntimeError(
+                f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
+                "where it is (saved-tensor hooks move it), or pass backend='torch'"
+            )
         return offset // row
 
     rows = (end - first.data_ptr()) // row

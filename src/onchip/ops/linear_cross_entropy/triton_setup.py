@@ -83,16 +83,27 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
-def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not yet filled, from a multiple of 512 bytes on and near the others, as CUDA's allocations are.
+_MULTIPLE = 2 * triton_spec.VOCAB_TILE  # bytes of a row of exponentials
 
-    The CPU's, for the interpreter, are pages of their own.
+
+def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Not yet filled, from a multiple of 512 bytes on and near the others.
+
+    PyTorch's allocator gives such memory; CUDA's own, without caching, and pluggable ones give multiples of 256.
     """
+    size = math.prod(shape) * dtype.itemsize
+    memory = _allocate(like, size)
+    if memory.data_ptr() % _MULTIPLE:
+        memory = _allocate(like, size + _MULTIPLE)
+        memory = memory[-memory.data_ptr() % _MULTIPLE :]
+    return memory[:size].view(dtype).view(shape)
+
+
+def _allocate(like: Tensor, size: int) -> Tensor:
+    """So many bytes; the CPU's, for the interpreter, are pages of their own."""
     if like.device.type != "cpu":
-        return empty(like, shape, dtype)
-    size = math.prod(shape)
-    pages = mmap.mmap(-1, max(1, size) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype, count=max(1, size))[:size].view(shape)
+        return like.new_empty(size, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
 
 
 def rows_in(memory: Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
