@@ -43,7 +43,7 @@ BAD = {
     "sparse_csr": (lambda x: x.reshape(-1, 1).to_sparse_csr(), "pass {}.to_dense()"),
     "_mkldnn": (lambda x: x.float().reshape(-1).to_mkldnn(), "pass {}.to_dense()"),
     "a nested tensor": (lambda x: torch.nested.nested_tensor([x, x]), "pass torch.cat({}.unbind())"),
-    "a nested tensor ": (lambda x: torch.nested.nested_tensor([x.reshape(-1)] * 2, layout=torch.jagged), "pass torch.cat"),
+    "a nested tensor ": (lambda x: torch.nested.nested_tensor([x.view(-1)], layout=torch.jagged), "pass torch.cat"),
     "a DTensor": (lambda x: DTensor.from_local(x, MESH[0], [Replicate()], run_check=False), "pass {}.full_tensor()"),
     "got Linear": (lambda _: torch.nn.Linear(8, 16), "pass a parameter of it, as {}.weight"),
     "quint8": (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8), "pass {}.dequantize()"),

@@ -56,7 +56,8 @@ def require_int(op: str, name: str, value: Any) -> None:
     """Raise unless `value` is an integer of 64 bits, as frameworks take it."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
-    if not -(2**63) <= value < 2**63:
+    number: Any = value
+    if not -(2**63) <= number < 2**63:
         raise ValueError(f"{op}: {name} must fit in 64 bits; got {value}")
 
 
