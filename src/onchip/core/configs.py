@@ -13,16 +13,18 @@ first use and kept; nothing here measures anything.
 import functools
 import json
 import math
-import os
 import re
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+import msgspec
 import platformdirs
+
+from onchip.core import files
 
 # The nearest stored config is used as long as no size is further off than by this factor: block sizes that suit a
 # problem suit one of twice the tokens, but not one of a hundred times.
@@ -31,15 +33,14 @@ NEAREST_FACTOR = 4
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "configs"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The best config of one kernel for one problem, as it was measured."""
 
     kernel: str
     dtype: str
-    sizes: Mapping[str, int]
-    config: Mapping[str, int]
-    ms: float
+    sizes: Mapping[str, Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]]
+    config: Mapping[str, Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    ms: Annotated[float, msgspec.Meta(ge=0)]
     """Median time of the kernel with this config, in milliseconds."""
     versions: Mapping[str, str]
     """Versions of the packages that it was measured with, by package."""
@@ -48,6 +49,12 @@ class Entry:
     def is_for(self, kernel: str, dtype: str, sizes: Mapping[str, int]) -> bool:
         """Whether it is the entry of exactly this problem; a file has one at most."""
         return (self.kernel, self.dtype, self.sizes) == (kernel, dtype, sizes)
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    op: str
+    device: str
+    entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def find_config(
     is the one with the smallest Euclidean distance between the base-2 logarithms of the sizes, among those where each
     size is at most `NEAREST_FACTOR` times larger or smaller; of equals the first in the user's file, then in the
     shipped one.  A stored config whose names aren't those of `heuristic` belongs to another version of the kernel and
-    is passed over.
+    is passed over, and so is a broken file, with one warning that names it.
 
     Args:
         op: the op's name.
@@ -78,9 +85,6 @@ def find_config(
         dtype: such as "bfloat16".
         sizes: the problem's sizes by name.
         heuristic: what to use where nothing is stored; also says which names a config has.
-
-    Raises:
-        ValueError: a file of configs is broken; the message names it.
     """
     key = (op, kernel, device, dtype, tuple(sorted(sizes.items())), tuple(sorted(heuristic)))
     return _find_stored(*key) or Found(heuristic, "heuristic", _NOTHING_NEAR)
@@ -96,7 +100,7 @@ def _find_stored(
     wanted = dict(sizes)
     nearest, smallest, source = None, math.inf, ""
     for folder in (user_folder(), SHIPPED_FOLDER):
-        for entry in read_entries(folder, op, device):
+        for entry in _usable_entries(folder, op, device):
             if (entry.kernel, entry.dtype) != (kernel, dtype) or sorted(entry.config) != list(names):
                 continue
             where = f"{format_config(entry.sizes)} ({'shipped' if folder == SHIPPED_FOLDER else folder})"
@@ -106,6 +110,15 @@ def _find_stored(
             if distance < smallest:
                 nearest, smallest, source = entry, distance, where
     return Found(MappingProxyType(dict(nearest.config)), "nearest", source) if nearest else None
+
+
+@functools.cache
+def _usable_entries(folder: Path, op: str, device: str) -> tuple[Entry, ...]:
+    try:
+        return read_entries(folder, op, device)
+    except ValueError as error:
+        warnings.warn(f"onchip: {error}; none of its configs is used", stacklevel=2)
+        return ()
 
 
 def _distance(stored: Mapping[str, int], wanted: Mapping[str, int]) -> float:
@@ -135,8 +148,8 @@ def format_config(config: Mapping[str, int]) -> str:
 
 def clear_cache() -> None:
     """Forget what was read, so that the next use reads the files again."""
-    read_entries.cache_clear()
-    _find_stored.cache_clear()
+    for cached in (read_entries, _usable_entries, _find_stored):
+        cached.cache_clear()
 
 
 # ----------------------------------------------------------------------------------------------------------- the files
@@ -156,19 +169,17 @@ def read_entries(folder: Path, op: str, device: str) -> tuple[Entry, ...]:
     """
     path = config_path(folder, op, device)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return _parse(document, op, device)
+        return _decode(path.read_bytes(), op, device)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    except (OSError, ValueError) as e:  # JSON and UTF-8 errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not a file of tuned configs: {e}; repair or remove it") from e
 
 
 def write_entry(folder: Path, op: str, device: str, entry: Entry) -> Path:
     """Store `entry` in the folder's file in place of one for the same problem; returns the file's path.
 
-    Entries are sorted by kernel, dtype and sizes.  A reader sees the old file or the new one, never half of one; of two
-    processes that write at once, one loses what it wrote.
+    Entries are sorted by kernel, dtype and sizes.
 
     Raises:
         ValueError: the file that is there is broken, or `entry` is not fit to be stored.
@@ -177,68 +188,19 @@ def write_entry(folder: Path, op: str, device: str, entry: Entry) -> Path:
     read_entries.cache_clear()  # another process may have written since
     kept = [e for e in read_entries(folder, op, device) if not e.is_for(entry.kernel, entry.dtype, entry.sizes)]
     entries = sorted([*kept, entry], key=lambda e: (e.kernel, e.dtype, tuple(e.sizes.items())))
-    document = {"op": op, "device": device, "entries": [asdict(e) for e in entries]}
-    _parse(document, op, device)
+    # One entry a line, so that a changed entry is a changed line.
+    lines = ",\n".join(f"  {json.dumps(msgspec.to_builtins(e), allow_nan=False)}" for e in entries)
+    text = f'{json.dumps({"op": op, "device": device})[:-1]}, "entries": [\n{lines}\n]}}\n'
+    _decode(text.encode(), op, device)
     path = config_path(folder, op, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", encoding="utf-8", delete=False) as file:
-        try:
-            file.write(_as_text(document))
-            file.flush()
-            os.chmod(file.name, 0o644)  # temporary files are the user's alone; these may be shared or shipped
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    files.replace(path, text)
     clear_cache()
     return path
 
 
-def _as_text(document: Mapping[str, Any]) -> str:
-    """JSON with one entry a line, so that a changed entry is a changed line."""
-    entries = ",\n".join(f"  {json.dumps(entry, allow_nan=False)}" for entry in document["entries"])
-    head = json.dumps({"op": document["op"], "device": document["device"]})[:-1]
-    return f'{head}, "entries": [\n{entries}\n]}}\n'
-
-
-def _parse(document: Any, op: str, device: str) -> tuple[Entry, ...]:
-    """The entries of a file's document; ValueError says what is wrong with it."""
-    if not isinstance(document, dict):
-        raise ValueError("it holds no JSON object")
-    for name, expected in (("op", op), ("device", device)):
-        if document.get(name) != expected:
-            raise ValueError(f"{name!r} must be {expected!r}, as the file's path says; got {document.get(name)!r}")
-    entries = document.get("entries")
-    if not isinstance(entries, list):
-        raise ValueError("'entries' must be a list")
-    return tuple(_parse_entry(entry, f"entries[{i}]") for i, entry in enumerate(entries))
-
-
-def _parse_entry(entry: Any, where: str) -> Entry:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where} must be an object")
-    fields = Entry.__dataclass_fields__
-    missing = [name for name in fields if name not in entry]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}")
-    for name in ("kernel", "dtype", "date"):
-        if not isinstance(entry[name], str):
-            raise ValueError(f"{where}: {name!r} must be a string; got {entry[name]!r}")
-    for name in ("sizes", "config"):
-        _check_mapping(entry[name], _is_int, f"{where}: {name!r}", "whole numbers")
-    if any(size < 1 for size in entry["sizes"].values()):
-        raise ValueError(f"{where}: 'sizes' must be 1 or more; got {entry['sizes']!r}")
-    _check_mapping(entry["versions"], lambda value: isinstance(value, str), f"{where}: 'versions'", "strings")
-    ms = entry["ms"]
-    if not (_is_int(ms) or isinstance(ms, float)) or not 0 <= ms < math.inf:
-        raise ValueError(f"{where}: 'ms' must be a time in milliseconds; got {ms!r}")
-    return Entry(**{name: entry[name] for name in fields})
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_mapping(value: Any, is_right: Callable[[Any], bool], where: str, what: str) -> None:
-    if not isinstance(value, dict) or not all(is_right(v) for v in value.values()):
-        raise ValueError(f"{where} must map names to {what}; got {value!r}")
+def _decode(text: bytes, op: str, device: str) -> tuple[Entry, ...]:
+    """The entries of a file; ValueError says what is wrong with it."""
+    file = msgspec.json.decode(text, type=_File)
+    if (file.op, file.device) != (op, device):
+        raise ValueError(f"it is for {file.op!r} on {file.device!r}, and its path says {op!r} on {device!r}")
+    return file.entries

@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from onchip.core import files
 from onchip.demo import SEQUENCE
 
 Ids = NDArray[np.int64]
@@ -49,7 +48,7 @@ def load_tokenizer(text: str, vocab: int) -> Tokenizer:
     if tokenizer is None:
         tokenizer = _train_tokenizer(text, vocab)
         with contextlib.suppress(OSError):  # without a cache, the next run trains again
-            _write_atomically(path, tokenizer.to_str())
+            files.replace(path, tokenizer.to_str())
     return tokenizer
 
 
@@ -73,19 +72,6 @@ def _train_tokenizer(text: str, vocab: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator([text], trainer)
     return tokenizer
-
-
-def _write_atomically(path: Path, content: str) -> None:
-    """Write a file so that a reader beside us, or after a crash, sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def encode_corpus(tokenizer: Tokenizer, text: str) -> Corpus:

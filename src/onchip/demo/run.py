@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
 from onchip.demo import EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
 
@@ -71,7 +71,8 @@ def run_demo(
     _check_sizes(steps=steps, vocab=vocab, tokens=tokens, seed=seed)
     require_packages("demo", (*PACKAGES[framework], "tokenizers", "matplotlib", "jinja2", "psutil"), EXTRAS[framework])
     device = resolve_device(device, framework)
-    _prepare_folder(out)
+    paths = [out / f"demo.{kind}" for kind in ("json", "png", "html")]
+    files.check_writable("--out", *paths)
 
     from onchip.bench import environment
     from onchip.demo import report
@@ -87,11 +88,12 @@ def run_demo(
     with _load(framework).use_device(device, described["threads"]):
         document = _train_and_measure(described, framework, steps, vocab, tokens, device, seed, console, fp8=fp8)
     picture = report.picture_png(document)
-    (out / "demo.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (out / "demo.png").write_bytes(picture)
-    (out / "demo.html").write_text(report.html_page(document, picture), encoding="utf-8")
+    numbers, image, page = paths
+    files.replace(numbers, json.dumps(document, indent=1) + "\n")
+    files.replace(image, picture)
+    files.replace(page, report.html_page(document, picture))
     report.print_report(document, console)
-    console.print(f"wrote {', '.join(str(out / f'demo.{kind}') for kind in ('json', 'png', 'html'))}", soft_wrap=True)
+    console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
     return document
 
 
@@ -179,18 +181,6 @@ def _check_sizes(*, steps: int, vocab: int, tokens: int, seed: int) -> None:
         )
     if not 0 <= seed < 2**63:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {seed}")
-
-
-def _prepare_folder(out: Path) -> None:
-    """Make the folder now: it would be a pity to find out after the training that it can't be written."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder; {out} is a file: name another")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} can't be made ({error.strerror}): name another folder") from error
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out} is not writable: name another folder")
 
 
 def _train_with_progress(runs: Mapping[str, "Run"], config: "TrainConfig", corpus: "Corpus", console: Console) -> None:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from onchip.bench.units import format_ms
 from onchip.core import configs
+from onchip.core.files import check_writable
 from onchip.core.machine import FRAMEWORKS, require_packages, resolve_device
 from onchip.core.names import matching
 from onchip.tune import log
@@ -129,9 +130,9 @@ def tune_op(
     chosen_cases = matching("--case", cases, op.CASES) if cases else list(op.DEFAULT_CASES)
     # Hours of work must not end in a file that can't be read or a folder that can't be written.
     configs.read_entries(folder, name, machine.slug)
+    check_writable("--out", path, log_path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log_path.touch()
+        log_path.open("a").close()
     except OSError as e:
         raise ValueError(f"--out: {e}") from e
     candidates = {(k, c): op.candidates(k, op.CASES[c], dtype) for k in chosen_kernels for c in chosen_cases}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, cast
 
-from onchip.core.configs import find_config
+from onchip.core import configs
 from onchip.tune.harness import Op, one_line
 
 
@@ -28,13 +28,15 @@ def tuned_configs(tunings: Mapping[str, str], devices: Sequence[str]) -> dict[st
 
 
 def _rows(op: str, tuning: Op, device: str) -> Sequence[dict[str, Any]]:
+    for folder in (configs.user_folder(), configs.SHIPPED_FOLDER):
+        configs.read_entries(folder, op, device)  # raises for a broken file, which a launch passes over
     rows = []
     for kernel in tuning.KERNELS:
         for name in tuning.DEFAULT_CASES:
             case = tuning.CASES[name]
             for dtype in tuning.DTYPES:
                 heuristic = tuning.candidates(kernel, case, dtype)[0]
-                found = find_config(op, kernel, device, dtype, tuning.sizes(case), heuristic)
+                found = configs.find_config(op, kernel, device, dtype, tuning.sizes(case), heuristic)
                 row = {"device": device, "op": op, "kernel": kernel, "case": name, "dtype": dtype}
                 rows.append({**row, "how": found.how, "source": found.source, "config": dict(found.config)})
     return rows
