@@ -23,16 +23,19 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from onchip.bench import environment, harness, plots, report, run, units
+from onchip.bench import environment, harness, measure, plots, report, run, units
 from onchip.bench.run import run_bench
 from onchip.ops._shared import bench_peers
 from onchip.ops._shared.bench_peers import Implementation
+from onchip.ops.cross_entropy import cases as ce_cases
+from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.linear_cross_entropy import benchmark, cases, peers
+from onchip.ops.linear_jsd import cases as jsd_cases
 from onchip.torch import linear_cross_entropy
 
 ROW = {
-    "op", "case", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio_to_floor",
-    "compile_s", "extra_bytes", "error", "error_bound", "errors", "ok",
+    "op", "case", "sizes", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms",
+    "ratio_to_floor", "compile_s", "extra_bytes", "error", "error_bound", "errors", "ok",
 }  # fmt: skip
 
 
@@ -182,10 +185,30 @@ def test_what_was_measured_before_an_interruption_is_written(bench: Callable[...
         ("size-10", "forward"), ("size-10", "forward+backward"),
     ]  # fmt: skip
     assert [(n["impl"], n["case"]) for n in document["not_run"]] == [("the rest", "size-20"), ("all", "other")]
+    before = path.read_text()
+    with pytest.raises(KeyboardInterrupt):
+        bench(Toy("onchip good", until_size_20), cases=["size-20"])
+    assert path.read_text() == before  # nothing was measured that could stand in its place
     path.unlink()
     with pytest.raises(KeyboardInterrupt):
         bench(Toy("onchip good", until_size_20), cases=["size-20"])
-    assert not path.exists()
+    document = json.loads(path.read_text())
+    assert document["rows"] == []
+    assert document["environment"]["op"] == "toy"
+
+
+@pytest.mark.parametrize("moment", ["release", "print_rows"])
+def test_an_interruption_between_cases_loses_nothing(
+    bench: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure if moment == "release" else report, moment, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench(GOOD, cases=["size-10", "size-20"])
+    (path,) = (tmp_path / "r").glob("*.json")
+    assert json.loads(path.read_text())["rows"][0]["case"] == "size-10"
 
 
 def test_what_raises_only_later_is_reported_too(bench: Callable[..., Run]) -> None:
@@ -344,7 +367,8 @@ def test_patterns_choose_cases_and_implementations(bench: Callable[..., Run]) ->
         ({"device": "tpu"}, "--device must be auto, cpu or cuda; got 'tpu'"),
         ({"dtype": "float8"}, "--dtype must be one of float32, float64; got 'float8'"),
         ({"repeats": 0}, "--repeats must be 1 or more; got 0"),
-        ({"out": Path(__file__)}, "--out must be a folder"),
+        ({"out": Path(__file__)}, "--out must be a folder to write to"),
+        ({"out": Path(__file__) / "below"}, "--out must be a folder to write to"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(
@@ -545,14 +569,49 @@ def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
 
 
 def test_add_keeps_the_rows_of_an_earlier_run() -> None:
-    def document(impl: str, ms: float) -> dict[str, Any]:
-        row = {"case": "a", "mode": "forward", "impl": impl, "median_ms": ms}
+    def document(impl: str, ms: float, **more: Any) -> dict[str, Any]:
+        row = {"case": "a", "dtype": "float32", "mode": "forward", "impl": impl, "median_ms": ms} | more
         return {"environment": {"gpu": "H100"}, "rows": [row], "not_run": []}
 
     both = run._added(document("one", 1.0), document("two", 2.0))
     assert [r["impl"] for r in both["rows"]] == ["one", "two"]
     again = run._added(both, document("one", 3.0))
     assert {r["impl"]: r["median_ms"] for r in again["rows"]} == {"one": 3.0, "two": 2.0}
+    for more in ({"dtype": "bfloat16"}, {"sizes": {"T": 8}}, {"sizes": {"T": 9}}):
+        again = run._added(again, document("one", 4.0, **more))
+    assert [r["median_ms"] for r in again["rows"]] == [2.0, 3.0, 4.0, 4.0, 4.0]
+
+
+def test_rows_of_another_dtype_stay_and_have_names_of_their_own(bench: Callable[..., Run]) -> None:
+    bench(GOOD, cases=["size-10"])
+    both = bench(GOOD, cases=["size-10"], dtype="float64", add=True)
+    assert [(r["dtype"], r["mode"]) for r in both.document["rows"]] == [
+        (dtype, mode) for dtype in ("float32", "float64") for mode in harness.MODES
+    ]
+    page = next(both.folder.glob("*.html")).read_text()
+    assert all(f"size-10 ({dtype})" in page for dtype in ("float32", "float64"))
+
+
+def test_files_of_earlier_versions_can_be_added_to() -> None:
+    """Those that `onchip bench` wrote itself; their rows have no sizes."""
+    for path in (Path(__file__).parent.parent / "results").glob("2026-11-2[12]-*.json"):
+        document = json.loads(path.read_text())
+        if {"rows", "not_run"} <= document.keys() and "how" not in document["environment"]:
+            assert run._earlier(path, document["environment"]) == document
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        (cases.BENCH_CASES["cpu"], {"T": 4096, "H": 1024, "V": 32768}),
+        (ce_cases.BENCH_CASES["cpu"], {"T": 2048, "V": 16384}),
+        (jsd_cases.BENCH_CASES["llama3.2-1b-llama3.1-8b"], {"T": 4096, "H": 2048, "teacher_H": 4096, "V": 128256}),
+        (fp8_cases.BENCH_CASES["cpu"], {"M": 512, "N": 768, "K": 640}),
+    ],
+    ids=lambda x: None,
+)
+def test_sizes_stand_in_rows(case: Any, sizes: Mapping[str, int]) -> None:
+    assert harness.sizes_of(case) == sizes
 
 
 def test_what_can_not_be_added_to_is_refused_before_anything_runs(
@@ -568,9 +627,16 @@ def test_what_can_not_be_added_to_is_refused_before_anything_runs(
         path.write_text(json.dumps(made))
         with pytest.raises(ValueError, match=f"--add: .* was made with {name} of old; choose another --out"):
             bench(GOOD, cases=["size-10"], add=True)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="is no result of onchip bench"):
-        bench(GOOD, cases=["size-10"], add=True)
+    without_impl = json.loads(written)
+    del without_impl["rows"][0]["impl"]
+    for broken in ("[]", "{}", json.dumps(without_impl), "[" * 100_000):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match="is no result of onchip bench"):
+            bench(GOOD, cases=["size-10"], add=True)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match=r"--out must be a folder .*\.json is a folder where a file goes"):
+        bench(GOOD, cases=["size-10"])
 
 
 def test_small_scratch_of_the_cpu_case() -> None:

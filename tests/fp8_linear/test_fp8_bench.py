@@ -190,7 +190,7 @@ def test_command_says_which_suites_there_are():
 
 def test_summary():
     def row(case, mode, impl, ms):
-        return {"case": case, "mode": mode, "impl": f"{impl} 1.0", "median_ms": ms}
+        return {"case": case, "dtype": "bfloat16", "mode": mode, "impl": f"{impl} 1.0", "median_ms": ms}
 
     times = {"llama3.1-8b-qkv-1": (8.0, 2.0), "llama3.1-8b-out-1": (9.0, 9.0), "qwen2.5-7b-qkv-1": (1.0, 9.0)}
     rows = [
@@ -202,12 +202,13 @@ def test_summary():
         row("llama3.1-8b-out-1", "wgrad product", peers.SCALED_MM, 3.0),
         row("llama3.1-8b-out-1", "wgrad product", "onchip auto", 2.0),
         row("llama3.1-8b-out-2", "forward+backward", "onchip auto", None),  # a wrong one
+        row("llama3.1-8b-qkv-1", "forward+backward", "onchip auto", 1.0) | {"dtype": "float32"},  # beside nothing
     ]
     layer, product = benchmark.summary(rows)
     assert layer == {  # qwen2.5-7b's K is 3584
-        "mode": "forward+backward", "implementation": "onchip auto 1.0", "times_faster_than": "torch nn.Linear 1.0",
-        "cases": 2, "least_N_and_K": 4096, "geometric_mean": pytest.approx(2.0), "least": 1.0,
-        "least_case": "llama3.1-8b-out-1",
+        "mode": "forward+backward", "dtype": "bfloat16", "implementation": "onchip auto 1.0",
+        "times_faster_than": "torch nn.Linear 1.0", "cases": 2, "least_N_and_K": 4096,
+        "geometric_mean": pytest.approx(2.0), "least": 1.0, "least_case": "llama3.1-8b-out-1",
     }  # fmt: skip
     assert (product["mode"], product["geometric_mean"], product["cases"]) == ("wgrad product", pytest.approx(1.5), 1)
     json.dumps(benchmark.summary(rows), allow_nan=False)

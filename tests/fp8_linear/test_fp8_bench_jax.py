@@ -130,7 +130,7 @@ def test_suite_and_summary():
     assert jax_benchmark.SUITES["primus"] == cases.SUITES["primus"]
     times = {"llama3.1-8b-qkv-1": (8.0, 2.0), "llama3.1-8b-out-1": (9.0, 9.0), "qwen2.5-7b-qkv-1": (1.0, 9.0)}
     rows = [
-        {"case": case, "mode": "forward", "impl": f"{impl} 1.0", "median_ms": ms}
+        {"case": case, "dtype": "bfloat16", "mode": "forward", "impl": f"{impl} 1.0", "median_ms": ms}
         for case, both in times.items()
         for impl, ms in zip((jax_peers.PRODUCT, "onchip mosaic_gpu"), both, strict=True)
     ]

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
@@ -73,27 +73,47 @@ class Op(Protocol):
         """The work that no implementation can avoid, such as the matrix products alone; None if it isn't wanted."""
 
 
-@dataclass(frozen=True)
+_SIZES = {
+    "tokens": "T",
+    "hidden": "H",
+    "teacher_hidden": "teacher_H",
+    "vocab": "V",
+    "ids": "K",
+    "m": "M",
+    "n": "N",
+    "k": "K",
+}
+"""The names in docs and results of what a case may have as sizes; one that is 0 stands for its default."""
+
+
+def sizes_of(case: Any) -> dict[str, int]:
+    """The sizes of a case by the names that docs have for them."""
+    return {name: size for field, name in _SIZES.items() if (size := getattr(case, field, 0))}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One implementation in one mode on one case.  A wrong result has neither time nor memory."""
 
     op: str
     case: str
+    sizes: Mapping[str, int] | None = None
+    """None in files from before rows had them; the other defaults are for such files too."""
     dtype: str
     mode: str
     impl: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
     median_ms: float | None
     p10_ms: float | None
     p90_ms: float | None
     floor_ms: float | None
     ratio_to_floor: float | None
-    compile_s: float | None
+    compile_s: float | None = None
     extra_bytes: int | None
     error: float | None
     """The one of `errors` nearest its bound, or furthest past it; None for NaN and infinity, which JSON lacks."""
     error_bound: float
-    errors: Mapping[str, float | None]
+    errors: Mapping[str, float | None] = field(default_factory=dict)
     ok: bool
 
 
@@ -153,13 +173,15 @@ def run_cases(
             def tick(doing: str, case: str = case) -> None:
                 progress.update(task, advance=1, description=f"{case}: {doing}", refresh=True)
 
-            progress.update(task, description=f"{case}: reference", refresh=True)
-            # Garbage is collected whenever memory is measured, and need not be looked for in all of the modules each
-            # time, nor in those that the case before this one has loaded.
-            gc.collect()
-            gc.freeze()
             try:
+                progress.update(task, description=f"{case}: reference", refresh=True)
+                # Garbage is collected whenever memory is measured, and need not be looked for in all of the modules
+                # each time, nor in those that the case before this one has loaded.
+                gc.collect()
+                gc.freeze()
                 _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
+                measure.release(device)
+                progress.update(task, completed=per_case * (i + 1), refresh=True)
             except KeyboardInterrupt:
                 rest = [
                     NotRun("the rest", case, None, "interrupted"),
@@ -167,8 +189,6 @@ def run_cases(
                 ]
                 outcome.not_run.extend(rest)
                 return replace(outcome, interrupted=True)
-            measure.release(device)
-            progress.update(task, completed=per_case * (i + 1), refresh=True)
     return outcome
 
 
@@ -281,6 +301,7 @@ class _CaseRun:
                 Row(
                     op=self.name,
                     case=self.case,
+                    sizes=sizes_of(self.op.CASES[self.case]),
                     dtype=self.dtype,
                     mode=mode,
                     impl=f"{c.impl.name} {c.impl.version()}",

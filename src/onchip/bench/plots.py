@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onchip.bench.units import format_bytes, format_ms
+from onchip.core import files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -280,12 +281,11 @@ def main() -> None:
     plots = {"growth.svg": growth_svg(rows)}
     single = [r["case"] for r in rows if not _sweep_point(r["case"])]
     plots["time-memory.svg"] = time_memory_svg(rows, single[0], [MODE]) if single else None
-    arguments.outdir.mkdir(parents=True, exist_ok=True)
     for name, svg in plots.items():
         if svg is None:
             print(f"{name}: the results hold no case for it")
         else:
-            (arguments.outdir / name).write_text(svg)
+            files.replace(arguments.outdir / name, svg)
             print(arguments.outdir / name)
 
 

@@ -38,6 +38,18 @@ def _sections(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Ma
     return [(*key, list(group)) for key, group in groupby(rows, lambda r: (r["case"], r["mode"]))]
 
 
+def _told_apart(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows, with dtype and sizes in the names of cases that have several."""
+    kinds: dict[str, set[str]] = {}
+    for row in rows:
+        kinds.setdefault(row["case"], set()).add(_kind(row))
+    return [{**row, "case": f"{row['case']} ({_kind(row)})"} if len(kinds[row["case"]]) > 1 else row for row in rows]
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return ", ".join([row["dtype"], *(f"{name}={size}" for name, size in (row.get("sizes") or {}).items())])
+
+
 def _not_run(entry: Mapping[str, Any]) -> str:
     where = " in ".join(x for x in (entry["mode"], entry["case"]) if x)
     return f"{entry['impl']}{f' ({where})' if where else ''}: {entry['reason']}"
@@ -79,7 +91,7 @@ def html_page(document: Mapping[str, Any]) -> str:
 
     from onchip.bench.plots import growth_svg, time_memory_svg
 
-    rows = document["rows"]
+    rows = _told_apart(document["rows"])
     cases = list(dict.fromkeys(r["case"] for r in rows))
     growth = growth_svg(rows)
     plotted = cases if len(cases) <= _MOST_PLOTS else []

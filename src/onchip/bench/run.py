@@ -1,17 +1,28 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
+import msgspec
 from rich.console import Console
 
 from onchip.bench import environment, harness, report
 from onchip.bench.measuring import measuring
+from onchip.core import files
 from onchip.core.machine import require_packages, resolve_device
 from onchip.core.names import matching
+
+
+class _Document(TypedDict):
+    """What a results file holds, beside what an op adds to it."""
+
+    environment: dict[str, Any]
+    rows: list[harness.Row]
+    not_run: list[harness.NotRun]
+
 
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -47,7 +58,8 @@ def run_bench(
         out: folder of the files, made if need be.
         console: where progress and tables go.
         suite: one of the op's suites of cases, in the place of its defaults; `cases` then chooses among these.
-        add: keep what an earlier run of the same day, device and versions found of other cases and implementations.
+        add: keep what an earlier run of the same day, device and versions found of other cases, sizes, dtypes and
+            implementations.
 
     Returns:
         What the JSON file holds.
@@ -55,14 +67,13 @@ def run_bench(
     Raises:
         ImportError: a package is missing that this needs.
         ValueError: an option that can't be served; nothing has run or been written then.
-        KeyboardInterrupt: the user's; what had been measured is written, and `add` takes up from there.
+        KeyboardInterrupt: the user's; what had been measured is written, and `add` takes up from there.  Where nothing
+            had, a file that is there already stays as it is.
     """
     require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
     device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder; {out} is a file")
     target = cast(harness.Op, import_module(module))
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
@@ -80,7 +91,9 @@ def run_bench(
         )
     name = op if framework == "torch" else f"{op}-{framework}"
     stem = out / f"{described['date'][:10]}-{described['device']}-{name}"
-    earlier = _earlier(stem.with_name(f"{stem.name}.json"), described) if add else None
+    path, page = (stem.with_name(f"{stem.name}.{kind}") for kind in ("json", "html"))
+    files.check_writable("--out", path, page)
+    earlier = _earlier(path, described) if add else None
     outcome = harness.run_cases(
         op,
         target,
@@ -92,21 +105,16 @@ def run_bench(
         repeats=repeats,
         console=console,
     )
-    if outcome.interrupted and not outcome.rows:
+    if outcome.interrupted and not outcome.rows and path.exists():
+        console.print(f"nothing was measured; {path} is as it was", highlight=False, soft_wrap=True)
         raise KeyboardInterrupt
-    document = {"environment": described, **outcome.as_json()}
-    report.print_rows(document, console)
-    if earlier is not None:
-        document = _added(earlier, document)
-    document = summarized(target, document)
+    found = {"environment": described, **outcome.as_json()}
+    document = summarized(target, found if earlier is None else _added(earlier, found))
+    files.replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # before all that could go wrong
+    report.print_rows(found, console)
     report.print_summary(document, console)
-    out.mkdir(parents=True, exist_ok=True)
-    for path, text in (
-        (stem.with_name(f"{stem.name}.json"), json.dumps(document, indent=1, allow_nan=False) + "\n"),
-        (stem.with_name(f"{stem.name}.html"), report.html_page(document)),
-    ):
-        path.write_text(text, encoding="utf-8")
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    files.replace(page, report.html_page(document))
+    console.print(f"wrote {path}\nwrote {page}", highlight=False, soft_wrap=True)
     if outcome.interrupted:
         raise KeyboardInterrupt
     return document
@@ -136,10 +144,10 @@ def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | Non
     if not path.exists():
         return None
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        before = document["environment"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"--add: {path} is no result of onchip bench; choose another --out") from error
+        document: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        before = msgspec.convert(document, _Document)["environment"]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--add: {path} is no result of onchip bench ({error}); choose another --out") from error
     for name in ("gpu", "cpu", "torch", "triton", "jax", "jaxlib", "onchip"):
         if (made_with := before.get(name)) != environment.get(name):
             raise ValueError(f"--add: {path} was made with {name} {made_with}; choose another --out")
@@ -148,9 +156,13 @@ def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | Non
 
 def _added(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The earlier document with this one's rows in the place of those that they repeat."""
-    done = {(row["case"], row["mode"], row["impl"]) for row in now["rows"]}
-    kept = [row for row in earlier["rows"] if (row["case"], row["mode"], row["impl"]) not in done]
-    order = list(dict.fromkeys((row["case"], row["mode"]) for row in [*kept, *now["rows"]]))
-    rows = sorted([*kept, *now["rows"]], key=lambda row: order.index((row["case"], row["mode"])))
+
+    def table(row: Mapping[str, Any]) -> tuple[Hashable, ...]:
+        return row["case"], str(row.get("sizes")), row["dtype"], row["mode"]
+
+    done = {(table(row), row["impl"]) for row in now["rows"]}
+    kept = [row for row in earlier["rows"] if (table(row), row["impl"]) not in done]
+    order = list(dict.fromkeys(map(table, [*kept, *now["rows"]])))
+    rows = sorted([*kept, *now["rows"]], key=lambda row: order.index(table(row)))
     not_run = [entry for entry in earlier["not_run"] if entry not in now["not_run"]]
     return {"environment": now["environment"], "rows": rows, "not_run": [*not_run, *now["not_run"]]}

@@ -70,17 +70,18 @@ def summary(
 ) -> list[dict[str, Any]]:
     """How much faster each implementation is than that of `baselines` for the mode.
 
-    Geometric mean and minimum over the cases that have both times and N and K of `LEAST_SIZE` or more.
+    Geometric mean and minimum over the cases that have both times in a dtype, and N and K of `LEAST_SIZE` or more.
     """
-    times: dict[tuple[str, str], dict[str, float]] = {}
+    times: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in rows:
         case = cases[row["case"]]
         if row["median_ms"] is not None and min(case.n, case.k) >= LEAST_SIZE:
-            times.setdefault((row["mode"], row["impl"]), {})[row["case"]] = row["median_ms"]
+            times.setdefault((row["mode"], row["dtype"], row["impl"]), {})[row["case"]] = row["median_ms"]
     lines = []
-    for (mode, impl), mine in times.items():
-        baseline = next((b for b in times if b[0] == mode and b[1].startswith(f"{baselines[mode]} ")), None)
-        if baseline is None or baseline[1] == impl:
+    for (mode, dtype, impl), mine in times.items():
+        alike = (b for b in times if b[:2] == (mode, dtype) and b[2].startswith(f"{baselines[mode]} "))
+        baseline = next(alike, None)
+        if baseline is None or baseline[2] == impl:
             continue
         gains = {case: times[baseline][case] / ms for case, ms in mine.items() if case in times[baseline]}
         if gains:
@@ -89,8 +90,9 @@ def summary(
             lines.append(
                 {
                     "mode": mode,
+                    "dtype": dtype,
                     "implementation": impl,
-                    "times_faster_than": baseline[1],
+                    "times_faster_than": baseline[2],
                     "cases": len(gains),
                     "least_N_and_K": LEAST_SIZE,
                     "geometric_mean": mean,
