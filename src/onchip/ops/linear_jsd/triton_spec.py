@@ -105,6 +105,7 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         backward += 4 * h.vocab if h.grad_bias else 0
     return {
         "weights in the products' dtype": casts,
+        "copies of strided inputs": p.copied,
         "vectors": 160 * p.tokens + MIB // 64,
         "hidden rows": kept,
         "one more chunk of the weight's gradient": more,
