@@ -48,12 +48,13 @@ def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) ->
 
 def _plan(a: Arguments) -> TritonConfig:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
-    if a.student_hidden is None:
-        return TritonConfig(0)
-    p = a.problem()
-    copied = copied_rows(*a.parameters[::4]) + copied_rows(a.teacher_logits, columns_apart=False)
+    copied = copied_rows(*a.parameters[::4]) + copied_rows(*a.parameters[_LOGITS::4], columns_apart=False)
     for weight, dtype in ((a.student_weight, a.student_dtype), (a.teacher_weight, a.teacher_dtype)):
         copied += 0 if weight is None else copied_weight(weight[: a.size], dtype)
+    p = replace(a.problem(), copied=copied)
+    if a.student_hidden is None:
+        jsd_spec.require_scratch(p, jsd_spec.scratch_bytes(p, TritonConfig(0)), a.scratch_bytes, a.op)
+        return TritonConfig(0)
     heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
     p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))
     return jsd_spec.plan(p, a.scratch_bytes)
