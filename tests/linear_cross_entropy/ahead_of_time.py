@@ -76,6 +76,7 @@ def launches(
     parameters=None,
     tokens=300,
     vocab=1000,
+    weight=None,
     **options,
 ):
     """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast."""
@@ -89,13 +90,24 @@ def launches(
         recording(device, tiles=tiles, plan=plan) as found,
         torch.autocast("cpu", dtype, enabled=parameters is not None),
     ):
-        b = leaf(vocab) if bias else None
+        b, w = leaf(vocab) if bias else None, leaf(vocab, hidden) if weight is None else weight
         target = torch.zeros(tokens, dtype=torch.int64)
         loss = linear_cross_entropy(
-            leaf(tokens, hidden), leaf(vocab, hidden), target, b, backend="triton", weight_grad_out=out, **options
+            leaf(tokens, hidden), w, target, b, backend="triton", weight_grad_out=out, **options
         )
         (loss[0] if isinstance(loss, tuple) else loss).backward()
     return found
+
+
+def turned(vocab, hidden, dtype=torch.bfloat16):
+    """A weight [V, H] whose columns are what lies in a row of memory."""
+    return torch.zeros(hidden, vocab, dtype=dtype).T.requires_grad_()
+
+
+def weights_read(found):
+    """The addresses of the weights that some launches read."""
+    weights = [launch.arguments["weight"] for launch in found if "weight" in launch.arguments]
+    return {getattr(x, "base", x).data_ptr() for x in weights}
 
 
 def _source(launch):

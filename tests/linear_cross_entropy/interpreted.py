@@ -75,6 +75,19 @@ def mixed(name):
     assert planned.called
 
 
+@check("descriptors", "pointers", "everything held", "softcap")
+def a_weight_whose_columns_lie_in_rows(name):
+    case = MIXED.get(name, Case("softcap", 140, 136, 600, bias=True, options={"softcap": 5.0}))
+    (h, w, y, b), keywords = as_arguments(case, make_inputs(case), torch.float16, "cpu")
+    kernel = w.detach().T.contiguous().requires_grad_()
+    leaves = [x for x in (h, b) if x is not None]
+    with nullcontext() if name == "softcap" else mixed_plan(300):
+        expected, loss = (op(h, x, y, b, **keywords) for x in (w, kernel.T))
+    assert abs(float(loss - expected)) < 1e-6
+    to_weight, *others = gradients(expected, w, *leaves)
+    assert_gradients(gradients(loss, kernel, *leaves), [g.double() for g in (to_weight.T, *others)])
+
+
 @check("softcap", "label_smoothing")
 def many_chunks_computed_again(option):
     case = Case("chunks", 200, 40, 1100, bias=True, ignored=0.2, options={option: {"softcap": 5.0}.get(option, 0.1)})

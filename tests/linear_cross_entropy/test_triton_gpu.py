@@ -144,6 +144,43 @@ def test_the_memory_formula_holds(way, changes):
     assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB, config)
 
 
+def in_columns(w):
+    """The same weight [V, H] whose memory is [H, V]."""
+    return w.detach().T.contiguous().T.requires_grad_(w.requires_grad)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "forward"])
+@pytest.mark.parametrize("vocab", [50264, 50257])
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_the_memory_of_a_weight_whose_columns_lie_in_rows(tokens, vocab, grad):
+    """None, unless they don't begin at multiples of 16 bytes: then a copy."""
+    h, w, y = make(tokens, 1024, vocab, needs=(grad, grad))
+    w = in_columns(w)
+    copied = 2 * vocab * 1024 if vocab % 8 else 0
+    p = problem(tokens, 1024, vocab, grad_hidden=grad, grad_weight=grad, copied=copied)
+
+    def step():
+        loss = op(h, w, y)
+        return [loss, *(gradients(loss, h, w) if grad else ())]
+
+    step()
+    formula = triton_spec.scratch_bytes(p, triton_spec.plan(p))
+    peak = peak_extra_bytes(step, device="cuda")
+    assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("size", [(264, 3000), (259, 3000), (264, 2049)], ids=["descriptors", "pointers", "copied"])
+def test_a_weight_whose_columns_lie_in_rows(size, options, way):
+    h, w, y = make(600, *size)
+    with nullcontext() if options else small_plan(way, 600):
+        how = {"strategy": "auto" if way == "mixed" else way} | options
+        results = [(loss, *gradients(loss, h, x)) for x in (w, in_columns(w)) for loss in [op(h, x, y, **how)]]
+    for a, b in zip(*results, strict=True):
+        assert float((a.double() - b.double()).norm() / b.double().norm()) < 1e-3
+
+
 def float32_reference(h, w, y):
     """Loss and gradients in float64; and of the eager expression with float32 logits of the 16-bit product."""
     exact = [x.detach().double().requires_grad_() for x in (h, w)]

@@ -25,6 +25,7 @@ def launches(
     bias=False,
     logits=False,
     teacher_logits=False,
+    weights=None,
     **options,
 ):
     """What the op launches, forward and backward, on a device: (compute capability, shared memory per block)."""
@@ -39,10 +40,11 @@ def launches(
         if logits:
             loss = jsd(leaf(tokens, vocab), leaf(tokens, vocab), backend="triton", **options)
         else:
-            pair = (None, None) if teacher_logits else (leaf(tokens, teacher_hidden), leaf(vocab, teacher_hidden))
+            w, v = weights or (leaf(vocab, hidden), leaf(vocab, teacher_hidden))
+            pair = (None, None) if teacher_logits else (leaf(tokens, teacher_hidden), v)
             loss = linear_jsd(
                 leaf(tokens, hidden),
-                leaf(vocab, hidden),
+                w,
                 *pair,
                 student_bias=leaf(vocab) if bias else None,
                 teacher_bias=leaf(vocab) if bias and not teacher_logits else None,

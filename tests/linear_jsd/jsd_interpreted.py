@@ -98,6 +98,21 @@ def assert_close(made, expected, bound=2e-3):
         assert float((p.float() - q.float()).norm() / q.float().norm().clamp(min=1e-30)) < bound
 
 
+@check()
+def weights_whose_columns_lie_in_rows():
+    """Of both models, and with a padded vocabulary, whose other part is read by nobody."""
+    h, w, x, v = problem(4, 24, 304)
+    options = {"teacher_grad": True, "vocab": 300}
+    expected = gradients(op(h, w, x, v, **options), (h, w, x, v))
+    kernels = [p.detach().T.contiguous() for p in (w, v)]
+    for kernel in kernels:
+        kernel[:, 300:] = torch.nan
+        kernel.requires_grad_()
+    loss = op(h, kernels[0].T, x, kernels[1].T, **options)
+    made = gradients(loss, (h, kernels[0], x, kernels[1]))
+    assert_close([p.T if p.ndim > 1 and p.shape[1] == 304 else p for p in made], expected)
+
+
 @check("computed again", "held in scratch", "all")
 def places(name):
     """Gradients kept in the weight's memory, in scratch, and computed again, in two chunks of tokens and vocabulary."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 from jsd_ahead import KERNELS, jsd_launches, launches
 
-from linear_cross_entropy.ahead_of_time import compile_all
+from linear_cross_entropy.ahead_of_time import compile_all, turned, weights_read
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
 
 # Compute capability, and bytes of shared memory that a block may use: H100, A100.
@@ -27,6 +27,17 @@ def compiled(device, **options):
         # Without descriptors a product's addresses take registers of their own.
         assert k.stack <= 16 or not k.constants.get("TMA", True), (k.kernel, k.constants, k.stack)
     return found
+
+
+def test_weights_whose_columns_lie_in_rows_are_read_as_they_lie():
+    weights = turned(1000, 512), turned(1000, 1024)
+    found = launches(HOPPER, weights=weights, **OPTIONS["all"])
+    assert weights_read(found) == {w.data_ptr() for w in weights}
+    for k in compile_all([x for x in found if x.kernel.__name__ == "logit_tiles"], HOPPER[0]):
+        assert k.constants["TURNED"]
+        assert k.shared <= HOPPER[1]
+        assert "wgmma.mma_async" in k.ptx
+        assert "cp.async.bulk.tensor" in k.ptx
 
 
 @pytest.mark.parametrize("options", OPTIONS)

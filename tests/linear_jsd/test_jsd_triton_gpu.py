@@ -280,15 +280,30 @@ def test_every_device_whichever_is_current():
         assert max(errors(made, gradients(linear_jsd(h, w, x, v, backend="torch"), (h, w)))) < 1e-2
 
 
+@pytest.mark.parametrize(("hidden", "vocab"), [(264, 3000), (259, 3000), (264, 3001)])
+@pytest.mark.usefixtures("planned")
+def test_weights_whose_columns_lie_in_rows(hidden, vocab):
+    h, w, x, v = leaves = make(600, hidden, vocab)
+    columns = [p.detach().T.contiguous().T.requires_grad_() for p in (w, v)]
+    expected = gradients(op(*leaves, teacher_grad=True), leaves)
+    turned = (h, columns[0], x, columns[1])
+    assert max(errors(gradients(op(*turned, teacher_grad=True), turned), expected)) < 1e-3
+
+
 @pytest.mark.parametrize("teacher", [False, True])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("size", [(4096, 2048, 50257), (4096, 512, 50257)], ids=str)
-def test_the_memory_formula_holds(size, dtype, teacher):
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("size", [(4096, 2048, 50257), (4096, 512, 50264)], ids=str)
+def test_the_memory_formula_holds(size, columns, dtype, teacher):
+    """Of weights whose rows or whose columns lie in rows of memory; a copy where these begin anywhere."""
     tokens, hidden, vocab = size
     leaves = make(tokens, hidden, vocab, dtype=dtype)
+    if columns:
+        leaves = [p.detach().T.contiguous().T.requires_grad_() if len(p) == vocab else p for p in leaves]
     name = str(dtype).removeprefix("torch.")
     heads = [Head(hidden, vocab, name, name, name, wanted, wanted) for wanted in (True, teacher)]
-    p = Problem(tokens, vocab, *heads, device="cuda")
+    copied = 2 * 2 * vocab * hidden if columns and vocab % 8 else 0
+    p = Problem(tokens, vocab, *heads, device="cuda", copied=copied)
     wanted = leaves if teacher else leaves[:2]
 
     def step():

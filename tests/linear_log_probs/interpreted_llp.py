@@ -69,6 +69,20 @@ def mixed():
     assert planned.called
 
 
+@check("plain", "softcap")
+def a_weight_whose_columns_lie_in_rows(option):
+    case = Case("turned", 20, 40, 304, bias=True, ids=3, options={"softcap": 5.0} if option == "softcap" else {})
+    (h, w, y, b), keywords = as_arguments(case, make_inputs(case), torch.float16, "cpu")
+    kernel = w.detach().T.contiguous().requires_grad_()
+    results = []
+    for weight, leaf in ((w, w), (kernel.T, kernel)):
+        out = op(h, weight, y, b, entropy=True, **keywords)
+        grads = torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (h, b, leaf))
+        results.append([out.log_prob, out.entropy, *grads])
+    expected, made = results
+    assert_close([*made[:4], made[4].T], [x.detach().double() for x in expected])
+
+
 @check("entropy", "softcap")
 def chunks_computed_again(option):
     """Ids in several chunks of the vocabulary, and none in some."""

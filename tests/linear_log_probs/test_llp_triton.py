@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interpreter import run_all
-from linear_cross_entropy.ahead_of_time import PRODUCTS, compile_all, recording
+from linear_cross_entropy.ahead_of_time import PRODUCTS, compile_all, recording, turned, weights_read
 from onchip.ops.linear_cross_entropy import triton_spec as head_spec
 from onchip.ops.linear_log_probs import triton_kernels, triton_spec
 from onchip.ops.linear_log_probs.spec import Problem
@@ -39,7 +39,7 @@ OPTIONS = {
 }
 
 
-def launches(device, *, plan=None, ids=None, bias=False, dtype=torch.bfloat16, **options):
+def launches(device, *, plan=None, ids=None, bias=False, dtype=torch.bfloat16, weight=None, **options):
     """What the op launches, forward and backward."""
 
     def leaf(*shape):
@@ -48,7 +48,8 @@ def launches(device, *, plan=None, ids=None, bias=False, dtype=torch.bfloat16, *
     with recording(device, plan=plan) as found:
         y = torch.zeros((300,) if ids is None else (300, ids), dtype=torch.int64)
         b = leaf(1000) if bias else None
-        out = linear_log_probs(leaf(300, 512), leaf(1000, 512), y, b, backend="triton", lse=True, **options)
+        w = leaf(1000, 512) if weight is None else weight
+        out = linear_log_probs(leaf(300, 512), w, y, b, backend="triton", lse=True, **options)
         sum(x.sum() for x in out[:3] if x is not None).backward()
     return found
 
@@ -70,6 +71,11 @@ def test_hopper(options):
         if k.kernel in PRODUCTS:
             assert "wgmma.mma_async" in k.ptx
             assert "cp.async.bulk.tensor" in k.ptx
+
+
+def test_a_weight_whose_columns_lie_in_rows_is_read_as_it_lies():
+    weight = turned(1000, 512)
+    assert weights_read(launches(HOPPER, weight=weight, **OPTIONS["several"])) == {weight.data_ptr()}
 
 
 def test_ampere():

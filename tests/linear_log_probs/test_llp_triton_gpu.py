@@ -145,14 +145,18 @@ def test_a_student_that_agrees_with_its_teacher():
         {"grad_hidden": False, "grad_weight": False, "entropy": True},
         {"hidden_dtype": "float32", "weight_dtype": "float32", "ids": 4},
         {"grad_weight": False},
+        {"copied": 2 * 50257 * 1024},  # of a weight whose columns lie in rows, and begin anywhere
+        {"vocab": 50264},  # of one whose columns begin at multiples of 16 bytes there is none
     ],
     ids=str,
 )
 def test_the_memory_formula_holds(changes):
-    tokens, hidden, vocab = 4096, 1024, 50257
-    p = Problem(tokens, hidden, vocab, dtype="bfloat16", device="cuda", **changes)
+    tokens, hidden = 4096, 1024
+    p = Problem(tokens, hidden, dtype="bfloat16", device="cuda", **{"vocab": 50257} | changes)
     dtypes = [getattr(torch, name) for name in (p.hidden_dtype, p.weight_dtype)]
-    h, w, y = make(tokens, hidden, vocab, p.ids if p.ids > 1 else None)
+    h, w, y = make(tokens, hidden, p.vocab, p.ids if p.ids > 1 else None)
+    if "copied" in changes or "vocab" in changes:
+        w = w.detach().T.contiguous().T
     h, w = (x.detach().to(t) for x, t in zip((h, w), dtypes, strict=True))
     h.requires_grad_(p.grad_hidden)
     w.requires_grad_(p.grad_weight)
@@ -173,6 +177,16 @@ def test_the_memory_formula_holds(changes):
     peak = peak_extra_bytes(step, device="cuda")
     assert formula <= budget
     assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("hidden", "vocab"), [(264, 5000), (259, 5000), (264, 5003)])
+def test_a_weight_whose_columns_lie_in_rows(hidden, vocab, entropy):
+    h, w, y = make(600, hidden, vocab, 3)
+    columns = w.detach().T.contiguous().T.requires_grad_()
+    with mixed_plan(600):
+        for a, b in zip(run(op, h, columns, y, entropy=entropy), run(op, h, w, y, entropy=entropy), strict=True):
+            assert float((a.double() - b.double()).norm() / b.double().norm()) < 1e-3
 
 
 @pytest.mark.parametrize(("ids", "entropy"), [(None, False), (None, True), (4, False), (4, True)])

@@ -116,6 +116,48 @@ def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> to
     return hidden.dtype
 
 
+def leading_dimensions(x: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the leading dimensions, those that are one in memory being merged."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def copied_rows(*tensors: Tensor | None, columns_apart: bool = True) -> int:
+    """Bytes of the copies that viewing [..., C] as [T, C] takes; without `columns_apart`, with columns side by side."""
+    return sum(
+        x.numel() * x.element_size()
+        for x in tensors
+        if x is not None and (len(leading_dimensions(x)) > 1 or not (columns_apart or x.stride(-1) == 1))
+    )
+
+
+def copied_weight(weight: Tensor | None, dtype: torch.dtype) -> int:
+    """Bytes of the copy that the Triton kernels read in the place of `weight`, beside the one that a cast makes."""
+    if weight is None or weight.dtype != dtype or not copies_weight(weight, dtype):
+        return 0
+    return weight.numel() * weight.element_size()
+
+
+def copies_weight(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels read [V, H] `weight` from a contiguous copy in `dtype`, that of their products.
+
+    They read it as it lies if rows lie beside one another, or columns that begin at multiples of 16 bytes.
+    """
+    vocab, hidden = weight.shape
+    if weight.is_contiguous() or (weight.stride(1) == 1 and weight.stride(0) >= hidden):
+        return False
+    # A cast leaves no gaps between columns.
+    pitch = weight.stride(1) if weight.dtype == dtype else vocab
+    return weight.stride(0) != 1 or weight.stride(1) < vocab or pitch * dtype.itemsize % 16 > 0
+
+
 def check_normalizer(
     op: str, normalizer: float | Tensor | None, reduction: str, of: str, device: torch.device
 ) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onchip.ops._shared import torch_tiles
 from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_inputs import DTYPES, leading_dimensions
 from onchip.ops._shared.triton_calls import Launch, device_of, device_refusal
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Problem, RowTiles
@@ -26,25 +26,12 @@ from onchip.ops.cross_entropy.torch_arguments import Arguments
 def refusal(logits: Tensor) -> str | None:
     """Why the kernels can't serve a call with these logits, or None."""
     reason = device_refusal(logits.device.type, logits.device.index, logits.dtype)
-    if reason is None and logits.numel() > 0 and len(_leading(logits)) > 2:
+    if reason is None and logits.numel() > 0 and len(leading_dimensions(logits)) > 2:
         reason = (
             f"its logits' leading dimensions must reduce to two of a constant stride each; got shape "
             f"{list(logits.shape)} with strides {list(logits.stride())}"
         )
     return reason
-
-
-def _leading(x: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the leading dimensions, those that are one in memory being merged."""
-    merged: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == stride * size:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    return merged
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
@@ -247,7 +234,7 @@ tiles_of: Callable[..., RowTiles] = spec.heuristic_tiles
 def _rows(logits: Tensor, out: Tensor) -> tuple[int, int, int, int, int]:
     """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
     vocab, tokens = logits.shape[-1], logits.shape[:-1].numel()
-    leading = _leading(logits)
+    leading = leading_dimensions(logits)
     (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
     if len(leading) < 2:
         inner = tokens

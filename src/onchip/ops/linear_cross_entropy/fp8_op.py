@@ -17,7 +17,7 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.ops._shared import torch_tiles as shared_tiles
 from onchip.ops._shared.torch_autograd import asked_for
-from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_inputs import DTYPES, copied_rows
 from onchip.ops._shared.triton_calls import device_refusal
 from onchip.ops.fp8_linear import torch_quantize
 from onchip.ops.fp8_linear.spec import blocks
@@ -334,6 +334,7 @@ def _problem(a: Arguments) -> Problem:
         softcap=a.numbers[2] > 0,
         stats=a.flags[1],
         weight_grad_out=a.weight_grad_out is not None,
+        copied=copied_rows(a.hidden),
     )
 
 

@@ -65,6 +65,7 @@ def backward_parts(p: Problem) -> dict[str, int]:
 def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     fixed = {"weight in FP8": weight_bytes(p), **kept_parts(p), "vectors": (64 + 4 * TERMS) * p.tokens}
+    fixed |= {"copies of strided inputs": p.copied}
     # One after the other: the chunks of forward, and backward.
     return fixed | max((chunk_parts(p, chunk), backward_parts(p)), key=lambda phase: sum(phase.values()))
 

@@ -100,6 +100,8 @@ class Problem:
     """The weight's gradient is added to a float32 tensor of the caller's."""
     compacted: bool = False
     """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
+    copied: int = 0
+    """Bytes of the copies that are made of inputs whose strides don't suit."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):
@@ -149,6 +151,7 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         "hidden rows": row_bytes * tokens * p.hidden,
         "weight rows in float32": 4 * vocab * p.hidden if p.widened else 0,
         "casts": casts,
+        "copies of strided inputs": p.copied,
         "hidden gradient in float32": 4 * p.tokens * p.hidden if float32_hidden else 0,
         "weight gradient in float32": 4 * weight_rows * p.hidden if float32_weight else 0,
         "vectors": 96 * p.tokens + 16 * p.vocab,

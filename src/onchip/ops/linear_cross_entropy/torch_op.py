@@ -16,7 +16,14 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import Config, require_positive
 from onchip.ops._shared.torch_autograd import asked_for, is_plain_one, scale_stash
-from onchip.ops._shared.torch_inputs import DTYPES, check_normalizer, check_weight_grad_out, temperature_tensor
+from onchip.ops._shared.torch_inputs import (
+    DTYPES,
+    check_normalizer,
+    check_weight_grad_out,
+    copied_rows,
+    copied_weight,
+    temperature_tensor,
+)
 from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors
@@ -327,6 +334,7 @@ def _problem(
         weight_grad_out=weight_grad_out,
         # Before the targets are read, the worst case.
         compacted=device == "cpu" if compacted is None else compacted,
+        copied=copied_rows(hidden) + (copied_weight(weight, dtype) if on_gpu else 0),
     )
 
 

@@ -27,6 +27,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.ops._shared.triton_maths import tanh
+from onchip.ops._shared.triton_tiles import load_block
 
 VOCAB_TILE = tl.constexpr(256)
 # Logits up to so much above a token's shift are stored relative to it.
@@ -49,6 +50,15 @@ def exponential_row(
     in_again = again + (j - first_tile) * again_tokens + t - stash_tokens - overflow_tokens
     kept = tl.where(t < stash_tokens, in_stash, in_overflow)
     return tl.where(t < stash_tokens + overflow_tokens, kept, in_again)
+
+
+@triton.jit
+def load_weight(weight, stride, v, h, V, H, R: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr):
+    """The block [R, C] at (v, h) of the weight [V, H], whose memory is [H, V] where TURNED."""
+    if TURNED:
+        return load_block(weight, stride, h, v, H, V, C, R, TMA).T
+    else:  # noqa: RET505
+        return load_block(weight, stride, v, h, V, H, R, C, TMA)
 
 
 @triton.jit

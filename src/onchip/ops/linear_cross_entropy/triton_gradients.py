@@ -8,7 +8,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.ops._shared.triton_maths import LOG2E, target_gradient
 from onchip.ops._shared.triton_tiles import add_columns, load_block, place_tile, store_columns
-from onchip.ops.linear_cross_entropy.triton_blocks import NO_LABEL, VOCAB_TILE, exponential_row, unscaled_logits
+from onchip.ops.linear_cross_entropy.triton_blocks import (
+    NO_LABEL,
+    VOCAB_TILE,
+    exponential_row,
+    load_weight,
+    unscaled_logits,
+)
 
 
 @triton.jit
@@ -119,6 +125,7 @@ def gradient_tiles(
     mean=None,  # [T] float32: of z under the softmax
     GIVEN: tl.constexpr = False,
     ENTROPY: tl.constexpr = False,
+    TURNED: tl.constexpr = False,
 ):
     """Logits computed again, and their gradient, of the positions from `first` on, for a chunk of the vocabulary.
 
@@ -135,7 +142,7 @@ def gradient_tiles(
         z = tl.zeros((BLOCK_T, VOCAB_TILE), tl.float32)
         for k in range(steps):
             a = load_block(rows, rows_stride, t0, k * BLOCK_K, T, H, BLOCK_T, BLOCK_K, TMA)
-            b = load_block(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TMA)
+            b = load_weight(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TURNED, TMA)
             z = tl.dot(a, b.T, z)
 
         t = t0 + tl.arange(0, BLOCK_T)
@@ -332,6 +339,7 @@ def hidden_gradient(
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
     """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), added up in float32.
 
@@ -378,7 +386,7 @@ def hidden_gradient(
             )
             v = first_tile * VOCAB_TILE + k * BLOCK_K
             a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
-            b = load_block(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TMA)
+            b = load_weight(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TURNED, TMA)
             acc = tl.dot(a, b, acc)
         if SCALE:
             t = t0 + tl.arange(0, BLOCK_T)
@@ -438,7 +446,8 @@ def finish_hidden(
     at_target,  # [T * IDS] float32
     shrink,
     out,  # [T, H] out, by token
-    weight_stride,
+    weight_stride_v,
+    weight_stride_h,
     H,
     held,
     again_rows,
@@ -461,7 +470,8 @@ def finish_hidden(
         for k in range(IDS):
             g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
             y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
-            value += g * tl.load(weight + y * weight_stride + c, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
+            w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
+            value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
     if SHRINK:
         value *= tl.load(shrink)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)

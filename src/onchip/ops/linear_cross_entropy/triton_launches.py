@@ -106,6 +106,13 @@ class Run:
         stride = x.stride(0) or x.shape[1]
         return TensorDescriptor(x, list(x.shape), [stride, 1], [rows, columns])
 
+    def weight(self, rows: int, columns: int) -> dict[str, Any]:
+        """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
+        weight = self.head.weight
+        turned = weight.stride(1) != 1
+        operand = self.operand(weight.T, columns, rows) if turned else self.operand(weight, rows, columns)
+        return {"weight": operand, "weight_stride": max(weight.stride()), "TURNED": turned}
+
     def cut(self, name: str) -> dict[str, Any]:
         t = self.tiles[name]
         return {"BLOCK_K": t.depth, "GROUP": t.group, "PROGRAMS": self.programs, "PARTS": t.parts, "TMA": self.tma}
@@ -224,7 +231,8 @@ def gather(
         "first": first,
         "hidden_stride_t": hidden.stride(0),
         "hidden_stride_h": hidden.stride(1),
-        "weight_stride": run.head.weight.stride(0),
+        "weight_stride_v": run.head.weight.stride(0),
+        "weight_stride_h": run.head.weight.stride(1),
         "H": run.hidden,
         "V": run.vocab,
         "T": run.tokens,
@@ -263,7 +271,7 @@ def softmax(
     t = run.tiles["softmax_tiles"]
     arguments = {
         "rows": run.operand(rows, t.rows, t.depth),
-        "weight": run.operand(run.head.weight, VOCAB_TILE, t.depth),
+        **run.weight(VOCAB_TILE, t.depth),
         "bias": run.head.bias,
         "label": vectors.label[first:],
         "factor": vectors.factor[first:],
@@ -275,7 +283,6 @@ def softmax(
         **(dict.fromkeys(_PLACES, 0) if kept is None else kept.arguments(again=False)),
         "first": first,
         "rows_stride": rows.stride(0),
-        "weight_stride": run.head.weight.stride(0),
         "T": len(rows),
         "H": run.hidden,
         "V": run.vocab,
@@ -402,7 +409,7 @@ def gradient_again(
     t = run.tiles["gradient_tiles"]
     arguments = {
         "rows": run.operand(rows, t.rows, t.depth),
-        "weight": run.operand(run.head.weight, VOCAB_TILE, t.depth),
+        **run.weight(VOCAB_TILE, t.depth),
         "bias": run.head.bias,
         "exponentials": run.operand(places.matrix, t.rows, VOCAB_TILE // t.parts),
         "order": vectors.order,
@@ -419,7 +426,6 @@ def gradient_again(
         "again": places.again,
         "again_tokens": places.again_tokens,
         "rows_stride": rows.stride(0),
-        "weight_stride": run.head.weight.stride(0),
         "T": run.tokens,
         "H": run.hidden,
         "V": run.vocab,
@@ -536,7 +542,7 @@ def hidden_product(
     t = run.tiles["hidden_gradient"]
     arguments = {
         "exponentials": run.operand(places.matrix, t.rows, t.depth),
-        "weight": run.operand(run.head.weight, t.depth, t.columns),
+        **run.weight(t.depth, t.columns),
         "out": run.operand(out, t.rows, t.columns // t.parts),
         "count": vectors.number,
         "scale": scale,
@@ -548,7 +554,6 @@ def hidden_product(
         "chunk_tiles": tiles,
         "exponential_rows": len(places.matrix),
         **places.arguments(again=True),
-        "weight_stride": run.head.weight.stride(0),
         "out_stride": out.stride(0),
         "H": run.hidden,
         "V": run.vocab,
@@ -592,7 +597,8 @@ def finish(
         "at_target": upstream.at_target,
         "shrink": upstream.shrink,
         "out": out,
-        "weight_stride": run.head.weight.stride(0),
+        "weight_stride_v": run.head.weight.stride(0),
+        "weight_stride_h": run.head.weight.stride(1),
         "H": run.hidden,
         "held": held,
         "again_rows": again_rows,

@@ -37,7 +37,7 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]
     """
     if torch.compiler.is_compiling() and budget is None:
         return numbers(triton_spec.plan_for_symbols(problem, strategy))
-    problem = replace(problem, tokens=int(problem.tokens))
+    problem = replace(problem, tokens=int(problem.tokens), copied=int(problem.copied))
     found: tuple[Any, ...] = _plan(strategy, budget, *[getattr(problem, name) for name in _FIELDS])
     return found
 
@@ -213,7 +213,8 @@ def _saved(a: Arguments, *, fake: bool = False) -> Saved:
 def _head(a: Arguments) -> torch_tiles.Head:
     # The bias in the products' dtype first, as F.linear does under autocast.
     bias = None if a.bias is None else a.bias.to(a.dtype).float()
-    return torch_tiles.Head(a.weight.to(a.dtype), bias, a.label_smoothing, a.z_loss, a.softcap, a.logit_scale)
+    weight = setup.product_weight(a.weight, a.dtype)
+    return torch_tiles.Head(weight, bias, a.label_smoothing, a.z_loss, a.softcap, a.logit_scale)
 
 
 def _backward_arguments(hidden_memory: Tensor, weight_memory: Tensor, args: tuple[Any, ...]) -> tuple[Arguments, bool]:

@@ -7,7 +7,6 @@ the graph is retained.
 
 import math
 import mmap
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from onchip.core import configs
 from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops._shared.torch_autograd import graph_is_kept
-from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_inputs import DTYPES, copies_weight
 from onchip.ops._shared.torch_tiles import Head
 from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.spec import OP
@@ -30,6 +29,13 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 def flat(x: Tensor | None) -> Tensor | None:
     """[...] as [T] float32."""
     return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
+
+
+def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[V, H] in the products' dtype, as kernels can read it."""
+    if copies_weight(weight, dtype):
+        return weight.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return weight.to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -171,9 +177,6 @@ def make_run(head: Head, tokens: int, out: Tensor | None = None) -> "launches.Ru
     from onchip.ops.linear_cross_entropy import triton_launches as launches
 
     weight = head.weight
-    if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:  # rows may be far apart, but not overlap
-        weight = weight.contiguous()
-        head = replace(head, weight=weight)
     slug, programs, shared, capability = _device(weight.device.index) if weight.is_cuda else ("", 4, 232448, (9, 0))
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
     dtype = DTYPES[weight.dtype]
@@ -182,7 +185,7 @@ def make_run(head: Head, tokens: int, out: Tensor | None = None) -> "launches.Ru
         for kernel, default in triton_spec.heuristic_tiles(shared).items()
     }
     step = 16 // DTYPE_BYTES[dtype]
-    aligned_rows = all(x % step == 0 for x in (weight.shape[1], weight.stride(0))) and weight.data_ptr() % 16 == 0
+    aligned_rows = all(x % step == 0 for x in (weight.shape[1], max(weight.stride()))) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
     return launches.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned_rows)

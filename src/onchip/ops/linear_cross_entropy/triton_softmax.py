@@ -8,7 +8,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.ops._shared.triton_maths import LOG2E, LOWEST, log1p, tanh
 from onchip.ops._shared.triton_tiles import load_block, place_tile, store_columns
-from onchip.ops.linear_cross_entropy.triton_blocks import REACH, VOCAB_TILE, exponential_row, unscaled_logits
+from onchip.ops.linear_cross_entropy.triton_blocks import (
+    REACH,
+    VOCAB_TILE,
+    exponential_row,
+    load_weight,
+    unscaled_logits,
+)
 
 
 @triton.jit
@@ -28,7 +34,7 @@ def compact_tokens(target, position, order, count, T, ignore_index, BLOCK: tl.co
 @triton.jit
 def gather_tokens(
     hidden,  # [T, H], any strides
-    weight,  # [V, H] with rows of stride weight_stride
+    weight,  # [V, H], any strides
     bias,  # [V] float32
     target,  # [T] int64
     temperature,  # [T] float32
@@ -42,7 +48,8 @@ def gather_tokens(
     first,
     hidden_stride_t,
     hidden_stride_h,
-    weight_stride,
+    weight_stride_v,
+    weight_stride_h,
     H,
     V,
     T,
@@ -71,7 +78,7 @@ def gather_tokens(
             h = tl.load(hidden + t * hidden_stride_t + c.to(tl.int64) * hidden_stride_h, mask=(c < H) & there, other=0)
             h = h.to(rows.dtype.element_ty)
             tl.store(rows + i.to(tl.int64) * H + c, h, mask=c < H)
-            w = tl.load(weight + y * weight_stride + c, mask=c < H, other=0)
+            w = tl.load(weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=c < H, other=0)
             total += h.to(tl.float32) * w.to(tl.float32)
         x = tl.sum(total, 0)
         if BIAS:
@@ -92,7 +99,7 @@ def gather_tokens(
 @triton.jit
 def softmax_tiles(
     rows,  # [count, H] of positions from `first` on
-    weight,  # [V, H]
+    weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
     bias,  # [V] float32
     label,
     factor,
@@ -131,6 +138,7 @@ def softmax_tiles(
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
     """The softmax of each tile of logits, which live in registers alone."""
     n = tl.minimum(tl.load(count) - first, T)
@@ -145,7 +153,7 @@ def softmax_tiles(
         z = tl.zeros((BLOCK_T, VOCAB_TILE), tl.float32)
         for k in range(steps):
             a = load_block(rows, rows_stride, t0, k * BLOCK_K, T, H, BLOCK_T, BLOCK_K, TMA)
-            b = load_block(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TMA)
+            b = load_weight(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TURNED, TMA)
             z = tl.dot(a, b.T, z)
 
         t = t0 + tl.arange(0, BLOCK_T)

@@ -104,7 +104,7 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.held else 96) * p.tokens + MIB // 64
-    parts = {"weight in the products' dtype": cast, "vectors": vectors}
+    parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
     if not p.any_grad:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax}
     rows = up(p.tokens, TOKEN_TILE)
@@ -218,11 +218,12 @@ def _waves(chunks: list[int], tiles_per_column: float, rates: Rates) -> float:
 
 def default_scratch(p: Problem, strategy: str = "auto") -> int:
     """256 MiB or an eighth of the float32 logits, whichever is less, and at least what `strategy` needs with one useful
-    chunk; without gradients 64 MiB, above a copy of the weight in the products' dtype where that differs.
+    chunk; without gradients 64 MiB, above the copies that are made of inputs.
     """
     if not p.any_grad:
-        cast = scratch_parts(p, TritonConfig(0))["weight in the products' dtype"]
-        return max(FORWARD_SCRATCH + cast, least_scratch(p, strategy))
+        parts = scratch_parts(p, TritonConfig(0))
+        copies = parts["weight in the products' dtype"] + p.copied
+        return max(FORWARD_SCRATCH + copies, least_scratch(p, strategy))
     return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), least_scratch(p, strategy, USEFUL_CHUNK))
 
 

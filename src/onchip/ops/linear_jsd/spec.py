@@ -247,6 +247,8 @@ class Problem:
     """Gradients are made in forward and kept, in float32."""
     compacted: bool = False
     """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
+    copied: int = 0
+    """Bytes of the copies that are made of inputs whose strides don't suit."""
 
     @property
     def any_grad(self) -> bool:
@@ -292,6 +294,7 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
         "hidden rows": rows,
         "weight rows in float32": widened,
         "casts": casts,
+        "copies of strided inputs": p.copied,
         "hidden gradients in float32": kept_hidden,
         "weight gradients in float32": kept_weight,
         "vectors": 96 * p.tokens + 16 * p.vocab,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_inputs import DTYPES
+from onchip.ops._shared.torch_inputs import DTYPES, copied_rows
 from onchip.ops._shared.torch_tiles import Tokens, select_tokens
 from onchip.ops.linear_jsd.spec import Head, Problem
 from onchip.ops.linear_jsd.torch_inputs import check_indices
@@ -139,6 +139,7 @@ class Arguments(NamedTuple):
             device=device,
             stash=self.stash,
             compacted=device == "cpu" if tokens is None else tokens.index is not None,
+            copied=copied_rows(*self.parameters[::4], *self.parameters[3::4]),
         )
 
     @property

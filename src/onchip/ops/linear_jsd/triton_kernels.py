@@ -16,13 +16,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.ops._shared.triton_maths import LOG2E, LOWEST
 from onchip.ops._shared.triton_tiles import load_block, place_tile, store_columns
-from onchip.ops.linear_cross_entropy.triton_blocks import VOCAB_TILE
+from onchip.ops.linear_cross_entropy.triton_blocks import VOCAB_TILE, load_weight
 
 
 @triton.jit
 def logit_tiles(
     rows,  # [C, H]: hidden of the positions from `first` on
-    weight,  # [V, H] with rows of stride weight_stride
+    weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
     bias,  # [V] float32
     label,  # [C] int32
     count,  # [1] int32
@@ -51,6 +51,7 @@ def logit_tiles(
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
+    TURNED: tl.constexpr,
 ):
     """A chunk of one model's logits: C positions from `first` on, some tiles of the vocabulary from `first_tile` on."""
     n = tl.minimum(tl.load(count) - first, C)
@@ -63,7 +64,7 @@ def logit_tiles(
         z = tl.zeros((BLOCK_T, VOCAB_TILE), tl.float32)
         for k in range(steps):
             a = load_block(rows, rows_stride, t0, k * BLOCK_K, C, H, BLOCK_T, BLOCK_K, TMA)
-            b = load_block(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TMA)
+            b = load_weight(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TURNED, TMA)
             z = tl.dot(a, b.T, z)
 
         t = t0 + tl.arange(0, BLOCK_T)

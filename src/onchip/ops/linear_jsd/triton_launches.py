@@ -113,11 +113,10 @@ def logits(
 ) -> Launch:
     """Logits of the positions from `first` on, of which `rows` has the hidden states."""
     t = run.tiles["softmax_tiles"]
-    weight = run.head.weight
     parts = t.parts * out.below.element_size() // 2  # the same bytes in shared memory
     arguments = {
         "rows": run.operand(rows, t.rows, t.depth),
-        "weight": run.operand(weight, VOCAB_TILE, t.depth),
+        **run.weight(VOCAB_TILE, t.depth),
         "bias": run.head.bias,
         "label": call.vectors.label[first:],
         "count": call.vectors.number,
@@ -131,7 +130,6 @@ def logits(
         "tile_rows": out.tile_rows,
         "below_rows": len(out.below),
         "rows_stride": rows.stride(0),
-        "weight_stride": weight.stride(0),
         "C": len(rows),
         "H": run.hidden,
         "V": run.vocab,

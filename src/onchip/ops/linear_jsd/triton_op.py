@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
+from onchip.ops._shared.torch_inputs import copied_rows, copied_weight
 from onchip.ops._shared.torch_tiles import Head
 from onchip.ops._shared.triton_calls import device_of
 from onchip.ops.linear_cross_entropy import triton_op as ce_op
@@ -48,11 +49,15 @@ def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) ->
 
 def _plan(a: Arguments) -> TritonConfig:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
+    copied = copied_rows(*a.parameters[::4]) + copied_rows(*a.parameters[_LOGITS::4], columns_apart=False)
+    for weight, dtype in ((a.student_weight, a.student_dtype), (a.teacher_weight, a.teacher_dtype)):
+        copied += 0 if weight is None else copied_weight(weight[: a.size], dtype)
+    p = replace(a.problem(), copied=copied)
     if a.student_hidden is None:
+        jsd_spec.require_scratch(p, jsd_spec.scratch_bytes(p, TritonConfig(0)), a.scratch_bytes, a.op)
         return TritonConfig(0)
-    p = a.problem()
     heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
-    p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1])
+    p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))
     return jsd_spec.plan(p, a.scratch_bytes)
 
 
@@ -313,7 +318,8 @@ def _run(a: Arguments, side: int) -> Any:
     # In the products' dtype first, as F.linear does under autocast.
     bias = None if bias is None else bias[: a.size].to(dtype).float()
     # The products are linear_cross_entropy's, and tiles that suit them there do here.
-    return setup.make_run(Head(weight[: a.size].to(dtype), bias, 0.0, 0.0, None, 1.0), a.tokens_in_all)
+    weight = setup.product_weight(weight[: a.size], dtype)
+    return setup.make_run(Head(weight, bias, 0.0, 0.0, None, 1.0), a.tokens_in_all)
 
 
 def _rows_of_logits(a: Arguments, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:

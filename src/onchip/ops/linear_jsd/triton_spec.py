@@ -105,6 +105,7 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         backward += 4 * h.vocab if h.grad_bias else 0
     return {
         "weights in the products' dtype": casts,
+        "copies of strided inputs": p.copied,
         "vectors": 160 * p.tokens + MIB // 64,
         "hidden rows": kept,
         "one more chunk of the weight's gradient": more,
@@ -173,6 +174,15 @@ def _config(p: Problem, held: int, tokens: int, vocab_tiles: int, weight_tiles: 
     )
 
 
+def require_scratch(p: Problem, need: int, budget: int | None, op: str = OP) -> None:
+    """Raise ValueError if the bytes that are needed at least are more than `budget`."""
+    if budget is not None and need > budget:
+        raise ValueError(
+            f"{op}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} on backend 'triton', which needs "
+            f"{need} bytes; raise scratch_bytes"
+        )
+
+
 @lru_cache(maxsize=1024)
 def plan(p: Problem, budget: int | None = None, rates: Rates = RATES["h100"]) -> TritonConfig:
     """The plan of the least predicted time whose scratch fits the budget.
@@ -183,11 +193,7 @@ def plan(p: Problem, budget: int | None = None, rates: Rates = RATES["h100"]) ->
     least = least_scratch(p)
     if budget is None:
         budget = default_scratch(p)
-    if least > budget:
-        raise ValueError(
-            f"{OP}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} on backend 'triton', which needs "
-            f"{least} bytes; raise scratch_bytes"
-        )
+    require_scratch(p, least, budget)
     rows = up(p.tokens, TOKEN_TILE)
     tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     per_tile = min([2 * -(-h.hidden // 256) for h in (p.student, p.teacher) if h.grad_weight] or [1])

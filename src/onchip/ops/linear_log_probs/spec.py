@@ -98,6 +98,8 @@ class Problem:
     """Asked for; it takes memory with 'triton' alone."""
     compacted: bool = False
     """Some tokens are ignored and are left out: in PyTorch on the CPU alone."""
+    copied: int = 0
+    """Bytes of the copies that are made of inputs whose strides don't suit."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):
@@ -143,6 +145,7 @@ def _torch_parts(p: Problem, c: Config) -> dict[str, int]:
         "hidden rows": row_bytes * tokens * p.hidden,
         "weight rows in float32": 4 * vocab * p.hidden if p.widened else 0,
         "casts": casts,
+        "copies of strided inputs": p.copied,
         "hidden gradient in float32": 4 * p.tokens * p.hidden
         if backward and p.grad_hidden and p.hidden_dtype != "float32"
         else 0,

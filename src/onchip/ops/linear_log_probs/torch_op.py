@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.torch_inputs import DTYPES, temperature_tensor
+from onchip.ops._shared.torch_inputs import DTYPES, copied_rows, copied_weight, temperature_tensor
 from onchip.ops._shared.torch_tiles import Head, operand_dtype
 from onchip.ops.linear_log_probs import spec, torch_walks, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
@@ -216,6 +216,7 @@ class _Arguments(NamedTuple):
             softcap=self.softcap is not None,
             entropy=self.with_entropy if entropy is None else entropy,
             compacted=compacted,
+            copied=copied_rows(self.hidden),
         )
 
     def prepare(self, *, check_values: bool) -> tuple[Tensor, Head, torch_walks.Picks]:
@@ -237,7 +238,9 @@ class _Arguments(NamedTuple):
 
 
 def _forward_triton(a: _Arguments, top1: bool) -> tuple[Tensor, ...]:
-    config = triton_op.plan(replace(a.problem(compacted=False), top1=top1), a.scratch_bytes)
+    problem = a.problem(compacted=False)
+    copied = problem.copied + copied_weight(a.weight, a.dtype)
+    config = triton_op.plan(replace(problem, top1=top1, copied=copied), a.scratch_bytes)
     return triton_op.forward(*a[:11], *config, a.with_entropy or top1, *a.grads)
 
 

@@ -17,7 +17,7 @@ VANISHED = tl.constexpr(-128.0)
 @triton.jit
 def pick_logits(
     hidden,  # [T, H], any strides
-    weight,  # [V, H] with rows of stride weight_stride
+    weight,  # [V, H], any strides
     bias,  # [V] float32
     ids,  # [T, K] int64
     temperature,  # [T] float32
@@ -29,7 +29,8 @@ def pick_logits(
     leader,  # [T] int64 out, by token: the id that has it
     hidden_stride_t,
     hidden_stride_h,
-    weight_stride,
+    weight_stride_v,
+    weight_stride_h,
     H,
     V,
     K,
@@ -58,7 +59,7 @@ def pick_logits(
             for start in range(0, H, BLOCK):
                 c = start + tl.arange(0, BLOCK)
                 h = tl.load(hidden + t * hidden_stride_t + c.to(tl.int64) * hidden_stride_h, mask=c < H, other=0)
-                w = tl.load(weight + row * weight_stride + c, mask=c < H, other=0)
+                w = tl.load(weight + row * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=c < H, other=0)
                 total += h.to(weight.dtype.element_ty).to(tl.float32) * w.to(tl.float32)
             x = tl.sum(total, 0)
             if BIAS:

@@ -35,7 +35,7 @@ def plan(problem: Problem, budget: int | None) -> tuple[Any, ...]:
     """
     if torch.compiler.is_compiling() and budget is None:
         return head_op.numbers(head_spec.plan_for_symbols(triton_spec.head_problem(problem), "auto"))
-    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids))
+    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
     found: tuple[Any, ...] = _plan(budget, *[getattr(problem, name) for name in _FIELDS])
     return found
 
@@ -106,7 +106,7 @@ class Arguments(NamedTuple):
     def head(self) -> Head:
         # The bias in the products' dtype first, as F.linear does under autocast.
         bias = None if self.bias is None else self.bias.to(self.dtype).float()
-        return Head(self.weight.to(self.dtype), bias, 0.0, 0.0, self.softcap, self.logit_scale)
+        return Head(setup.product_weight(self.weight, self.dtype), bias, 0.0, 0.0, self.softcap, self.logit_scale)
 
     def saved(self, *, fake: bool = False) -> Saved:
         return setup.make_saved(

@@ -22,6 +22,7 @@ def head_problem(p: Problem) -> head_spec.Problem:
         per_token_loss=True,
         softcap=p.softcap,
         stats=p.entropy or p.top1,
+        copied=p.copied,
     )
 
 
