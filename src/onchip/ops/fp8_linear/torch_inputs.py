@@ -15,25 +15,25 @@ from onchip.ops.fp8_linear.torch_quantize import FP8
 
 
 def check_tensors(op: str, **named: Any) -> None:
-    """Raise for what can be seen of the tensors, x among them; a bias may be None."""
+    """Raise for what can be seen of the tensors; a bias may be None.  All are where the first one is."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
-    x = named["x"]
+    first = next(iter(named))
     tensors = {name: t for name, t in named.items() if not (name == "bias" and t is None)}
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(t).__name__}")
-        if _is_dtensor(t):
+        if is_dtensor(t):
             raise TypeError(f"{op}: {name} is a DTensor; pass local tensors, as of {name}.to_local()")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(t.dtype)}")
-        if t.device != x.device:
-            raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
+        if t.device != (there := named[first].device):
+            raise ValueError(f"{op}: {name} is on {t.device} but {first} is on {there}; move it there")
     if not torch.compiler.is_compiling() and any(unpack_dual(t).tangent is not None for t in tensors.values()):
         raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
 
 
-def _is_dtensor(t: Tensor) -> bool:
+def is_dtensor(t: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
     return type(t) not in (Tensor, Parameter) and module is not None and isinstance(t, module.DTensor)
 
@@ -47,29 +47,52 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 def check_quantized(x: Any, scale: str, *, wanted: bool) -> None:
     """Raise unless x, a QuantizedActivation, serves this call; `wanted`: for a weight's gradient, too."""
-    if scale != x.scale:
-        raise ValueError(f"{OP}: x was quantised with scale={x.scale!r} but scale is {scale!r}; they must be equal")
-    if wanted and x.columns is None:
-        raise ValueError(
-            f"{OP}: x was quantised without gradients but weight needs one; call quantize_activation where they are on"
-        )
+    _check_how(OP, "x", x.scale, scale, "weight" if wanted and x.columns is None else None)
     k = x.x.shape[-1]
     m = x.x.numel() // k
-    _check_made("rows", x.rows, x.row_scales, m, k, x.x.device)
+    _check_made(OP, "x", "rows", x.rows, x.row_scales, m, k, x.x.device)
     if x.columns is not None:
-        _check_made("columns", x.columns, x.column_scales, k, m, x.x.device)
+        _check_made(OP, "x", "columns", x.columns, x.column_scales, k, m, x.x.device)
 
 
-def _check_made(name: str, data: Tensor, scales: Tensor, rows: int, columns: int, device: torch.device) -> None:
-    """Raise unless these are `torch_quantize.empty_rows` of a matrix [rows, columns]: kernels rely on it."""
+def check_quantized_weight(op: str, w: Any, scale: str, *, wanted: str | None) -> None:
+    """Raise unless w, a QuantizedWeight, serves this call; `wanted`: for the gradient of the input of that name, too."""
+    _check_how(op, "weight", w.scale, scale, wanted if w.transposed is None else None)
+    n, k = w.weight.shape
+    _check_made(op, "weight", "rows", w.rows, w.row_scales, n, k, w.weight.device)
+    if w.transposed is not None:
+        _check_made(op, "weight", "transposed", w.transposed, w.transposed_scales, k, n, w.weight.device)
+
+
+_MAKERS = {"x": "quantize_activation", "weight": "quantize_weight"}
+
+
+def _check_how(op: str, name: str, made: str, scale: str, missing: str | None) -> None:
+    if made != scale:
+        raise ValueError(f"{op}: {name} was quantised with scale={made!r} but scale is {scale!r}; they must be equal")
+    if missing:
+        raise ValueError(
+            f"{op}: {name} was quantised without gradients but {missing} needs one; call {_MAKERS[name]} where they are on"
+        )
+
+
+def _check_made(
+    op: str, name: str, part: str, data: Tensor, scales: Tensor, rows: int, columns: int, device: torch.device
+) -> None:
+    """Raise unless these are `torch_quantize.empty_rows`, or `empty_blocks`, of a matrix [rows, columns].
+
+    Kernels rely on it.
+    """
+    along = spec.blocks(columns)
+    by_block = (spec.blocks(rows), spec.up(along, spec.SCALE_MULTIPLE))
     expected = (
         (data, FP8["e4m3"], (rows, spec.up(columns))),
-        (scales, torch.float32, (spec.blocks(columns), rows)),
+        (scales, torch.float32, by_block if name == "weight" else (along, rows)),
     )
     for t, dtype, shape in expected:
         if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
             raise ValueError(
-                f"{OP}: x is not as quantize_activation made it: {name} must be {dtype_name(dtype)}, contiguous, of "
+                f"{op}: {name} is not as {_MAKERS[name]} made it: {part} must be {dtype_name(dtype)}, contiguous, of "
                 f"shape {list(shape)} on {device}; got {dtype_name(t.dtype)}, {list(t.shape)} on {t.device}.  Pass it "
                 "on as it is; with FSDP2's mixed precision, quantise inside of the module that casts its inputs"
             )
