@@ -56,7 +56,7 @@ def check_quantized(x: Any, scale: str, *, wanted: bool) -> None:
 
 
 def check_quantized_weight(op: str, w: Any, scale: str, *, wanted: str | None) -> None:
-    """Raise unless w, a QuantizedWeight, serves this call; `wanted`: for the gradient of the input of that name, too."""
+    """Raise unless w, a QuantizedWeight, serves this call; for the gradient of the input named `wanted`, too."""
     _check_how(op, "weight", w.scale, scale, wanted if w.transposed is None else None)
     n, k = w.weight.shape
     _check_made(op, "weight", "rows", w.rows, w.row_scales, n, k, w.weight.device)
@@ -72,7 +72,8 @@ def _check_how(op: str, name: str, made: str, scale: str, missing: str | None) -
         raise ValueError(f"{op}: {name} was quantised with scale={made!r} but scale is {scale!r}; they must be equal")
     if missing:
         raise ValueError(
-            f"{op}: {name} was quantised without gradients but {missing} needs one; call {_MAKERS[name]} where they are on"
+            f"{op}: {name} was quantised without gradients but {missing} needs one; call {_MAKERS[name]} where they are "
+            "on"
         )
 
 
