@@ -6,7 +6,7 @@ Modes are the layer's, and each of its three products alone, of operands that we
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops._shared.torch_bench import Step, relative_error
 from onchip.ops.fp8_linear import bench_spec, cases, spec, torch_op, triton_op
 from onchip.ops.fp8_linear.bench_spec import BOUND
-from onchip.ops.fp8_linear.peers import LINEAR, OWN, PEERS, PRODUCT_ALONE, SCALED_MM, Layer
+from onchip.ops.fp8_linear.peers import LINEAR, OWN, PEERS, PRODUCT_ALONE, QUANTIZED_BEFORE, SCALED_MM, Layer
 from onchip.ops.fp8_linear.torch_op import quantize_weight
 from onchip.ops.fp8_linear.torch_quantize import Quantized
 
@@ -149,7 +149,7 @@ class Own(Implementation):
 
 IMPLEMENTATIONS = (
     *(Own(peer, _own_steps) for peer in OWN),
-    Own(replace(OWN[0], name=f"{OWN[0].name}, weight quantised before"), _quantized_before_steps),
+    Own(QUANTIZED_BEFORE, _quantized_before_steps),
     *(Implementation(peer, _peer_steps) for peer in PEERS),
 )
 

@@ -72,8 +72,8 @@ def _check_how(op: str, name: str, made: str, scale: str, missing: str | None) -
         raise ValueError(f"{op}: {name} was quantised with scale={made!r} but scale is {scale!r}; they must be equal")
     if missing:
         raise ValueError(
-            f"{op}: {name} was quantised without gradients but {missing} needs one; call {_MAKERS[name]} where they are "
-            "on"
+            f"{op}: {name} was quantised without gradients but {missing} needs one; "
+            f"call {_MAKERS[name]} where they are on"
         )
 
 
