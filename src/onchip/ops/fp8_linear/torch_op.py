@@ -232,7 +232,8 @@ def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "a
         raise ValueError(f"{name}: weight must be [N, K] with N, K >= 1; got shape {list(weight.shape)}")
     both = torch.is_grad_enabled()
     made = _quantize_weight_op(weight.detach(), scale, _choose(name, backend, weight), both)
-    return QuantizedWeight(weight, *(made if both else (*made[:2], None, None)), scale)
+    rows, row_scales, transposed, transposed_scales = made if both else (*made[:2], None, None)
+    return QuantizedWeight(weight, rows, row_scales, transposed, transposed_scales, scale)
 
 
 def _choose(op: str, backend: str, x: Tensor, grad_dtype: str = "e4m3") -> str:

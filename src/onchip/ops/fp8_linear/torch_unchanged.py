@@ -23,14 +23,14 @@ class _Kept(NamedTuple):
 
     name: str
     copies: tuple[Tensor | str | None, ...]  # of a QuantizedWeight, all but the weight
-    parameter: Parameter | None  # None: the weight is computed in each call
+    parameter: Tensor | None  # None: the weight is computed in each call
     version: int
     where: tuple[bool, int]
     check_inputs: bool
 
 
 # The contexts that are open, the innermost last.  Not on the layers: there they would be copied and pickled with them.
-_OPEN: list[dict[torch.nn.Module, _Kept]] = []
+_OPEN: list[dict["Fp8Linear", _Kept]] = []
 
 
 def weight_of(layer: "Fp8Linear") -> tuple[Tensor | QuantizedWeight, bool]:

@@ -159,17 +159,14 @@ def linear_cross_entropy(
         precision=precision,
     )
     quantized = weight if isinstance(weight, QuantizedWeight) else None
-    if quantized is not None:
-        if precision != "fp8":
-            raise TypeError(
-                f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself"
-            )
-        weight = quantized.weight
-    dtype = check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
+    if quantized is not None and precision != "fp8":
+        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
+    matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
+    dtype = check_tensors(hidden, matrix, target, bias, token_weight, per_token_temperature)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
-    check_weight_grad_out(OP, weight_grad_out, weight)
-    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    tensors = (hidden, weight, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
+    check_weight_grad_out(OP, weight_grad_out, matrix)
+    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, matrix, bias)]
+    tensors = (hidden, matrix, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
     if precision == "fp8":
         copies: tuple[Tensor | None, ...] = (None,) * 4
         if quantized is not None:
@@ -187,7 +184,7 @@ def linear_cross_entropy(
 
     problem = _problem(
         hidden,
-        weight,
+        matrix,
         dtype,
         grads,
         softcap=softcap,
