@@ -768,7 +768,7 @@ def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path: Path, monkeypat
             return {"loss": 1e-9, "grad_hidden": 1e-9, "grad_weight": 1e-9}
 
     monkeypatch.setattr(benchmark, "CASES", {"small": case})
-    both = (OnTheCpu("near", cache_weight=False), Strict("strict", cache_weight=False))
+    both = (OnTheCpu("near", before=True), Strict("strict", before=False))
     monkeypatch.setattr(benchmark, "IMPLEMENTATIONS", both)
     document = run_bench(
         "linear_cross_entropy", benchmark.__name__, cases=["small"], device="cpu", dtype="float32", repeats=1,

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from onchip.ops.fp8_linear import torch_weights
-from onchip.torch import Fp8Linear, convert_linears, fp8_linear
+from onchip.torch import Fp8Linear, convert_linears, fp8_linear, weights_unchanged
 
 RANKS = 2
 
@@ -33,21 +32,33 @@ def batches():
 
 
 def fully_sharded(rank, mesh):
-    """Two steps of two micro-batches, as on one process that sees both halves of each batch."""
+    """Gathered weights are gone before backward, or stay; copies of them are kept only where they stay."""
+    train_sharded(rank, mesh, reshard=True, inside=[[], [], [], []])
+    train_sharded(rank, mesh, reshard=False, inside=[[], ["0", "2"], [], ["0", "2"]])
+
+
+def train_sharded(rank, mesh, *, reshard, inside):
+    """Two steps of two micro-batches, as on one process that sees both halves of each batch.
+
+    Without resharding, weights are gathered by the first of them and stay for the second.
+    """
     alone, model = make_model(), make_model()
     for layer in model:
         if isinstance(layer, Fp8Linear):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    names = []
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (alone, model)]
     xs = batches()
     for step in range(2):
-        for x in xs[2 * step : 2 * step + 2]:
+        for last, x in enumerate(xs[2 * step : 2 * step + 2]):
+            if not reshard:
+                model.set_reshard_after_backward(bool(last))
             # Each row's quantisation is its own, but a weight's gradient has groups of 128 rows: take each half apart.
             sum(alone(half).square().mean() / RANKS for half in x).backward()
-            model(x[rank]).square().mean().backward()
-        # Copies of a gathered weight go when it is sharded again.
-        assert len(torch_weights._CACHE.entries) == 2, list(torch_weights._CACHE.entries)
+            with weights_unchanged(model) as kept:
+                model(x[rank]).square().mean().backward()
+            names.append(kept)
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             assert_same(p.grad.full_tensor(), q.grad, 1e-4)
         for optimizer in optimizers:
@@ -55,6 +66,7 @@ def fully_sharded(rank, mesh):
             optimizer.zero_grad()
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert_same(p.full_tensor(), q, 1e-4)
+    assert names == inside, names
 
 
 def tensor_parallel(rank, mesh):

@@ -27,6 +27,7 @@ def test_a_run(monkeypatch):
     for mode in benchmark.MODES:
         beside = peers.SCALED_MM if mode in benchmark.PRODUCTS else peers.LINEAR
         assert {(mode, name) for name in ("onchip auto", "onchip scaled_mm", "onchip triton", beside)} <= ran
+    assert {(mode, peers.QUANTIZED_BEFORE.name) for mode in ("forward", "forward+backward")} <= ran
     assert all((row.floor_ms is None) == (row.mode in benchmark.PRODUCTS) for row in found.rows)
 
 

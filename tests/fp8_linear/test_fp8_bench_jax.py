@@ -104,7 +104,7 @@ def test_inputs_are_normal_and_of_many_values():
 def test_a_problem_that_does_not_fit_is_reported_with_the_bytes(monkeypatch):
     needed = jax_benchmark.needed_bytes(SMALL, "float32")
     p = spec.Problem(SMALL.m, SMALL.n, SMALL.k, "float32")
-    in_fp8 = spec.quantized_bytes(SMALL.m, SMALL.k) + spec.saved_bytes(p) + spec.gradient_bytes(p)
+    in_fp8 = spec.quantized_bytes(SMALL.m, SMALL.k) + spec.quantized_bytes(SMALL.k, SMALL.m) + spec.gradient_bytes(p)
     assert needed == 8 * (200 * 136 + 200 * 150 + 136 * 150) + in_fp8 + spec.weight_bytes(p)
     monkeypatch.setattr(jax_benchmark, "_device_bytes", lambda device: needed - 1)
     found = harness.run_cases(

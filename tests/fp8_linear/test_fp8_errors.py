@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from onchip.torch import Fp8Linear, forget_weight, fp8_linear, quantize_activation
+from onchip.torch import Fp8Linear, fp8_linear, quantize_activation, quantize_weight, weights_unchanged
 
 X, W, B = torch.randn(4, 32), torch.randn(16, 32), torch.randn(16)
-SHARED = quantize_activation(X)
+SHARED, QUANTIZED = quantize_activation(X), quantize_weight(W)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ SHARED = quantize_activation(X)
         ((X, W.to("meta")), {}, ValueError, r"weight is on meta but x is on cpu; move it there"),
         ((X, W), {"grad_dtype": "e4m2"}, ValueError, r"grad_dtype must be one of 'e4m3', 'e5m2'; got 'e4m2'"),
         ((X, W), {"scale": "row"}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 'row'"),
-        ((X, W), {"cache_weight": 1}, TypeError, r"cache_weight must be True or False; got int"),
+        ((X, W), {"check_inputs": 1}, TypeError, r"check_inputs must be True or False; got int"),
         ((X, W), {"backend": "cublas"}, ValueError, r"backend must be one of .*'dequantize'; got 'cublas'"),
         ((X, W), {"backend": "scaled_mm"}, ValueError, r"backend 'scaled_mm' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
         ((X, W), {"backend": "triton"}, ValueError, r"backend 'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
@@ -33,6 +33,9 @@ SHARED = quantize_activation(X)
         ((X, W), {"weight_grad_out": W.T}, ValueError, r"weight_grad_out must be contiguous, of weight's shape, \[16, 32\]; got shape \[32, 16\]"),
         ((X, W), {"weight_grad_out": W.clone().requires_grad_()}, ValueError, r"weight_grad_out must not require a gradient"),
         ((quantize_activation(X), W), {"scale": "power_of_two"}, ValueError, r"x was quantised with scale='float32' but scale is 'power_of_two'"),
+        ((X, QUANTIZED), {"scale": "power_of_two"}, ValueError, r"weight was quantised with scale='float32' but scale is 'power_of_two'"),
+        ((X.clone().requires_grad_(), QUANTIZED._replace(transposed=None)), {}, ValueError, r"weight was quantised without gradients but x needs one; call quantize_weight where"),
+        ((X, QUANTIZED._replace(weight=W.to("meta"))), {}, ValueError, r"weight is on meta but x is on cpu"),
     ],
 )  # fmt: skip
 def test_fp8_linear(arguments, options, error, message):
@@ -88,6 +91,50 @@ def test_main_grad_is_true_or_false():
         Fp8Linear(32, 16, main_grad=W)
 
 
-def test_only_tensors_are_forgotten():
-    with pytest.raises(TypeError, match=r"forget_weight: weight must be a torch\.Tensor; got Fp8Linear"):
-        forget_weight(Fp8Linear(32, 16))
+@pytest.mark.parametrize(
+    ("weight", "options", "error", "message"),
+    [
+        (W.int(), {}, TypeError, r"quantize_weight: weight must be float32, bfloat16 or float16; got int32"),
+        (W[0], {}, ValueError, r"quantize_weight: weight must be \[N, K\] with N, K >= 1; got shape \[32\]"),
+        (W[:0], {}, ValueError, r"weight must be \[N, K\] with N, K >= 1; got shape \[0, 32\]"),
+        (W, {"scale": 2}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 2"),
+        (W, {"backend": "scaled_mm"}, ValueError, r"quantize_weight: backend 'scaled_mm' can't run this call"),
+        (Fp8Linear(32, 16), {}, TypeError, r"weight must be a torch\.Tensor; got Fp8Linear"),
+    ],
+)
+def test_quantize_weight(weight, options, error, message):
+    with pytest.raises(error, match=message):
+        quantize_weight(weight, **options)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": QUANTIZED.rows.bfloat16()},
+        {"row_scales": QUANTIZED.row_scales[:, :1]},
+        {"transposed": QUANTIZED.rows},
+        {"transposed_scales": QUANTIZED.transposed_scales.to("meta")},
+        {"weight": torch.randn(144, 32)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_quantised_weight_is_as_it_was_made(changed):
+    with pytest.raises(ValueError, match=r"weight is not as quantize_weight made it: (rows|transposed) must be float"):
+        fp8_linear(X, QUANTIZED._replace(**changed))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (
+            torch.nn.Linear(32, 16),
+            {},
+            ValueError,
+            "weights_unchanged: model has no Fp8Linear; make them of .* with conv",
+        ),
+        (Fp8Linear(32, 16), {"check_inputs": 1}, TypeError, "weights_unchanged: check_inputs must be True or False"),
+    ],
+)
+def test_weights_unchanged(model, options, error, message):
+    with pytest.raises(error, match=message), weights_unchanged(model, **options):
+        pass

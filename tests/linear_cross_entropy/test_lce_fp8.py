@@ -8,10 +8,9 @@ from lce_fp8_common import CASES, assert_near
 
 from interpreter import run_all
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops.fp8_linear import torch_weights
 from onchip.ops.linear_cross_entropy import fp8_op, fp8_spec
 from onchip.ops.linear_cross_entropy.spec import Problem
-from onchip.torch import LinearCrossEntropyLoss, forget_weight, linear_cross_entropy
+from onchip.torch import LinearCrossEntropyLoss, linear_cross_entropy, quantize_weight
 from shared import assert_refused
 
 
@@ -101,25 +100,19 @@ def test_no_tokens():
     assert all((g == 0).all() for g in gradients(loss, h, w))
 
 
-def test_the_weights_copies_are_shared_by_micro_batches(monkeypatch):
+def test_a_weight_is_quantised_in_each_call_unless_it_was_before(monkeypatch):
     made = []
     real = fp8_op.torch_quantize.quantize_weight
     monkeypatch.setattr(
         fp8_op.torch_quantize, "quantize_weight", lambda w, *a, **k: made.append(len(w)) or real(w, *a, **k)
     )
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))  # where the copies aren't checked
     h, w, y, _ = small_problem(tokens=24, vocab=70)
-    for _ in range(3):
-        in_fp8(h, w, y).backward()
-    assert made.count(70) == 1  # and 24 tokens' hidden states, in backward
-    assert w in torch_weights._CACHE.entries
-    forget_weight(w)
-    in_fp8(h, w, y, cache_weight=False)
-    assert w not in torch_weights._CACHE.entries
-    with torch.no_grad():
-        w.mul_(-1)
-    before = made.count(70)
-    in_fp8(h, w, y)
-    assert made.count(70) == before + 1
+    for given, times in ((w, 3), (quantize_weight(w), 0)):
+        made.clear()
+        for _ in range(3):
+            in_fp8(h, given, y).backward()
+        assert made.count(70) == times  # and 24 tokens' hidden states, in backward
 
 
 def test_weight_grad_out_takes_the_gradient_of_each_micro_batch():
@@ -154,7 +147,7 @@ def test_autocast_quantises_what_is_given():
 
 def test_the_module_takes_it():
     h, w, y, _ = small_problem()
-    criterion = LinearCrossEntropyLoss(precision="fp8", cache_weight=False)
+    criterion = LinearCrossEntropyLoss(precision="fp8")
     assert torch.equal(criterion(h, w, y), in_fp8(h, w, y))
     assert "precision='fp8'" in repr(criterion)
 
@@ -192,8 +185,8 @@ def test_opcheck(reduction):
     h, w, y, b = small_problem(bias=True)
     grads = [True, True, reduction == "mean"]
     arguments = (
-        h, w, b if grads[2] else b.detach(), y, torch.rand(2, 12), None, None, None, "torch", -100, reduction, None,
-        [0.1, 1e-3, 15.0, 1.0, 0.7], [False, True, False], grads,
+        h, w, b if grads[2] else b.detach(), y, torch.rand(2, 12), *[None] * 7, "torch", -100, reduction, None,
+        [0.1, 1e-3, 15.0, 1.0, 0.7], [False, True], grads,
     )  # fmt: skip
     torch.library.opcheck(fp8_op._forward_op, arguments, test_utils=("test_schema", *WITHOUT_ARITHMETIC))
     loss, *rest = fp8_op._forward_op(*arguments)
@@ -242,7 +235,7 @@ def test_the_formula_bounds_the_peak():
     budget = fp8_spec.scratch_bytes(problem, 256)
 
     def step():
-        return gradients(in_fp8(h, w, y, scratch_bytes=budget, cache_weight=False), h, w)
+        return gradients(in_fp8(h, w, y, scratch_bytes=budget), h, w)
 
     step()
     assert peak_extra_bytes(step, device="cpu") <= budget

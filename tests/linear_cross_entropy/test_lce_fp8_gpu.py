@@ -15,7 +15,7 @@ from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
 from onchip.ops.linear_cross_entropy import benchmark, fp8_spec
 from onchip.ops.linear_cross_entropy.cases import BENCH_CASES
 from onchip.ops.linear_cross_entropy.spec import Problem
-from onchip.torch import linear_cross_entropy
+from onchip.torch import linear_cross_entropy, quantize_weight
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_cross_entropy, precision="fp8", backend="triton")
@@ -111,16 +111,16 @@ def test_a_label_out_of_range_and_nan_of_an_ignored_token():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_same_bits_every_time(reduction):
-    """On a side stream as well, from a cached weight or not, and from one retained graph."""
+    """On a side stream as well, from a weight that was quantised before or not, and from one retained graph."""
     h, w, y = make(1500, 520, 5000, ignored=100)
 
-    def run(**options):
-        loss = op(h, w, y, reduction=reduction, **options)
+    def run(weight=w):
+        loss = op(h, weight, y, reduction=reduction)
         return [loss.detach(), *gradients(loss, h, w, grad=torch.full_like(loss, 0.3))]
 
     first = run()
-    for cached in (True, False, True):
-        assert all(torch.equal(p, q) for p, q in zip(run(cache_weight=cached), first, strict=True))
+    for weight in (w, quantize_weight(w), w):
+        assert all(torch.equal(p, q) for p, q in zip(run(weight), first, strict=True))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -140,21 +140,22 @@ def test_no_synchronisation():
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(h, w, y)
-        step(h, w, y, cache_weight=False, normalizer=torch.ones((), device="cuda"), token_weight=h.new_ones(1000))
+        op(h, quantize_weight(w), y).backward()
+        step(h, w, y, normalizer=torch.ones((), device="cuda"), token_weight=h.new_ones(1000))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_cuda_graph_quantises_what_the_weight_has_become():
     h, w, y = make(1000, 512, 4096)
-    step(h, w, y)  # fills the cache
+    step(h, w, y)
     graph, captured = capture(lambda: step(h, w, y))
     for _ in range(2):
         with torch.no_grad():
             w.mul_(-1.5)
             h.copy_(torch.randn_like(h))
         graph.replay()
-        right = step(h, w, y, cache_weight=False)
+        right = step(h, w, y)
         assert all(torch.equal(p, q) for p, q in zip(captured, right, strict=True))
 
 
@@ -193,9 +194,9 @@ def test_weight_grad_out():
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("chunk", [512, 2048])
-def test_the_formula_bounds_the_peak(chunk, cached, accumulates):
+def test_the_formula_bounds_the_peak(chunk, before, accumulates):
     h, w, y = make(4096, 1024, 32768)
     problem = Problem(4096, 1024, 32768, dtype="bfloat16", device="cuda", weight_grad_out=accumulates)
     assert fp8_spec.backward_parts(problem)["weight gradient in float32"] == 0
@@ -203,16 +204,14 @@ def test_the_formula_bounds_the_peak(chunk, cached, accumulates):
     budget = fp8_spec.scratch_bytes(problem, chunk)
     assert fp8_spec.plan(problem, budget) == chunk
 
+    given = quantize_weight(w) if before else w
+
     def run():
-        if not accumulates:
-            return step(h, w, y, scratch_bytes=budget, cache_weight=cached)
-        loss = op(h, w, y, scratch_bytes=budget, cache_weight=cached, weight_grad_out=total)
-        h.grad = None
-        loss.backward()
-        return [loss.detach(), h.grad]
+        loss = op(h, given, y, scratch_bytes=budget, weight_grad_out=total)
+        return [loss.detach(), *gradients(loss, *((h,) if accumulates else (h, w)))]
 
     run()
     peak = peak_extra_bytes(run, device="cuda")
-    formula = budget - (fp8_spec.weight_bytes(problem) if cached else 0)
+    formula = budget - (fp8_spec.weight_bytes(problem) if before else 0)
     assert peak <= formula + 40 * MIB  # cuBLAS has a workspace of its own
     assert peak >= formula / 2

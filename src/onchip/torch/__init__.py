@@ -2,8 +2,14 @@
 
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, CrossEntropyStats, cross_entropy
 from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears
-from onchip.ops.fp8_linear.torch_op import QuantizedActivation, fp8_linear, quantize_activation
-from onchip.ops.fp8_linear.torch_weights import forget_weight
+from onchip.ops.fp8_linear.torch_op import (
+    QuantizedActivation,
+    QuantizedWeight,
+    fp8_linear,
+    quantize_activation,
+    quantize_weight,
+)
+from onchip.ops.fp8_linear.torch_unchanged import weights_unchanged
 from onchip.ops.linear_cross_entropy.torch_op import (
     LinearCrossEntropyLoss,
     LinearCrossEntropyStats,
@@ -21,14 +27,16 @@ __all__ = [
     "LinearCrossEntropyStats",
     "LogProbs",
     "QuantizedActivation",
+    "QuantizedWeight",
     "TopK",
     "convert_linears",
     "cross_entropy",
-    "forget_weight",
     "fp8_linear",
     "jsd",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_probs",
     "quantize_activation",
+    "quantize_weight",
+    "weights_unchanged",
 ]

@@ -42,7 +42,7 @@ def require_tensor(op: str, name: str, x: Any) -> None:
         refuse_numpy(op, name, x)
         remedy = f"; pass a parameter of it, as {name}.weight" if isinstance(x, Module) else ""
         raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(x).__name__}{remedy}")
-    if type(x) not in (Tensor, Parameter) and _is_dtensor(x):
+    if type(x) not in (Tensor, Parameter) and is_dtensor(x):
         raise TypeError(
             f"{op}: {name} is a DTensor; pass {name}.full_tensor(), or {name}.to_local() where that is all this rank "
             "needs; under FSDP2, call the op inside the forward of the module that holds it, where it is a plain tensor"
@@ -61,7 +61,7 @@ def refuse_numpy(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} is a numpy.ndarray; pass torch.from_numpy({name})")
 
 
-def _is_dtensor(x: Tensor) -> bool:
+def is_dtensor(x: Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
     return module is not None and isinstance(x, module.DTensor)
 

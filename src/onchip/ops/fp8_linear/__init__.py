@@ -21,7 +21,8 @@ Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are
     torch_quantize.py  quantising with PyTorch's own operations; the layout of what is quantised
     torch_products.py  the products of the backends 'dequantize' and 'scaled_mm'
     cublas.py          a product that cuBLAS adds to a main gradient
-    torch_weights.py   the cache of quantised weights
+    torch_weights.py   the weight of a call in FP8: made there, or given
+    torch_unchanged.py keeping the weights of a model in FP8 while they do not change
     triton_op.py       which calls the kernels serve
     triton_spec.py     how they are cut, and their shared memory; no framework
     triton_kernels.py, triton_words.py, triton_launches.py   the kernels, the quantiser that is taken, and each launch

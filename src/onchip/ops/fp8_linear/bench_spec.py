@@ -56,7 +56,8 @@ def plain_bytes(case: Case, dtype: str) -> int:
 def quantized_bytes(case: Case, dtype: str) -> int:
     """Device memory of all that a step quantises."""
     p = spec.Problem(case.m, case.n, case.k, dtype)
-    return spec.quantized_bytes(case.m, case.k) + spec.saved_bytes(p) + spec.gradient_bytes(p) + spec.weight_bytes(p)
+    of_x = spec.quantized_bytes(case.m, case.k) + spec.quantized_bytes(case.k, case.m)
+    return of_x + spec.gradient_bytes(p) + spec.weight_bytes(p)
 
 
 def require_memory(needed: int, there: int | None) -> None:

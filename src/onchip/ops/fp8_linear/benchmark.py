@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.spec import DTYPE_BYTES
 from onchip.ops._shared.torch_bench import Step, relative_error
 from onchip.ops.fp8_linear import bench_spec, cases, spec, torch_op, triton_op
 from onchip.ops.fp8_linear.bench_spec import BOUND
-from onchip.ops.fp8_linear.peers import LINEAR, OWN, PEERS, PRODUCT_ALONE, SCALED_MM, Layer
+from onchip.ops.fp8_linear.peers import LINEAR, OWN, PEERS, PRODUCT_ALONE, QUANTIZED_BEFORE, SCALED_MM, Layer
+from onchip.ops.fp8_linear.torch_op import quantize_weight
 from onchip.ops.fp8_linear.torch_quantize import Quantized
 
 CASES = cases.BENCH_CASES
@@ -67,7 +67,7 @@ class Problem:
 
 def needed_bytes(case: cases.Case, dtype: str) -> int:
     """Device memory of a case: inputs, results, and in FP8 the operands of the products and those of a step."""
-    # A step's copies of the weight are made while those of the step before it are in the cache.
+    # One implementation's copies of the weight are made before its steps.
     again = spec.weight_bytes(spec.Problem(case.m, case.n, case.k, dtype))
     return bench_spec.plain_bytes(case, dtype) + 2 * bench_spec.quantized_bytes(case, dtype) + again
 
@@ -97,19 +97,13 @@ def _device_bytes(device: str) -> int | None:
 
 
 def _layer_steps(problem: Problem, layer: Layer) -> dict[str, Step]:
-    """Each step finds a weight that has changed, as an optimizer leaves it: copies from an earlier one are of no use.
-
-    That its version says so is all that happens: no number changes, and no time on the device is taken.
-    """
     x, weight = problem.x, problem.weight
 
     def forward() -> Sequence[Tensor]:
-        increment_version(weight)
         with torch.no_grad():
             return [layer(x, weight)]
 
     def both() -> Sequence[Tensor]:
-        increment_version(weight)
         out = layer(x, weight)
         return [out.detach(), *torch.autograd.grad(out, [x, weight], problem.grad_out)]
 
@@ -135,6 +129,13 @@ def _own_steps(problem: Problem, peer: Peer) -> dict[str, Step]:
     return {**_layer_steps(problem, peer.load()), **_product_steps(problem, product)}
 
 
+def _quantized_before_steps(problem: Problem, peer: Peer) -> dict[str, Step]:
+    """Of a later micro-batch between two changes of the weight."""
+    layer = peer.load()
+    weight = quantize_weight(problem.weight)
+    return _layer_steps(problem, lambda x, _: layer(x, weight))
+
+
 def _chosen(problem: Problem, peer: Peer) -> str:
     return torch_op._choose(spec.OP, peer.config["backend"], problem.x)
 
@@ -148,6 +149,7 @@ class Own(Implementation):
 
 IMPLEMENTATIONS = (
     *(Own(peer, _own_steps) for peer in OWN),
+    Own(QUANTIZED_BEFORE, _quantized_before_steps),
     *(Implementation(peer, _peer_steps) for peer in PEERS),
 )
 

@@ -1,6 +1,6 @@
 """What `onchip bench --framework jax` needs to know of this op: the names that `onchip.bench.harness.Op` lists.
 
-A step has no cache: it quantises the weight anew, as after an optimizer's step.
+A step quantises the weight anew, as after an optimizer's step.
 """
 
 import math

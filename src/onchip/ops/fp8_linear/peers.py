@@ -50,6 +50,10 @@ def _only_cpu(device: str, dtype: str) -> str | None:
     return "its float32 products are there to be right; it is timed on the CPU" if device == "cuda" else None
 
 
+def _only_cuda(device: str, dtype: str) -> str | None:
+    return None if device == "cuda" else "on the CPU each call checks the copies, by quantising the weight again"
+
+
 def _no_scaled_mm(device: str, dtype: str) -> str | None:
     import torch
 
@@ -67,6 +71,7 @@ def _no_torchao(device: str, dtype: str) -> str | None:
 OWN = tuple(
     replace(peer, unavailable=_only_cpu) if peer.name == "onchip dequantize" else peer for peer in own(_own, BACKENDS)
 )
+QUANTIZED_BEFORE = replace(OWN[0], name=f"{OWN[0].name}, weight quantised before", unavailable=_only_cuda)
 PEERS = (
     Peer(LINEAR, _linear, always),
     optional("torchao blockwise", "torchao", _torchao, _no_torchao),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onchip.ops._shared.spec import require_bool, require_one_of
+from onchip.ops._shared.spec import require_one_of
 
 OP = "fp8_linear"
 BLOCK = 128
@@ -23,12 +23,10 @@ class Options:
 
     grad_dtype: str = "e4m3"
     scale: str = "float32"
-    cache_weight: bool = True
 
     def __post_init__(self) -> None:
         require_one_of(OP, "grad_dtype", self.grad_dtype, tuple(FP8_MAX))
         require_one_of(OP, "scale", self.scale, SCALES)
-        require_bool(OP, "cache_weight", self.cache_weight)
 
 
 def check_shapes(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | None) -> None:
@@ -72,15 +70,21 @@ def quantized_bytes(rows: int, columns: int) -> int:
     return rows * up(columns) + 4 * rows * blocks(columns)
 
 
+def block_quantized_bytes(rows: int, columns: int) -> int:
+    """The same with 128x128 scales."""
+    return rows * up(columns) + 4 * blocks(rows) * up(blocks(columns), SCALE_MULTIPLE)
+
+
 def saved_bytes(p: Problem) -> int:
-    """Bytes that a layer keeps from forward to backward beside its weight: x, transposed, in FP8."""
-    return quantized_bytes(p.k, p.m)
+    """Bytes that a layer keeps from forward to backward, transposed and in FP8: x for the weight's gradient, and the
+    weight for x's.
+    """
+    return quantized_bytes(p.k, p.m) + block_quantized_bytes(p.k, p.n)
 
 
 def weight_bytes(p: Problem) -> int:
-    """Bytes of the cached copies of a weight, for forward and, transposed, for backward."""
-    scales = blocks(p.n) * up(blocks(p.k), SCALE_MULTIPLE) + blocks(p.k) * up(blocks(p.n), SCALE_MULTIPLE)
-    return p.n * up(p.k) + p.k * up(p.n) + 4 * scales
+    """Bytes of both copies of a weight: for the output, and transposed for x's gradient."""
+    return block_quantized_bytes(p.n, p.k) + block_quantized_bytes(p.k, p.n)
 
 
 def gradient_bytes(p: Problem) -> int:

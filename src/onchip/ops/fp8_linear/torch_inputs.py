@@ -13,13 +13,15 @@ from onchip.ops.fp8_linear.torch_quantize import FP8
 
 
 def check_tensors(op: str, **named: Any) -> None:
-    """Raise for what can be seen of the tensors, x among them; a bias may be None."""
-    x = named["x"]
+    """Raise for what can be seen of the tensors; a bias may be None.  All are where the first one is."""
+    first = next(iter(named))
+    device = None
     for name, t in require_tensors(op, named, optional=("bias",)).items():
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(t.dtype)}")
-        if t.device != x.device:
-            raise ValueError(f"{op}: {name} is on {t.device} but x is on {x.device}; move it there")
+        device = device or t.device
+        if t.device != device:
+            raise ValueError(f"{op}: {name} is on {t.device} but {first} is on {device}; move it there")
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -31,29 +33,53 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 def check_quantized(x: Any, scale: str, *, wanted: bool) -> None:
     """Raise unless x, a QuantizedActivation, serves this call; `wanted`: for a weight's gradient, too."""
-    if scale != x.scale:
-        raise ValueError(f"{OP}: x was quantised with scale={x.scale!r} but scale is {scale!r}; they must be equal")
-    if wanted and x.columns is None:
-        raise ValueError(
-            f"{OP}: x was quantised without gradients but weight needs one; call quantize_activation where they are on"
-        )
+    _check_how(OP, "x", x.scale, scale, "weight" if wanted and x.columns is None else None)
     k = x.x.shape[-1]
     m = x.x.numel() // k
-    _check_made("rows", x.rows, x.row_scales, m, k, x.x.device)
+    _check_made(OP, "x", "rows", x.rows, x.row_scales, m, k, x.x.device)
     if x.columns is not None:
-        _check_made("columns", x.columns, x.column_scales, k, m, x.x.device)
+        _check_made(OP, "x", "columns", x.columns, x.column_scales, k, m, x.x.device)
 
 
-def _check_made(name: str, data: Tensor, scales: Tensor, rows: int, columns: int, device: torch.device) -> None:
-    """Raise unless these are `torch_quantize.empty_rows` of a matrix [rows, columns]: kernels rely on it."""
+def check_quantized_weight(op: str, w: Any, scale: str, *, wanted: str | None) -> None:
+    """Raise unless w, a QuantizedWeight, serves this call; for the gradient of the input named `wanted`, too."""
+    _check_how(op, "weight", w.scale, scale, wanted if w.transposed is None else None)
+    n, k = w.weight.shape
+    _check_made(op, "weight", "rows", w.rows, w.row_scales, n, k, w.weight.device)
+    if w.transposed is not None:
+        _check_made(op, "weight", "transposed", w.transposed, w.transposed_scales, k, n, w.weight.device)
+
+
+_MAKERS = {"x": "quantize_activation", "weight": "quantize_weight"}
+
+
+def _check_how(op: str, name: str, made: str, scale: str, missing: str | None) -> None:
+    if made != scale:
+        raise ValueError(f"{op}: {name} was quantised with scale={made!r} but scale is {scale!r}; they must be equal")
+    if missing:
+        raise ValueError(
+            f"{op}: {name} was quantised without gradients but {missing} needs one; "
+            f"call {_MAKERS[name]} where they are on"
+        )
+
+
+def _check_made(
+    op: str, name: str, part: str, data: Tensor, scales: Tensor, rows: int, columns: int, device: torch.device
+) -> None:
+    """Raise unless these are `torch_quantize.empty_rows`, or `empty_blocks`, of a matrix [rows, columns].
+
+    Kernels rely on it.
+    """
+    along = spec.blocks(columns)
+    by_block = (spec.blocks(rows), spec.up(along, spec.SCALE_MULTIPLE))
     expected = (
         (data, FP8["e4m3"], (rows, spec.up(columns))),
-        (scales, torch.float32, (spec.blocks(columns), rows)),
+        (scales, torch.float32, by_block if name == "weight" else (along, rows)),
     )
     for t, dtype, shape in expected:
         if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
             raise ValueError(
-                f"{OP}: x is not as quantize_activation made it: {name} must be {dtype_name(dtype)}, contiguous, of "
+                f"{op}: {name} is not as {_MAKERS[name]} made it: {part} must be {dtype_name(dtype)}, contiguous, of "
                 f"shape {list(shape)} on {device}; got {dtype_name(t.dtype)}, {list(t.shape)} on {t.device}.  Pass it "
                 "on as it is; with FSDP2's mixed precision, quantise inside of the module that casts its inputs"
             )

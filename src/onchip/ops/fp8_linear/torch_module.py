@@ -10,7 +10,7 @@ from onchip.core.backends import choose_backend
 from onchip.ops._shared.spec import require_bool
 from onchip.ops.fp8_linear.spec import OP, Options
 from onchip.ops.fp8_linear.torch_op import BACKENDS, QuantizedActivation, fp8_linear
-from onchip.ops.fp8_linear.torch_weights import forget_weight
+from onchip.ops.fp8_linear.torch_unchanged import weight_of
 
 
 class Fp8Linear(torch.nn.Linear):
@@ -21,7 +21,7 @@ class Fp8Linear(torch.nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as of `torch.nn.Linear`.
-        grad_dtype, scale, backend, cache_weight: as of `fp8_linear`.
+        grad_dtype, scale, backend: as of `fp8_linear`.
         main_grad: backward adds the weight's gradient to `weight.main_grad`, a float32 tensor of its shape that you
             attach, and leaves `weight.grad` alone.
 
@@ -45,11 +45,10 @@ class Fp8Linear(torch.nn.Linear):
         grad_dtype: str = "e4m3",
         scale: str = "float32",
         backend: str = "auto",
-        cache_weight: bool = True,
         main_grad: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._set_options(Options(grad_dtype, scale, cache_weight), backend, main_grad)
+        self._set_options(Options(grad_dtype, scale), backend, main_grad)
 
     def _set_options(self, options: Options, backend: str, main_grad: bool) -> None:
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
@@ -66,14 +65,13 @@ class Fp8Linear(torch.nn.Linear):
         grad_dtype: str = "e4m3",
         scale: str = "float32",
         backend: str = "auto",
-        cache_weight: bool = True,
         main_grad: bool = False,
     ) -> "Fp8Linear":
         """A layer with the parameters of `linear` themselves, not copies, its hooks and its training mode.
 
         Args:
             linear: the layer to stand in for; a plain `torch.nn.Linear`.
-            grad_dtype, scale, backend, cache_weight, main_grad: as of the class.
+            grad_dtype, scale, backend, main_grad: as of the class.
 
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
@@ -89,7 +87,7 @@ class Fp8Linear(torch.nn.Linear):
         made.__dict__.update(linear.__dict__)  # as copy.copy does
         made._compiled_call_impl = None  # what `linear.compile()` made runs that layer
         made._parameters = linear._parameters.copy()
-        made._set_options(Options(grad_dtype, scale, cache_weight), backend, main_grad)
+        made._set_options(Options(grad_dtype, scale), backend, main_grad)
         return made
 
     def forward(self, input: Tensor | QuantizedActivation) -> Tensor:
@@ -99,37 +97,17 @@ class Fp8Linear(torch.nn.Linear):
             out = getattr(self.weight, "main_grad", None)
             if out is None:
                 raise ValueError("Fp8Linear: main_grad=True needs weight.main_grad, float32 and of weight's shape")
+        weight, check_inputs = weight_of(self)
         return fp8_linear(
             input,
-            self.weight,
+            weight,
             self.bias,
             grad_dtype=self.options.grad_dtype,
             scale=self.options.scale,
             backend=self.backend,
-            cache_weight=self.options.cache_weight,
+            check_inputs=check_inputs,
             weight_grad_out=out,
         )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Another weight, or a sharded one in the place of the gathered one: the copies of the old one are of no use.
-        if name == "weight":
-            self._forget()
-        super().__setattr__(name, value)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # `.to()` and its kin: copies would stay on the device that was left, and PyTorch swaps no tensor that something
-        # has a weak reference to, as the cache has.
-        self._forget()
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        self._forget()  # for the same reason
-        super()._load_from_state_dict(*arguments)
-
-    def _forget(self) -> None:
-        weight = self.__dict__.get("_parameters", {}).get("weight")
-        if isinstance(weight, Tensor):
-            forget_weight(weight)
 
     def extra_repr(self) -> str:
         """nn.Linear's, and the options that differ from their defaults."""
@@ -145,7 +123,6 @@ def convert_linears(
     grad_dtype: str = "e4m3",
     scale: str = "float32",
     backend: str = "auto",
-    cache_weight: bool = True,
     main_grad: bool = False,
 ) -> list[str]:
     """Put an `Fp8Linear` with the same parameters in the place of each `torch.nn.Linear` of `model`.
@@ -157,7 +134,7 @@ def convert_linears(
     Args:
         model: changed in place; must not be an nn.Linear itself.
         filter: called with each layer's name and the layer; it is replaced where that returns True.  None: all are.
-        grad_dtype, scale, backend, cache_weight, main_grad: as of `Fp8Linear`.
+        grad_dtype, scale, backend, main_grad: as of `Fp8Linear`.
 
     Returns:
         The names of the layers that were replaced.
@@ -187,7 +164,6 @@ def convert_linears(
                 grad_dtype=grad_dtype,
                 scale=scale,
                 backend=backend,
-                cache_weight=cache_weight,
                 main_grad=main_grad,
             )
         parent, _, child = name.rpartition(".")

@@ -16,6 +16,7 @@ from onchip.ops._shared.bench_peers import Implementation, Peer
 from onchip.ops._shared.cases import target_logit
 from onchip.ops._shared.spec import DTYPE_BYTES, MIB
 from onchip.ops._shared.torch_bench import Reference, Step, bounds_of, gradient_step
+from onchip.ops.fp8_linear.torch_op import quantize_weight
 from onchip.ops.linear_cross_entropy import cases, fp8_op, fp8_spec, spec, triton_op, triton_spec
 from onchip.ops.linear_cross_entropy.peers import PEERS, Loss
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
@@ -144,7 +145,7 @@ class InFp8:
     """This package's op with precision='fp8' on the kernels: an approximation, held to bounds of its own."""
 
     name: str
-    cache_weight: bool
+    before: bool
     """Whether the weight is quantised before the timed steps, as for the later micro-batches of a step."""
 
     @property
@@ -162,15 +163,16 @@ class InFp8:
         return {
             "precision": "fp8",
             "backend": "triton",
-            "cache_weight": self.cache_weight,
+            "weight_quantised_before": self.before,
             "chunk": fp8_spec.plan(problem.spec, None),
         }
 
     def steps(self, problem: Problem) -> dict[str, Step]:
+        copies = quantize_weight(problem.weight) if self.before else None
+
         def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
-            return linear_cross_entropy(
-                hidden, weight, target, precision="fp8", backend="triton", cache_weight=self.cache_weight
-            )
+            given = weight if copies is None else copies._replace(weight=weight)
+            return linear_cross_entropy(hidden, given, target, precision="fp8", backend="triton")
 
         return _steps(problem, loss)
 
@@ -191,8 +193,8 @@ IMPLEMENTATIONS = (
     Own("onchip, no bound", "auto", lambda p: 1 << 60, only_cuda=True),
     Own("onchip stash", "stash"),
     Own("onchip recompute", "recompute", _part_of_logits(16, "recompute")),
-    InFp8("onchip fp8, approximate", cache_weight=False),
-    InFp8("onchip fp8, approximate, weight quantised before", cache_weight=True),
+    InFp8("onchip fp8, approximate", before=False),
+    InFp8("onchip fp8, approximate, weight quantised before", before=True),
     *(Implementation(peer, _peer_steps) for peer in PEERS),
 )
 

@@ -8,7 +8,7 @@ tokens is kept, and backward makes the weight's gradient of it in one product, w
 so it is rounded once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from onchip.ops.fp8_linear import torch_quantize
 from onchip.ops.fp8_linear.spec import blocks
 from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
 from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_rows
-from onchip.ops.fp8_linear.torch_weights import quantized_weight
+from onchip.ops.fp8_linear.torch_weights import WeightCopies, weight_operands
 from onchip.ops.linear_cross_entropy import fp8_spec, fp8_torch, torch_tiles
 from onchip.ops.linear_cross_entropy.fp8_torch import Call, Gradient, Softmax
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
@@ -31,7 +31,7 @@ from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
 
 # What "auto" tries first.
 BACKENDS = ("triton", "torch")
-_SCALE = "float32"
+SCALE = "float32"
 # What the logits of a chunk are stored in.
 LOGITS = torch.bfloat16
 
@@ -74,12 +74,16 @@ class Arguments(NamedTuple):
     token_temperature: Tensor | None  # [...] or []
     normalizer: Tensor | None  # []
     weight_grad_out: Tensor | None  # [V, H] float32; used in backward
+    weight_rows: Tensor | None  # of a QuantizedWeight, as the next three
+    weight_row_scales: Tensor | None
+    transposed: Tensor | None
+    transposed_scales: Tensor | None
     backend: str
     ignore_index: int
     reduction: str
     scratch_bytes: int | None
     numbers: list[float]  # label_smoothing, z_loss, softcap or 0, logit_scale, temperature
-    flags: list[bool]  # check_inputs, stats, cache_weight
+    flags: list[bool]  # check_inputs, stats
     grads: list[bool]  # of hidden, weight, bias
 
     @property
@@ -92,13 +96,14 @@ class Arguments(NamedTuple):
 # torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
 _SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, "
-    "Tensor? normalizer, Tensor? weight_grad_out, str backend, int ignore_index, str reduction, int? scratch_bytes, "
-    "float[] numbers, bool[] flags, bool[] grads"
+    "Tensor? normalizer, Tensor? weight_grad_out, Tensor? weight_rows, Tensor? weight_row_scales, Tensor? transposed, "
+    "Tensor? transposed_scales, str backend, int ignore_index, str reduction, int? scratch_bytes, float[] numbers, "
+    "bool[] flags, bool[] grads"
 )
 
 
 @torch.library.custom_op(
-    "onchip::linear_cross_entropy_fp8", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+    "onchip::linear_cross_entropy_fp8_forward", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct, and what backward needs, for an upstream gradient of 1: hidden's
@@ -107,7 +112,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """
     a = Arguments(*args)
     shape, (tokens, _, _) = a.target.shape, a.shapes
-    check_inputs, stats, _ = a.flags
+    check_inputs, stats = a.flags
     chunk = fp8_spec.plan(_problem(a), a.scratch_bytes)
     with torch.autocast(a.hidden.device.type, enabled=False):
         call = _call(a)
@@ -157,7 +162,6 @@ def _empty_kept(a: Arguments) -> tuple[Tensor, ...]:
 class _Backend(NamedTuple):
     """How operands are quantised and multiplied, and what is done with a chunk's logits."""
 
-    quantizer: str
     quantize_activation: Any
     quantize_weight: Any
     product: Callable[..., Tensor]
@@ -174,7 +178,6 @@ def _backend(name: str, device: torch.device) -> _Backend:
         from onchip.ops.fp8_linear import triton_launches as quantize
         from onchip.ops.linear_cross_entropy import fp8_launches as softmax
     return _Backend(
-        name,
         quantize.quantize_activation,
         quantize.quantize_weight,
         product,
@@ -190,14 +193,9 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
     kept = _empty_kept(a)
     grad_hidden, columns, column_scales, grad_bias = kept
     wanted = any(a.grads)
-    weight, transposed = quantized_weight(
-        a.weight,
-        _SCALE,
-        backend.quantize_weight,
-        backend.quantizer,
-        rows=True,
-        transposed=a.grads[0],
-        cache=a.flags[2],
+    given = WeightCopies(a.weight_rows, a.weight_row_scales, a.transposed, a.transposed_scales)
+    weight, transposed = weight_operands(
+        OP, a.weight, given, SCALE, backend.quantize_weight, transposed=a.grads[0], check=a.flags[0]
     )
     bias = None if a.bias is None else a.bias.to(LOGITS).contiguous()  # as kernels take it
     hidden = a.hidden.reshape(-1, size)
@@ -208,7 +206,7 @@ def _walk(a: Arguments, call: Call, chunk: int, softmax: Softmax) -> tuple[Tenso
         n = stop - start
         # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
         h = hidden[start:stop].masked_fill(ignored[start:stop], 0).contiguous()
-        rows, _ = backend.quantize_activation(h, "e4m3", _SCALE, rows=True, columns=False)
+        rows, _ = backend.quantize_activation(h, "e4m3", SCALE, rows=True, columns=False)
         logits = backend.product(rows, weight, True, bias, LOGITS, None)
         of_targets = backend.target_logits(h, a.weight, bias, call.target[start:stop])
         del h, rows
@@ -276,7 +274,7 @@ def _backward_op(
             if len(h) == 0:
                 grad_weight = grad_loss.new_zeros((len(columns), h.shape[1]), dtype=dtypes[1])
             else:
-                _, turned = backend.quantize_weight(h, _SCALE, rows=False, transposed=True)
+                _, turned = backend.quantize_weight(h, SCALE, rows=False, transposed=True)
                 if reduction != "none":
                     turned.scales.mul_(upstream)
                 grad_weight = backend.product(
@@ -419,6 +417,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 def forward(
     tensors: tuple[Tensor | None, ...],  # the first eight of `Arguments`
+    copies: Sequence[Tensor | None],  # the weight's, the next four
     options: Options,
     backend: str,
     grads: list[bool],  # of hidden, weight, bias
@@ -430,12 +429,13 @@ def forward(
     numbers = (options.label_smoothing, options.z_loss, options.softcap or 0, options.logit_scale, options.temperature)
     made = _forward_op(
         *tensors,
+        *copies,
         choose_backend(OP, backend, refusals(hidden.device)),
         int(options.ignore_index),
         options.reduction,
         None if options.scratch_bytes is None else int(options.scratch_bytes),
         [float(x) for x in numbers],
-        [options.check_inputs, options.return_stats, options.cache_weight],
+        [options.check_inputs, options.return_stats],
         grads,
     )
     return tuple(made[:5])

@@ -3,8 +3,7 @@
 from bisect import bisect_right
 
 from onchip.ops._shared.spec import DTYPE_BYTES
-from onchip.ops.fp8_linear import spec as fp8_spec
-from onchip.ops.fp8_linear.spec import BLOCK, blocks, quantized_bytes, up
+from onchip.ops.fp8_linear.spec import BLOCK, block_quantized_bytes, blocks, quantized_bytes, up
 from onchip.ops.linear_cross_entropy.spec import OP, Problem
 
 DEFAULT_CHUNK = 2048
@@ -24,14 +23,9 @@ def kept_parts(p: Problem) -> dict[str, int]:
 
 
 def weight_bytes(p: Problem) -> int:
-    """Bytes of the weight's copies in FP8: for the logits, and transposed for hidden's gradient.
-
-    They outlive the call where they are cached.
-    """
-    both = fp8_spec.Problem(m=p.tokens, n=p.vocab, k=p.hidden)
-    if p.grad_hidden:
-        return fp8_spec.weight_bytes(both)
-    return p.vocab * up(p.hidden) + 4 * blocks(p.vocab) * up(blocks(p.hidden), fp8_spec.SCALE_MULTIPLE)
+    """Bytes of the weight's copies in FP8, in forward: for the logits, and transposed for hidden's gradient."""
+    turned = block_quantized_bytes(p.hidden, p.vocab) if p.grad_hidden else 0
+    return block_quantized_bytes(p.vocab, p.hidden) + turned
 
 
 def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:

@@ -42,7 +42,6 @@ class Options:
     strategy: str = "auto"
     return_stats: bool = False
     precision: str = "full"
-    cache_weight: bool = True
 
     def __post_init__(self) -> None:
         check_loss_options(OP, self)
@@ -50,7 +49,6 @@ class Options:
         require_bool(OP, "check_inputs", self.check_inputs)
         require_bool(OP, "return_stats", self.return_stats)
         require_one_of(OP, "precision", self.precision, PRECISIONS)
-        require_bool(OP, "cache_weight", self.cache_weight)
 
 
 def check_shapes(

@@ -24,6 +24,8 @@ from onchip.ops._shared.torch_inputs import (
     copied_weight,
     temperature_tensor,
 )
+from onchip.ops.fp8_linear.torch_inputs import check_quantized_weight
+from onchip.ops.fp8_linear.torch_op import QuantizedWeight
 from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_tiles, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
 from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors
@@ -48,7 +50,7 @@ class LinearCrossEntropyStats(NamedTuple):
 
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
-    weight: Tensor,  # [V, H]
+    weight: Tensor | QuantizedWeight,  # [V, H]
     target: Tensor,  # [...]
     bias: Tensor | None = None,  # [V]
     *,
@@ -68,7 +70,6 @@ def linear_cross_entropy(
     return_stats: bool = False,
     weight_grad_out: Tensor | None = None,  # [V, H] float32
     precision: str = "full",
-    cache_weight: bool = True,
 ) -> Any:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
 
@@ -82,7 +83,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).
+        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  With precision="fp8"
+            also what `quantize_weight` made of one.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
         bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
@@ -95,7 +97,8 @@ def linear_cross_entropy(
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: factor of the logits, before softcap.
         temperature: above 0: divides the logits, after softcap; a number, or a [...] tensor with one per token.
-        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
+        check_inputs: check values on the GPU too, which synchronises, a quantised weight's copies among them.  On the
+            CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of the float32 logits, whichever is less, and at least what one chunk needs; without gradients
             "triton" takes 64 MiB.
@@ -115,8 +118,6 @@ def linear_cross_entropy(
             strategy must not be "recompute", and scratch_bytes bounds what the chunks take.  Its backend "triton" is
             cuBLAS's FP8 products and Triton kernels, for compute capability 9.0; "torch" is the same by float32
             products of the dequantised numbers, on any device, to see what it does to a model.
-        cache_weight: with precision="fp8", keep the weight's FP8 copies as long as it doesn't change: see `fp8_linear`,
-            and `forget_weight`, which drops them.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -127,7 +128,8 @@ def linear_cross_entropy(
         ValueError: a wrong shape, device, range or option; on the CPU (with check_inputs also on the GPU) a target that
             is neither ignore_index nor in [0, V), a temperature or normalizer that is not above 0.  On the GPU without
             check_inputs such a target makes its token's loss, and the gradients that it enters, NaN.
-        RuntimeError: differentiated twice, or called inside a torch.func transform.
+        RuntimeError: differentiated twice, called inside a torch.func transform, or a weight that has changed since it
+            was quantised (checked as values are).
 
     Memory: `onchip plan` prints it, with `--precision fp8` for precision="fp8"; `scratch_parts` of
     `onchip.ops.linear_cross_entropy.spec` ("torch"), `.triton_spec` ("triton") and `.fp8_spec` (precision="fp8") are
@@ -162,15 +164,22 @@ def linear_cross_entropy(
         strategy=strategy,
         return_stats=return_stats,
         precision=precision,
-        cache_weight=cache_weight,
     )
-    dtype = check_tensors(hidden, weight, target, bias, token_weight, per_token_temperature)
+    quantized = weight if isinstance(weight, QuantizedWeight) else None
+    if quantized is not None and precision != "fp8":
+        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
+    matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
+    dtype = check_tensors(hidden, matrix, target, bias, token_weight, per_token_temperature)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
-    check_weight_grad_out(OP, weight_grad_out, weight)
-    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    tensors = (hidden, weight, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
+    check_weight_grad_out(OP, weight_grad_out, matrix)
+    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, matrix, bias)]
+    tensors = (hidden, matrix, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
     if precision == "fp8":
-        loss, *stats = fp8_op.forward(tensors, options, backend, grads)
+        copies: tuple[Tensor | None, ...] = (None,) * 4
+        if quantized is not None:
+            check_quantized_weight(OP, quantized, fp8_op.SCALE, wanted="hidden" if grads[0] else None)
+            copies = quantized[1:5]
+        loss, *stats = fp8_op.forward(tensors, copies, options, backend, grads)
         return (loss, LinearCrossEntropyStats(*stats)) if return_stats else loss
     device = hidden.device.type
     refusals = {
@@ -182,7 +191,7 @@ def linear_cross_entropy(
 
     problem = _problem(
         hidden,
-        weight,
+        matrix,
         dtype,
         grads,
         softcap=softcap,
@@ -244,7 +253,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         backend: str = "auto",
         return_stats: bool = False,
         precision: str = "full",
-        cache_weight: bool = True,
     ) -> None:
         super().__init__()
         self.options = Options(
@@ -260,7 +268,6 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             strategy=strategy,
             return_stats=return_stats,
             precision=precision,
-            cache_weight=cache_weight,
         )
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
@@ -271,7 +278,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     def forward(
         self,
         hidden: Tensor,  # [..., H]
-        weight: Tensor,  # [V, H]
+        weight: Tensor | QuantizedWeight,  # [V, H]
         target: Tensor,  # [...]
         bias: Tensor | None = None,  # [V]
         *,

@@ -1,0 +1,274 @@
+"""Weights that are quantised before: by quantize_weight, and on the layers of a model by weights_unchanged."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from fp8_common import small_problem
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from onchip.ops.fp8_linear import torch_op, torch_quantize, torch_unchanged
+from onchip.torch import Fp8Linear, fp8_linear, linear_cross_entropy, quantize_weight, weights_unchanged
+
+CHANGED = r"fp8_linear: weight changed after it was quantised; quantise it again"
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """How often weights were quantised, checks left out."""
+    times = []
+    right = torch_quantize.quantize_weight
+    monkeypatch.setattr(torch_quantize, "quantize_weight", lambda *a, **k: times.append(1) or right(*a, **k))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))
+    monkeypatch.setattr(torch_unchanged, "_where", lambda t: (torch_unchanged._capturing(), 0))
+    return times
+
+
+def make_model(kind="plain"):
+    layers = [Fp8Linear(144, 136), Fp8Linear(136, 144, scale="power_of_two", bias=False)]
+    if kind == "weight_norm":
+        layers = [parametrizations.weight_norm(layer) for layer in layers]
+    return torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
+
+
+def step(model, x, run=None):
+    x = x.detach().requires_grad_()
+    out = model(x) if run is None else run(model, x)
+    model.zero_grad()
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def assert_equal(made, expected):
+    assert all(torch.equal(p, q) for p, q in zip(made, expected, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------- quantize_weight
+
+
+@pytest.mark.parametrize("scale", ["float32", "power_of_two"])
+@pytest.mark.parametrize("how", ["eager", "registered", "compiled"])
+def test_a_quantised_weight_gives_what_the_weight_gives(how, scale, monkeypatch):
+    if how == "registered":
+        monkeypatch.setattr(torch_op, "is_plain", lambda *_: False)
+    leaves = x, w, b = small_problem(bias=True)
+
+    def run(x, w, b):
+        quantized = quantize_weight(w, scale=scale)
+        return [fp8_linear(h, quantized, b, scale=scale) for h in (x, x * 2)]
+
+    made = torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves) if how == "compiled" else run(*leaves)
+    expected = [fp8_linear(h, w, b, scale=scale) for h in (x, x * 2)]
+    assert_equal(made, expected)
+    grads = [torch.autograd.grad(sum(o.square().sum() for o in outs), leaves) for outs in (made, expected)]
+    assert_equal(*grads)
+
+
+def test_without_gradients_one_copy_is_made():
+    x, w, _ = small_problem()
+    with torch.no_grad():
+        quantized = quantize_weight(w)
+        assert quantized.transposed is None
+        assert torch.equal(fp8_linear(x, quantized), fp8_linear(x, w))
+    with pytest.raises(ValueError, match="weight was quantised without gradients but x needs one"):
+        fp8_linear(x, quantized)
+    fp8_linear(x.detach(), quantized).sum().backward()
+    assert w.grad is not None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("part", ["rows", "row_scales", "transposed", "transposed_scales", "weight"])
+def test_values_are_checked(part, compiled):
+    """On the CPU always; the check is in the operator, so that compiled code has it too."""
+    x, w, _ = small_problem()
+    quantized = quantize_weight(w.detach())
+    of = getattr(quantized, part)
+    quantized = quantized._replace(**{part: (of.float() * -1).to(of.dtype)})
+    call = torch.compile(fp8_linear, backend="aot_eager") if compiled else fp8_linear
+    with pytest.raises(RuntimeError, match=CHANGED):
+        call(x, quantized)
+
+
+def test_on_a_gpu_values_are_checked_where_that_is_asked_for(quantised):
+    x, w, _ = small_problem()
+    quantized = quantize_weight(w)
+    with torch.no_grad():
+        w.mul_(2)
+    quantised.clear()
+    fp8_linear(x, quantized)
+    assert quantised == []
+    with pytest.raises(RuntimeError, match=CHANGED):
+        fp8_linear(x, quantized, check_inputs=True)
+
+
+def test_linear_cross_entropy_takes_one():
+    h, w, targets = torch.randn(24, 144, requires_grad=True), small_problem()[1], torch.arange(24)
+    quantized = quantize_weight(w)
+    losses = [linear_cross_entropy(h, given, targets, precision="fp8") for given in (quantized, w)]
+    assert torch.equal(*losses)
+    assert_equal(*(torch.autograd.grad(loss, (h, w)) for loss in losses))
+    with pytest.raises(TypeError, match="weight is a QuantizedWeight, which precision='fp8' alone takes"):
+        linear_cross_entropy(h, quantized, targets)
+    with pytest.raises(ValueError, match="weight was quantised without gradients but hidden needs one"):
+        linear_cross_entropy(h, quantized._replace(transposed=None), targets, precision="fp8")
+    with pytest.raises(ValueError, match="weight was quantised with scale='power_of_two' but scale is 'float32'"):
+        linear_cross_entropy(h, quantize_weight(w, scale="power_of_two"), targets, precision="fp8")
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy: weight changed after it was quantised"):
+        linear_cross_entropy(h, quantized, targets, precision="fp8")
+
+
+# --------------------------------------------------------------------------------------------------- weights_unchanged
+
+
+def checkpointed(reentrant):
+    return lambda model, x: checkpoint(model, x, use_reentrant=reentrant)
+
+
+def compiled(model, x):
+    return torch.compile(model, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("kind", ["plain", "weight_norm"])
+@pytest.mark.parametrize(
+    "run", [None, checkpointed(True), checkpointed(False), compiled], ids=["plain", "reentrant", "other", "compiled"]
+)
+def test_the_same_bits_inside(run, kind):
+    model, (x, _, _) = make_model(kind), small_problem()
+    expected = step(model, x, run)
+    with weights_unchanged(model) as names:
+        assert names == ["0", "2"]
+        for _ in range(2):
+            assert_equal(step(model, x, run), expected)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    assert_equal(step(model, x, run), step(copy.deepcopy(model), x))
+
+
+def test_each_weight_is_quantised_once(quantised):
+    model, (x, _, _) = make_model(), small_problem()
+    with weights_unchanged(model):
+        for run in (None, None, checkpointed(True), checkpointed(False)):
+            step(model, x, run)
+        assert len(quantised) == 2
+    step(model, x)
+    assert len(quantised) == 4
+    with torch.no_grad(), weights_unchanged(model[0]) as names:
+        assert names == [""]
+        assert torch.equal(model[0](x), model[0](x))
+    assert len(quantised) == 5
+
+
+@pytest.mark.parametrize("how", ["left", "raised", "nested"])
+def test_copies_go_with_the_context(how, quantised):
+    """And a context inside of another leaves that one's."""
+    model, (x, _, _) = make_model(), small_problem()
+    if how == "raised":
+        with pytest.raises(KeyError), weights_unchanged(model):
+            raise KeyError
+    else:
+        with weights_unchanged(model):
+            if how == "nested":
+                with torch.no_grad():
+                    model[0].weight.mul_(2)
+                with weights_unchanged(model[0]):
+                    step(model, x)
+                with pytest.raises(RuntimeError, match=r"weights_unchanged: the weight of layer '0' changed inside"):
+                    model(x)
+    quantised.clear()
+    step(model, x)
+    assert len(quantised) == 2
+    assert torch_unchanged._OPEN == []
+
+
+def replaced(layer):
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(
+    ("change", "seen_by"),
+    [
+        (lambda layer: layer.weight.data.mul_(2), "values"),
+        (lambda layer: layer.weight.mul_(2), "version"),
+        (replaced, "version"),
+    ],
+    ids=["data", "in place", "replaced"],
+)
+def test_a_weight_that_changes_inside(change, seen_by, gpu, request):
+    """Nothing but its values shows what is written to `.data`; on a GPU they are read where that is asked for."""
+    if gpu:
+        request.getfixturevalue("quantised")
+    model, (x, _, _) = make_model(), small_problem()
+    message = CHANGED if seen_by == "values" else r"weights_unchanged: the weight of layer '2' changed inside"
+    with weights_unchanged(model, check_inputs=gpu), torch.no_grad():
+        model(x)
+        change(model[2])
+        with pytest.raises(RuntimeError, match=message):
+            model(x)
+    model(x)
+
+
+@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_no_part_of_a_layer(twin):
+    layer, (x, _, _) = Fp8Linear(144, 136), small_problem()
+    state, size = list(layer.state_dict()), len(pickle.dumps(layer))
+    with weights_unchanged(layer):
+        other = twin(layer)
+        assert (list(layer.state_dict()), len(pickle.dumps(layer))) == (state, size)
+        other.weight = torch.nn.Parameter(-layer.weight.detach())
+        assert torch.equal(other(x), fp8_linear(x, other.weight, other.bias))
+
+
+def test_weights_that_are_not_there_are_left_alone():
+    model = make_model()
+    model[0].to("meta")
+    model[2].weight = torch.nn.Parameter(torch.empty(0))
+    with weights_unchanged(model) as names:
+        assert names == []
+        assert model[0](torch.empty(3, 144, device="meta")).shape == (3, 136)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_copies_are_used_in_the_capture_that_they_were_made_in_alone(captured, quantised, monkeypatch):
+    model, (x, _, _) = make_model(), small_problem()
+    now = [captured]
+    monkeypatch.setattr(torch_unchanged, "_capturing", lambda: now[0])
+    context = weights_unchanged(model)
+    context.__enter__()
+    for now[0], times in ((captured, 2), (not captured, 4), (captured, 4)):
+        model(x)
+        assert len(quantised) == times
+    now[0] = False
+    if captured:
+        with pytest.raises(RuntimeError, match="entered in the capture of a CUDA graph and left after it"):
+            context.__exit__(None, None, None)
+    else:
+        context.__exit__(None, None, None)
+    model(x)
+    assert len(quantised) == 6
+
+
+def test_four_threads():
+    """With a context each that overlap, on a model that they share."""
+    model, (x, _, _) = make_model(), small_problem()
+    with torch.no_grad():
+        expected, wrong = model(x), []
+
+        def work():
+            for _ in range(10):
+                with weights_unchanged(model):
+                    wrong.append(not torch.equal(model(x), expected))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == [False] * 40
+    assert torch_unchanged._OPEN == []
