@@ -329,7 +329,7 @@ def the_schema_is_true(reduction, everything):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton_op._forward_op, packed, test_utils=tests)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in packed]
-    loss, lse, log_prob, _, _, divisor, made = triton_op._forward_op(*detached)
+    loss, lse, log_prob, _, _, divisor, made, _ = triton_op._forward_op(*detached)
     made = torch.empty_like(x) if reduction == "none" else made
     arguments = (made.detach(), torch.full_like(loss, 2), lse, log_prob, divisor, *detached)
     torch.library.opcheck(triton_op._backward_op, arguments, test_utils=tests)

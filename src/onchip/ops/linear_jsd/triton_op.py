@@ -75,10 +75,10 @@ class Saved(NamedTuple):
 
 
 @torch.library.custom_op(
-    "onchip::linear_jsd_triton", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+    "onchip::linear_jsd_triton", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 10)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return the loss, and `Saved`."""
+    """Return the loss, `Saved` and the link."""
     from onchip.ops.linear_jsd import triton_launches as launches
 
     a = Arguments(*args)
@@ -95,14 +95,14 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         loss = losses.view(a.shape)
         if a.reduction != "none":
             loss = losses.sum() * _inverse_count(a, call.vectors.number)
-        return loss, *saved._replace(vectors=call.vectors.packed)
+        return loss, *saved._replace(vectors=call.vectors.packed), loss.new_empty(0)
 
 
 @_forward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = Arguments(*args)
     loss = a.first.new_empty(a.shape if a.reduction == "none" else (), dtype=torch.float32)
-    return loss, *_saved(a, _plan(a), fake=True)
+    return loss, *_saved(a, _plan(a), fake=True), loss.new_empty(0)
 
 
 @torch.library.custom_op(
@@ -325,7 +325,7 @@ def _rows_of_logits(a: Arguments, grads: Sequence[Tensor | None]) -> tuple[Tenso
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Arguments(*inputs)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:], *a[:TENSORS])
     ctx.options = a[TENSORS:]
@@ -335,8 +335,8 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(Arguments._fields) - 8)
     if grad_loss is None:
         return (*[None] * 8, *nothing)
-    saved = Saved(*ctx.saved_tensors[:8])
-    a = Arguments(*ctx.saved_tensors[8:], *ctx.options)
+    saved, link = Saved(*ctx.saved_tensors[:8]), ctx.saved_tensors[8]
+    a = Arguments(*ctx.saved_tensors[9:], *ctx.options)
     if graph_is_kept():
         memories: dict[str, Tensor] = saved._asdict()
         for name in ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"):
@@ -351,7 +351,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         rows = 0 if parameter is None else parameter.shape[0]
         grads += [hidden, weight[:rows], biases_and_logits[k], biases_and_logits[2 + k]]
     wanted = [x if is_wanted else None for x, is_wanted in zip(grads, a.grads, strict=True)]
-    return (*differentiable_once(a.op, wanted), *nothing)
+    return (*differentiable_once(a.op, wanted, grad_loss, link), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
