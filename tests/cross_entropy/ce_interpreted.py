@@ -24,6 +24,7 @@ from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.cross_entropy.spec import RowTiles
 from onchip.ops.cross_entropy.torch_checks import as_arguments, run_oracle
 from onchip.torch import cross_entropy
+from tanh import assert_is_tanh, triton_tanh
 
 CHECKS = {}
 op = partial(cross_entropy, backend="triton")
@@ -240,6 +241,11 @@ def what_saved_the_logits_raises_once_they_are_overwritten():
     first.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
+
+
+@check()
+def tanh_at_any_size():
+    assert_is_tanh(partial(triton_tanh, device="cpu"))
 
 
 @check(False, True)
