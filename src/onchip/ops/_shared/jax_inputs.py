@@ -70,7 +70,7 @@ def check_normalizer(op: str, normalizer: Any, reduction: str) -> None:
         return
     if reduction != "mean":
         raise ValueError(f"{op}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
-    if is_array(normalizer):
+    if is_array(normalizer) or isinstance(normalizer, np.generic):  # what NumPy's `sum` gives
         check_scalar(op, "normalizer", normalizer)
     else:
         require_positive(op, "normalizer", normalizer)

@@ -91,7 +91,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         entropy = a.logits.new_empty(tokens if a.stats else 0, dtype=torch.float32)
         correct = a.logits.new_empty(tokens if a.stats else 0, dtype=torch.bool)
         gradient = torch.empty(a.logits.shape if a.fused else 0, dtype=a.logits.dtype, device=a.logits.device)
-        divisor = _divisor(a)
+        divisor = torch_tiles.divisor(OP, a.reduction, a.normalizer, a.target != a.ignore_index)
         if tokens > 0:
             launch_rows(
                 a, "losses", gradient,
@@ -163,19 +163,6 @@ def _check_values(a: Arguments) -> None:
         temperature=a.temperature,
         check_values=True,
     )
-
-
-def _divisor(a: Arguments) -> Tensor:
-    """[] float32: what the loss is divided by."""
-    device = a.logits.device
-    if a.normalizer is not None:
-        torch_tiles.check_normalizer_value(OP, a.normalizer)
-        if a.normalizer.device == device:
-            return a.normalizer.to(torch.float32, copy=True)
-        return torch.full((), float(a.normalizer), dtype=torch.float32, device=device)
-    if a.reduction == "mean":
-        return (a.target != a.ignore_index).sum(dtype=torch.float32).clamp_(min=1)
-    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _write_gradient(

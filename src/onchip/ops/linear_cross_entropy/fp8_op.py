@@ -346,7 +346,7 @@ def _call(a: Arguments) -> Call:
         a.target.reshape(-1).to(torch.int64).contiguous(),
         None if a.token_weight is None else _flat(a.token_weight),
         per_token,
-        _divisor(a),
+        torch_tiles.divisor(a.reduction, a.normalizer, a.target != a.ignore_index),
         a.ignore_index,
         label_smoothing,
         z_loss,
@@ -359,19 +359,6 @@ def _call(a: Arguments) -> Call:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1).to(torch.float32).contiguous()
-
-
-def _divisor(a: Arguments) -> Tensor:
-    """[] float32: what the loss is divided by."""
-    device = a.hidden.device
-    if a.normalizer is not None:
-        torch_tiles.check_normalizer_value(a.normalizer)
-        if a.normalizer.device == device:
-            return a.normalizer.to(torch.float32)
-        return torch.full((), float(a.normalizer), dtype=torch.float32, device=device)
-    if a.reduction == "mean":
-        return (a.target != a.ignore_index).sum(dtype=torch.float32).clamp_(min=1)
-    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _check_values(a: Arguments) -> None:

@@ -168,7 +168,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         assert out.loss is not None
         loss = out.loss.view(shape)
         if a.reduction != "none":
-            loss = out.loss.sum() * _inverse_count(a.reduction, a.normalizer, vectors.number)
+            loss = out.loss.sum() / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number)
         if a.any_grad:
             saved = saved._replace(vectors=vectors.packed)
         blank = hidden.new_empty(0, dtype=torch.float32)
@@ -257,7 +257,7 @@ def _backward_op(
         if a.reduction == "none":
             row = row * grad_loss.reshape(-1).float()[vectors.order]
         else:
-            row = row * (grad_loss * _inverse_count(a.reduction, a.normalizer, vectors.number))
+            row = row * (grad_loss / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number))
         weights = setup.flat(a.token_weight)
         if weights is not None:
             row = row * weights[vectors.order]
@@ -317,14 +317,6 @@ def _check_values(a: Arguments) -> None:
         temperature=a.temperature,
         check_values=True,
     )
-
-
-def _inverse_count(reduction: str, normalizer: Tensor | None, count: Tensor) -> Tensor | float:
-    """1 over what the loss is divided by."""
-    if normalizer is not None:
-        torch_tiles.check_normalizer_value(normalizer)
-        return 1 / normalizer.to(torch.float32)
-    return 1 / count[0].clamp(min=1).to(torch.float32) if reduction == "mean" else 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops._shared.torch_tiles import Head
+from onchip.ops._shared.torch_tiles import Head, divisor
 from onchip.ops._shared.triton_calls import device_of
 from onchip.ops.linear_cross_entropy import triton_op as ce_op
 from onchip.ops.linear_cross_entropy import triton_setup as setup
@@ -83,7 +83,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 
     a = Arguments(*args)
     with device_of(a.first), torch.autocast(a.first.device.type, enabled=False):
-        if a.check_inputs or any(x is not None and x.device.type == "cpu" for x in (a.first, a.normalizer)):
+        if a.check_inputs or a.first.device.type == "cpu":
             a.tokens(check=True)  # for its checks alone
         config = _plan(a)
         saved = _saved(a, config)
@@ -94,7 +94,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         losses = launches.forward(call, target, ignore_index, _flat(a.token_weight), config.token_chunk, config.held)
         loss = losses.view(a.shape)
         if a.reduction != "none":
-            loss = losses.sum() * _inverse_count(a, call.vectors.number)
+            loss = losses.sum() / _divisor(a, call.vectors)
         return loss, *saved._replace(vectors=call.vectors.packed), loss.new_empty(0)
 
 
@@ -193,11 +193,8 @@ def _target(a: Arguments) -> tuple[Tensor, int]:
     return a.target.reshape(-1).to(torch.int64).contiguous(), a.ignore_index
 
 
-def _inverse_count(a: Arguments, count: Tensor) -> Tensor | float:
-    """1 over what the loss is divided by."""
-    if a.normalizer is not None:
-        return 1 / a.normalizer.to(torch.float32)
-    return 1 / count[0].clamp(min=1).to(torch.float32) if a.reduction == "mean" else 1.0
+def _divisor(a: Arguments, vectors: Any) -> Tensor:
+    return divisor(a.op, a.reduction, a.normalizer, vectors.number)
 
 
 def _row(a: Arguments, grad_loss: Tensor, vectors: Any) -> Tensor:
@@ -207,7 +204,7 @@ def _row(a: Arguments, grad_loss: Tensor, vectors: Any) -> Tensor:
     if a.reduction == "none":
         row = row * grad_loss.reshape(-1).float()[vectors.order]
     else:
-        row = row * (grad_loss * _inverse_count(a, vectors.number))
+        row = row * (grad_loss / _divisor(a, vectors))
     return row.masked_fill(vectors.label < 0, float("nan"))
 
 

@@ -1,4 +1,5 @@
-"""Second derivatives of the losses raise, in whatever way they are asked for: no term is left out without a word."""
+"""What holds for every loss and backend: second derivatives raise, whichever way they are asked for; what a normalizer
+of 0 does."""
 
 from itertools import product
 
@@ -7,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import every_loss
 import onchip.jax as ops
-import second_derivatives
+from every_loss import HEAD, LOGITS, TOKENS, both, checks
 from interpreter import run_all
 from onchip.ops.linear_cross_entropy import jax_op, mosaic_op
-from second_derivatives import HEAD, LOGITS, TOKENS, both, checks
 
 
 @pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("torch").items()])
@@ -21,10 +22,10 @@ def test_torch(check):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_all(second_derivatives.__file__, list(second_derivatives.CHECKS), tmp_path_factory.mktemp("interpreted"))
+    return run_all(every_loss.__file__, list(every_loss.CHECKS), tmp_path_factory.mktemp("interpreted"))
 
 
-@pytest.mark.parametrize("name", second_derivatives.CHECKS)
+@pytest.mark.parametrize("name", every_loss.CHECKS)
 def test_triton_interpreted(name, outcomes):
     said, errors = outcomes
     assert name in said, f"its process ended before it: {errors}"
@@ -33,21 +34,9 @@ def test_triton_interpreted(name, outcomes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", second_derivatives.CHECKS)
+@pytest.mark.parametrize("name", every_loss.CHECKS)
 def test_on_the_gpu(name, backend):
     checks(backend, "cuda")[name]()
-
-
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(c, id=n) for n, c in checks("torch").items() if "mean" in n and "backward=True" not in n],
-)
-def test_the_loss_may_change_in_place_before_backward(check):
-    """So the loss itself isn't what ties gradients to inputs."""
-    op, inputs, constants, options, *_ = check.args
-    made = op(**second_derivatives.tensors(inputs, constants), **options, backend="torch")
-    made /= 2
-    made.sum().backward()
 
 
 JAX = {
@@ -62,7 +51,7 @@ JAX = {
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(("op", "options"), [(op, o) for op, (_, several) in JAX.items() for o in several])
-def test_jax(op, options, jit, monkeypatch):
+def test_jax_differentiated_twice(op, options, jit, monkeypatch):
     if "backend" in options:
         monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
         monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
@@ -87,3 +76,31 @@ def test_jax(op, options, jit, monkeypatch):
 
         with pytest.raises(NotImplementedError, match="differentiated twice"):
             jax.eval_shape(by(value, b), arrays[b], arrays)  # it raises while it is traced
+
+
+# Those of Mosaic are of whole tiles.
+WHOLE = {"hidden": (128, 128), "weight": (256, 128)}
+NORMALIZED = [(op, *JAX[op]) for op in (ops.linear_cross_entropy, ops.cross_entropy, ops.linear_jsd, ops.jsd)]
+
+
+@pytest.mark.parametrize("zero", [jnp.float32(0), np.float32(0)], ids=repr)
+@pytest.mark.parametrize(
+    ("op", "shapes", "options"),
+    [
+        pytest.param(op, WHOLE if "backend" in o else shapes, o, marks=[pytest.mark.gpu] * ("backend" in o))
+        for op, shapes, several in NORMALIZED
+        for o in several
+    ],
+)
+def test_jax_normalizer_of_zero(op, shapes, options, zero):
+    arrays = {k: jnp.ones(s, jnp.bfloat16) for k, s in shapes.items()}
+    tokens = next(iter(shapes.values()))[0]
+
+    @jax.jit
+    def run(arrays, labels):
+        return jax.value_and_grad(lambda x: op(**x, labels=labels, normalizer=zero, **options))(arrays)
+
+    loss, gradients = run(arrays, jnp.full(tokens, -100))
+    assert loss == 0
+    assert not any(g.any() for g in jax.tree.leaves(gradients))
+    assert not jnp.isfinite(run(arrays, jnp.zeros(tokens, jnp.int32))[0])
