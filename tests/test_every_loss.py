@@ -104,3 +104,22 @@ def test_jax_normalizer_of_zero(op, shapes, options, zero):
     assert loss == 0
     assert not any(g.any() for g in jax.tree.leaves(gradients))
     assert not jnp.isfinite(run(arrays, jnp.zeros(tokens, jnp.int32))[0])
+
+
+@pytest.mark.parametrize("op", [op for op in JAX if op is not ops.fp8_linear])
+def test_jax_takes_numpy_float64_as_float32(op):
+    rng = np.random.default_rng(0)
+    arrays = {k: rng.standard_normal(s) for k, s in JAX[op][0].items()}
+    labels = {"ids" if op is ops.linear_log_probs else "labels": np.arange(TOKENS)}
+
+    def run(arrays):
+        return jax.value_and_grad(lambda x: op(**x, **labels).sum())(arrays)
+
+    expected = run({k: x.astype(np.float32) for k, x in arrays.items()})
+    assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (run(arrays), expected)), strict=True))
+    assert op(**arrays, **labels).dtype == jnp.float32
+    with jax.enable_x64(True), pytest.raises(TypeError, match="must be float32, bfloat16 or float16; got float64"):
+        op(**arrays, **labels)
+    name = next(iter(arrays))
+    with pytest.raises(TypeError, match=f"{name} must be a jax.Array or numpy.ndarray; got list"):
+        op(**arrays | {name: arrays[name].tolist()}, **labels)

@@ -77,7 +77,8 @@ def linear_jsd(
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
         reduction: "mean" (over the tokens that are not ignored), "sum" or "none" (the loss then is [...]).
-        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count.  A constant.
+        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count.  Where every
+            token is ignored any value of a 0-d tensor will do.  A constant.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
