@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from common_llp_jax import small_problem
 

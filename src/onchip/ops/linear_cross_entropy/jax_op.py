@@ -75,8 +75,8 @@ def linear_cross_entropy(
     whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64 counts as float32 where JAX's
-            64-bit mode is off.
+        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
+            counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.

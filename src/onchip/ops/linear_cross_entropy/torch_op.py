@@ -81,8 +81,8 @@ def linear_cross_entropy(
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
-            accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A constant to
-            autograd.
+            accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A
+            constant to autograd.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
         label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.

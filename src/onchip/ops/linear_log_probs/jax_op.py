@@ -69,8 +69,8 @@ def linear_log_probs(
     weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64 counts as float32 where JAX's
-            64-bit mode is off.
+        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
+            counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
