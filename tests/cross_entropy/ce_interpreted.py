@@ -24,6 +24,7 @@ from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.cross_entropy.spec import RowTiles
 from onchip.ops.cross_entropy.torch_checks import as_arguments, run_oracle
 from onchip.torch import cross_entropy
+from tanh import assert_is_tanh, triton_tanh
 
 CHECKS = {}
 op = partial(cross_entropy, backend="triton")
@@ -242,6 +243,11 @@ def what_saved_the_logits_raises_once_they_are_overwritten():
         other.backward()
 
 
+@check()
+def tanh_at_any_size():
+    assert_is_tanh(partial(triton_tanh, device="cpu"))
+
+
 @check(False, True)
 def a_backward_of_the_backward_raises(inplace):
     x, y = small_problem(tokens=4)
@@ -329,7 +335,7 @@ def the_schema_is_true(reduction, everything):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton_op._forward_op, packed, test_utils=tests)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in packed]
-    loss, lse, log_prob, _, _, divisor, made = triton_op._forward_op(*detached)
+    loss, lse, log_prob, _, _, divisor, made, _ = triton_op._forward_op(*detached)
     made = torch.empty_like(x) if reduction == "none" else made
     arguments = (made.detach(), torch.full_like(loss, 2), lse, log_prob, divisor, *detached)
     torch.library.opcheck(triton_op._backward_op, arguments, test_utils=tests)

@@ -14,6 +14,7 @@ from onchip.ops._shared.spec import MIB
 from onchip.ops.cross_entropy import spec, triton_op
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case
 from onchip.torch import cross_entropy
+from tanh import assert_is_tanh, triton_tanh
 
 pytestmark = pytest.mark.gpu
 op = partial(cross_entropy, backend="triton")
@@ -388,3 +389,7 @@ def test_float16_keeps_gradients_under_a_loss_scale():
     exact = x.detach().double().requires_grad_()
     expected = gradient(F.cross_entropy(exact, y) * 65536, exact)
     assert relative(g, expected) < 1e-3
+
+
+def test_tanh_at_any_size():
+    assert_is_tanh(partial(triton_tanh, device="cuda"))

@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig, Work, place_tile
 from onchip.ops.linear_cross_entropy import mosaic_kernels as kernels
 from onchip.ops.linear_cross_entropy import mosaic_settle as settle
-from onchip.ops.linear_cross_entropy.mosaic_blocks import NO_LABEL, Places
+from onchip.ops.linear_cross_entropy.mosaic_blocks import NO_LABEL, Places, tanh
 from shared_jax import quick_compilation  # noqa: F401
+from tanh import assert_is_tanh
 
 LAYOUTS = pytest.mark.parametrize("vocab_major", [True, False], ids=["VH", "HV"])
 
@@ -495,3 +496,7 @@ def test_targets(vocab_major, hidden, interpreter):
     assert (np.abs(np.asarray(got, np.float64) - expected) <= np.abs(expected) * 2**-8 + 1e-5).all()
     untouched = np.setdiff1d(np.arange(vocab), label)
     assert (got[untouched] == gradient[untouched]).all()
+
+
+def test_tanh_at_any_size():
+    assert_is_tanh(lambda x: np.asarray(tanh(jnp.asarray(x))))

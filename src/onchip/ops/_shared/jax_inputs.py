@@ -51,6 +51,13 @@ def _remedy(name: str, x: Any) -> str:
     return f"; pass jax.numpy.asarray({name})" if isinstance(x, (list, tuple)) else ""
 
 
+def dtype_of(x: Any) -> Any:
+    """The dtype that JAX gives it: outside of its 64-bit mode NumPy's float64 becomes float32."""
+    if isinstance(x, np.ndarray) and x.dtype == np.float64:
+        return jax.dtypes.canonicalize_dtype(x.dtype)
+    return x.dtype
+
+
 def check_kinds(
     op: str, arrays: Mapping[str, Any], *, integers: Collection[str], constants: Collection[str] = ()
 ) -> None:
@@ -62,16 +69,16 @@ def check_kinds(
         elif name in constants:
             if jnp.issubdtype(x.dtype, jnp.complexfloating) or (name == "temperature" and x.dtype == bool):
                 raise TypeError(f"{op}: {name} must be real; got {x.dtype}")
-        elif x.dtype.name not in DTYPE_BYTES:
+        elif dtype_of(x).name not in DTYPE_BYTES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {x.dtype}")
 
 
 def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> None:
     """Raise unless weight and bias have hidden's dtype; `whose` comes before their names."""
     for name in (f"{whose}weight", f"{whose}bias"):
-        if name in arrays and arrays[name].dtype != arrays[f"{whose}hidden"].dtype:
-            hidden = arrays[f"{whose}hidden"].dtype
-            raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {arrays[name].dtype}; cast one of them")
+        if name in arrays and dtype_of(arrays[name]) != dtype_of(arrays[f"{whose}hidden"]):
+            hidden, other = dtype_of(arrays[f"{whose}hidden"]), dtype_of(arrays[name])
+            raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {other}; cast one of them")
 
 
 def check_normalizer(op: str, normalizer: Any, reduction: str) -> None:
@@ -80,7 +87,7 @@ def check_normalizer(op: str, normalizer: Any, reduction: str) -> None:
         return
     if reduction != "mean":
         raise ValueError(f"{op}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
-    if is_array(normalizer):
+    if is_array(normalizer) or isinstance(normalizer, np.generic):  # what NumPy's `sum` gives
         check_scalar(op, "normalizer", normalizer)
     else:
         require_positive(op, "normalizer", normalizer)

@@ -68,7 +68,8 @@ def select_tokens(static: Static, tensors: Tensors, chunk: int, *, by_label: boo
         temperature = take(temperature, 1)
     divisor = jnp.ones((), jnp.float32)
     if static.reduction == "mean":
-        divisor = jnp.maximum(number, 1).astype(jnp.float32) if tensors.normalizer is None else tensors.normalizer
+        counted = number.astype(jnp.float32) if tensors.normalizer is None else tensors.normalizer
+        divisor = jnp.where(number > 0, counted, divisor)
     return Tokens(
         kept,
         place,

@@ -80,8 +80,8 @@ def cross_entropy(
     kept = labels != ignore_index
 
     denominator = 1.0
-    if reduction == "mean":
-        denominator = float(normalizer) if normalizer is not None else max(1.0, float(kept.sum()))
+    if reduction == "mean" and kept.any():
+        denominator = float(kept.sum() if normalizer is None else normalizer)
     upstream = np.broadcast_to(np.asarray(grad_loss, np.float64), shape if reduction == "none" else ()).reshape(-1)
     grad_token = np.broadcast_to(upstream / denominator, (n_tokens,)) * tw
 

@@ -31,11 +31,13 @@ def _goes_on(node: Any) -> bool:
     return goes_on
 
 
-def differentiable_once(op: str, grads: Sequence[Tensor | None], *sources: Tensor) -> list[Tensor | None]:
+def differentiable_once(op: str, grads: Sequence[Tensor | None], *sources: Tensor | None) -> list[Tensor | None]:
     """The gradients as they are; with create_graph=True such that differentiating them raises.
 
-    With respect to `sources`, of which they were made, too, and to what these were made of: `autograd.grad` goes to
-    what it is asked for alone, and would find no way, or leave out one of several.
+    It raises with respect to all that `sources` were made of.  `autograd.grad` goes to what it is asked for alone:
+    without a way there from each gradient it would leave out a term.  So `sources` are the upstream gradient and an
+    output of the op, from which ways lead to all of its inputs.  That output is a `link` of no elements where the
+    caller may change the others in place (`loss /= 2`).
     """
     if not torch.is_grad_enabled():
         return list(grads)
@@ -63,7 +65,7 @@ def scale_stash(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> T
     if factor is None:
         return stashed.to(dtype)
     # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
-    return torch.mul(stashed, factor, out=torch.empty_like(stashed, dtype=dtype))
+    return torch.mul(stashed, factor.detach(), out=torch.empty_like(stashed, dtype=dtype))
 
 
 def is_plain_one(grad_loss: Tensor) -> bool:
@@ -72,4 +74,4 @@ def is_plain_one(grad_loss: Tensor) -> bool:
     Then a stash itself is the gradient.  (While AOTAutograd traces, tensors are of a subclass.)
     """
     on_cpu = type(grad_loss) is Tensor and grad_loss.device.type == "cpu"
-    return on_cpu and float(grad_loss) == 1 and not graph_is_kept()
+    return on_cpu and float(grad_loss.detach()) == 1 and not graph_is_kept()

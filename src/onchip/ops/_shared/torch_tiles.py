@@ -95,13 +95,7 @@ def select_tokens(
     out_of_range = kept & ((label < 0) | (label >= vocab))
     if check_values and bool(out_of_range.any()):
         raise_for_label(op, "target", target, out_of_range, vocab, ignore_index)
-    if normalizer is not None:
-        check_normalizer_value(op, normalizer, always=check_values)
-        count = normalizer.to(torch.float32)
-    elif reduction == "mean":
-        count = kept.sum().clamp(min=1).to(torch.float32)
-    else:
-        count = torch.ones((), dtype=torch.float32, device=target.device)
+    count = divisor(op, reduction, normalizer, kept, check_values=check_values)
 
     weight = torch.ones_like(label, dtype=torch.float32)
     if token_weight is not None:
@@ -127,10 +121,23 @@ def select_tokens(
     return Tokens(index, kept_mask, bad, label, weight, tau[:, None] if isinstance(tau, Tensor) else tau, 1 / count)
 
 
-def check_normalizer_value(op: str, normalizer: Tensor, *, always: bool = False) -> None:
-    """Raise if the value is wrong; unless `always`, only where it lies on the CPU and reading it is free."""
-    if (always or normalizer.device.type == "cpu") and not 0 < float(normalizer) < float("inf"):
+def divisor(op: str, reduction: str, normalizer: Tensor | None, kept: Tensor, *, check_values: bool = False) -> Tensor:
+    """0-d float32: what the loss is divided by.  Where no token is kept it is 1, whatever the normalizer.
+
+    `kept` says which tokens are, or holds their number.  The normalizer's value is checked on the CPU, and elsewhere if
+    `check_values`.
+    """
+    if reduction != "mean":
+        return torch.ones((), dtype=torch.float32, device=kept.device)
+    number = kept.sum()
+    if normalizer is None:
+        return number.clamp(min=1).to(torch.float32)
+    if normalizer.device != number.device:  # it is on the CPU, and a copy would synchronise
+        normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=number.device)
+    check_values = check_values or number.device.type == "cpu"
+    if check_values and bool(number > 0) and not 0 < float(normalizer) < float("inf"):
         raise ValueError(f"{op}: normalizer must be finite and above 0; got {float(normalizer)}")
+    return normalizer.to(torch.float32).masked_fill(number == 0, 1)
 
 
 def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None:

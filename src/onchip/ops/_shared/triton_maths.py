@@ -10,8 +10,13 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def tanh(x):
-    # The approximate instruction has 11 bits; this has 22, and its own limits at both ends.
-    return 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
+    """To a relative error of 2.4e-7 in float32: 1.8e-7 by a minimax polynomial below 0.4, else by an exponential.
+
+    That keeps its own limits at both ends, but its error is absolute.  (The approximate instruction has 11 bits.)
+    """
+    q = x * x
+    series = x + x * q * (-0.33331882 + q * (0.13277629 + q * -0.047794219))
+    return tl.where(q < 0.16, series, 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1))
 
 
 @triton.jit

@@ -77,13 +77,14 @@ def cross_entropy(
     copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16.  The leading dimensions hold T tokens.  -inf takes an entry out
-            of the vocabulary (without softcap, which makes it -softcap).
+        logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
+            the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
+            64-bit mode is off.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
         normalizer: above 0: what "mean" divides by instead of the token count: for gradient accumulation, the count
-            over all micro-batches.
+            over all micro-batches.  Where every token is ignored any 0-d array will do.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
         label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
@@ -144,7 +145,7 @@ def cross_entropy(
     check_numbers(OP, numbers)
 
     shape, vocab = labels.shape, logits.shape[-1]
-    rows = jnp.reshape(logits, (int(np.prod(shape)), vocab))
+    rows = jnp.asarray(logits).reshape(int(np.prod(shape)), vocab)
     tensors = Tensors(
         hidden=rows,
         weight=jnp.zeros((vocab, 0), rows.dtype),  # what is in hidden's place are logits already

@@ -76,7 +76,8 @@ def cross_entropy(
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
-            accumulation, the count over all micro-batches.  A constant to autograd.
+            accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A
+            constant to autograd.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
         label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
@@ -170,7 +171,7 @@ def cross_entropy(
         options.inplace_backward,
         torch.is_grad_enabled() and logits.requires_grad,
     )
-    return (loss, CrossEntropyStats(*stats)) if return_stats else loss
+    return (loss, CrossEntropyStats(*stats[:4])) if return_stats else loss
 
 
 class CrossEntropyLoss(torch.nn.Module):
@@ -266,10 +267,10 @@ _SCHEMA = (
 @torch.library.custom_op(
     "onchip::cross_entropy_torch_forward",
     mutates_args=(),
-    schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 6)})",
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return loss, lse, log_prob, entropy and correct; the last two are empty unless asked for."""
+    """Return loss, lse, log_prob, entropy, correct and the link; entropy and correct are empty unless asked for."""
     a = Arguments(*args)
     shape = a.target.shape
     head, tokens = a.prepare(check_values=a.check_inputs)
@@ -283,6 +284,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         tokens.spread(softmax.log_prob(tokens), shape),
         tokens.spread(softmax.entropy(), shape) if a.stats else loss.new_empty(0),
         tokens.spread(softmax.correct(tokens), shape) if a.stats else loss.new_empty(0, dtype=torch.bool),
+        loss.new_empty(0),
     )
 
 
@@ -297,6 +299,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         per_token[2],
         per_token[3] if a.stats else a.logits.new_empty(0, dtype=torch.float32),
         a.logits.new_empty(shape if a.stats else 0, dtype=torch.bool),
+        a.logits.new_empty(0, dtype=torch.float32),
     )
 
 
@@ -340,10 +343,10 @@ def _write_gradient(a: Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Tens
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Arguments(*inputs)
-    _, lse, log_prob, *_ = output
-    ctx.mark_non_differentiable(*output[1:])
+    _, lse, log_prob, *_, link = output
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(lse, log_prob, *a[:5])
+    ctx.save_for_backward(link, lse, log_prob, *a[:5])
     ctx.options = a[5:]
 
 
@@ -351,15 +354,16 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(Arguments._fields) - 1)
     if grad_loss is None:
         return (None, *nothing)
-    lse, log_prob, *tensors = ctx.saved_tensors
+    link, lse, log_prob, *tensors = ctx.saved_tensors
     a = Arguments._make((*tensors, *ctx.options))
     if a.inplace and not graph_is_kept():
         # Detached, it still counts as a change of the logits: whatever saved them for its own backward will raise.
         gradient = a.logits.detach()
         with torch.no_grad():
             _write_gradient(a._replace(logits=gradient), grad_loss, lse, log_prob, gradient)
-        return (gradient, *nothing)
-    return (*differentiable_once(OP, [_backward_op(grad_loss, lse, log_prob, *a)]), *nothing)
+    else:
+        gradient = _backward_op(grad_loss, lse, log_prob, *a)
+    return (*differentiable_once(OP, [gradient], grad_loss, link), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

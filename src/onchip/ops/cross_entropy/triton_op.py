@@ -59,10 +59,11 @@ def _unpack(packed: Sequence[Any]) -> Arguments:
 
 
 @torch.library.custom_op(
-    "onchip::cross_entropy_triton", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 7)})"
+    "onchip::cross_entropy_triton", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return loss, lse, log_prob, entropy, correct, the divisor and the gradient; what isn't asked for is empty."""
+    """Return loss, lse, log_prob, entropy, correct, the divisor, the gradient and the link; what isn't asked for is
+    empty."""
     a = _unpack(args)
     shape, tokens = a.target.shape, a.target.numel()
     if a.scratch_bytes is not None:
@@ -77,7 +78,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         entropy = a.logits.new_empty(tokens if a.stats else 0, dtype=torch.float32)
         correct = a.logits.new_empty(tokens if a.stats else 0, dtype=torch.bool)
         gradient = torch.empty(a.logits.shape if a.fused else 0, dtype=a.logits.dtype, device=a.logits.device)
-        divisor = _divisor(a)
+        divisor = torch_tiles.divisor(OP, a.reduction, a.normalizer, a.target != a.ignore_index)
         if tokens > 0:
             launch_rows(
                 a, "losses", gradient,
@@ -86,14 +87,16 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
                     "correct": correct, "STATS": a.stats, "GRADIENT": a.fused,
                 },
             )  # fmt: skip
+        loss = loss.view(shape) if a.reduction == "none" else loss.sum() / divisor
         return (
-            loss.view(shape) if a.reduction == "none" else loss.sum() / divisor,
+            loss,
             lse.view(shape),
             log_prob.view(shape),
             entropy.view(shape) if a.stats else entropy,
             correct.view(shape) if a.stats else correct,
             divisor,
             gradient,
+            loss.new_empty(0),
         )
 
 
@@ -110,6 +113,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         a.logits.new_empty(shape if a.stats else 0, dtype=torch.bool),
         a.logits.new_empty((), dtype=torch.float32),
         torch.empty(a.logits.shape if a.fused else 0, dtype=a.logits.dtype, device=a.logits.device),
+        a.logits.new_empty(0, dtype=torch.float32),
     )
 
 
@@ -146,19 +150,6 @@ def _check_values(a: Arguments) -> None:
         temperature=a.temperature,
         check_values=True,
     )
-
-
-def _divisor(a: Arguments) -> Tensor:
-    """[] float32: what the loss is divided by."""
-    device = a.logits.device
-    if a.normalizer is not None:
-        torch_tiles.check_normalizer_value(OP, a.normalizer)
-        if a.normalizer.device == device:
-            return a.normalizer.to(torch.float32, copy=True)
-        return torch.full((), float(a.normalizer), dtype=torch.float32, device=device)
-    if a.reduction == "mean":
-        return (a.target != a.ignore_index).sum(dtype=torch.float32).clamp_(min=1)
-    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _write_gradient(
@@ -260,10 +251,10 @@ def _count_multiprocessors(index: int) -> int:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, lse, log_prob, _, _, divisor, gradient = output
-    ctx.mark_non_differentiable(*output[1:])
+    _, lse, log_prob, _, _, divisor, gradient, link = output
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gradient, lse, log_prob, divisor, *inputs[:5])
+    ctx.save_for_backward(link, gradient, lse, log_prob, divisor, *inputs[:5])
     ctx.options = inputs[5:]
 
 
@@ -271,7 +262,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (4 + len(ctx.options))
     if grad_loss is None:
         return (None, *nothing)
-    gradient, lse, log_prob, divisor, *tensors = ctx.saved_tensors
+    link, gradient, lse, log_prob, divisor, *tensors = ctx.saved_tensors
     packed = (*tensors, *ctx.options)
     a = _unpack(packed)
     if a.inplace and not graph_is_kept():
@@ -280,13 +271,13 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         with torch.no_grad():
             _write_gradient(a._replace(logits=gradient), gradient, grad_loss, lse, log_prob, divisor)
             torch.autograd.graph.increment_version(gradient)
-        return (gradient, *nothing)
-    if not a.fused:
-        gradient = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
-    elif graph_is_kept():
-        gradient = gradient.clone()
-    _backward_op(gradient, grad_loss, lse, log_prob, divisor, *packed)
-    return (*differentiable_once(OP, [gradient]), *nothing)
+    else:
+        if not a.fused:
+            gradient = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
+        elif graph_is_kept():
+            gradient = gradient.clone()
+        _backward_op(gradient, grad_loss, lse, log_prob, divisor, *packed)
+    return (*differentiable_once(OP, [gradient], grad_loss, link), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -103,12 +103,12 @@ _SCHEMA = (
 
 
 @torch.library.custom_op(
-    "onchip::linear_cross_entropy_fp8_forward", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+    "onchip::linear_cross_entropy_fp8_forward", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 10)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct, and what backward needs, for an upstream gradient of 1: hidden's
     gradient in float32, the logits' gradient transposed in FP8 with its scales, bias's gradient in float32.  What
-    isn't asked for is empty.
+    isn't asked for is empty, and so is the last, the link.
     """
     a = Arguments(*args)
     shape, (tokens, _, _) = a.target.shape, a.shapes
@@ -129,6 +129,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             blank if softmax.entropy is None else softmax.entropy.view(shape),
             blank.to(torch.bool) if softmax.correct is None else softmax.correct.view(shape),
             *kept,
+            loss.new_empty(0),
         )
 
 
@@ -144,6 +145,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         per_token[3] if stats else a.hidden.new_empty(0, dtype=torch.float32),
         a.target.new_empty(a.target.shape if stats else 0, dtype=torch.bool),
         *_empty_kept(a),
+        a.hidden.new_empty(0, dtype=torch.float32),
     )
 
 
@@ -343,7 +345,7 @@ def _call(a: Arguments) -> Call:
         a.target.reshape(-1).to(torch.int64).contiguous(),
         None if a.token_weight is None else _flat(a.token_weight),
         per_token,
-        _divisor(a),
+        torch_tiles.divisor(a.reduction, a.normalizer, a.target != a.ignore_index),
         a.ignore_index,
         label_smoothing,
         z_loss,
@@ -356,19 +358,6 @@ def _call(a: Arguments) -> Call:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1).to(torch.float32).contiguous()
-
-
-def _divisor(a: Arguments) -> Tensor:
-    """[] float32: what the loss is divided by."""
-    device = a.hidden.device
-    if a.normalizer is not None:
-        torch_tiles.check_normalizer_value(a.normalizer)
-        if a.normalizer.device == device:
-            return a.normalizer.to(torch.float32)
-        return torch.full((), float(a.normalizer), dtype=torch.float32, device=device)
-    if a.reduction == "mean":
-        return (a.target != a.ignore_index).sum(dtype=torch.float32).clamp_(min=1)
-    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _check_values(a: Arguments) -> None:
@@ -390,10 +379,10 @@ def _check_values(a: Arguments) -> None:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Arguments(*inputs)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)
     # The weight isn't kept: what backward needs of it was multiplied in forward.
-    ctx.save_for_backward(*output[5:], a.hidden if a.grads[1] else None, a.target)
+    ctx.save_for_backward(*output[5:-1], a.hidden if a.grads[1] else None, a.target, output[-1])
     # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
     ctx.weight_grad_out = a.weight_grad_out
     dtypes = [x.dtype for x in (a.hidden, a.weight, a.weight if a.bias is None else a.bias)]
@@ -406,10 +395,11 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None, None, None, *nothing)
     *options, needed = ctx.options
     wanted = asked_for(ctx, needed)
-    made = _backward_op(grad_loss, *ctx.saved_tensors, ctx.weight_grad_out, *options, wanted)
+    *saved, link = ctx.saved_tensors
+    made = _backward_op(grad_loss, *saved, ctx.weight_grad_out, *options, wanted)
     returned = [wanted[0], wanted[1] and ctx.weight_grad_out is None, wanted[2]]
     grads = [x if want else None for x, want in zip(made, returned, strict=True)]
-    return (*differentiable_once(grads), *nothing)
+    return (*differentiable_once(grads, grad_loss, link), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

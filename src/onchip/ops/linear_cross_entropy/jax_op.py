@@ -75,7 +75,8 @@ def linear_cross_entropy(
     whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16.  The leading dimensions hold T tokens.
+        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
+            counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
@@ -83,7 +84,7 @@ def linear_cross_entropy(
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
         normalizer: above 0: what "mean" divides by instead of the token count: for gradient accumulation, the count
-            over all micro-batches.
+            over all micro-batches.  Where every token is ignored any 0-d array will do.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
         label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
@@ -158,7 +159,7 @@ def linear_cross_entropy(
     size = hidden.shape[-1]
     vocab = weight.shape[weight_layout.index("v")]
     tensors = Tensors(
-        hidden=jnp.reshape(hidden, (int(np.prod(shape)), size)),
+        hidden=jnp.asarray(hidden).reshape(int(np.prod(shape)), size),
         weight=jnp.asarray(weight),
         labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
         bias=None if bias is None else jnp.asarray(bias),

@@ -44,8 +44,10 @@ def vocab_of(weight: Any, vocab_major: bool) -> int:
 
 
 def tanh(x: Any) -> Any:
-    # The approximate instruction has 11 bits; this has 22, and its own limits at both ends.
-    return 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1)
+    """To a relative error of 2.4e-7 in float32; triton_maths.py says how."""
+    q = x * x
+    series = x + x * q * (-0.33331882 + q * (0.13277629 + q * -0.047794219))
+    return jnp.where(q < 0.16, series, 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1))
 
 
 def logits_copies(c: MosaicConfig, vocab_major: bool, first: int | None = None) -> Callable[..., None]:

@@ -90,7 +90,8 @@ def linear_cross_entropy(
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
-            accumulation, the count over all micro-batches.  A constant to autograd.
+            accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A
+            constant to autograd.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
         label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
@@ -434,11 +435,11 @@ class _Arguments(NamedTuple):
 
 
 @torch.library.custom_op(
-    "onchip::linear_cross_entropy_torch", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 8)})"
+    "onchip::linear_cross_entropy_torch", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct, and what 'stash' keeps: the gradients of hidden, weight and bias in
-    float32, for an upstream gradient of 1.  What isn't asked for is empty.
+    float32, for an upstream gradient of 1.  What isn't asked for is empty, and so is the last, the link.
     """
     a = _Arguments(*args)
     shape = a.target.shape
@@ -464,6 +465,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             tokens.spread(softmax.entropy(), shape) if a.stats else hidden.new_empty(0, dtype=torch.float32),
             tokens.spread(softmax.correct(tokens), shape) if a.stats else hidden.new_empty(0, dtype=torch.bool),
             *stashed,
+            loss.new_empty(0),
         )
 
 
@@ -471,7 +473,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*args)
     per_token = [a.target.new_empty(a.target.shape, dtype=torch.float32) for _ in range(4)]
-    blank = [a.hidden.new_empty(0, dtype=torch.float32) for _ in range(4)]
+    blank = [a.hidden.new_empty(0, dtype=torch.float32) for _ in range(5)]
     stash = a.strategy == "stash"
 
     def kept(x: Tensor | None, wanted: bool, blank: Tensor) -> Tensor:
@@ -486,6 +488,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         kept(a.hidden, a.grad_hidden, blank[0]),
         kept(a.weight, a.grad_weight, blank[1]),
         kept(a.bias, a.grad_bias, blank[2]),
+        blank[4],
     )
 
 
@@ -535,18 +538,18 @@ def _(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> tuple[Ten
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = _Arguments(*inputs)
-    _, lse, log_prob, _, _, *stashed = output
-    ctx.mark_non_differentiable(*output[1:])
+    _, lse, log_prob, _, _, *stashed, link = output
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
     ctx.stash = None
     # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
     ctx.weight_grad_out = a.weight_grad_out
     if a.strategy == "stash":
         # Neither hidden nor weight is kept alive: the stash is enough, with the target to tell ignored tokens by.
-        ctx.save_for_backward(*stashed, a.target)
+        ctx.save_for_backward(link, *stashed, a.target)
         ctx.stash = _Stash(a.grads, a.dtypes, a.reduction, a.ignore_index)
     else:
-        ctx.save_for_backward(lse, log_prob, *a[:7])
+        ctx.save_for_backward(link, lse, log_prob, *a[:7])
         ctx.options = a[8:]
 
 
@@ -564,11 +567,12 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_loss is None:
         return (None, None, None, *nothing)
     grads: list[Tensor | None]
+    link, *saved = ctx.saved_tensors
     if ctx.stash is not None:
         stash = ctx.stash._replace(grads=asked_for(ctx, ctx.stash.grads))
-        grads = _scale_stash(stash, ctx.saved_tensors, grad_loss, ctx.weight_grad_out)
+        grads = _scale_stash(stash, saved, grad_loss, ctx.weight_grad_out)
     else:
-        lse, log_prob, *tensors = ctx.saved_tensors
+        lse, log_prob, *tensors = saved
         a = _Arguments._make((*tensors, ctx.weight_grad_out, *ctx.options))
         to_hidden, to_weight, to_bias = asked_for(ctx, a.grads)
         a = a._replace(grad_hidden=to_hidden, grad_weight=to_weight, grad_bias=to_bias)
@@ -576,11 +580,11 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
         if a.weight_grad_out is not None:
             grads[1] = None
-    return (*differentiable_once(grads), *nothing)
+    return (*differentiable_once(grads, grad_loss, link), *nothing)
 
 
 def _scale_stash(
-    stash: _Stash, saved: tuple[Tensor, ...], grad_loss: Tensor, weight_grad_out: Tensor | None
+    stash: _Stash, saved: Sequence[Tensor], grad_loss: Tensor, weight_grad_out: Tensor | None
 ) -> list[Tensor | None]:
     """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
     if stash.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it

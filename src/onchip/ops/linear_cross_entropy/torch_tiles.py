@@ -33,7 +33,7 @@ __all__ = ["Head", "Tokens", "forward_only", "recompute", "stash"]
 
 # What both backends call in this op's name.
 select_tokens = partial(torch_tiles.select_tokens, OP)
-check_normalizer_value = partial(torch_tiles.check_normalizer_value, OP)
+divisor = partial(torch_tiles.divisor, OP)
 differentiable_once = partial(torch_autograd.differentiable_once, OP)
 
 

@@ -133,10 +133,10 @@ def _unpack(packed: tuple[Any, ...]) -> Arguments:
 @torch.library.custom_op(
     "onchip::linear_cross_entropy_triton",
     mutates_args=(),
-    schema=f"(Tensor hidden, {_TENSORS}, Tensor? weight_grad_out, {_OPTIONS}) -> ({', '.join(['Tensor'] * 9)})",
+    schema=f"(Tensor hidden, {_TENSORS}, Tensor? weight_grad_out, {_OPTIONS}) -> ({', '.join(['Tensor'] * 10)})",
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return loss, lse, log_prob, entropy, correct and `Saved`; what isn't asked for is empty."""
+    """Return loss, lse, log_prob, entropy, correct, `Saved` and the link; what isn't asked for is empty."""
     from onchip.ops.linear_cross_entropy import triton_walks as walks
 
     a = _unpack(args)
@@ -169,7 +169,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         assert out.loss is not None
         loss = out.loss.view(shape)
         if a.reduction != "none":
-            loss = out.loss.sum() * _inverse_count(a.reduction, a.normalizer, vectors.number)
+            loss = out.loss.sum() / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number)
         if a.any_grad:
             saved = saved._replace(vectors=vectors.packed)
         blank = hidden.new_empty(0, dtype=torch.float32)
@@ -180,6 +180,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             blank if out.entropy is None else out.entropy.view(shape),
             blank.to(torch.bool) if out.correct is None else out.correct.view(shape),
             *saved,
+            loss.new_empty(0),
         )
 
 
@@ -194,6 +195,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         per_token[3] if a.stats else a.hidden.new_empty(0, dtype=torch.float32),
         a.target.new_empty(a.target.shape if a.stats else 0, dtype=torch.bool),
         *_saved(a, fake=True),
+        a.hidden.new_empty(0, dtype=torch.float32),
     )
 
 
@@ -257,7 +259,7 @@ def _backward_op(
         if a.reduction == "none":
             row = row * grad_loss.reshape(-1).float()[vectors.order]
         else:
-            row = row * (grad_loss * _inverse_count(a.reduction, a.normalizer, vectors.number))
+            row = row * (grad_loss / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number))
         weights = setup.flat(a.token_weight)
         if weights is not None:
             row = row * weights[vectors.order]
@@ -319,20 +321,12 @@ def _check_values(a: Arguments) -> None:
     )
 
 
-def _inverse_count(reduction: str, normalizer: Tensor | None, count: Tensor) -> Tensor | float:
-    """1 over what the loss is divided by."""
-    if normalizer is not None:
-        torch_tiles.check_normalizer_value(normalizer)
-        return 1 / normalizer.to(torch.float32)
-    return 1 / count[0].clamp(min=1).to(torch.float32) if reduction == "mean" else 1.0
-
-
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = _unpack(inputs)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[5:], a.hidden, output[1], output[2], *a[1:7])
     # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
@@ -344,7 +338,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (5 + len(ctx.options))
     if grad_loss is None:
         return (None, None, None, *nothing)
-    hidden_memory, weight_memory, overflow, vectors, hidden, lse, log_prob, *tensors = ctx.saved_tensors
+    hidden_memory, weight_memory, overflow, vectors, link, hidden, lse, log_prob, *tensors = ctx.saved_tensors
     a = _unpack((hidden_memory, *tensors, ctx.weight_grad_out, *ctx.options))
     if a.weight_grad_out is not None and not asked_for(ctx, (False, a.grad_weight))[1]:
         a = a._replace(weight_grad_out=None, grad_weight=False)
@@ -363,7 +357,9 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
             hidden_memory if a.grad_hidden else None,
             weight_memory[: a.weight.shape[0]] if a.grad_weight and a.weight_grad_out is None else None,
             grad_bias if a.grad_bias else None,
-        )
+        ),
+        grad_loss,
+        link,
     )
     return (*grads, *nothing)
 

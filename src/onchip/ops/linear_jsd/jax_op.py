@@ -72,7 +72,8 @@ def linear_jsd(
     It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        student_hidden: [..., Hs] float32, bfloat16 or float16.  The leading dimensions hold T tokens.
+        student_hidden: [..., Hs] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
+            counts as float32 where JAX's 64-bit mode is off.
         student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype.
         teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
         teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype.
@@ -85,7 +86,8 @@ def linear_jsd(
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
         reduction: "mean" (over the tokens that are not ignored), "sum" or "none" (the loss then is [...]).
-        normalizer: number or 0-d array above 0 that "mean" divides by instead of the token count.  A constant.
+        normalizer: number or 0-d array above 0 that "mean" divides by instead of the token count.  Where every
+            token is ignored any value of a 0-d array will do.  A constant.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
@@ -268,14 +270,15 @@ def _call(
     total = int(np.prod(shape))
 
     def flat(x: Any) -> Any:
-        return jnp.reshape(x, (total, x.shape[-1]))
+        return x.reshape(total, x.shape[-1])
 
     given = {}
     for who in ("student", "teacher"):
         for part in _PARTS:
             x = named.get(f"{who}_{part}")
             if x is not None:
-                x = flat(x) if part in ("hidden", "logits") else jnp.asarray(x)
+                x = jnp.asarray(x)
+                x = flat(x) if part in ("hidden", "logits") else x
                 given[f"{who}_{part}"] = x if who == "student" or options.teacher_grad else lax.stop_gradient(x)
     labels = named["labels"]
     tensors = _Tensors(
@@ -284,7 +287,7 @@ def _call(
         if labels is None
         else plain_labels(labels, size, int(options.ignore_index)).reshape(-1),
         None if topk is None else plain_labels(flat(topk.indices), size, -1),
-        None if topk is None else lax.stop_gradient(flat(topk.values).astype(jnp.float32)),
+        None if topk is None else lax.stop_gradient(jnp.asarray(flat(topk.values), jnp.float32)),
         per_token_constant(named["token_weight"]),
         as_constant(normalizer),
     )

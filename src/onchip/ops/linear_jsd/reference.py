@@ -115,8 +115,8 @@ def jsd(
     tw = np.ones(n_tokens) if token_weight is None else np.asarray(token_weight, np.float64).reshape(-1)
     tw = np.where(bad, np.nan, tw)
     denominator = 1.0
-    if reduction == "mean":
-        denominator = float(normalizer) if normalizer is not None else max(1.0, float(kept.sum()))
+    if reduction == "mean" and kept.any():
+        denominator = float(kept.sum() if normalizer is None else normalizer)
     upstream = np.broadcast_to(np.asarray(grad_loss, np.float64), shape if reduction == "none" else ()).reshape(-1)
     row = np.broadcast_to(upstream / denominator, (n_tokens,)) * tw
 

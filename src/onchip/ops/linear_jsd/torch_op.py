@@ -77,7 +77,8 @@ def linear_jsd(
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
         reduction: "mean" (over the tokens that are not ignored), "sum" or "none" (the loss then is [...]).
-        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count.  A constant.
+        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count.  Where every
+            token is ignored any value of a 0-d tensor will do.  A constant.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
@@ -287,11 +288,11 @@ def _walk(a: Arguments, tokens: Tokens, row: Tensor, grads: Sequence[bool]) -> t
 
 
 @torch.library.custom_op(
-    "onchip::linear_jsd_torch", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+    "onchip::linear_jsd_torch", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 10)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return the loss, and with `stash` the gradients in float32 for an upstream gradient of 1; what isn't asked for is
-    empty."""
+    empty, and so is the last, the link."""
     a = Arguments(*args)
     # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
     with torch.autocast(a.first.device.type, enabled=False):
@@ -301,7 +302,8 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         loss = tokens.spread(losses * tokens.weight, a.shape)
         if a.reduction != "none":
             loss = loss.sum() * tokens.inverse_count
-        return loss, *(_shaped(x, like, a.first) for x, like in zip(made, a.parameters, strict=True))
+        stashed = (_shaped(x, like, a.first) for x, like in zip(made, a.parameters, strict=True))
+        return loss, *stashed, loss.new_empty(0)
 
 
 def _shaped(x: Tensor | None, like: Tensor | None, first: Tensor) -> Tensor:
@@ -316,7 +318,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         a.first.new_empty(x.shape if x is not None and a.stash and wanted else 0, dtype=torch.float32)
         for x, wanted in zip(a.parameters, a.grads, strict=True)
     ]
-    return loss, *stashed
+    return loss, *stashed, loss.new_empty(0)
 
 
 @torch.library.custom_op(
@@ -349,7 +351,7 @@ def _(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Arguments(*inputs)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
     ctx.stash, ctx.grads, ctx.op = a.stash, a.grads, a.op
     if a.stash:
@@ -358,7 +360,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         ctx.save_for_backward(*output[1:])
     else:
         ctx.options = a[TENSORS:]
-        ctx.save_for_backward(*a[:TENSORS])
+        ctx.save_for_backward(*a[:TENSORS], output[-1])
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -366,16 +368,17 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_loss is None:
         return (*[None] * 8, *nothing)
     grads: list[Tensor | None]
+    *saved, link = ctx.saved_tensors
     if ctx.stash:
         factor = None if is_plain_one(grad_loss) else grad_loss
         grads = [
             scale_stash(x, factor, dtype) if wanted else None
-            for x, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.grads, strict=True)
+            for x, dtype, wanted in zip(saved, ctx.dtypes, ctx.grads, strict=True)
         ]
     else:
-        made = _backward_op(grad_loss, *ctx.saved_tensors, *ctx.options)
+        made = _backward_op(grad_loss, *saved, *ctx.options)
         grads = [x if wanted else None for x, wanted in zip(made, ctx.grads, strict=True)]
-    return (*differentiable_once(ctx.op, grads), *nothing)
+    return (*differentiable_once(ctx.op, grads, grad_loss, link), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

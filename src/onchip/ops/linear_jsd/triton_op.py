@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
 from onchip.ops._shared.torch_inputs import copied_rows, copied_weight
-from onchip.ops._shared.torch_tiles import Head
+from onchip.ops._shared.torch_tiles import Head, divisor
 from onchip.ops._shared.triton_calls import device_of
 from onchip.ops.linear_cross_entropy import triton_op as ce_op
 from onchip.ops.linear_cross_entropy import triton_setup as setup
@@ -81,15 +81,15 @@ class Saved(NamedTuple):
 
 
 @torch.library.custom_op(
-    "onchip::linear_jsd_triton", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
+    "onchip::linear_jsd_triton", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 10)})"
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return the loss, and `Saved`."""
+    """Return the loss, `Saved` and the link."""
     from onchip.ops.linear_jsd import triton_launches as launches
 
     a = Arguments(*args)
     with device_of(a.first), torch.autocast(a.first.device.type, enabled=False):
-        if a.check_inputs or any(x is not None and x.device.type == "cpu" for x in (a.first, a.normalizer)):
+        if a.check_inputs or a.first.device.type == "cpu":
             a.tokens(check=True)  # for its checks alone
         config = _plan(a)
         saved = _saved(a, config)
@@ -100,15 +100,15 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         losses = launches.forward(call, target, ignore_index, _flat(a.token_weight), config.token_chunk, config.held)
         loss = losses.view(a.shape)
         if a.reduction != "none":
-            loss = losses.sum() * _inverse_count(a, call.vectors.number)
-        return loss, *saved._replace(vectors=call.vectors.packed)
+            loss = losses.sum() / _divisor(a, call.vectors)
+        return loss, *saved._replace(vectors=call.vectors.packed), loss.new_empty(0)
 
 
 @_forward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = Arguments(*args)
     loss = a.first.new_empty(a.shape if a.reduction == "none" else (), dtype=torch.float32)
-    return loss, *_saved(a, _plan(a), fake=True)
+    return loss, *_saved(a, _plan(a), fake=True), loss.new_empty(0)
 
 
 @torch.library.custom_op(
@@ -199,11 +199,8 @@ def _target(a: Arguments) -> tuple[Tensor, int]:
     return a.target.reshape(-1).to(torch.int64).contiguous(), a.ignore_index
 
 
-def _inverse_count(a: Arguments, count: Tensor) -> Tensor | float:
-    """1 over what the loss is divided by."""
-    if a.normalizer is not None:
-        return 1 / a.normalizer.to(torch.float32)
-    return 1 / count[0].clamp(min=1).to(torch.float32) if a.reduction == "mean" else 1.0
+def _divisor(a: Arguments, vectors: Any) -> Tensor:
+    return divisor(a.op, a.reduction, a.normalizer, vectors.number)
 
 
 def _row(a: Arguments, grad_loss: Tensor, vectors: Any) -> Tensor:
@@ -213,7 +210,7 @@ def _row(a: Arguments, grad_loss: Tensor, vectors: Any) -> Tensor:
     if a.reduction == "none":
         row = row * grad_loss.reshape(-1).float()[vectors.order]
     else:
-        row = row * (grad_loss * _inverse_count(a, vectors.number))
+        row = row * (grad_loss / _divisor(a, vectors))
     return row.masked_fill(vectors.label < 0, float("nan"))
 
 
@@ -332,7 +329,7 @@ def _rows_of_logits(a: Arguments, grads: Sequence[Tensor | None]) -> tuple[Tenso
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a = Arguments(*inputs)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1:-1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:], *a[:TENSORS])
     ctx.options = a[TENSORS:]
@@ -342,8 +339,8 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(Arguments._fields) - 8)
     if grad_loss is None:
         return (*[None] * 8, *nothing)
-    saved = Saved(*ctx.saved_tensors[:8])
-    a = Arguments(*ctx.saved_tensors[8:], *ctx.options)
+    saved, link = Saved(*ctx.saved_tensors[:8]), ctx.saved_tensors[8]
+    a = Arguments(*ctx.saved_tensors[9:], *ctx.options)
     if graph_is_kept():
         memories: dict[str, Tensor] = saved._asdict()
         for name in ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"):
@@ -358,7 +355,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         rows = 0 if parameter is None else parameter.shape[0]
         grads += [hidden, weight[:rows], biases_and_logits[k], biases_and_logits[2 + k]]
     wanted = [x if is_wanted else None for x, is_wanted in zip(grads, a.grads, strict=True)]
-    return (*differentiable_once(a.op, wanted), *nothing)
+    return (*differentiable_once(a.op, wanted, grad_loss, link), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -85,6 +85,8 @@ CHECK_CASES = (
     _case("all ignored", 127, 64, 1000, ignored=1.0),
     _case("masked vocab", 127, 64, 1000, masked=600),
     _case("softcap", 127, 64, 1000, logit_std=30.0, softcap=15.0),
+    _case("small logits, softcap 30", 127, 64, 1000, logit_std=0.02, softcap=30.0),
+    _case("softcap 1e4", 127, 64, 1000, softcap=1e4),
     _case("logit scale", 127, 64, 1000, logit_scale=0.0625),
     _case("temperature", 127, 64, 1000, temperature=0.7),
     _case("token temperature", 127, 64, 1000, token_temperature=True),

@@ -69,7 +69,8 @@ def linear_log_probs(
     weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16.  The leading dimensions hold T tokens.
+        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
+            counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
@@ -129,7 +130,7 @@ def linear_log_probs(
     each = ids.shape[-1] if ids.ndim > len(shape) else 1
     plain = plain_labels(ids, vocab, int(ignore_index)).reshape(total, each)
     tensors = Tensors(
-        hidden=jnp.reshape(hidden, (total, size)),
+        hidden=jnp.asarray(hidden).reshape(total, size),
         weight=jnp.asarray(weight),
         # Here a label only says whether a token counts.
         labels=jnp.where((plain != IGNORED).any(1), 0, IGNORED),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
+from onchip.ops._shared.torch_autograd import differentiable_once
 from onchip.ops._shared.torch_inputs import DTYPES, copied_rows, copied_weight, temperature_tensor
 from onchip.ops._shared.torch_tiles import Head, operand_dtype
 from onchip.ops.linear_log_probs import spec, torch_walks, triton_op
@@ -368,12 +369,8 @@ def _backward(
     log_prob, entropy, lse, mean, *tensors = ctx.saved_tensors
     a = _Arguments._make((*tensors, *ctx.options))
     made = _backward_op(*upstream, log_prob, entropy, lse, mean, *a)
-    return (*(x if wanted else None for x, wanted in zip(made, a.grads, strict=True)), *nothing)
-
-
-def _refuse(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(f"{OP}: a backward of the backward is not supported")
+    grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
+    return (*differentiable_once(OP, grads, *upstream, log_prob), *nothing)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
-_backward_op.register_autograd(_refuse)

@@ -314,6 +314,8 @@ def _backward(
             weight_memory[: weight.shape[0]] if a.grad_weight else None,
             grad_bias if a.grad_bias else None,
         ),
+        *upstream,
+        log_prob,
     )
     return (*grads, *nothing)
 

@@ -1,0 +1,125 @@
+"""What holds for every loss and backend: second derivatives raise, whichever way they are asked for; what a normalizer
+of 0 does."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import every_loss
+import onchip.jax as ops
+from every_loss import HEAD, LOGITS, TOKENS, both, checks
+from interpreter import run_all
+from onchip.ops.linear_cross_entropy import jax_op, mosaic_op
+
+
+@pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("torch").items()])
+def test_torch(check):
+    check()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_all(every_loss.__file__, list(every_loss.CHECKS), tmp_path_factory.mktemp("interpreted"))
+
+
+@pytest.mark.parametrize("name", every_loss.CHECKS)
+def test_triton_interpreted(name, outcomes):
+    said, errors = outcomes
+    assert name in said, f"its process ended before it: {errors}"
+    assert not said[name], said[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", every_loss.CHECKS)
+def test_on_the_gpu(name, backend):
+    checks(backend, "cuda")[name]()
+
+
+JAX = {
+    ops.linear_cross_entropy: (HEAD, [{"strategy": "stash"}, {"strategy": "recompute"}, {"backend": "mosaic_gpu"}]),
+    ops.cross_entropy: ({"logits": LOGITS}, [{}]),
+    ops.linear_log_probs: (HEAD, [{}]),
+    ops.linear_jsd: (both("hidden", "weight", "bias"), [{"teacher_grad": True}]),
+    ops.jsd: ({"student_logits": LOGITS, "teacher_logits": LOGITS}, [{"teacher_grad": True}]),
+    ops.fp8_linear: ({"x" if k == "hidden" else k: shape for k, shape in HEAD.items()}, [{}]),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(("op", "options"), [(op, o) for op, (_, several) in JAX.items() for o in several])
+def test_jax_differentiated_twice(op, options, jit, monkeypatch):
+    if "backend" in options:
+        monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
+        monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
+    shapes, _ = JAX[op]
+    arrays = {k: np.ones(s, jnp.bfloat16) for k, s in shapes.items()} | {"upstream": np.float32(2)}
+    labels = {} if op is ops.fp8_linear else {"ids" if op is ops.linear_log_probs else "labels": jnp.arange(TOKENS)}
+
+    def loss(arrays):
+        given = {k: x for k, x in arrays.items() if k != "upstream"}
+        made = op(**given, **labels, **options)
+        return arrays["upstream"] * sum(x.sum() for x in jax.tree.leaves(made))
+
+    def by(f, name):
+        return jax.grad(lambda x, arrays: f(arrays | {name: x}))
+
+    for a, b, alone in product(shapes, arrays, (False, True)):
+        g = jit(by(loss, a))
+
+        def value(arrays, g=g, a=a, alone=alone):
+            made = g(arrays[a], arrays)
+            return made.sum() if alone else loss(arrays) + (made**2).sum()
+
+        with pytest.raises(NotImplementedError, match="differentiated twice"):
+            jax.eval_shape(by(value, b), arrays[b], arrays)  # it raises while it is traced
+
+
+# Those of Mosaic are of whole tiles.
+WHOLE = {"hidden": (128, 128), "weight": (256, 128)}
+NORMALIZED = [(op, *JAX[op]) for op in (ops.linear_cross_entropy, ops.cross_entropy, ops.linear_jsd, ops.jsd)]
+
+
+@pytest.mark.parametrize("zero", [jnp.float32(0), np.float32(0)], ids=repr)
+@pytest.mark.parametrize(
+    ("op", "shapes", "options"),
+    [
+        pytest.param(op, WHOLE if "backend" in o else shapes, o, marks=[pytest.mark.gpu] * ("backend" in o))
+        for op, shapes, several in NORMALIZED
+        for o in several
+    ],
+)
+def test_jax_normalizer_of_zero(op, shapes, options, zero):
+    arrays = {k: jnp.ones(s, jnp.bfloat16) for k, s in shapes.items()}
+    tokens = next(iter(shapes.values()))[0]
+
+    @jax.jit
+    def run(arrays, labels):
+        return jax.value_and_grad(lambda x: op(**x, labels=labels, normalizer=zero, **options))(arrays)
+
+    loss, gradients = run(arrays, jnp.full(tokens, -100))
+    assert loss == 0
+    assert not any(g.any() for g in jax.tree.leaves(gradients))
+    assert not jnp.isfinite(run(arrays, jnp.zeros(tokens, jnp.int32))[0])
+
+
+@pytest.mark.parametrize("op", [op for op in JAX if op is not ops.fp8_linear])
+def test_jax_takes_numpy_float64_as_float32(op):
+    rng = np.random.default_rng(0)
+    arrays = {k: rng.standard_normal(s) for k, s in JAX[op][0].items()}
+    labels = {"ids" if op is ops.linear_log_probs else "labels": np.arange(TOKENS)}
+
+    def run(arrays):
+        return jax.value_and_grad(lambda x: op(**x, **labels).sum())(arrays)
+
+    expected = run({k: x.astype(np.float32) for k, x in arrays.items()})
+    assert all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (run(arrays), expected)), strict=True))
+    assert op(**arrays, **labels).dtype == jnp.float32
+    with jax.enable_x64(True), pytest.raises(TypeError, match="must be float32, bfloat16 or float16; got float64"):
+        op(**arrays, **labels)
+    name = next(iter(arrays))
+    with pytest.raises(TypeError, match=f"{name} must be a jax.Array or numpy.ndarray; got list"):
+        op(**arrays | {name: arrays[name].tolist()}, **labels)
