@@ -148,7 +148,7 @@ def copied_weight(weight: Tensor | None, dtype: torch.dtype) -> int:
 def copies_weight(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether the Triton kernels read [V, H] `weight` from a contiguous copy in `dtype`, that of their products.
 
-    They read it as it lies if rows lie beside one another, or columns that begin at multiples of 16 bytes.
+    They read it as it lies if its rows are contiguous, or its columns are and lie a multiple of 16 bytes apart.
     """
     vocab, hidden = weight.shape
     if weight.is_contiguous() or (weight.stride(1) == 1 and weight.stride(0) >= hidden):

@@ -83,8 +83,9 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  With precision="fp8"
-            also what `quantize_weight` made of one.
+        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  A [H, V] kernel's
+            transpose is read as it lies; "triton" copies it where V is no multiple of 8.  With precision="fp8" also
+            what `quantize_weight` made of one.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
         bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.

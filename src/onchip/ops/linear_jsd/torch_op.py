@@ -66,7 +66,8 @@ def linear_jsd(
 
     Args:
         student_hidden: [..., Hs] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        student_weight: [V, Hs] like `nn.Linear`'s, of student_hidden's dtype (under autocast of any of the three).
+        student_weight: [V, Hs] like `nn.Linear`'s, of student_hidden's dtype (under autocast of any of the three).  A
+            [Hs, V] kernel's transpose is read as it lies; "triton" copies it where V is no multiple of 8.
         teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
         teacher_weight: [V, Ht] of teacher_hidden's dtype.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
@@ -177,8 +178,10 @@ def jsd(
         loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
 
     Args:
-        student_logits: [..., V] float32, bfloat16 or float16, any strides.  -inf takes an entry out.
-        teacher_logits: [..., V] float32, bfloat16 or float16, any strides.
+        student_logits: [..., V] float32, bfloat16 or float16, any strides.  -inf takes an entry out.  Those whose
+            leading dimensions can't be flattened in place are copied; so are, with "triton", those whose last stride
+            isn't 1.
+        teacher_logits: [..., V] float32, bfloat16 or float16, any strides; copied likewise.
 
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.

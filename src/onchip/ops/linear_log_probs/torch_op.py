@@ -67,7 +67,8 @@ def linear_log_probs(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).
+        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  A [H, V] kernel's
+            transpose is read as it lies; "triton" copies it where V is no multiple of 8.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
