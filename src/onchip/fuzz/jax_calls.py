@@ -11,12 +11,8 @@ import numpy as np
 from onchip.fuzz.judge import CONSTANTS, least_scratch, named
 from onchip.ops.linear_jsd.spec import TopK
 
-Array = Any
 
-
-def arrays(
-    made: Any, shape: Sequence[int], dtype: str, *, label_dtype: str = "int64", vocab: int | None = None
-) -> dict[str, Any]:
+def arrays(made: Any, shape: Sequence[int], dtype: str, *, label_dtype: str = "int64") -> dict[str, Any]:
     """The arrays of `made`, the inputs of a case, with `shape` for their tokens, and upstream gradients among them."""
     out: dict[str, Any] = {}
     for name, x in made._asdict().items():
@@ -87,10 +83,9 @@ def results(
 
     more = {}
     if scratch is not None:
-        abstract = jax.eval_shape
 
         def trace(**more: Any) -> Any:
-            return abstract(lambda *x: step(*x, **more), leaves, fixed, constants, upstream)
+            return jax.eval_shape(lambda *x: step(*x, **more), leaves, fixed, constants, upstream)
 
         more = {"scratch_bytes": math.ceil(scratch * least_scratch(trace))}
     if twice and leaves:
@@ -104,7 +99,9 @@ def results(
         same = np.array_equal(*(np.asarray(g[name], np.float32) for g in gradients), equal_nan=True)
         assert same, f"a second backward gives another gradient of {name}"
     out = made | {f"grad_{name}": x for name, x in gradients[0].items()}
-    return {n: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x) for n, x in out.items()}
+    return {
+        n: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x) for n, x in out.items()
+    }
 
 
 def refuse_second_derivative(gradients: Callable[[Any], Mapping[str, Any]], leaves: Any) -> None:

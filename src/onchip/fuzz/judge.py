@@ -75,7 +75,7 @@ def compare(
             limit += ROUNDINGS * UNIT[dtype]
         if fp8:
             limit += _fp8_limit(case, name, ref, oracle)
-        bound = limit * max(norm, size) + LEAST[dtype] * (float(np.sqrt(ref.size)) + least)
+        bound = limit * max(norm, size) + LEAST[dtype] * float(np.sqrt(ref.size)) + least
         error = relative_error(out, ref)
         if name in ("correct", "top1"):
             error, bound = (0.0 if fp8 else _wrong_choices(out, ref, given, options)), 0.0
@@ -103,14 +103,18 @@ def named(out: Any, first: str) -> dict[str, Any]:
 
 
 def least_scratch(call: Callable[..., Any]) -> int:
-    """The smallest scratch_bytes that the op takes, which is what its refusal of less says."""
-    try:
-        call(scratch_bytes=1)
-    except ValueError as error:
-        if "scratch_bytes=1 is too small" not in str(error):
-            raise
-        return min(map(int, re.findall(r"(\d+) bytes", str(error))))
-    return 1
+    """The smallest scratch_bytes that the op takes, which is what its refusals of less say: JAX's first one is of
+    forward alone."""
+    least = 1
+    while True:
+        try:
+            call(scratch_bytes=least)
+        except ValueError as error:
+            if f"scratch_bytes={least} is too small" not in str(error):
+                raise
+            least = max(least + 1, min(map(int, re.findall(r"(\d+) bytes", str(error)))))
+        else:
+            return least
 
 
 def _is_zero(case: Any, name: str, norm: float, options: Mapping[str, Any]) -> bool:
@@ -132,8 +136,7 @@ def _fp8_limit(case: Any, name: str, ref: Array, oracle: Any) -> float:
 
 
 # --------------------------------------------------------------------- limits of relative errors, and sizes of terms
-# Sizes are norms: of what the terms of a sum add up to if their signs are random, and of what the smallest number
-# beside 0 makes as a factor of all of them.
+# Sizes are norms: of what the terms of a sum add up to if their signs are random, and of an error whatever their size.
 
 Limits = tuple[dict[str, float], dict[str, tuple[float, float]]]
 
@@ -162,6 +165,7 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
     # The largest logit that there is, where few products make one larger than those of a normal distribution.
     largest = max(float(np.abs(z[np.isfinite(z)]).max(initial=0)) for z in logits.values())
     case = replace(case, logit_std=max(case.logit_std, largest / float(np.sqrt(2 * np.log(case.vocab + 1)))))
+    rounding = {}
     rest = {name: x for name, x in given.items() if name in _TOKENS or name.startswith("grad_")}
     if models != ("",):
         bounds = jsd_checks.bounds(case, dtype, oracle)
@@ -169,13 +173,16 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
         limits["loss"] = bounds["loss"]
         of_logits = jsd_reference.jsd(logits["student_"], logits.get("teacher_"), **rest, **options)
         gradients = {who: getattr(of_logits, f"grad_{who}logits") for who in logits}
+        rounding = _jsd_rounding(case, logits, given, options)
     elif "ids" in given:
         limits = llp_checks.float32_bounds(case, oracle)
         products = given["hidden"] @ given["weight"].T
         made = llp_reference.linear_log_probs(products, np.eye(case.vocab), bias=given.get("bias"), **rest, **options)
         gradients = {"": made.grad_hidden}
     else:
-        limits = lce_checks.float32_bounds(case, oracle) if "hidden" in given else ce_checks.float32_bounds(case, oracle)
+        limits = (
+            lce_checks.float32_bounds(case, oracle) if "hidden" in given else ce_checks.float32_bounds(case, oracle)
+        )
         gradients = {"": ce_reference.cross_entropy(logits[""], **rest, **options).grad_logits}
     if (cap := options.get("softcap")) is not None:  # 1 - tanh**2 has an ulp of 1
         finite = np.abs(logits[""][np.isfinite(logits[""])]).max(initial=0) * options.get("logit_scale", 1.0)
@@ -183,13 +190,34 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
         limits = {name: limit + steep * name.startswith("grad_") for name, limit in limits.items()}
     terms = {"loss": (oracle.distance, 0.0)} if getattr(case, "teacher", "") == "truncated" else {}
     for who, dz in gradients.items():
+        # In every logit's gradient: the smallest number that its dtype has, and what it is made of, rounded.
+        error = LEAST[dtype] + DEVIATIONS * rounding.get(who, np.zeros_like(dz))
+        terms[f"grad_{who}logits"] = 0.0, float(np.linalg.norm(error))
         if f"{who}hidden" in given:
             h, w = given[f"{who}hidden"], given[f"{who}weight"]
-            flat = [float(np.sqrt(x.size)) for x in (h, w)]
-            terms[f"grad_{who}hidden"] = _size(dz, w), flat[0] * float(np.linalg.norm(w))
-            terms[f"grad_{who}weight"] = _size(dz.T, h), flat[1] * float(np.linalg.norm(h))
-            terms[f"grad_{who}bias"] = float(np.linalg.norm(dz)), float(np.sqrt(dz.size))
+            terms[f"grad_{who}hidden"] = _size(dz, w), _size(error, w)
+            terms[f"grad_{who}weight"] = _size(dz.T, h), _size(error.T, h)
+            terms[f"grad_{who}bias"] = float(np.linalg.norm(dz)), float(np.linalg.norm(error))
     return limits, terms
+
+
+def _jsd_rounding(case: Any, logits: Arrays, given: Arrays, options: Mapping[str, Any]) -> dict[str, Array]:
+    """The error of each logit's gradient that is made of a logarithm minus its mean, or of a difference of
+    probabilities: where both models are nearly certain it is all that remains."""
+    if len(logits) == 1:
+        return {}
+    tau, size = options.get("temperature", 1.0), options.get("vocab", case.vocab)
+    p = []
+    for z in logits.values():
+        shifted = np.exp((z[:, :size] - z[:, :size].max(1, keepdims=True)) / tau)
+        p.append(shifted / shifted.sum(1, keepdims=True))
+    largest = case.logit_std * float(np.sqrt(2 * np.log(case.vocab + 1)) + np.sqrt(case.hidden / 24))
+    row = np.broadcast_to(np.abs(given["grad_loss"] * given.get("token_weight", 1.0)), case.tokens)
+    if options.get("reduction", "mean") == "mean":
+        target = given.get("target", np.zeros(case.tokens))
+        row = row / (options.get("normalizer") or max(1, np.sum(target != options.get("ignore_index", -100))))
+    row = row * EPS * (1 + largest) / tau * (tau**2 if options.get("temperature_squared") else 1)
+    return {who: np.pad((p[0] + p[1]) * row[:, None], ((0, 0), (0, z.shape[1] - size))) for who, z in logits.items()}
 
 
 _PARTS = ("hidden", "weight", "bias", "logits")
@@ -209,7 +237,7 @@ def flattened(given: Arrays, tokens: int, options: Mapping[str, Any]) -> dict[st
         elif not name.endswith(("weight", "bias")) or name == "token_weight":
             several = np.shape(given.get("ids", 0))[len(np.shape(given.get("hidden", 0))) - 1 :]
             each = several if name in ("ids", "grad_log_prob") else ()
-            out[name] = np.reshape(x, (tokens, *each)) if np.ndim(x) or tokens == 1 and name != "grad_loss" else x
+            out[name] = np.reshape(x, (tokens, *each)) if np.ndim(x) or (tokens == 1 and name != "grad_loss") else x
     return out
 
 

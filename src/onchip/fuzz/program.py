@@ -8,7 +8,6 @@ from typing import Any
 from onchip.fuzz.draw import Call, table
 from onchip.ops._shared.checks import Check
 
-_PACKAGES = {"jsd": "linear_jsd"}
 _JSD_ORACLE = ("beta", "temperature", "temperature_squared", "ignore_index", "reduction", "normalizer", "hard_weight")
 _LOSS_ORACLE = (
     "ignore_index", "reduction", "normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale", "temperature",
@@ -26,7 +25,6 @@ OTHERS = (
     "return_stats", "strategy", "check_inputs", "cache_weight", "inplace_backward", "weight_layout", "precision",
     "entropy", "lse", "top1", "teacher_grad",
 )  # fmt: skip
-_LEAVES = ("x", "hidden", "logits", "student_hidden", "student_logits", "weight", "student_weight", "bias")
 _LAYOUT = (
     "label_dtype", "autocast", "strides", "weight_strides", "constant_strides", "upstream_strides",
 )  # fmt: skip
@@ -88,8 +86,20 @@ def program(call: Call) -> str:
     passed = _more({n: x for n, x in {**options, **others}.items() if n not in traced})
     if framework == "torch":
         names = "{n: x for n, x in given.items() if not n.startswith('grad_')}"
-        wrap = "    with torch.autocast({!r}, torch.bfloat16):\n        ".format(call["device"]) if call.get("autocast") else "    "
-        lines += ["", "", "def call(**more):", f"    arrays = {names}", f"{wrap}return {op}(**arrays{passed}, **more)", "", ""]
+        wrap = (
+            "    with torch.autocast({!r}, torch.bfloat16):\n        ".format(call["device"])
+            if call.get("autocast")
+            else "    "
+        )
+        lines += [
+            "",
+            "",
+            "def call(**more):",
+            f"    arrays = {names}",
+            f"{wrap}return {op}(**arrays{passed}, **more)",
+            "",
+            "",
+        ]
         lines += [f"results = calls.results(call, given{_more(how)})"]
         if "torch." in "".join(lines).replace("onchip.torch", ""):
             lines.insert(0, "import torch\n")
@@ -153,20 +163,14 @@ def _fields(call: Call) -> dict[str, Any]:
 
 
 def _frozen(call: Call) -> list[str]:
-    """The names of the tensors that need no gradient, of those that the call may have."""
-    parts: tuple[str, ...]
-    if call["op"] == "linear_jsd":
-        who = ("student", "teacher")
-        students = [f"student_{part}" for part in ("hidden", "weight", "bias", "logits")]
-        teachers = [f"teacher_{part}" for part in ("hidden", "weight", "bias", "logits")]
-        del who
-        return [n for i, n in enumerate(students) if call["frozen"] >> min(i, 2) & 1] + (
-            [] if call["teacher_grad"] else teachers
-        )
+    """The names of the tensors that need no gradient."""
     parts = {"cross_entropy": ("logits",), "fp8_linear": ("x", "weight", "bias")}.get(
         call["op"], ("hidden", "weight", "bias")
     )
-    frozen = [n for i, n in enumerate(parts) if call["frozen"] >> i & 1]
+    frozen = {name for i, name in enumerate(parts) if call["frozen"] >> i & 1}
     if call.get("precision") == "fp8" and call["reduction"] == "none":
-        frozen = sorted({*frozen, "bias"})
-    return frozen
+        frozen |= {"bias"}
+    if call["op"] == "linear_jsd":
+        teacher = () if call["teacher_grad"] else ("hidden", "weight", "bias", "logits")
+        frozen = {f"student_{name}" for name in frozen} | {f"teacher_{name}" for name in teacher}
+    return sorted(frozen)
