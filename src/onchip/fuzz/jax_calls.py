@@ -94,11 +94,12 @@ def results(
     def run(*x: Any) -> Any:
         return step(*x, **more)
 
-    made, gradients = (jax.jit(run) if jit else run)(leaves, fixed, constants, upstream)
+    outputs, gradients = (jax.jit(run) if jit else run)(leaves, fixed, constants, upstream)
     for name in leaves if again else ():
-        same = np.array_equal(*(np.asarray(g[name], np.float32) for g in gradients), equal_nan=True)
+        first, second = (np.asarray(made[name], np.float32) for made in gradients)
+        same = np.array_equal(first, second, equal_nan=True)
         assert same, f"a second backward gives another gradient of {name}"
-    out = made | {f"grad_{name}": x for name, x in gradients[0].items()}
+    out = outputs | {f"grad_{name}": x for name, x in gradients[0].items()}
     return {
         n: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x) for n, x in out.items()
     }

@@ -30,6 +30,8 @@ LEAST = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-24}
 ROUNDINGS = 4
 # Root mean square of the relative error of a product of two E4M3 numbers, whose ulps are 1/8 to 1/16 of them.
 FP8_PRODUCT = 2**0.5 * 2.0**-4 / 3**0.5 / 1.4
+FP8_GRADIENT = 10 ** (-25 / 20)
+"""What the tests of precision='fp8' ask of gradients, 25 dB: of probabilities that the logits' noise leaves alone."""
 
 # Arrays of an op's inputs that get no gradient.
 CONSTANTS = ("target", "ids", "token_weight", "temperature", "topk")
@@ -119,20 +121,22 @@ def least_scratch(call: Callable[..., Any]) -> int:
 
 def _is_zero(case: Any, name: str, norm: float, options: Mapping[str, Any]) -> bool:
     """What must be exactly 0, though the oracle's own rounding may leave 1e-17 of it."""
-    one_class = getattr(case, "vocab", 0) == 1 and name != "lse" and not options.get("z_loss")
-    all_ignored, equal = getattr(case, "ignored", 0) == 1.0, getattr(case, "noise", None) == 0.0
+    one_class: bool = getattr(case, "vocab", 0) == 1 and name != "lse" and not options.get("z_loss")
+    all_ignored: bool = getattr(case, "ignored", 0) == 1.0
+    equal: bool = getattr(case, "noise", None) == 0.0
     return norm < 1e-9 and (one_class or all_ignored or (equal and not options.get("hard_weight")))
 
 
 def _fp8_limit(case: Any, name: str, ref: Array, oracle: Any) -> float:
     """What FP8 costs beside: the noise of logits of their usual size, of which a sum over tokens keeps less."""
-    logit = FP8_PRODUCT * case.logit_std + 2.0**-8 * (1 + case.logit_std)  # stored in bfloat16
+    logit: float = FP8_PRODUCT * case.logit_std + 2.0**-8 * (1 + case.logit_std)  # stored in bfloat16
     if name.startswith("grad_"):
-        return DEVIATIONS * (FP8_PRODUCT / 2 + logit)
+        return FP8_GRADIENT + logit
     reduced = name == "loss" and ref.ndim == 0
     of = oracle.log_prob[oracle.log_prob != 0] if reduced else ref
     rms = float(np.sqrt(np.mean(of**2))) if of.size else 0.0
-    return DEVIATIONS * logit / rms * (of.size**-0.5 if reduced else 1.0) if rms > 0 else DEVIATIONS * logit
+    fewer: float = float(of.size) ** -0.5 if reduced and of.size else 1.0
+    return DEVIATIONS * logit * fewer / (rms or 1.0)
 
 
 # --------------------------------------------------------------------- limits of relative errors, and sizes of terms

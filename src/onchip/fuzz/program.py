@@ -85,33 +85,23 @@ def program(call: Call) -> str:
     ]
     passed = _more({n: x for n, x in {**options, **others}.items() if n not in traced})
     if framework == "torch":
-        names = "{n: x for n, x in given.items() if not n.startswith('grad_')}"
-        wrap = (
-            "    with torch.autocast({!r}, torch.bfloat16):\n        ".format(call["device"])
-            if call.get("autocast")
-            else "    "
-        )
-        lines += [
-            "",
-            "",
-            "def call(**more):",
-            f"    arrays = {names}",
-            f"{wrap}return {op}(**arrays{passed}, **more)",
-            "",
-            "",
-        ]
-        lines += [f"results = calls.results(call, given{_more(how)})"]
+        autocast = f"    with torch.autocast({call['device']!r}, torch.bfloat16):\n    " if call.get("autocast") else ""
+        arrays = "{n: x for n, x in given.items() if not n.startswith('grad_')}"
+        lines += ["", "", "def call(**more):", f"    arrays = {arrays}"]
+        lines += [f"{autocast}    return {op}(**arrays{passed}, **more)"]
         if "torch." in "".join(lines).replace("onchip.torch", ""):
             lines.insert(0, "import torch\n")
     else:
-        lines += ["", "", "def call(**more):", f"    return {op}(**more{passed})", "", ""]
-        lines += [f"results = calls.results(call, given{_more(how)})"]
-    extra = {}
+        lines += ["", "", "def call(**more):", f"    return {op}(**more{passed})"]
+    extra: dict[str, Any] = {}
     if family == "fp8_linear" and call["device"] == "cuda" and call["backend"] not in ("dequantize", "xla"):
         extra["tensor_cores"] = True
     if call.get("precision") == "fp8":
         extra["fp8"] = True
     lines += [
+        "",
+        "",
+        f"results = calls.results(call, given{_more(how)})",
         f"checks = compare(case, {dtype!r}, results, oracle, numbers, {options!r}{_more(extra)})",
         "assert_right(checks)",
     ]

@@ -108,10 +108,10 @@ def results(
     pairs = [(made[name], g) for name, g in upstream.items() if name in made]
 
     def differentiate(**how: bool) -> dict[str, Any]:
-        before = 0.0 if weight_grad_out is None else weight_grad_out.clone()
+        before = torch.zeros(()) if weight_grad_out is None else weight_grad_out.clone()
         outputs, factors = zip(*pairs, strict=True)
         grads = torch.autograd.grad(outputs, list(leaves.values()), factors, allow_unused=True, **how)
-        gradients = dict(zip(leaves, grads, strict=True))
+        gradients: dict[str, Any] = dict(zip(leaves, grads, strict=True))
         if weight_grad_out is not None and "weight" in leaves:
             assert gradients["weight"] is None, "weight_grad_out is given, but weight has a gradient of its own"
             gradients["weight"] = weight_grad_out - before
