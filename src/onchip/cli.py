@@ -195,7 +195,8 @@ def check(
         else:
             from onchip.fuzz.run import run_fuzz
 
-            document = run_fuzz(modules, device, _console(as_json), seconds=fuzz, seed=seed)
+            names = {name: list(of) for name, of in modules.items()}
+            document = run_fuzz(names, device, _console(as_json), seconds=fuzz, seed=seed)
     if as_json:
         _print_json(document)
     if not document["ok"]:

@@ -78,6 +78,8 @@ def compare(
         if fp8:
             limit += _fp8_limit(case, name, ref, oracle)
         bound = limit * max(norm, size) + LEAST[dtype] * float(np.sqrt(ref.size)) + least
+        if norm == 0 and not name.startswith("grad_"):
+            bound = limit  # absolute
         error = relative_error(out, ref)
         if name in ("correct", "top1"):
             error, bound = (0.0 if fp8 else _wrong_choices(out, ref, given, options)), 0.0
@@ -194,8 +196,8 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
         limits = {name: limit + steep * name.startswith("grad_") for name, limit in limits.items()}
     terms = {"loss": (oracle.distance, 0.0)} if getattr(case, "teacher", "") == "truncated" else {}
     for who, dz in gradients.items():
-        # In every logit's gradient: the smallest number that its dtype has, and what it is made of, rounded.
-        error = LEAST[dtype] + DEVIATIONS * rounding.get(who, np.zeros_like(dz))
+        # In every logit's gradient: the smallest number of its dtype, float64's rounding, that of what it is made of.
+        error = LEAST[dtype] + 1e-14 + DEVIATIONS * rounding.get(who, np.zeros_like(dz))
         terms[f"grad_{who}logits"] = 0.0, float(np.linalg.norm(error))
         if f"{who}hidden" in given:
             h, w = given[f"{who}hidden"], given[f"{who}weight"]

@@ -22,14 +22,16 @@ from onchip.fuzz.program import program, run
 SHRINK_SECONDS = 60.0
 # Without a terminal a line is printed so often.
 _REPORT_SECONDS = 30.0
+# Of so many calls, each framework's share: JAX compiles each for seconds.
+_SHARES = {"torch": 9, "jax": 1}
 # What JAX has compiled is dropped after so many calls: hardly any of it is used twice.
 _CLEAR_EVERY = 100
 
 
 def run_fuzz(
-    modules: Mapping[str, Mapping[str, str]], device: str, console: Console, *, seconds: float, seed: int | None
+    ops: Mapping[str, Sequence[str]], device: str, console: Console, *, seconds: float, seed: int | None
 ) -> dict[str, Any]:
-    """Run random calls of the ops of `modules` (framework -> op name -> its checks module) for so many seconds.
+    """Run random calls of `ops` (framework -> op names) for so many seconds.
 
     Returns the numbers of calls and comparisons, the seed, and the first failing call as a program, shrunk for a minute
     at most.  Of `device` "auto", calls are drawn for the CPU and for CUDA where a framework sees a device.
@@ -43,7 +45,7 @@ def run_fuzz(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
     console.print(f"random calls for {seconds:g} s, seed {seed}", highlight=False)
-    targets = [(f, d, op) for f, ops in modules.items() for d in _devices(device, f) for op in ops]
+    targets = [(f, d, op) for f in ops for d in _devices(device, f) for op in ops[f] for _ in range(_SHARES[f])]
     end, said = time.monotonic() + seconds, time.monotonic()
     calls = comparisons = 0
     failure: dict[str, str] | None = None
@@ -61,7 +63,7 @@ def run_fuzz(
                 call, error = shrunk(call, error)
                 failure = {"error": f"{type(error).__name__}: {error}", "program": program(call)}
                 break
-            if "jax" in modules and calls % _CLEAR_EVERY == 0:
+            if "jax" in ops and calls % _CLEAR_EVERY == 0:
                 import_module("jax").clear_caches()
             if time.monotonic() > end:
                 break
