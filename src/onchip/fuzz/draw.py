@@ -81,9 +81,9 @@ _TORCH: Table = {
 _JAX: Table = {"jit": _YES, "traced": _NO}
 # Of one front end alone.
 _MORE: Mapping[tuple[str, str], Table] = {
-    ("torch", "linear_cross_entropy"): {"precision": ("full", "fp8"), "cache_weight": _YES, "weight_grad_out": _NO},
+    ("torch", "linear_cross_entropy"): {"precision": ("full", "fp8"), "weight_grad_out": _NO},
     ("torch", "cross_entropy"): {"inplace_backward": _NO},
-    ("torch", "fp8_linear"): {"cache_weight": _YES, "weight_grad_out": _NO},
+    ("torch", "fp8_linear"): {"weight_grad_out": _NO},
     ("jax", "linear_cross_entropy"): {"weight_layout": ("vh", "hv")},
     ("jax", "linear_log_probs"): {"weight_layout": ("vh", "hv")},
     ("jax", "linear_jsd"): {"weight_layout": ("vh", "hv")},
@@ -94,7 +94,7 @@ _MORE: Mapping[tuple[str, str], Table] = {
 def table(framework: str, op: str) -> Table:
     """What each value of a call may be, simpler ones first."""
     front = _TORCH if framework == "torch" else _JAX
-    checked: Table = {"check_inputs": _NO} if framework == "torch" and op != "fp8_linear" else {}
+    checked: Table = {"check_inputs": _NO} if framework == "torch" else {}
     return {**TABLES[op], **front, **checked, **_MORE.get((framework, op), {})}
 
 

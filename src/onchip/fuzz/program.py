@@ -22,7 +22,7 @@ ORACLE = {
 }
 # Options of the ops alone.
 OTHERS = (
-    "return_stats", "strategy", "check_inputs", "cache_weight", "inplace_backward", "weight_layout", "precision",
+    "return_stats", "strategy", "check_inputs", "inplace_backward", "weight_layout", "precision",
     "entropy", "lse", "top1", "teacher_grad",
 )  # fmt: skip
 _LAYOUT = (
