@@ -74,3 +74,8 @@ def test_a_bad_label_is_nan_and_touches_its_token_alone():
     result = cross_entropy(x.logits, target, reduction="none", grad_loss=np.ones(4))
     assert np.isnan(result.loss).tolist() == [False, True, False, False]
     assert np.isnan(result.grad_logits).all(1).tolist() == [False, True, False, False]
+
+
+def test_a_nearly_certain_target_keeps_the_digits_of_its_gradient():
+    grad = cross_entropy([[50.0, 0.0]], [0]).grad_logits
+    np.testing.assert_allclose(grad, [[-np.exp(-50.0), np.exp(-50.0)]], rtol=1e-12)

@@ -113,7 +113,7 @@ def cross_entropy(
         dz = p * (1 + 2 * z_loss * lse[r])[:, None] - label_smoothing / vocab
         # p_y - 1 as -(sum of the others), which keeps its digits where p_y is nearly 1.
         others = e.sum(1, where=np.arange(vocab) != y[:, None]) / total
-        dz[i, y] += -others - p[i, y] + label_smoothing
+        dz[i, y] = -others + 2 * z_loss * lse[r] * p[i, y] + label_smoothing * (1 - 1 / vocab)
         backward(r, dz * slope * (grad_token[r] + nan_if_bad)[:, None])
 
     loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator
