@@ -172,6 +172,10 @@ def check(
     ] = None,
     device: Device = "auto",
     full: Annotated[bool, typer.Option("--full", help="All cases in all dtypes: minutes instead of one.")] = False,
+    fuzz: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Random calls for so long, instead of the cases.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random calls. Default: a random one.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run the ops' correctness cases on this machine against float64 oracles."""
@@ -186,7 +190,13 @@ def check(
         for name in chosen:
             require_packages("check", (name,), name)
         modules = {name: {op: CHECKS[name][op] for op in CHECKED if op in (ops or CHECKED)} for name in chosen}
-        document = run_check(modules, device, _console(as_json), full=full)
+        if fuzz is None:
+            document = run_check(modules, device, _console(as_json), full=full)
+        else:
+            from onchip.fuzz.run import run_fuzz
+
+            names = {name: list(of) for name, of in modules.items()}
+            document = run_fuzz(names, device, _console(as_json), seconds=fuzz, seed=seed)
     if as_json:
         _print_json(document)
     if not document["ok"]:

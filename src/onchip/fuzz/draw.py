@@ -1,0 +1,187 @@
+"""Random calls.  A call is a dictionary of plain values, each one of those that its op's table allows; no framework.
+
+Simpler values stand first in a table: that is what a failing call is shrunk by.  Hypothesis draws and shrinks as well,
+but counts examples where this is bounded by time, and its shrinking has no bound; this is shorter than what would make
+the two agree, and needs no package.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+Call = Mapping[str, Any]
+Table = Mapping[str, Sequence[Any]]
+
+_SHAPES = ((1,), (2,), (), (5,), (0,), (2, 3), (17,), (2, 0, 3), (1, 33, 2), (64,), (130,), (257,))
+_SIZES = (1, 2, 3, 8, 31, 64, 136)
+_VOCABS = (2, 1, 3, 5, 70, 128, 513, 1000, 2049)
+_NO, _YES = (False, True), (True, False)
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+_STRIDES = ("plain", "sliced", "transposed", "strided")
+
+_EVERY: Table = {
+    "shape": _SHAPES,
+    "dtype": ("float32", "bfloat16", "float16"),
+    "seed": range(1000),
+    "frozen": range(8),  # bit by bit, which of the tensors need no gradient
+    "again": _NO,
+    "twice": _NO,
+}
+_LABELS: Table = {
+    "label_dtype": _INTEGERS,
+    "ignore_index": (-100, -1, 0, 7),
+    "ignored": (0.0, 0.3, 1.0),
+    "poison": _NO,
+}
+_LOGITS: Table = {
+    "logit_std": (1.0, 0.02, 30.0),
+    "logit_offset": (0.0, 100.0),
+    "masked": (0, 1, 40),
+    "softcap": (None, 1.0, 30.0),  # so many times the usual size of the largest logits
+    "logit_scale": (1.0, 0.25, 2.0),
+    "temperature": (1.0, 0.5, 3.0),
+    "token_temperature": _NO,
+}
+_REDUCED: Table = {
+    "reduction": ("mean", "sum", "none"),
+    "normalizer": (None, 7.0),
+    "token_weight": _NO,
+    "scratch": (None, 1.0, 1.5, 4.0),  # so many times the least
+}
+# A smoothing of 1 is left out: softmax minus a constant then cancels, and has no digits where logits are small.
+_LOSS: Table = {**_REDUCED, "label_smoothing": (0.0, 0.1, 0.6), "z_loss": (0.0, 1e-3), "return_stats": _NO}
+_HEAD: Table = {"hidden": _SIZES, "vocab": _VOCABS, "bias": _NO}
+
+TABLES: Mapping[str, Table] = {
+    "linear_cross_entropy": {
+        **_EVERY, **_HEAD, **_LABELS, **_LOGITS, **_LOSS, "strategy": ("auto", "stash", "recompute")
+    },
+    "cross_entropy": {**_EVERY, "vocab": _VOCABS, **_LABELS, **_LOGITS, **_LOSS},
+    "linear_log_probs": {
+        **_EVERY, **_HEAD, **_LABELS, **_LOGITS, "ids": (0, 1, 2, 5), "ignored_ids": (0.0, 0.4), "entropy": _NO,
+        "lse": _NO, "top1": _NO, "scratch": _REDUCED["scratch"],
+    },
+    "linear_jsd": {
+        **_EVERY, **_HEAD, **_LABELS, **_REDUCED, "teacher_hidden": (0, 5, 40), "student": ("hidden", "logits"),
+        "teacher": ("hidden", "logits", "tail", "truncated", "renormalised"), "logit_std": (1.0, 0.02, 30.0),
+        "logit_offset": (0.0, 100.0), "noise": (None, 0.05, 0.0), "padded": _NO, "masked": (0, 1, 40),
+        "beta": (0.5, 0.0, 1.0, 0.1, 0.9), "temperature": (1.0, 0.5, 3.0), "temperature_squared": _NO,
+        "hard_weight": (0.0, 0.3), "teacher_grad": _NO,
+    },
+    "fp8_linear": {
+        **_EVERY, "n": (1, 5, 31, 128, 136, 260), "k": (1, 8, 31, 128, 257), "bias": _NO, "grad_std": (1.0, 1e-20),
+        "spread": (0.0, 4.0), "zeros": (0.0, 0.5), "grad_dtype": ("e4m3", "e5m2"), "scale": ("float32", "power_of_two"),
+    },
+}  # fmt: skip
+_TORCH: Table = {
+    "strides": _STRIDES, "weight_strides": _STRIDES, "constant_strides": ("plain", "strided"),
+    "upstream_strides": ("plain", "strided", "expanded"), "autocast": _NO,
+}  # fmt: skip
+_JAX: Table = {"jit": _YES, "traced": _NO}
+# Of one front end alone.
+_MORE: Mapping[tuple[str, str], Table] = {
+    ("torch", "linear_cross_entropy"): {"precision": ("full", "fp8"), "cache_weight": _YES, "weight_grad_out": _NO},
+    ("torch", "cross_entropy"): {"inplace_backward": _NO},
+    ("torch", "fp8_linear"): {"cache_weight": _YES, "weight_grad_out": _NO},
+    ("jax", "linear_cross_entropy"): {"weight_layout": ("vh", "hv")},
+    ("jax", "linear_log_probs"): {"weight_layout": ("vh", "hv")},
+    ("jax", "linear_jsd"): {"weight_layout": ("vh", "hv")},
+    ("jax", "fp8_linear"): {"weight_layout": ("nk", "kn")},
+}
+
+
+def table(framework: str, op: str) -> Table:
+    """What each value of a call may be, simpler ones first."""
+    front = _TORCH if framework == "torch" else _JAX
+    checked: Table = {"check_inputs": _NO} if framework == "torch" and op != "fp8_linear" else {}
+    return {**TABLES[op], **front, **checked, **_MORE.get((framework, op), {})}
+
+
+def draw(rng: Random, framework: str, device: str, op: str) -> Call:
+    """A legal call.  Half of its values are the simplest, so that each of the others meets many combinations."""
+    drawn = {
+        name: rng.choice(values) if rng.random() < 0.5 or name in ("shape", "hidden", "vocab", "seed") else values[0]
+        for name, values in table(framework, op).items()
+    }
+    about = {"framework": framework, "device": device, "op": op, "backend": "auto"}
+    return legal({**about, **drawn})
+
+
+def simpler(call: Call) -> Iterator[Call]:
+    """Legal calls that have one value simpler."""
+    for name, values in table(call["framework"], call["op"]).items():
+        for value in values[: values.index(call[name])] if name != "seed" else ():
+            made = legal({**call, name: value})
+            if made != call:
+                yield made
+
+
+def legal(call: Call) -> Call:
+    """The call with what doesn't go together left out."""
+    c = dict(call)
+
+    def without(*names: str) -> None:
+        c.update({name: table(c["framework"], c["op"])[name][0] for name in names if name in c})
+
+    tokens, vocab, op = math.prod(c["shape"]), c.get("vocab", 0), c["op"]
+    if c.get("reduction") != "mean":
+        without("normalizer")
+    if c.get("token_temperature"):
+        without("temperature")
+    if c.get("precision") == "fp8":
+        # Its noise is relative to the logits: what is asked of it holds for logits of about 1, not of few products.
+        without("logit_std", "logit_offset", "softcap", "logit_scale", "temperature", "autocast")
+        without("token_temperature", "masked")
+        c["hidden"] = max(c["hidden"], 31)
+        c["vocab"] = vocab = vocab if vocab == 1 else max(vocab, 70)
+        c["strategy"] = "stash" if c["strategy"] == "recompute" else c["strategy"]
+        c["backend"] = "auto"
+        if c["reduction"] == "none":  # its bias gets no gradient
+            c["bias"] = False
+    # Entries out of the vocabulary: labels need others; tanh would let them in, and a mean over them is infinite.
+    if vocab <= 2 * c.get("masked", 0) or c.get("softcap") or c.get("label_smoothing"):
+        without("masked")
+    if c.get("dtype") == "float16" or c.get("softcap"):
+        without("logit_offset")  # whose rounding leaves no digits of what float16 or tanh makes of it
+    if op == "linear_jsd":
+        _legal_jsd(c, without)
+        vocab += 8 * c["padded"]
+    if "label_dtype" in c:
+        unsigned, bits = c["label_dtype"].startswith("u"), int(c["label_dtype"].strip("uint"))
+        if (c["ignored"] or c.get("ignored_ids")) and unsigned and c["ignore_index"] < 0:
+            c["ignore_index"] = 0
+        if vocab > 2 ** (bits - (not unsigned)):
+            without("label_dtype")
+    if c.get("autocast"):  # to bfloat16
+        c["dtype"] = "bfloat16"
+    if op == "fp8_linear" and c["dtype"] == "float16":  # which holds no numbers so small or so far apart
+        without("grad_std", "spread")
+    # A gradient of nothing, or of a layer that is linear in its only input, depends on nothing.
+    if tokens == 0 or (op == "fp8_linear" and c["frozen"] & 3):
+        without("twice")
+    return c
+
+
+def _legal_jsd(c: dict[str, Any], without: Any) -> None:
+    if c["student"] == "logits":
+        without("teacher_hidden", "bias", "logit_offset", "weight_layout")
+        c["teacher"] = "logits" if c["teacher"] == "hidden" else c["teacher"]
+    if c["teacher"] in ("tail", "truncated", "renormalised"):
+        c["vocab"] = max(c["vocab"], 70)  # eight entries are known, and the rest are to have a part
+        # What is left of 1 beside the known ones has no digits where those are nearly all.
+        c["logit_std"] = min(c["logit_std"], 1.0)
+        without("teacher_grad", "masked", "noise", "padded")
+        c["backend"] = "auto"
+    if c["beta"] in (0.0, 1.0):
+        without("masked")  # infinite where one model excludes what the other doesn't
+    if c["noise"] is not None:
+        c["teacher_hidden"] = 0
+        without("padded", "bias", "masked", "logit_offset", "strides", "weight_strides")
+    if c["teacher"] != "hidden":
+        without("teacher_hidden")
+        if c["teacher"] == "logits" and c["student"] == "hidden":
+            without("noise")
+            c["backend"] = "auto"
+    if c["hard_weight"] and c["vocab"] <= 2 * c["masked"]:
+        without("masked")

@@ -1,0 +1,270 @@
+"""How far the results of any call may be from the oracle's.  No framework.
+
+The bounds are those of each op's checks.py.  They are for sums of many random terms; here are what single numbers need
+beside: a sum that nearly cancels is held to the size of its terms, and a rounding to its worst case.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from onchip.ops._shared.checks import DEVIATIONS, Check, relative_error
+from onchip.ops._shared.reference import Array, transform
+from onchip.ops.cross_entropy import checks as ce_checks
+from onchip.ops.cross_entropy import reference as ce_reference
+from onchip.ops.fp8_linear import checks as fp8_checks
+from onchip.ops.linear_cross_entropy import checks as lce_checks
+from onchip.ops.linear_jsd import checks as jsd_checks
+from onchip.ops.linear_jsd import reference as jsd_reference
+from onchip.ops.linear_log_probs import checks as llp_checks
+from onchip.ops.linear_log_probs import reference as llp_reference
+
+EPS = float(np.finfo(np.float32).eps)
+# The largest relative error of one rounding, and the smallest number beside 0; smaller float32 ones may count as 0.
+UNIT = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+LEAST = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-24}
+# A 16-bit gradient is rounded once, and so may be the exponential, its derivative and the product that it is made of.
+ROUNDINGS = 4
+# Root mean square of the relative error of a product of two E4M3 numbers, whose ulps are 1/8 to 1/16 of them.
+FP8_PRODUCT = 2**0.5 * 2.0**-4 / 3**0.5 / 1.4
+FP8_GRADIENT = 10 ** (-25 / 20)
+"""What the tests of precision='fp8' ask of gradients, 25 dB: of probabilities that the logits' noise leaves alone."""
+
+# Arrays of an op's inputs that get no gradient.
+CONSTANTS = ("target", "ids", "token_weight", "temperature", "topk")
+
+Arrays = Mapping[str, Any]
+
+
+class Wrong(AssertionError):
+    """Comparisons that are out of bounds."""
+
+
+def assert_right(checks: list[Check]) -> None:
+    """Raise `Wrong`, which names what is out of bounds."""
+    wrong = [f"{c.quantity}: error {c.error:.3g}, bound {c.bound:.3g}" for c in checks if not c.ok]
+    if wrong:
+        raise Wrong("; ".join(wrong))
+
+
+def compare(
+    case: Any,
+    dtype: str,
+    results: Arrays,
+    oracle: Any,
+    given: Arrays,
+    options: Mapping[str, Any],
+    *,
+    tensor_cores: bool = False,
+    fp8: bool = False,
+) -> list[Check]:
+    """Compare `results` with the oracle's fields of the same names; `given` and `options` are what the oracle had."""
+    limits, terms = (
+        _linear(case, dtype, given, tensor_cores=tensor_cores)
+        if "x" in given
+        else _softmax(case, dtype, oracle, given, options)
+    )
+    checks = []
+    for name, out in results.items():
+        ref = np.asarray(getattr(oracle, name))
+        norm = float(np.linalg.norm(np.where(np.isfinite(ref), ref, 0)))
+        size, least = terms.get(name, (0.0, 0.0))
+        limit = limits.get(name, 0.0)
+        if name.startswith("grad_") or name == "out":
+            limit += ROUNDINGS * UNIT[dtype]
+        if fp8:
+            limit += _fp8_limit(case, name, ref, oracle)
+        bound = limit * max(norm, size) + LEAST[dtype] * float(np.sqrt(ref.size)) + least
+        if norm == 0 and not name.startswith("grad_"):
+            bound = limit  # absolute
+        error = relative_error(out, ref)
+        if name in ("correct", "top1"):
+            error, bound = (0.0 if fp8 else _wrong_choices(out, ref, given, options)), 0.0
+        elif _is_zero(case, name, norm, options):
+            error, bound = float(np.abs(out).max(initial=0)), 0.0
+        checks.append(Check(case.name, dtype, "", name, error, bound / norm if norm > 0 else bound))
+    return checks
+
+
+def poisoned(made: Any, ignore_index: int) -> Any:
+    """The inputs of a case with NaN in what ignored tokens hold."""
+    labels = getattr(made, "target", None) if hasattr(made, "target") else made.ids
+    if labels is None or not labels.size:
+        return made
+    ignored = (np.reshape(labels, (len(labels), -1)) == ignore_index).all(1)
+    names = [n for n in made._fields if n.endswith(("hidden", "logits")) and getattr(made, n) is not None]
+    return made._replace(**{n: np.where(ignored[:, None], np.float32(np.nan), getattr(made, n)) for n in names})
+
+
+def named(out: Any, first: str) -> dict[str, Any]:
+    """What an op returned by the names of the oracle's fields; `first` is the name of what it returns alone."""
+    if isinstance(out, tuple):
+        out = out._asdict() if hasattr(out, "_asdict") else {first: out[0], **out[1]._asdict()}
+    return {name: x for name, x in (out if isinstance(out, dict) else {first: out}).items() if x is not None}
+
+
+def least_scratch(call: Callable[..., Any]) -> int:
+    """The smallest scratch_bytes that the op takes, which is what its refusals of less say: JAX's first one is of
+    forward alone."""
+    least = 1
+    while True:
+        try:
+            call(scratch_bytes=least)
+        except ValueError as error:
+            if f"scratch_bytes={least} is too small" not in str(error):
+                raise
+            least = max(least + 1, min(map(int, re.findall(r"(\d+) bytes", str(error)))))
+        else:
+            return least
+
+
+def _is_zero(case: Any, name: str, norm: float, options: Mapping[str, Any]) -> bool:
+    """What must be exactly 0, though the oracle's own rounding may leave 1e-17 of it."""
+    one_class: bool = getattr(case, "vocab", 0) == 1 and name != "lse" and not options.get("z_loss")
+    all_ignored: bool = getattr(case, "ignored", 0) == 1.0
+    equal: bool = getattr(case, "noise", None) == 0.0
+    return norm < 1e-9 and (one_class or all_ignored or (equal and not options.get("hard_weight")))
+
+
+def _fp8_limit(case: Any, name: str, ref: Array, oracle: Any) -> float:
+    """What FP8 costs beside: the noise of logits of their usual size, of which a sum over tokens keeps less."""
+    logit: float = FP8_PRODUCT * case.logit_std + 2.0**-8 * (1 + case.logit_std)  # stored in bfloat16
+    if name.startswith("grad_"):
+        return FP8_GRADIENT + logit
+    reduced = name == "loss" and ref.ndim == 0
+    of = oracle.log_prob[oracle.log_prob != 0] if reduced else ref
+    rms = float(np.sqrt(np.mean(of**2))) if of.size else 0.0
+    fewer: float = float(of.size) ** -0.5 if reduced and of.size else 1.0
+    return DEVIATIONS * logit * fewer / (rms or 1.0)
+
+
+# --------------------------------------------------------------------- limits of relative errors, and sizes of terms
+# Sizes are norms: of what the terms of a sum add up to if their signs are random, and of an error whatever their size.
+
+Limits = tuple[dict[str, float], dict[str, tuple[float, float]]]
+
+
+def _linear(case: Any, dtype: str, given: Arrays, *, tensor_cores: bool) -> Limits:
+    x, g = (given[name].reshape(case.m, given[name].shape[-1]) for name in ("x", "grad_out"))
+    w, bias = given["weight"], given.get("bias", 0.0)
+    depths = {"out": case.k, "grad_x": case.n, "grad_weight": case.m, "grad_bias": case.m}
+    limits = {
+        name: fp8_checks.bound(depth, dtype, tensor_cores=tensor_cores and name != "grad_bias")
+        for name, depth in depths.items()
+    }
+    sizes = {"out": _size(x, w.T) + float(np.linalg.norm(bias + np.zeros((case.m, case.n))))}
+    sizes |= {"grad_x": _size(g, w), "grad_weight": _size(g.T, x), "grad_bias": float(np.linalg.norm(g))}
+    return limits, {name: (size, 0.0) for name, size in sizes.items()}
+
+
+def _size(a: Array, b: Array) -> float:
+    return float(np.sqrt((a**2 @ b**2).sum()))
+
+
+def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping[str, Any]) -> Limits:
+    given = flattened(given, case.tokens, options)
+    models = ("student_", "teacher_") if "student_" in "".join(given) else ("",)
+    logits = {who: logits_of(given, who) for who in models if f"{who}hidden" in given or f"{who}logits" in given}
+    # The largest logit that there is, where few products make one larger than those of a normal distribution.
+    largest = max(float(np.abs(z[np.isfinite(z)]).max(initial=0)) for z in logits.values())
+    case = replace(case, logit_std=max(case.logit_std, largest / float(np.sqrt(2 * np.log(case.vocab + 1)))))
+    rounding = {}
+    rest = {name: x for name, x in given.items() if name in _TOKENS or name.startswith("grad_")}
+    if models != ("",):
+        bounds = jsd_checks.bounds(case, dtype, oracle)
+        limits = {f"grad_{who}{part}": bounds["gradient"] for who in models for part in _PARTS}
+        limits["loss"] = bounds["loss"]
+        of_logits = jsd_reference.jsd(logits["student_"], logits.get("teacher_"), **rest, **options)
+        gradients = {who: getattr(of_logits, f"grad_{who}logits") for who in logits}
+        rounding = _jsd_rounding(case, logits, given, options)
+    elif "ids" in given:
+        limits = llp_checks.float32_bounds(case, oracle)
+        products = given["hidden"] @ given["weight"].T
+        made = llp_reference.linear_log_probs(products, np.eye(case.vocab), bias=given.get("bias"), **rest, **options)
+        gradients = {"": made.grad_hidden}
+    else:
+        limits = (
+            lce_checks.float32_bounds(case, oracle) if "hidden" in given else ce_checks.float32_bounds(case, oracle)
+        )
+        gradients = {"": ce_reference.cross_entropy(logits[""], **rest, **options).grad_logits}
+    if (cap := options.get("softcap")) is not None:  # 1 - tanh**2 has an ulp of 1
+        finite = np.abs(logits[""][np.isfinite(logits[""])]).max(initial=0) * options.get("logit_scale", 1.0)
+        steep = DEVIATIONS * EPS * float(np.cosh(finite / cap)) ** 2
+        limits = {name: limit + steep * name.startswith("grad_") for name, limit in limits.items()}
+    terms = {"loss": (oracle.distance, 0.0)} if getattr(case, "teacher", "") == "truncated" else {}
+    for who, dz in gradients.items():
+        # In every logit's gradient: the smallest number of its dtype, float64's rounding, that of what it is made of.
+        error = LEAST[dtype] + 1e-14 + DEVIATIONS * rounding.get(who, np.zeros_like(dz))
+        terms[f"grad_{who}logits"] = 0.0, float(np.linalg.norm(error))
+        if f"{who}hidden" in given:
+            h, w = given[f"{who}hidden"], given[f"{who}weight"]
+            terms[f"grad_{who}hidden"] = _size(dz, w), _size(error, w)
+            terms[f"grad_{who}weight"] = _size(dz.T, h), _size(error.T, h)
+            terms[f"grad_{who}bias"] = float(np.linalg.norm(dz)), float(np.linalg.norm(error))
+    return limits, terms
+
+
+def _jsd_rounding(case: Any, logits: Arrays, given: Arrays, options: Mapping[str, Any]) -> dict[str, Array]:
+    """The error of each logit's gradient that is made of a logarithm minus its mean, or of a difference of
+    probabilities: where both models are nearly certain it is all that remains."""
+    if len(logits) == 1:
+        return {}
+    tau, size = options.get("temperature", 1.0), options.get("vocab", case.vocab)
+    p = []
+    for z in logits.values():
+        shifted = np.exp((z[:, :size] - z[:, :size].max(1, keepdims=True)) / tau)
+        p.append(shifted / shifted.sum(1, keepdims=True))
+    largest = case.logit_std * float(np.sqrt(2 * np.log(case.vocab + 1)) + np.sqrt(case.hidden / 24))
+    row = np.broadcast_to(np.abs(given["grad_loss"] * given.get("token_weight", 1.0)), case.tokens)
+    if options.get("reduction", "mean") == "mean":
+        target = given.get("target", np.zeros(case.tokens))
+        row = row / (options.get("normalizer") or max(1, np.sum(target != options.get("ignore_index", -100))))
+    row = row * EPS * (1 + largest) / tau * (tau**2 if options.get("temperature_squared") else 1)
+    return {who: np.pad((p[0] + p[1]) * row[:, None], ((0, 0), (0, z.shape[1] - size))) for who, z in logits.items()}
+
+
+_PARTS = ("hidden", "weight", "bias", "logits")
+_TOKENS = ("target", "ids", "token_weight", "temperature", "teacher_topk")
+
+
+def flattened(given: Arrays, tokens: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays with one leading dimension, and 0 for what ignored tokens hold."""
+    out = dict(given)
+    for name, x in given.items():
+        if name == "teacher_topk":
+            out[name] = (*(part.reshape(tokens, part.shape[-1]) for part in x[:2]), *x[2:])
+        elif name.endswith(("hidden", "logits")) and not name.startswith("grad_"):
+            labels = given.get("target", given.get("ids", np.zeros(tokens)))
+            counted = np.reshape(labels, (tokens, -1 if tokens else 1)) != options.get("ignore_index", -100)
+            out[name] = np.where(counted.any(1)[:, None], np.reshape(x, (tokens, x.shape[-1])), 0)
+        elif not name.endswith(("weight", "bias")) or name == "token_weight":
+            several = np.shape(given.get("ids", 0))[len(np.shape(given.get("hidden", 0))) - 1 :]
+            each = several if name in ("ids", "grad_log_prob") else ()
+            out[name] = np.reshape(x, (tokens, *each)) if np.ndim(x) or (tokens == 1 and name != "grad_loss") else x
+    return out
+
+
+def logits_of(given: Arrays, who: str = "") -> Array:
+    """[T, V] products with their bias, or the logits that were given."""
+    if f"{who}logits" in given:
+        return np.asarray(given[f"{who}logits"])
+    return np.asarray(given[f"{who}hidden"] @ given[f"{who}weight"].T + given.get(f"{who}bias", 0.0))
+
+
+def _wrong_choices(out: Any, ref: Any, given: Arrays, options: Mapping[str, Any]) -> float:
+    """How many differ from the oracle's by more than what rounding of logits may make of a tie, or nearly one."""
+    given = flattened(given, ref.size, options)
+    tau = np.broadcast_to(given.get("temperature", options.get("temperature", 1.0)), ref.size)
+    z, _ = transform(logits_of(given), options.get("softcap"), options.get("logit_scale", 1.0), tau)
+    made, right, rows = np.reshape(out, -1), np.reshape(ref, -1), np.arange(ref.size)
+    tie = 16 * DEVIATIONS * EPS * (1 + np.abs(np.where(np.isfinite(z), z, 0)).max(1, initial=0))
+    if right.dtype != bool:  # the index of the largest, -1 if ignored
+        near = (made >= 0) & (right >= 0) & (z[rows, right] - z[rows, made] <= tie)
+    else:
+        label = np.clip(given["target"], 0, z.shape[1] - 1)
+        others = np.where(np.arange(z.shape[1]) == label[:, None], -np.inf, z).max(1, initial=-np.inf)
+        near = (given["target"] != options.get("ignore_index", -100)) & (np.abs(z[rows, label] - others) <= tie)
+    return float(np.sum((made != right) & ~near))

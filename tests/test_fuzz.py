@@ -1,0 +1,101 @@
+"""`onchip check --fuzz`: random calls are legal, judged, shrunk, and printed as programs that fail alike."""
+
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+from typer.testing import CliRunner
+
+import onchip.torch
+from onchip import cli
+from onchip.fuzz import run
+from onchip.fuzz.draw import TABLES, legal, simpler, table
+from onchip.fuzz.judge import Wrong
+from onchip.fuzz.program import program
+
+
+def check(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["check", *map(str, arguments)])
+
+
+def simplest(framework, op, **values):
+    first = {name: values[0] for name, values in table(framework, op).items()}
+    return legal({"framework": framework, "device": "cpu", "op": op, "backend": "auto", **first, **values})
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A loss that is off by 1e-4 of it where labels are smoothed and some tokens are ignored."""
+    right = onchip.torch.cross_entropy
+
+    def wrong(logits, target, **options):
+        out = right(logits, target, **options)
+        if "label_smoothing" not in options or not (target == options.get("ignore_index", -100)).any():
+            return out
+        return (1.0001 * out[0], out[1]) if isinstance(out, tuple) else 1.0001 * out
+
+    monkeypatch.setattr(onchip.torch, "cross_entropy", wrong)
+
+
+def test_a_fault_is_found_shrunk_and_printed(faulty):
+    result = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 60, "--seed", 1)
+    assert result.exit_code == 1
+    assert "a call fails: Wrong: " in result.stdout
+    said = result.stdout[result.stdout.index("from onchip.fuzz") :]
+    assert "case = Case(name='fuzz', tokens=2, vocab=2, ignored=0.3, options={'label_smoothing': 0.1})" in said
+    with pytest.raises(Wrong, match="loss: error "):
+        exec(said, {})
+    # Without the fault, and on its own, it finds none.
+    subprocess.run(
+        [sys.executable, "-c", said], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+
+
+def test_a_run_without_failures():
+    result = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 1, "--seed", 5)
+    assert result.exit_code == 0, result.output
+    assert "random calls for 1 s, seed 5" in result.stdout
+    assert " comparisons, 0 failures, seed 5" in result.stdout
+    assert check("--fuzz", 0).exit_code == 2
+
+
+def test_a_seed_makes_the_same_calls():
+    targets = [(f, "cpu", op) for f in ("torch", "jax") for op in TABLES]
+
+    def first(seed):
+        return list(itertools.islice(run.drawn(seed, targets), 30))
+
+    assert first(1) == first(1) != first(2)
+    assert {(call["framework"], call["op"]) for call in first(1)} == {(f, op) for f, _, op in targets}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("op", TABLES)
+def test_drawn_and_simpler_calls_are_programs(framework, op):
+    for call in itertools.islice(run.drawn(0, [(framework, "cpu", op)]), 20):
+        assert legal(call) == call
+        for other in (call, *simpler(call)):
+            compile(program(other), "call", "exec")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("op", [op for op in TABLES if op != "fp8_linear"])
+def test_of_one_class_all_is_exactly_zero(framework, op):
+    error, _ = run.attempt(call := simplest(framework, op, vocab=1, shape=(5,)))
+    assert error is None
+    assert {check.bound for check in run.run(call)} == {0.0}
+
+
+def test_a_refusal_and_a_warning_are_failures(monkeypatch):
+    call = simplest("torch", "cross_entropy")
+    assert run.attempt(call) == (None, 2)
+    assert isinstance(run.attempt({**call, "scratch": 0.5})[0], ValueError)
+
+    def warns(logits, target, **options):
+        warnings.warn("onchip: this is slow", stacklevel=1)
+
+    monkeypatch.setattr(onchip.torch, "cross_entropy", warns)
+    assert isinstance(run.attempt(call)[0], UserWarning)
