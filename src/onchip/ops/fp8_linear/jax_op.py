@@ -80,7 +80,8 @@ def fp8_linear(
         raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
     spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
-    out: jax.Array = _linear(_Static(chosen, weight_layout, options), x, weight, bias)
+    arrays = (None if a is None else jnp.asarray(a) for a in (x, weight, bias))
+    out: jax.Array = _linear(_Static(chosen, weight_layout, options), *arrays)
     return out
 
 
