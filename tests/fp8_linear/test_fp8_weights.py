@@ -8,7 +8,8 @@ import pytest
 import torch
 from fp8_common import oracle, small_problem
 
-from onchip.ops.fp8_linear import torch_quantize, torch_weights
+from onchip.fp8 import torch_quantize
+from onchip.ops.fp8_linear import torch_weights
 from onchip.torch import Fp8Linear, convert_linears, forget_weight, fp8_linear
 
 

@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import refuse_second_derivative
-from onchip.ops._shared.jax_inputs import is_array, platform
-from onchip.ops._shared.spec import DTYPE_BYTES, require_one_of
-from onchip.ops.fp8_linear import jax_xla, mosaic_op, spec
-from onchip.ops.fp8_linear.spec import OP
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.fp8 import jax_product as jax_xla
+from onchip.fp8 import mosaic_op, numbers
+from onchip.fp8.numbers import OP
+from onchip.frontend.jax_call import refuse_second_derivative
+from onchip.frontend.jax_inputs import is_array, platform
+from onchip.frontend.options import require_one_of
+from onchip.ops.fp8_linear import spec
 
 # Best first: 'auto' takes the first that can serve a call.
 _BACKENDS: dict[str, Any] = {"mosaic_gpu": mosaic_op, "xla": jax_xla}
@@ -72,7 +75,7 @@ def fp8_linear(
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
-    options = spec.Options(grad_dtype, scale)
+    options = numbers.Options(grad_dtype, scale)
     require_one_of(OP, "weight_layout", weight_layout, LAYOUTS)
     for name, array in (("x", x), ("weight", weight), ("bias", bias)):
         if array is None and name == "bias":
@@ -90,7 +93,7 @@ def fp8_linear(
     return out
 
 
-def refusals(platform: str, options: spec.Options) -> dict[str, str | None]:
+def refusals(platform: str, options: numbers.Options) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
     return {name: backend.refusal(platform, options) for name, backend in _BACKENDS.items()}
 
@@ -100,7 +103,7 @@ class _Static(NamedTuple):
 
     backend: str
     layout: str
-    options: spec.Options
+    options: numbers.Options
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

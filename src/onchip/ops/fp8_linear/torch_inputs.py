@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
-from onchip.ops._shared.torch_inputs import DTYPES, dtype_name
-from onchip.ops.fp8_linear import spec
-from onchip.ops.fp8_linear.spec import OP
-from onchip.ops.fp8_linear.torch_quantize import FP8
+from onchip.fp8 import numbers
+from onchip.fp8.numbers import OP
+from onchip.fp8.torch_quantize import FP8
+from onchip.frontend.torch_inputs import DTYPES, dtype_name
 
 
 def check_tensors(op: str, **named: Any) -> None:
@@ -63,8 +63,8 @@ def check_quantized(x: Any, scale: str, *, wanted: bool) -> None:
 def _check_made(name: str, data: Tensor, scales: Tensor, rows: int, columns: int, device: torch.device) -> None:
     """Raise unless these are `torch_quantize.empty_rows` of a matrix [rows, columns]: kernels rely on it."""
     expected = (
-        (data, FP8["e4m3"], (rows, spec.up(columns))),
-        (scales, torch.float32, (spec.blocks(columns), rows)),
+        (data, FP8["e4m3"], (rows, numbers.up(columns))),
+        (scales, torch.float32, (numbers.blocks(columns), rows)),
     )
     for t, dtype, shape in expected:
         if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
@@ -81,6 +81,6 @@ def result_dtype(x: Tensor) -> torch.dtype:
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         if dtype not in DTYPES:
-            raise TypeError(f"{spec.OP}: autocast to {dtype_name(dtype)} is not supported")
+            raise TypeError(f"{numbers.OP}: autocast to {dtype_name(dtype)} is not supported")
         return dtype
     return x.dtype

@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.spec import require_one_of
-from onchip.ops._shared.torch_autograd import asked_for, differentiable_once
-from onchip.ops._shared.torch_inputs import check_weight_grad_out
-from onchip.ops.fp8_linear import spec, torch_quantize, triton_op
-from onchip.ops.fp8_linear.spec import OP, Options
-from onchip.ops.fp8_linear.torch_inputs import (
-    check_quantized,
-    check_tensors,
-    is_plain,
-    result_dtype,
-)
-from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.ops.fp8_linear.torch_quantize import Quantized
+from onchip.fp8 import numbers, torch_quantize
+from onchip.fp8 import triton_refusal as triton_op
+from onchip.fp8.numbers import OP, Options
+from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
+from onchip.fp8.torch_quantize import Quantized
+from onchip.frontend.options import require_one_of
+from onchip.frontend.torch_autograd import asked_for, differentiable_once
+from onchip.frontend.torch_inputs import check_weight_grad_out
+from onchip.ops.fp8_linear import spec
+from onchip.ops.fp8_linear.torch_inputs import check_quantized, check_tensors, is_plain, result_dtype
 from onchip.ops.fp8_linear.torch_weights import quantized_weight
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -158,7 +155,7 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
         torch.Size([16, 256])
     """
     name = "quantize_activation"
-    require_one_of(name, "scale", scale, spec.SCALES)
+    require_one_of(name, "scale", scale, numbers.SCALES)
     check_tensors(name, x=x)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
@@ -199,7 +196,7 @@ def _backend(name: str) -> _Backend:
     quantizer = _QUANTIZERS[name]
     quantize: Any = torch_quantize
     if "triton" in (quantizer, name):
-        from onchip.ops.fp8_linear import triton_launches as kernels
+        from onchip.fp8 import triton_launches as kernels
 
         quantize = kernels if quantizer == "triton" else torch_quantize
     if name == "triton":

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from onchip.ops.fp8_linear.torch_quantize import Quantized
+from onchip.fp8.torch_quantize import Quantized
 
 Quantizer = Callable[..., tuple[Quantized | None, Quantized | None]]
 
