@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from onchip.ops._shared import torch_tiles
+from onchip.vocab.torch import tiles as torch_tiles
 
 
 def assert_within_bounds(checks):

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onchip.ops._shared import triton_maths
+from onchip.kernels.triton import maths as triton_maths
 
 SPECIAL = [0.0, 1e-45, 1e-40, 1e-30, 0.3999999, 0.4, 0.4000001, 20.0, 3e38, np.inf, np.nan]
 

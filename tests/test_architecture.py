@@ -26,12 +26,15 @@ def test_arrows_go_one_way():
         ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
         ("onchip.plan.run", ["torch", "jax"]),
-        ("onchip.ops.fp8_linear.bench_spec", ["torch", "jax"]),
-        ("onchip.ops.fp8_linear.jax_benchmark", ["torch", "triton"]),
-        ("onchip.ops.linear_cross_entropy.jax_spec", ["torch", "jax", "numpy"]),
-        *((f"onchip.ops.{op}.spec", ["torch", "jax", "numpy"]) for op in ("_shared", *OPS)),
+        ("onchip.bench.ops.fp8_linear_sizes", ["torch", "jax"]),
+        ("onchip.bench.ops.fp8_linear_jax", ["torch", "triton"]),
+        ("onchip.vocab.xla.memory", ["torch", "jax", "numpy"]),
+        *((f"onchip.ops.{op}.spec", ["torch", "jax", "numpy"]) for op in OPS),
+        ("onchip.frontend.options", ["torch", "jax", "numpy"]),
+        ("onchip.vocab.memory", ["torch", "jax", "numpy"]),
         # These import cases.py and reference.py too.
-        *((f"onchip.ops.{op}.checks", ["torch", "jax"]) for op in ("_shared", *OPS)),
+        *((f"onchip.ops.{op}.checks", ["torch", "jax"]) for op in OPS),
+        ("onchip.oracle.checks", ["torch", "jax"]),
     ],
 )
 def test_import_loads_no_more_than_needed(imported, unwanted):

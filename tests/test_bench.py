@@ -24,12 +24,14 @@ from rich.console import Console
 from torch import Tensor
 
 from onchip.bench import environment, harness, measure, plots, report, run, units
+from onchip.bench import peers as bench_peers
+from onchip.bench.ops import linear_cross_entropy as benchmark
+from onchip.bench.ops import linear_cross_entropy_peers as peers
+from onchip.bench.peers import Implementation
 from onchip.bench.run import run_bench
-from onchip.ops._shared import bench_peers
-from onchip.ops._shared.bench_peers import Implementation
 from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
-from onchip.ops.linear_cross_entropy import benchmark, cases, peers
+from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_jsd import cases as jsd_cases
 from onchip.torch import linear_cross_entropy
 
@@ -642,7 +644,7 @@ def test_what_can_not_be_added_to_is_refused_before_anything_runs(
 def test_small_scratch_of_the_cpu_case() -> None:
     (recompute,) = (i for i in benchmark.IMPLEMENTATIONS if i.name == "onchip recompute")
     assert isinstance(recompute, benchmark.Own)
-    problem = benchmark.spec.Problem(cases.CPU_CASE.tokens, cases.CPU_CASE.hidden, cases.CPU_CASE.vocab)
+    problem = benchmark.Problem(cases.CPU_CASE.tokens, cases.CPU_CASE.hidden, cases.CPU_CASE.vocab)
     assert recompute.scratch_bytes(problem) == 32 << 20
 
 

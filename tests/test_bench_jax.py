@@ -17,11 +17,14 @@ from jax import Array
 from rich.console import Console
 
 from onchip.bench import environment, measure_jax, plots
+from onchip.bench import jax_steps as jax_bench
+from onchip.bench import peers as bench_peers
+from onchip.bench.jax_peers import IGNORED
+from onchip.bench.ops import linear_cross_entropy_jax as benchmark
+from onchip.bench.ops import linear_cross_entropy_jax_peers as jax_peers
 from onchip.bench.run import run_bench
-from onchip.ops._shared import bench_peers, jax_bench
-from onchip.ops._shared.jax_peers import IGNORED
-from onchip.ops.linear_cross_entropy import cases, jax_peers, spec
-from onchip.ops.linear_cross_entropy import jax_benchmark as benchmark
+from onchip.ops.linear_cross_entropy import cases
+from onchip.vocab import memory
 from shared_jax import quick_compilation  # noqa: F401
 
 SMALL = cases.Case("small", tokens=96, hidden=32, vocab=1000)
@@ -242,7 +245,7 @@ def test_a_named_backend_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatc
 
 
 def test_budgets() -> None:
-    llama = spec.Problem(4096, 4096, 128256, dtype="bfloat16", device="cuda", compacted=True)
+    llama = memory.Problem(4096, 4096, 128256, dtype="bfloat16", device="cuda", compacted=True)
     assert benchmark._small(llama) == (64 << 20) + 4 * 4096 * 4096
     assert benchmark._eighth_of_logits(llama) == 4096 * 128256 * 4 // 8
 

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from onchip.bench import jax_steps as jax_bench
+from onchip.bench import peers as bench_peers
 from onchip.bench import plots
+from onchip.bench.ops import cross_entropy_jax as cross_entropy
+from onchip.bench.ops import linear_jsd_jax as linear_jsd
+from onchip.bench.ops import linear_log_probs_jax as linear_log_probs
 from onchip.bench.run import run_bench
 from onchip.cli import BENCHMARKS, OPS
-from onchip.ops._shared import bench_peers, jax_bench
-from onchip.ops.cross_entropy import jax_benchmark as cross_entropy
 from onchip.ops.cross_entropy import reference as cross_entropy_oracle
 from onchip.ops.cross_entropy.cases import Case as CrossEntropyCase
-from onchip.ops.linear_jsd import jax_benchmark as linear_jsd
 from onchip.ops.linear_jsd import reference as jsd_oracle
 from onchip.ops.linear_jsd.cases import Case as JsdCase
-from onchip.ops.linear_log_probs import jax_benchmark as linear_log_probs
 from onchip.ops.linear_log_probs import reference as log_probs_oracle
 from onchip.ops.linear_log_probs.cases import Case as LogProbsCase
 from shared_jax import quick_compilation  # noqa: F401

@@ -11,16 +11,14 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+from onchip.bench import peers as bench_peers
 from onchip.bench import plots
+from onchip.bench.ops import cross_entropy, linear_jsd, linear_log_probs
 from onchip.bench.run import run_bench
-from onchip.ops._shared import bench_peers
-from onchip.ops.cross_entropy import benchmark as cross_entropy
 from onchip.ops.cross_entropy import reference as cross_entropy_oracle
 from onchip.ops.cross_entropy.cases import Case as CrossEntropyCase
-from onchip.ops.linear_jsd import benchmark as linear_jsd
 from onchip.ops.linear_jsd import reference as jsd_oracle
 from onchip.ops.linear_jsd.cases import Case as JsdCase
-from onchip.ops.linear_log_probs import benchmark as linear_log_probs
 from onchip.ops.linear_log_probs import reference as log_probs_oracle
 from onchip.ops.linear_log_probs.cases import Case as LogProbsCase
 

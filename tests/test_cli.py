@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import onchip
 from onchip import check, cli
 from onchip.core import machine
-from onchip.ops._shared import triton_calls
-from onchip.ops._shared.checks import Check
-from onchip.ops._shared.spec import DTYPE_BYTES
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.kernels.triton import launch as triton_calls
 from onchip.ops.linear_cross_entropy import jax_checks, jax_op, torch_checks
+from onchip.oracle.checks import Check
 
 
 def run(*arguments):

@@ -12,7 +12,8 @@ import every_loss
 import onchip.jax as ops
 from every_loss import HEAD, LOGITS, TOKENS, both, checks
 from interpreter import run_all
-from onchip.ops.linear_cross_entropy import jax_op, mosaic_op
+from onchip.ops.linear_cross_entropy import jax_op
+from onchip.vocab.mosaic import op as mosaic_op
 
 
 @pytest.mark.parametrize("check", [pytest.param(c, id=name) for name, c in checks("torch").items()])

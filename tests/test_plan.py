@@ -8,13 +8,18 @@ import pytest
 from typer.testing import CliRunner
 
 from onchip import cli
-from onchip.ops.cross_entropy import spec as cross_entropy_spec
-from onchip.ops.linear_cross_entropy import fp8_op, fp8_spec, jax_op, jax_spec, mosaic_spec, spec, triton_spec
+from onchip.ops.linear_cross_entropy import fp8_op, jax_op, spec
 from onchip.ops.linear_jsd import spec as jsd_spec
 from onchip.ops.linear_jsd import triton_spec as jsd_triton
 from onchip.ops.linear_log_probs import spec as log_probs_spec
 from onchip.ops.linear_log_probs import triton_spec as log_probs_triton
 from onchip.plan import passes
+from onchip.vocab import memory
+from onchip.vocab.fp8 import memory as fp8_spec
+from onchip.vocab.mosaic import memory as mosaic_spec
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.xla import memory as jax_spec
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
 
@@ -53,17 +58,17 @@ def test_plan_json_is_what_the_torch_backend_will_do():
     document = plan_json("--scratch-mib", "1024", "--backend", "torch")
     assert document["backend"] == "torch"
     assert document["logits_bytes"] == {"float32": 4 * 16384 * 128256, "bfloat16": 2 * 16384 * 128256}
-    problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+    problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
     assert [(p["strategy"], p["budget_bytes"]) for p in document["plans"]] == [
         ("stash", None), ("recompute", None), ("stash", 1 << 30), ("recompute", 1 << 30),
     ]  # fmt: skip
     for plan in document["plans"]:
         assert plan["products"] == {"stash": 3, "recompute": 4}[plan["strategy"]]
-        assert plan["auto"] == (spec.choose_strategy(problem, "auto", plan["budget_bytes"]) == plan["strategy"])
+        assert plan["auto"] == (memory.choose_strategy(problem, "auto", plan["budget_bytes"]) == plan["strategy"])
         if plan["fits"]:
-            config = spec.plan(problem, plan["strategy"], plan["budget_bytes"])
+            config = memory.plan(problem, plan["strategy"], plan["budget_bytes"])
             assert (plan["token_chunk"], plan["vocab_chunk"]) == (config.token_chunk, config.vocab_chunk)
-            assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values()) == spec.scratch_bytes(problem, config)
+            assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values()) == memory.scratch_bytes(problem, config)
             assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
         else:
             assert plan["smallest_scratch_bytes"] > plan["budget_bytes"]
@@ -72,7 +77,7 @@ def test_plan_json_is_what_the_torch_backend_will_do():
 def test_plan_json_is_what_the_triton_backend_will_do():
     document = plan_json()
     assert document["backend"] == "triton"
-    problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+    problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
     budgets = {plan["budget"]: plan["budget_bytes"] for plan in document["plans"]}
     assert list(budgets) == ["default", "64", "256", "320*", "1002**", "1024", "4096", "16384", "no bound"]
     assert budgets["320*"] == (64 << 20) + 4 * 16384 * 4096
@@ -100,7 +105,7 @@ def test_plan_json_is_what_the_triton_backend_will_do():
 
 
 def test_default_scratch_is_that_of_the_plans():
-    problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+    problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
     for backend, planner in {"triton": triton_spec, "mosaic_gpu": mosaic_spec, "xla": jax_spec, "torch": spec}.items():
         framework = "torch" if backend in ("triton", "torch") else "jax"
         document = plan_json("--framework", framework, "--backend", backend)
@@ -111,7 +116,7 @@ def test_default_scratch_is_that_of_the_plans():
 def test_plan_json_is_what_the_mosaic_backend_will_do():
     document = plan_json("--framework", "jax")
     assert (document["framework"], document["backend"]) == ("jax", "mosaic_gpu")
-    problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+    problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
     for plan in document["plans"]:
         budget = 1 << 62 if plan["budget"] == "no bound" else plan["budget_bytes"]
         if not plan["fits"]:
@@ -144,7 +149,7 @@ def test_plan_of_the_mosaic_backend_prints_the_table_of_the_triton_backend():
 @pytest.mark.parametrize("sizes", [(4096, 2560, 262144), (2048, 8192, 512), (200, 128, 16)])
 @pytest.mark.parametrize("strategy", spec.STRATEGIES)
 def test_the_least_scratch_of_the_mosaic_backend_is_enough_and_less_is_not(sizes, strategy):
-    problem = spec.Problem(*sizes, dtype="bfloat16", device="cuda")
+    problem = memory.Problem(*sizes, dtype="bfloat16", device="cuda")
     least = mosaic_spec.least_scratch(problem, strategy, 1)
     assert mosaic_spec.scratch_bytes(problem, mosaic_spec.plan(problem, strategy, least)) <= least
     for budget in (1, least // 2):
@@ -157,7 +162,7 @@ def test_the_least_scratch_of_the_mosaic_backend_is_enough_and_less_is_not(sizes
 def test_plan_json_is_what_the_xla_backend_will_do(where):
     document = plan_json("--framework", "jax", *where)
     assert document["backend"] == "xla"
-    problem = spec.Problem(16384, 4096, 128256, dtype=document["dtype"], device=document["device"])
+    problem = memory.Problem(16384, 4096, 128256, dtype=document["dtype"], device=document["device"])
     for plan in document["plans"]:
         if not plan["fits"]:
             with pytest.raises(ValueError, match=f"{plan['smallest_scratch_bytes']} bytes for strategy"):
@@ -183,7 +188,7 @@ def test_plan_json_is_what_precision_fp8_will_do():
         grad = plan["pass"] == "both passes"
         device = "cuda" if plan["backend"] == "triton" else "cpu"
         gradients = {"grad_hidden": grad, "grad_weight": grad}
-        problem = spec.Problem(16384, 4096, 128256, dtype="bfloat16", device=device, **gradients)
+        problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device=device, **gradients)
         assert plan["products"] == (3 if grad else 1)
         if not plan["fits"]:
             assert (plan["budget_bytes"], "the smallest chunk needs" in plan["why"]) == (1 << 20, True)
@@ -201,7 +206,7 @@ def test_plan_json_is_what_precision_fp8_will_do():
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("weight_grad_out", [True, False])
 def test_the_parts_of_fp8_are_the_larger_phase_and_what_is_kept(grad, weight_grad_out):
-    problem = spec.Problem(
+    problem = memory.Problem(
         4096, 1024, 32768, "bfloat16", grad_hidden=grad, grad_weight=grad, weight_grad_out=weight_grad_out
     )
     for chunk in (128, 4096):
@@ -325,7 +330,7 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
     def first(op, *more):
         return next(iter(plans(op, "torch", *more)[0].values()))["chunk"]["tokens"]
 
-    rows = cross_entropy_spec.plan(cross_entropy_spec.Problem(8192, 128256, "bfloat16", "cuda"))
+    rows = row_memory.plan(row_memory.Problem(8192, 128256, "bfloat16", "cuda"))
     assert first("cross_entropy") == rows
     log_probs = log_probs_spec.Problem(8192, 4096, 128256, dtype="bfloat16", device="cuda")
     assert first("linear_log_probs") == log_probs_spec.plan(log_probs, "forward").token_chunk

@@ -23,12 +23,13 @@ from onchip import cli
 from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import find_config, read_entries
-from onchip.ops.linear_cross_entropy import triton_spec, tuning
 from onchip.tune import harness, run
+from onchip.tune import linear_cross_entropy as tuning
 from onchip.tune.harness import Machine
 from onchip.tune.log import config_key
 from onchip.tune.run import tune_op
 from onchip.tune.status import tuned_configs
+from onchip.vocab.triton import memory as triton_spec
 
 MACHINE = Machine("cpu", "toy9", shared_bytes=1000)
 VERSIONS = {"triton": "3.6.0", "torch": "2.11.0"}

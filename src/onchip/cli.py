@@ -30,12 +30,12 @@ CHECKED = (*OPS, "fp8_linear")
 # Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
 CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
-    framework: {op: f"onchip.ops.{op}.{module}" for op in CHECKED}
-    for framework, module in (("torch", "benchmark"), ("jax", "jax_benchmark"))
+    framework: {op: f"onchip.bench.ops.{op}{suffix}" for op in CHECKED}
+    for framework, suffix in (("torch", ""), ("jax", "_jax"))
 }
 TUNINGS = {
-    "torch": {op: f"onchip.ops.{op}.tuning" for op in ("linear_cross_entropy", "fp8_linear")},
-    "jax": {"linear_cross_entropy": "onchip.ops.linear_cross_entropy.jax_tuning"},
+    "torch": {op: f"onchip.tune.{op}" for op in ("linear_cross_entropy", "fp8_linear")},
+    "jax": {"linear_cross_entropy": "onchip.tune.linear_cross_entropy_jax"},
 }
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]

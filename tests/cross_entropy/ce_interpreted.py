@@ -18,12 +18,13 @@ import torch
 from ce_common import assert_right, assert_same, computed, gradient, small_problem
 
 from interpreter import main
-from onchip.ops._shared.torch_checks import relative_error
 from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.cross_entropy.spec import RowTiles
 from onchip.ops.cross_entropy.torch_checks import as_arguments, run_oracle
+from onchip.oracle.torch_checks import relative_error
 from onchip.torch import cross_entropy
+from onchip.vocab.rows import launches
+from onchip.vocab.rows.memory import RowTiles
 from tanh import assert_is_tanh, triton_tanh
 
 CHECKS = {}
@@ -54,7 +55,7 @@ for _name in IN_PLACE:
 def small_tiles(stages=1):
     """Tiles of 256 elements, one warp: rows of a few hundred have several."""
     tiles = RowTiles(tile=256, warps=1, programs=1, stages=stages)
-    return mock.patch.object(triton_op, "tiles_of", return_value=tiles)
+    return mock.patch.object(launches, "tiles_of", return_value=tiles)
 
 
 MANY_TILES = {

@@ -10,11 +10,11 @@ from ce_common import assert_right, assert_same, computed, gradient, plain, smal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops._shared.checks import relative_error
-from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.cross_entropy.torch_checks import as_arguments, run_oracle
 from onchip.ops.cross_entropy.torch_op import cross_entropy
+from onchip.oracle.checks import relative_error
+from onchip.vocab.rows import memory as row_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 in_place = pytest.mark.parametrize("inplace", [False, True], ids=["new tensor", "in place"])
@@ -80,9 +80,9 @@ def test_many_chunks(dtype, inplace):
     """The smallest budget for eight rows: many chunks, the last of them ragged."""
     case = Case("chunks", 101, 700, ignored=0.2, sliced=3, options={"softcap": 5.0, "label_smoothing": 0.1})
     name = str(dtype).removeprefix("torch.")
-    problem = spec.Problem(101, 700, name, softcap=True, stats=True, gathered=name != "float32")
-    budget = spec.scratch_bytes(problem, 8)
-    assert spec.plan(problem, budget) == 8
+    problem = row_memory.Problem(101, 700, name, softcap=True, stats=True, gathered=name != "float32")
+    budget = row_memory.scratch_bytes(problem, 8)
+    assert row_memory.plan(problem, budget) == 8
     assert_right(case, dtype, scratch_bytes=budget, inplace=inplace)
 
 
@@ -95,7 +95,7 @@ def test_chunk_sizes_change_nothing(rows, softcap, ignored, reduction):
     upstream = torch.linspace(-1, 2, 40).view(2, 20) if reduction == "none" else None
 
     def run(chunk):
-        budget = spec.scratch_bytes(spec.Problem(40, 90, softcap=softcap, stats=True), chunk)
+        budget = row_memory.scratch_bytes(row_memory.Problem(40, 90, softcap=softcap, stats=True), chunk)
         loss, stats = cross_entropy(
             x, y, z_loss=1e-3, softcap=4.0 if softcap else None, reduction=reduction, return_stats=True,
             scratch_bytes=budget,

@@ -10,11 +10,12 @@ from ce_common_jax import assert_right, assert_same, quick_compilation, small_pr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops._shared.checks import relative_error
-from onchip.ops.cross_entropy import reference, spec
+from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.cross_entropy.jax_checks import as_arguments, run_oracle
 from onchip.ops.cross_entropy.jax_op import CrossEntropyStats, cross_entropy
+from onchip.oracle.checks import relative_error
+from onchip.vocab.rows import memory as row_memory
 from shared_jax import plain_loss as plain
 
 CASES = {c.name: c for c in CHECK_CASES}
@@ -47,9 +48,9 @@ def test_sizes(size):
 def test_many_chunks(dtype):
     """A budget for eight rows: many chunks, the last of them ragged."""
     case = Case("chunks", 101, 700, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
-    problem = spec.Problem(101, 700, dtype, softcap=True, stats=True, xla=True)
-    budget = spec.scratch_bytes(problem, 8)
-    assert spec.plan(problem, budget) == 8
+    problem = row_memory.Problem(101, 700, dtype, softcap=True, stats=True, xla=True)
+    budget = row_memory.scratch_bytes(problem, 8)
+    assert row_memory.plan(problem, budget) == 8
     assert_right(case, dtype, scratch_bytes=budget)
 
 
@@ -61,7 +62,7 @@ def test_chunk_sizes_change_nothing(rows, reduction):
 
     @partial(jax.jit, static_argnums=0)
     def run(chunk):
-        budget = spec.scratch_bytes(spec.Problem(40, 90, stats=True, xla=True), chunk)
+        budget = row_memory.scratch_bytes(row_memory.Problem(40, 90, stats=True, xla=True), chunk)
         op = partial(cross_entropy, reduction=reduction, return_stats=True, scratch_bytes=budget)
         loss, pullback, stats = jax.vjp(lambda x: op(x, y), x, has_aux=True)
         return loss, stats, pullback(jnp.ones_like(loss))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from ce_common_jax import assert_same, quick_compilation, small_problem  # noqa: F401
 
-from onchip.ops.cross_entropy import jax_op, jax_xla, spec
+from onchip.ops.cross_entropy import jax_op, jax_xla
 from onchip.ops.cross_entropy.jax_op import cross_entropy
+from onchip.vocab.rows import memory as row_memory
 from shared import assert_refused
 from shared_jax import plain_loss as plain
 
@@ -155,8 +156,8 @@ def test_numpy_inputs_64_bit_mode_and_the_same_bits():
     ids=str,
 )
 def test_the_formula_holds(shape, changes, options):
-    problem = spec.Problem(*shape, xla=True, **changes)
-    formula = spec.scratch_bytes(problem, spec.plan(problem))
+    problem = row_memory.Problem(*shape, xla=True, **changes)
+    formula = row_memory.scratch_bytes(problem, row_memory.plan(problem))
     step = partial(cross_entropy, **options)
     if problem.grad:
         step = jax.value_and_grad(step, has_aux=problem.stats)

@@ -6,8 +6,10 @@ from ce_common import computed
 
 from onchip.bench.measure import peak_extra_bytes
 from onchip.ops.cross_entropy import spec
-from onchip.ops.cross_entropy.spec import Problem
 from onchip.ops.cross_entropy.torch_op import cross_entropy
+from onchip.vocab.chunks import DEFAULT_SCRATCH
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows.memory import Problem
 
 MIB = 1 << 20
 SLACK = 4 * MIB  # of the allocator
@@ -46,10 +48,10 @@ def measured(problem, *, ignored=False, strided=False, inplace=False, **options)
     ids=str,
 )
 def test_the_formula_holds(changes, options, monkeypatch):
-    monkeypatch.setitem(spec.USEFUL, "cpu", 1 << 22)  # so that it is seen beside the allocator's noise
+    monkeypatch.setitem(row_memory.USEFUL, "cpu", 1 << 22)  # so that it is seen beside the allocator's noise
     problem = Problem(512, 8192, **changes)
-    budget = spec.default_scratch(problem)
-    formula = spec.scratch_bytes(problem, spec.plan(problem, budget))
+    budget = row_memory.default_scratch(problem)
+    formula = row_memory.scratch_bytes(problem, row_memory.plan(problem, budget))
     peak = measured(problem, scratch_bytes=budget, **options)
     assert formula <= budget
     assert peak <= formula + SLACK
@@ -58,10 +60,10 @@ def test_the_formula_holds(changes, options, monkeypatch):
 
 def test_chunks_on_the_cpu_stay_small_whatever_the_budget():
     problem = Problem(4096, 8192)
-    assert 4 * spec.plan(problem, 1 << 33) * problem.vocab <= 4 * spec.USEFUL["cpu"]
+    assert 4 * row_memory.plan(problem, 1 << 33) * problem.vocab <= 4 * row_memory.USEFUL["cpu"]
     large = Problem(8192, 128256, "bfloat16", device="cuda")
-    assert spec.default_scratch(large) == spec.DEFAULT_SCRATCH
-    assert 4 * spec.plan(large, 1 << 33) * large.vocab == spec.logits_bytes(large)
+    assert row_memory.default_scratch(large) == DEFAULT_SCRATCH
+    assert 4 * row_memory.plan(large, 1 << 33) * large.vocab == row_memory.logits_bytes(large)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -69,10 +71,10 @@ def test_chunks_on_the_cpu_stay_small_whatever_the_budget():
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (63, 7), (4097, 50257), (1 << 17, 262144)], ids=str)
 def test_plans_fit_their_budget(shape, xla, device):
     problem = Problem(*shape, "bfloat16", device=device, softcap=True, stats=True, gathered=True, xla=xla)
-    least = spec.scratch_bytes(problem, 1)
+    least = row_memory.scratch_bytes(problem, 1)
     for budget in (least, least + 1, 2 * least, 1 << 40):
-        rows = spec.plan(problem, budget)
-        assert spec.scratch_bytes(problem, rows) <= budget
+        rows = row_memory.plan(problem, budget)
+        assert row_memory.scratch_bytes(problem, rows) <= budget
         assert 1 <= rows <= max(1, shape[0])
 
 

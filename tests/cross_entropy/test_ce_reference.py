@@ -62,7 +62,7 @@ def test_statistics_match_their_definitions():
 def test_blocks_of_tokens_change_nothing(monkeypatch):
     x = make_inputs(Case("tiny", 50, 64))
     whole = cross_entropy(x.logits, x.target)
-    monkeypatch.setattr("onchip.ops._shared.reference._BLOCK_LOGITS", 64 * 7)
+    monkeypatch.setattr("onchip.oracle.reference._BLOCK_LOGITS", 64 * 7)
     for a, b in zip(whole, cross_entropy(x.logits, x.target), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-16)
 

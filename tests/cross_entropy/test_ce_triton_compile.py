@@ -7,9 +7,12 @@ import torch
 from ce_common import computed
 
 from linear_cross_entropy.ahead_of_time import compile_all
-from onchip.ops._shared import triton_calls
-from onchip.ops.cross_entropy import spec, triton_op, triton_rows
+from onchip.kernels.triton import launch as triton_calls
+from onchip.ops.cross_entropy import triton_op
 from onchip.torch import cross_entropy
+from onchip.vocab.rows import launches as row_launches
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import triton as triton_rows
 
 HOPPER, AMPERE = 90, 80
 TOKENS = 160
@@ -24,7 +27,7 @@ def launches(vocab, dtype=torch.bfloat16, *, tiles=None, inplace=False, **option
     found = []
     with (
         mock.patch.object(triton_op, "device_refusal", return_value=None),
-        mock.patch.object(triton_op, "tiles_of", spec.heuristic_tiles if tiles is None else lambda *_, **__: tiles),
+        mock.patch.object(row_launches, "tiles_of", row_launches.tiles_of if tiles is None else lambda *_, **__: tiles),
         mock.patch.object(triton_calls.Launch, "run", lambda launch: found.append(launch)),
     ):
         logits = torch.empty(TOKENS, vocab, dtype=dtype, requires_grad=True)  # never touched, so it costs nothing
@@ -77,7 +80,7 @@ def test_rows_that_are_not_aligned():
 
 def test_tiles_under_way():
     """With stages, tiles are fetched into shared memory while others are worked on."""
-    tiles = spec.RowTiles(tile=16384, warps=16, programs=1, stages=3)
+    tiles = row_memory.RowTiles(tile=16384, warps=16, programs=1, stages=3)
     k = by_kernel(compile_all(launches(128256, tiles=tiles)[:1], HOPPER))["losses"]
     assert 2 * 2 * 16384 <= k.shared <= 232448
     assert "cp.async.cg.shared.global" in k.ptx

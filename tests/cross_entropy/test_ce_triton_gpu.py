@@ -10,10 +10,11 @@ from ce_common import assert_right, assert_same, computed, gradient, small_probl
 
 from linear_cross_entropy.common import capture
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
-from onchip.ops.cross_entropy import spec, triton_op
+from onchip.core.sizes import MIB
+from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case
 from onchip.torch import cross_entropy
+from onchip.vocab.rows import memory as row_memory
 from tanh import assert_is_tanh, triton_tanh
 
 pytestmark = pytest.mark.gpu
@@ -329,8 +330,8 @@ def test_the_memory_formula_holds(vocab, options):
         return [loss, *stats, *torch.autograd.grad(loss, given, upstream)]
 
     step()
-    problem = spec.Problem(tokens, vocab, "bfloat16", device="cuda", triton=True)
-    formula = spec.scratch_bytes(problem, spec.plan(problem))
+    problem = row_memory.Problem(tokens, vocab, "bfloat16", device="cuda", triton=True)
+    formula = row_memory.scratch_bytes(problem, row_memory.plan(problem))
     assert peak_extra_bytes(step, device="cuda") <= formula + MIB
 
 

@@ -4,34 +4,35 @@ import pytest
 import torch
 from ce_common import small_problem
 
-from onchip.ops._shared import triton_calls
-from onchip.ops.cross_entropy import spec, triton_op
+from onchip.kernels.triton import launch as triton_calls
+from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.torch_op import BACKENDS, CrossEntropyLoss, cross_entropy
+from onchip.vocab.rows import memory as row_memory
 
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles(dtype, twice):
     for vocab in (1, 2, 31, 1000, 1024, 1025, 8192, 16384, 16385, 32000, 50257, 65536, 128256, 262144):
-        t = spec.heuristic_tiles(vocab, dtype, twice=twice)
+        t = row_memory.heuristic_tiles(vocab, dtype, twice=twice)
         assert t.tile == (16 if t.warps == 32 else 32) * (32 * t.warps)  # elements of each thread
         assert t.tile & (t.tile - 1) == 0
         assert t.warps * t.programs == 32
         assert t.registers == 64
         if vocab <= 16384:
             assert t.tile >= vocab or (vocab, t.tile) == (8192, 2048)
-    assert spec.heuristic_tiles(128256, "bfloat16", twice=True).programs == 1
-    assert spec.heuristic_tiles(32000, "bfloat16", twice=True).programs == 4
-    assert spec.RowTiles(32768, 16, 1).registers == 128
-    assert spec.RowTiles(1024, 1, 1).registers == 255
+    assert row_memory.heuristic_tiles(128256, "bfloat16", twice=True).programs == 1
+    assert row_memory.heuristic_tiles(32000, "bfloat16", twice=True).programs == 4
+    assert row_memory.RowTiles(32768, 16, 1).registers == 128
+    assert row_memory.RowTiles(1024, 1, 1).registers == 255
 
 
 def test_memory_is_that_of_vectors():
-    problem = spec.Problem(8192, 128256, "bfloat16", device="cuda", triton=True)
-    assert spec.scratch_bytes(problem, spec.plan(problem)) == 48 * 8192
-    assert spec.plan(problem, 48 * 8192) == 8192
+    problem = row_memory.Problem(8192, 128256, "bfloat16", device="cuda", triton=True)
+    assert row_memory.scratch_bytes(problem, row_memory.plan(problem)) == 48 * 8192
+    assert row_memory.plan(problem, 48 * 8192) == 8192
     with pytest.raises(ValueError, match="the kernels need 393216 bytes; raise scratch_bytes"):
-        spec.plan(problem, 48 * 8192 - 1)
+        row_memory.plan(problem, 48 * 8192 - 1)
 
 
 def test_refusals(monkeypatch):

@@ -17,9 +17,9 @@ import torch
 from fp8_common import assert_right, assert_same, oracle, same_bits, small_problem
 from test_fp8_correctness import awkward
 
-from onchip.ops.fp8_linear import torch_products, torch_quantize
+from onchip.fp8 import torch_products, torch_quantize
+from onchip.fp8.triton_tiles import ProductConfig
 from onchip.ops.fp8_linear.cases import Case
-from onchip.ops.fp8_linear.triton_spec import ProductConfig
 from onchip.torch import fp8_linear, quantize_activation
 
 QUANTIZERS = {
@@ -40,7 +40,7 @@ PRODUCTS = {
 
 def quantizing(name):
     """Bit for bit what PyTorch's own operations and casts make."""
-    from onchip.ops.fp8_linear import triton_launches
+    from onchip.fp8 import triton_launches
 
     shape, fmt, scale, dtype = QUANTIZERS[name]
     x = torch.from_numpy(awkward(*shape)).to(dtype)
@@ -65,7 +65,7 @@ def assert_all_same(made, expected):
 
 def product(name):
     """Each config, by descriptors and by pointers, stored and added, with both layouts of scales."""
-    from onchip.ops.fp8_linear import triton_launches
+    from onchip.fp8 import triton_launches
 
     m, n, k = 70, 330, 150
     g = torch.Generator().manual_seed(0)

@@ -15,8 +15,11 @@ from typer.testing import CliRunner
 
 from onchip import cli
 from onchip.bench import harness, measure, plots
+from onchip.bench.ops import fp8_linear as benchmark
+from onchip.bench.ops import fp8_linear_peers as peers
+from onchip.bench.ops import fp8_linear_sizes as bench_spec
 from onchip.bench.run import run_bench
-from onchip.ops.fp8_linear import bench_spec, benchmark, cases, peers
+from onchip.ops.fp8_linear import cases
 
 # Ragged sizes, with more rows than are checked at the end of each result.
 SMALL = cases.Case("small", 200, 136, 150)
@@ -260,7 +263,7 @@ def test_peers_say_why_they_do_not_run(monkeypatch):
     torchao = implementation("torchao blockwise")
     assert torchao.unavailable("cpu", "bfloat16") == "it runs on CUDA devices only"
     assert "not float32" in torchao.unavailable("cuda", "float32")
-    monkeypatch.setattr("onchip.ops._shared.bench_peers.not_installed", lambda package: None)
+    monkeypatch.setattr("onchip.bench.peers.not_installed", lambda package: None)
     monkeypatch.setattr(peers, "not_installed", lambda package: "missing")
     assert torchao.unavailable("cuda", "bfloat16") == "torchao is not installed; pip install torchao"
     assert "timed on the CPU" in implementation("onchip dequantize").unavailable("cuda", "bfloat16")

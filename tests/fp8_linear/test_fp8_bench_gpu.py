@@ -7,9 +7,12 @@ import torch
 from rich.console import Console
 
 from onchip.bench import harness, measure, plots
+from onchip.bench.ops import fp8_linear as benchmark
+from onchip.bench.ops import fp8_linear_peers as peers
 from onchip.core.configs import read_entries
-from onchip.ops.fp8_linear import benchmark, cases, peers, tuning
-from onchip.ops.fp8_linear.triton_spec import ProductConfig
+from onchip.fp8.triton_tiles import ProductConfig
+from onchip.ops.fp8_linear import cases
+from onchip.tune import fp8_linear as tuning
 from onchip.tune.run import run_tune
 
 pytestmark = pytest.mark.gpu

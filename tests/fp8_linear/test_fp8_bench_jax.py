@@ -10,8 +10,12 @@ import pytest
 from rich.console import Console
 
 from onchip.bench import harness, measure_jax, plots
+from onchip.bench.ops import fp8_linear_jax as jax_benchmark
+from onchip.bench.ops import fp8_linear_jax_peers as jax_peers
+from onchip.bench.ops import fp8_linear_sizes as bench_spec
 from onchip.bench.run import run_bench
-from onchip.ops.fp8_linear import bench_spec, cases, jax_benchmark, jax_peers, spec
+from onchip.fp8 import numbers
+from onchip.ops.fp8_linear import cases
 from shared_jax import quick_compilation  # noqa: F401
 
 # Ragged sizes, with more rows than are checked at the end of each result.
@@ -103,9 +107,13 @@ def test_inputs_are_normal_and_of_many_values():
 
 def test_a_problem_that_does_not_fit_is_reported_with_the_bytes(monkeypatch):
     needed = jax_benchmark.needed_bytes(SMALL, "float32")
-    p = spec.Problem(SMALL.m, SMALL.n, SMALL.k, "float32")
-    in_fp8 = spec.quantized_bytes(SMALL.m, SMALL.k) + spec.quantized_bytes(SMALL.k, SMALL.m) + spec.gradient_bytes(p)
-    assert needed == 8 * (200 * 136 + 200 * 150 + 136 * 150) + in_fp8 + spec.weight_bytes(p)
+    p = numbers.Problem(SMALL.m, SMALL.n, SMALL.k, "float32")
+    in_fp8 = (
+        numbers.quantized_bytes(SMALL.m, SMALL.k)
+        + numbers.quantized_bytes(SMALL.k, SMALL.m)
+        + numbers.gradient_bytes(p)
+    )
+    assert needed == 8 * (200 * 136 + 200 * 150 + 136 * 150) + in_fp8 + numbers.weight_bytes(p)
     monkeypatch.setattr(jax_benchmark, "_device_bytes", lambda device: needed - 1)
     found = harness.run_cases(
         "fp8_linear", jax_benchmark, measure_jax, cases=["small"], implementations=[implementation("onchip xla")],

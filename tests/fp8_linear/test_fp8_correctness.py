@@ -5,12 +5,13 @@ import pytest
 import torch
 from fp8_common import assert_right, assert_same, oracle, same_bits, small_problem
 
-from onchip.ops.fp8_linear import reference, spec, torch_products, torch_quantize
+from onchip.fp8 import numbers, torch_products, torch_quantize
+from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, MODEL_CASES, Case
 from onchip.torch import fp8_linear, quantize_activation
 
-SCALES = pytest.mark.parametrize("scale", spec.SCALES)
-FORMATS = pytest.mark.parametrize("fmt", spec.FP8_MAX)
+SCALES = pytest.mark.parametrize("scale", numbers.SCALES)
+FORMATS = pytest.mark.parametrize("fmt", numbers.FP8_MAX)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -205,12 +206,12 @@ def bytes_of(tensors):
 def test_only_fp8_is_kept_for_backward(m):
     x, w, _ = small_problem(m, 256, 384, torch.bfloat16)
     kept = saved(lambda: fp8_linear(x, w))
-    problem = spec.Problem(m, 256, 384)
-    assert bytes_of(kept) == spec.saved_bytes(problem)
+    problem = numbers.Problem(m, 256, 384)
+    assert bytes_of(kept) == numbers.saved_bytes(problem)
     assert not {torch.bfloat16} & {t.dtype for t in kept}
-    of_weight = spec.block_quantized_bytes(384, 256)
+    of_weight = numbers.block_quantized_bytes(384, 256)
     assert bytes_of(saved(lambda: fp8_linear(x, w.detach()))) == of_weight
-    assert bytes_of(saved(lambda: fp8_linear(x.detach(), w))) == spec.saved_bytes(problem) - of_weight
+    assert bytes_of(saved(lambda: fp8_linear(x.detach(), w))) == numbers.saved_bytes(problem) - of_weight
     assert bytes_of(saved(lambda: fp8_linear(x.detach(), w.detach()))) == 0
 
 
@@ -219,14 +220,14 @@ def test_layers_that_share_an_activation_keep_one_copy():
     v = w.detach().clone().requires_grad_()
     shared = quantize_activation(x)
     kept = {t.data_ptr(): t for t in saved(lambda: (fp8_linear(shared, w), fp8_linear(shared, v)))}
-    of_weight = spec.block_quantized_bytes(256, 128)
-    assert bytes_of(kept.values()) == spec.saved_bytes(spec.Problem(256, 128, 256)) + of_weight
+    of_weight = numbers.block_quantized_bytes(256, 128)
+    assert bytes_of(kept.values()) == numbers.saved_bytes(numbers.Problem(256, 128, 256)) + of_weight
 
 
 def test_the_formula_of_a_weights_copies():
     w = torch.randn(300, 500)
     made = torch_quantize.quantize_weight(w, "float32", rows=True, transposed=True)
-    assert bytes_of(t for q in made for t in q) == spec.weight_bytes(spec.Problem(1, 300, 500))
+    assert bytes_of(t for q in made for t in q) == numbers.weight_bytes(numbers.Problem(1, 300, 500))
 
 
 def test_a_case_that_is_wrong_is_seen():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from fp8_common import assert_same
 
-from onchip.ops.fp8_linear import cublas, torch_products, torch_quantize
-from onchip.ops.fp8_linear.spec import blocks, up
+from onchip.fp8 import cublas, torch_products, torch_quantize
+from onchip.fp8.numbers import blocks, up
 
 DTYPES = {0: torch.float32, 28: torch.float8_e4m3fn}
 

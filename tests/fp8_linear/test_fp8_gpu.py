@@ -9,12 +9,13 @@ from fp8_common import assert_right, same_bits
 from test_fp8_correctness import awkward
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops.fp8_linear import spec, torch_op, torch_products, torch_quantize
+from onchip.fp8 import numbers, torch_products, torch_quantize
+from onchip.fp8.triton_tiles import ProductConfig, QuantizeConfig
+from onchip.ops.fp8_linear import torch_op
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.ops.fp8_linear.torch_checks import plain_refusals, refusals
-from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation, quantize_weight
 
 pytestmark = pytest.mark.gpu
@@ -71,14 +72,14 @@ def unwritten_memory_shows():
 # ---------------------------------------------------------------------------------------------------------- quantising
 
 
-@pytest.mark.parametrize("scale", spec.SCALES)
+@pytest.mark.parametrize("scale", numbers.SCALES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("fmt", spec.FP8_MAX)
+@pytest.mark.parametrize("fmt", numbers.FP8_MAX)
 @pytest.mark.parametrize("config", QUANTIZERS)
 @pytest.mark.parametrize("shape", [(1, 1), (130, 300), (513, 1000), (256, 384), (300, 264), (129, 257)], ids=str)
 def test_quantised_bits_are_pytorchs(shape, config, fmt, dtype, scale):
     """NaN, infinities, zeros, subnormals, 1e-30 and ties among them; on this device and on the CPU."""
-    from onchip.ops.fp8_linear import triton_launches
+    from onchip.fp8 import triton_launches
 
     x = torch.from_numpy(awkward(*shape)).to(dtype)
     # Bits of every pattern, too.
@@ -114,7 +115,7 @@ def assert_all_same(made, expected):
 
 
 def test_quantising_more_elements_than_32_bits_count():
-    from onchip.ops.fp8_linear import triton_launches
+    from onchip.fp8 import triton_launches
 
     rows, columns = 70000, 32768
     assert rows * columns > 1 << 31
@@ -157,7 +158,7 @@ def operands(m, n, k, by_block, fmt="e4m3"):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_config_is_right(config, size, by_block):
     """By descriptors and by pointers, stored and added, against float32 products of the dequantised operands."""
-    from onchip.ops.fp8_linear import triton_launches
+    from onchip.fp8 import triton_launches
 
     a, b = operands(*size, by_block)
     exact = torch_products.dequantized_product(a, b, by_block, None, torch.float32, None)
@@ -308,24 +309,24 @@ def test_what_is_kept_for_backward(backend):
     m, n, k = 4096, 4096, 8192
     x, w, _ = make(m, n, k)
     fp8_linear(x, w, backend=backend)  # compiles
-    problem = spec.Problem(m, n, k)
+    problem = numbers.Problem(m, n, k)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = fp8_linear(x, w, backend=backend)
     kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    assert spec.saved_bytes(problem) <= kept <= spec.saved_bytes(problem) + MIB
-    assert spec.saved_bytes(problem) == (1 + 4 / 128) * x.numel() + (1 + 4 / 128**2) * w.numel()
+    assert numbers.saved_bytes(problem) <= kept <= numbers.saved_bytes(problem) + MIB
+    assert numbers.saved_bytes(problem) == (1 + 4 / 128) * x.numel() + (1 + 4 / 128**2) * w.numel()
 
 
 def test_the_peak_of_a_step():
     """Of kernels nothing but what is quantised, and one 16-bit gradient that is not handed out yet."""
     m, n, k = 4096, 4096, 4096
     x, w, g = make(m, n, k)
-    problem = spec.Problem(m, n, k)
+    problem = numbers.Problem(m, n, k)
     step(x, w, g, backend="triton")
     peak = peak_extra_bytes(lambda: step(x, w, g, backend="triton"), device="cuda")
-    forward = spec.saved_bytes(problem) + spec.quantized_bytes(m, k) + spec.block_quantized_bytes(n, k)
-    backward = spec.saved_bytes(problem) + spec.gradient_bytes(problem)
+    forward = numbers.saved_bytes(problem) + numbers.quantized_bytes(m, k) + numbers.block_quantized_bytes(n, k)
+    backward = numbers.saved_bytes(problem) + numbers.gradient_bytes(problem)
     assert peak <= max(forward, backward) + 2 * MIB
 
 

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from onchip.fp8 import numbers
+from onchip.fp8.jax_quantize import COLUMN, ROW, SQUARE, quantize
 from onchip.jax import fp8_linear
-from onchip.ops.fp8_linear import reference, spec
+from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.jax_checks import check_case
-from onchip.ops.fp8_linear.jax_quantize import COLUMN, ROW, SQUARE, quantize
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,8 +31,8 @@ def test_cases(case):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("scale", spec.SCALES)
-@pytest.mark.parametrize("fmt", spec.FP8_MAX)
+@pytest.mark.parametrize("scale", numbers.SCALES)
+@pytest.mark.parametrize("fmt", numbers.FP8_MAX)
 @pytest.mark.parametrize("group", [ROW, COLUMN, SQUARE], ids=str)
 def test_quantised_bits_are_the_oracles(group, fmt, scale):
     """With NaN, infinities, zero groups and tiny ones; but for subnormal float32, which XLA takes for 0."""
@@ -70,7 +71,7 @@ def test_each_argument_keeps_its_dtype_and_x_is_kept_in_fp8():
     out, pullback = jax.vjp(fp8_linear, x, w, b)
     assert out.dtype == jnp.bfloat16
     kept = [a for a in jax.tree.leaves(pullback) if a.shape not in (w.shape, (0, *x.shape), (0,))]
-    assert sum(a.size * a.dtype.itemsize for a in kept) == spec.quantized_bytes(144, 20)
+    assert sum(a.size * a.dtype.itemsize for a in kept) == numbers.quantized_bytes(144, 20)
     grads = pullback(g.astype(jnp.bfloat16))
     assert [a.dtype for a in grads] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
 

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from onchip.fp8 import mosaic_kernels as kernels
+from onchip.fp8 import mosaic_op
+from onchip.fp8.mosaic_kernels import CONFIG, Scaled, scaled_product
+from onchip.fp8.numbers import Options, up
 from onchip.jax import fp8_linear
-from onchip.ops._shared.mosaic_product import SHARED_BYTES
-from onchip.ops.fp8_linear import jax_op, mosaic_op, reference
-from onchip.ops.fp8_linear import mosaic_kernels as kernels
+from onchip.kernels.mosaic.product import SHARED_BYTES
+from onchip.ops.fp8_linear import jax_op, reference
 from onchip.ops.fp8_linear.cases import Case
 from onchip.ops.fp8_linear.jax_checks import check_case
-from onchip.ops.fp8_linear.mosaic_kernels import CONFIG, Scaled, scaled_product
-from onchip.ops.fp8_linear.spec import Options, up
 from shared_jax import quick_compilation  # noqa: F401
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from onchip.fp8 import mosaic_op
+from onchip.fp8.jax_quantize import COLUMN, ROW, SQUARE, quantize
+from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
+from onchip.fp8.numbers import FP8_MAX, SCALES, Options
 from onchip.jax import fp8_linear
-from onchip.ops.fp8_linear import mosaic_op, reference
+from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
 from onchip.ops.fp8_linear.jax_checks import check_case
-from onchip.ops.fp8_linear.jax_quantize import COLUMN, ROW, SQUARE, quantize
-from onchip.ops.fp8_linear.mosaic_kernels import CONFIG, scaled_product
-from onchip.ops.fp8_linear.spec import FP8_MAX, SCALES, Options
 
 pytestmark = pytest.mark.gpu
 op = partial(fp8_linear, backend="mosaic_gpu")

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from fp8_common import assert_same
 
-from onchip.ops.fp8_linear import cublas, torch_products, torch_quantize
-from onchip.ops.fp8_linear.spec import blocks, up
+from onchip.fp8 import cublas, torch_products, torch_quantize
+from onchip.fp8.numbers import blocks, up
 
 ROWS, BLOCKS = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
 

@@ -9,9 +9,10 @@ import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.core.configs import SHIPPED_FOLDER
-from onchip.ops.fp8_linear import torch_quantize, triton_launches, triton_spec
-from onchip.ops.fp8_linear.spec import OP
-from onchip.ops.fp8_linear.triton_spec import ProductConfig, QuantizeConfig
+from onchip.fp8 import torch_quantize, triton_launches
+from onchip.fp8 import triton_tiles as triton_spec
+from onchip.fp8.numbers import OP
+from onchip.fp8.triton_tiles import ProductConfig, QuantizeConfig
 
 HOPPER, SHARED = 90, 232448
 LIKE = torch.zeros(1)

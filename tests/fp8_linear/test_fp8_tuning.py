@@ -11,10 +11,12 @@ from rich.console import Console
 from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import Entry, read_entries, write_entry
-from onchip.ops.fp8_linear import torch_quantize, triton_configs, triton_launches, triton_spec, tuning
+from onchip.fp8 import torch_quantize, triton_configs, triton_launches
+from onchip.fp8 import triton_tiles as triton_spec
+from onchip.fp8.torch_products import dequantized_product
+from onchip.fp8.triton_tiles import ProductConfig
 from onchip.ops.fp8_linear.cases import Case
-from onchip.ops.fp8_linear.torch_products import dequantized_product
-from onchip.ops.fp8_linear.triton_spec import ProductConfig
+from onchip.tune import fp8_linear as tuning
 from onchip.tune import harness, run
 from onchip.tune.harness import Machine
 from onchip.tune.log import config_key

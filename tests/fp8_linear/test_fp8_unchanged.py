@@ -10,7 +10,8 @@ from fp8_common import small_problem
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from onchip.ops.fp8_linear import torch_op, torch_quantize, torch_unchanged
+from onchip.fp8 import torch_quantize
+from onchip.ops.fp8_linear import torch_op, torch_unchanged
 from onchip.torch import Fp8Linear, fp8_linear, linear_cross_entropy, quantize_weight, weights_unchanged
 
 CHANGED = r"fp8_linear: weight changed after it was quantised; quantise it again"

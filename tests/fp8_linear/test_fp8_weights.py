@@ -8,7 +8,7 @@ from fp8_common import oracle, small_problem
 from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
-from onchip.ops.fp8_linear import torch_quantize
+from onchip.fp8 import torch_quantize
 from onchip.torch import Fp8Linear, convert_linears, fp8_linear, linear_cross_entropy
 
 WEIGHTS = torch.randn(3, 136, 144, generator=torch.Generator().manual_seed(1))

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from common import assert_right, gradients, memory_off_by_256, mixed_plan, small_problem
 
 from interpreter import main
-from onchip.ops._shared.torch_checks import relative_error
-from onchip.ops.linear_cross_entropy import triton_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import float32_bounds
-from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, run_oracle
+from onchip.oracle.torch_checks import relative_error
 from onchip.torch import linear_cross_entropy
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton import memory as triton_spec
 
 STRATEGIES = ("stash", "recompute")
 # The interpreter takes 18 s for it.

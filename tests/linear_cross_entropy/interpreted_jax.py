@@ -21,8 +21,10 @@ import torch
 from common_jax import assert_right, small_problem
 
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy import jax_triton, jax_triton_calls, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
+from onchip.vocab.mosaic import memory as mosaic_spec
+from onchip.vocab.triton import jax_calls as jax_triton_calls
+from onchip.vocab.triton import jax_op as jax_triton
 
 NAMES = ("ragged", "one class", "per token", "all ignored", "masked vocab", "everything")
 CASES = [case for case in CHECK_CASES if case.name in NAMES]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.ops.linear_cross_entropy.mosaic_blocks import LOWEST, NO_LABEL, REACH, Places
-from onchip.ops.linear_cross_entropy.mosaic_kernels import Partials
+from onchip.vocab.mosaic.blocks import LOWEST, NO_LABEL, REACH, Places
+from onchip.vocab.mosaic.kernels import Partials
 
 __all__ = ["REACH", "Places"]
 TILE = 128  # tokens

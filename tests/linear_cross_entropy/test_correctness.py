@@ -10,12 +10,13 @@ from common import assert_right, assert_same, gradients, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops._shared.spec import Config
-from onchip.ops._shared.torch_checks import relative_error
-from onchip.ops.linear_cross_entropy import spec, torch_tiles
+from onchip.ops.linear_cross_entropy import torch_tiles
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.torch_checks import as_arguments, run_oracle
+from onchip.oracle.torch_checks import relative_error
 from onchip.torch import linear_cross_entropy
+from onchip.vocab import memory
+from onchip.vocab.chunks import Config
 
 STRATEGIES = ("stash", "recompute")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,9 +77,9 @@ def test_many_chunks(dtype, strategy):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
     case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
     name = str(dtype).removeprefix("torch.")
-    problem = spec.Problem(333, 40, 2500, name, grad_bias=True, softcap=True, stats=True, compacted=True)
-    budget = spec.scratch_at_least(problem, strategy)
-    config = spec.plan(problem, strategy, budget)
+    problem = memory.Problem(333, 40, 2500, name, grad_bias=True, softcap=True, stats=True, compacted=True)
+    budget = memory.scratch_at_least(problem, strategy)
+    config = memory.plan(problem, strategy, budget)
     assert config.token_chunk < 333 / 2
     assert strategy == "stash" or config.vocab_chunk < 2500 / 2
     assert_right(case, dtype, strategy=strategy, scratch_bytes=budget)
@@ -262,7 +263,7 @@ def test_masked_vocabulary(masked, strategy):
     budget = (
         None
         if strategy == "stash"
-        else spec.scratch_at_least(spec.Problem(70, 8, 2048, compacted=True, stats=True), strategy)
+        else memory.scratch_at_least(memory.Problem(70, 8, 2048, compacted=True, stats=True), strategy)
     )
     loss, stats = linear_cross_entropy(h, w, y, bias, strategy=strategy, scratch_bytes=budget, return_stats=True)
     kept = bias == 0

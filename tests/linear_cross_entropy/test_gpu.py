@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from common import assert_right, assert_same, capture, gradients, small_problem
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
-from onchip.ops.linear_cross_entropy import spec, torch_op, triton_op, triton_spec
+from onchip.core.sizes import MIB
+from onchip.ops.linear_cross_entropy import torch_op, triton_op
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
-from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.torch import linear_cross_entropy
 from onchip.torch import linear_cross_entropy as op
+from onchip.vocab import memory
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton import memory as triton_spec
 
 pytestmark = pytest.mark.gpu
 STRATEGIES = ("stash", "recompute")
@@ -53,9 +55,8 @@ def test_many_chunks_of_the_torch_backend(dtype, strategy):
     case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
     name = str(dtype).removeprefix("torch.")
     problem = Problem(333, 40, 2500, name, device="cuda", grad_bias=True, softcap=True, stats=True)
-    assert_right(
-        case, dtype, "cuda", strategy=strategy, scratch_bytes=spec.scratch_at_least(problem, strategy), backend="torch"
-    )
+    least = memory.scratch_at_least(problem, strategy)
+    assert_right(case, dtype, "cuda", strategy=strategy, scratch_bytes=least, backend="torch")
 
 
 def float64_on_device(hidden, weight, target, chunk=512):
@@ -286,7 +287,7 @@ def test_the_memory_formula_holds(strategy, changes):
     h = torch.randn(4096, 1024, device="cuda", dtype=getattr(torch, p.hidden_dtype), requires_grad=p.grad_hidden)
     w = torch.randn(32768, 1024, device="cuda", dtype=getattr(torch, p.weight_dtype), requires_grad=p.grad_weight)
     y = torch.randint(32768, (4096,), device="cuda")
-    budget = spec.scratch_at_least(p, strategy) + 64 * MIB
+    budget = memory.scratch_at_least(p, strategy) + 64 * MIB
     options = {"softcap": 10.0} if p.softcap else {}
 
     def step():
@@ -296,7 +297,7 @@ def test_the_memory_formula_holds(strategy, changes):
         return [loss, *(torch.autograd.grad(loss, (h, w)) if p.any_grad else ())]
 
     step()
-    formula = spec.scratch_bytes(p, spec.plan(p, strategy, budget))
+    formula = memory.scratch_bytes(p, memory.plan(p, strategy, budget))
     peak = peak_extra_bytes(step, device="cuda")
     assert formula <= budget
     assert formula / 2 <= peak <= formula + MIB, (peak / MIB, formula / MIB)

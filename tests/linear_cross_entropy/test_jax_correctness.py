@@ -10,14 +10,16 @@ from common_jax import STRATEGIES, assert_right, assert_same, plain, quick_compi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onchip.frontend.jax_call import Needs, Static, Tensors
 from onchip.jax import LinearCrossEntropyStats, linear_cross_entropy
-from onchip.ops._shared.checks import relative_error
-from onchip.ops._shared.jax_call import Needs, Static, Tensors
-from onchip.ops._shared.spec import Config
-from onchip.ops.linear_cross_entropy import jax_spec, jax_xla, reference
+from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.jax_checks import DTYPES, as_arguments, run_oracle
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.oracle.checks import relative_error
+from onchip.vocab.chunks import Config
+from onchip.vocab.memory import Problem
+from onchip.vocab.xla import memory as jax_spec
+from onchip.vocab.xla import walk as jax_xla
 
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from common_jax import small_problem
 
+from onchip.frontend.jax_inputs import platform
 from onchip.jax import linear_cross_entropy
-from onchip.ops._shared.jax_inputs import platform
-from onchip.ops.linear_cross_entropy import jax_xla
+from onchip.vocab.xla import walk as jax_xla
 from shared import assert_refused
 
 

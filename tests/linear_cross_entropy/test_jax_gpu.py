@@ -10,10 +10,11 @@ import pytest
 from common_jax import assert_right
 
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy import mosaic_op, mosaic_spec
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
-from onchip.ops.linear_cross_entropy.mosaic_spec import MosaicPlan
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import memory as mosaic_spec
+from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.mosaic.memory import MosaicPlan
 
 pytestmark = pytest.mark.gpu
 HALF = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

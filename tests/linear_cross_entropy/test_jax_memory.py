@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from onchip.core.sizes import MIB
 from onchip.jax import linear_cross_entropy
-from onchip.ops._shared.spec import DEFAULT_SCRATCH, MIB
-from onchip.ops.linear_cross_entropy import jax_spec
-from onchip.ops.linear_cross_entropy.spec import Problem, logits_bytes
+from onchip.vocab.chunks import DEFAULT_SCRATCH
+from onchip.vocab.memory import Problem, logits_bytes
+from onchip.vocab.xla import memory as jax_spec
 
 
 def temporary_bytes(problem, **options):

@@ -168,9 +168,9 @@ def test_what_has_no_gradient_costs_no_product(strategy):
 
 def test_half_ignored_is_half_the_chunks():
     """The loop's trip count, seen through what it wrote: rows behind the kept tokens keep their zeros."""
-    from onchip.ops._shared.jax_call import Needs, Static, Tensors
-    from onchip.ops._shared.spec import Config
-    from onchip.ops.linear_cross_entropy import jax_xla
+    from onchip.frontend.jax_call import Needs, Static, Tensors
+    from onchip.vocab.chunks import Config
+    from onchip.vocab.xla import walk as jax_xla
 
     h, w, y, _ = small_problem(tokens=40)
     labels = jnp.where(jnp.arange(40) % 2 == 0, -1, y.reshape(-1))

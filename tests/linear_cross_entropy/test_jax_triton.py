@@ -14,12 +14,14 @@ import pytest
 import torch
 from ahead_of_time import compile_all
 
+from onchip.frontend.jax_call import Static
 from onchip.jax import linear_cross_entropy
-from onchip.ops._shared.jax_call import Static
-from onchip.ops.linear_cross_entropy import jax_op, jax_triton, jax_triton_calls
+from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.spec import Problem
-from onchip.ops.linear_cross_entropy.triton_launches import Launch
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton import jax_calls as jax_triton_calls
+from onchip.vocab.triton import jax_op as jax_triton
+from onchip.vocab.triton.launches import Launch
 
 SCRIPT = Path(interpreted_jax.__file__)
 # Bytes of shared memory that a block may use, by compute capability.

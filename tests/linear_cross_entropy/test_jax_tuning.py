@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig
-from onchip.ops.linear_cross_entropy import jax_tuning, mosaic_spec
+from onchip.kernels.mosaic.product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy.cases import Case
+from onchip.tune import linear_cross_entropy_jax as jax_tuning
 from onchip.tune.log import config_key
+from onchip.vocab.mosaic import memory as mosaic_spec
 from shared_jax import quick_compilation  # noqa: F401
 
 

@@ -8,9 +8,10 @@ from lce_fp8_common import CASES, assert_near
 
 from interpreter import run_all
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops.linear_cross_entropy import fp8_op, fp8_spec
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import LinearCrossEntropyLoss, linear_cross_entropy, quantize_weight
+from onchip.vocab.fp8 import memory as fp8_spec
+from onchip.vocab.memory import Problem
 from shared import assert_refused
 
 

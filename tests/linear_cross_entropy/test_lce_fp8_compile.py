@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
-from onchip.ops._shared.triton_calls import Launch
-from onchip.ops.fp8_linear.torch_quantize import empty_rows
-from onchip.ops.linear_cross_entropy import fp8_launches
-from onchip.ops.linear_cross_entropy.fp8_torch import Call, Gradient, Softmax
+from onchip.fp8.torch_quantize import empty_rows
+from onchip.kernels.triton.launch import Launch
+from onchip.vocab.fp8 import launches as fp8_launches
+from onchip.vocab.fp8.torch import Call, Gradient, Softmax
 
 HOPPER, SHARED = 90, 232448
 LIKE = torch.zeros(1)

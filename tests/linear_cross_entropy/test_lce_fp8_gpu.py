@@ -10,12 +10,13 @@ from common import capture, gradients
 from lce_fp8_common import CASES, GRADIENT_DB, LOSS_ERROR, assert_near, results
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
-from onchip.ops.fp8_linear.triton_spec import QuantizeConfig
-from onchip.ops.linear_cross_entropy import benchmark, fp8_spec
+from onchip.bench.ops import linear_cross_entropy as benchmark
+from onchip.core.sizes import MIB
+from onchip.fp8.triton_tiles import QuantizeConfig
 from onchip.ops.linear_cross_entropy.cases import BENCH_CASES
-from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.torch import linear_cross_entropy, quantize_weight
+from onchip.vocab.fp8 import memory as fp8_spec
+from onchip.vocab.memory import Problem
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_cross_entropy, precision="fp8", backend="triton")
@@ -58,7 +59,7 @@ def test_every_config_makes_what_pytorchs_operations_make(case, config, chunk, m
     """Both backends store logits in bfloat16: the orders of their float32 sums differ, so some are rounded another
     way, and numbers of E4M3 after them.
     """
-    from onchip.ops.linear_cross_entropy import fp8_launches
+    from onchip.vocab.fp8 import launches as fp8_launches
 
     monkeypatch.setattr(fp8_launches, "CONFIG", CONFIGS[config])
     monkeypatch.setattr(fp8_spec, "DEFAULT_CHUNK", chunk)

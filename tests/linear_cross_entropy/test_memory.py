@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
-from onchip.ops.linear_cross_entropy import spec
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.core.sizes import MIB
 from onchip.torch import linear_cross_entropy
+from onchip.vocab import memory
+from onchip.vocab.memory import Problem
 
 # What matrix products and the allocator take beyond the formula.
 SLACK = 6 * MIB
@@ -47,8 +47,8 @@ def measured(problem, *, ignored=False, hidden=None, **options):
 )
 def test_the_formula_holds(strategy, changes, options):
     problem = Problem(1024, 256, 16384, **changes)
-    budget = spec.scratch_at_least(problem, strategy) + 24 * MIB
-    formula = spec.scratch_bytes(problem, spec.plan(problem, strategy, budget))
+    budget = memory.scratch_at_least(problem, strategy) + 24 * MIB
+    formula = memory.scratch_bytes(problem, memory.plan(problem, strategy, budget))
     asked = {} if strategy == "forward" else {"strategy": strategy}
     peak = measured(problem, scratch_bytes=budget, **asked, **options)
     assert formula <= budget
@@ -59,14 +59,14 @@ def test_the_formula_holds(strategy, changes, options):
 @pytest.mark.parametrize("strategy", ["stash", "recompute"])
 def test_a_copy_of_hidden_states_that_cannot_be_flattened_counts(strategy):
     problem = Problem(8192, 1024, 256, grad_weight=False, copied=4 * 8192 * 1024)
-    formula = spec.scratch_bytes(problem, spec.plan(problem, strategy))
+    formula = memory.scratch_bytes(problem, memory.plan(problem, strategy))
     peak = measured(problem, hidden=torch.randn(2, 4097, 1024)[:, :-1], strategy=strategy)
     assert formula - SLACK <= peak <= formula + SLACK
 
 
 def test_the_default_is_an_eighth_of_the_logits():
     problem = Problem(4096, 128, 16384)
-    assert measured(problem) <= spec.logits_bytes(problem) // 8 + SLACK
+    assert measured(problem) <= memory.logits_bytes(problem) // 8 + SLACK
 
 
 def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
@@ -80,5 +80,5 @@ def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
 
     step()
     gradients = 4 * (h.numel() + w.numel())
-    formula = spec.scratch_bytes(problem, spec.plan(problem, "stash"))
+    formula = memory.scratch_bytes(problem, memory.plan(problem, "stash"))
     assert peak_extra_bytes(step, device="cpu") <= max(formula, gradients) + SLACK

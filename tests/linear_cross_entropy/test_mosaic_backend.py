@@ -11,9 +11,10 @@ from common_jax import assert_right, plain, small_problem
 from common_jax import quick_compilation as quick_compilation
 
 from onchip.jax import linear_cross_entropy
-from onchip.ops.linear_cross_entropy import jax_op, mosaic_op
+from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import Case
-from onchip.ops.linear_cross_entropy.mosaic_spec import MosaicPlan
+from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.mosaic.memory import MosaicPlan
 
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)

@@ -14,10 +14,9 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig, Work, place_tile
-from onchip.ops.linear_cross_entropy import mosaic_kernels as kernels
-from onchip.ops.linear_cross_entropy import mosaic_settle as settle
-from onchip.ops.linear_cross_entropy.mosaic_blocks import NO_LABEL, Places, tanh
+from onchip.kernels.mosaic.product import SHARED_BYTES, MosaicConfig, Work, place_tile
+from onchip.vocab.mosaic import kernels, settle
+from onchip.vocab.mosaic.blocks import NO_LABEL, Places, tanh
 from shared_jax import quick_compilation  # noqa: F401
 from tanh import assert_is_tanh
 

@@ -8,13 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from onchip.core import configs
+from onchip.frontend.jax_call import Static
 from onchip.jax import linear_cross_entropy
-from onchip.ops._shared.jax_call import Static
-from onchip.ops._shared.mosaic_product import SHARED_BYTES, MosaicConfig
-from onchip.ops.linear_cross_entropy import jax_op, mosaic_op, mosaic_spec
+from onchip.kernels.mosaic.product import SHARED_BYTES, MosaicConfig
+from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.spec import OP, Problem
+from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.tune.log import config_key
+from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import memory as mosaic_spec
+from onchip.vocab.mosaic import op as mosaic_op
 
 MIB = 1 << 20
 

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onchip.ops._shared.spec import DTYPE_BYTES, MIB
+from onchip.core.sizes import DTYPE_BYTES, MIB
 from onchip.ops.linear_cross_entropy import spec
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.vocab import memory
+from onchip.vocab.memory import Problem
 
 problems = st.builds(
     Problem,
@@ -26,26 +27,26 @@ problems = st.builds(
 
 @given(problems, st.sampled_from(["forward", "stash", "recompute"]), st.integers(0, 1 << 34))
 def test_a_plan_fits_its_budget_and_the_problem(p, strategy, budget):
-    config = spec.plan(p, strategy, budget)
+    config = memory.plan(p, strategy, budget)
     assert min(p.tokens, 1) <= config.token_chunk <= p.tokens
     assert 1 <= config.vocab_chunk <= p.vocab
-    if budget >= spec.scratch_at_least(p, strategy):
-        assert spec.scratch_bytes(p, config) <= budget
+    if budget >= memory.scratch_at_least(p, strategy):
+        assert memory.scratch_bytes(p, config) <= budget
 
 
 @given(problems, st.sampled_from(["forward", "stash", "recompute"]))
 def test_the_default_budget_is_kept(p, strategy):
-    assert spec.scratch_bytes(p, spec.plan(p, strategy)) <= spec.default_scratch(p, strategy)
+    assert memory.scratch_bytes(p, memory.plan(p, strategy)) <= memory.default_scratch(p, strategy)
 
 
 @given(problems, st.integers(1, 1 << 34))
 def test_the_chosen_strategy_can_run_in_the_budget(p, budget):
-    least = min(spec.scratch_at_least(p, s) for s in (("stash", "recompute") if p.any_grad else ("forward",)))
+    least = min(memory.scratch_at_least(p, s) for s in (("stash", "recompute") if p.any_grad else ("forward",)))
     if budget < least:
         with pytest.raises(ValueError, match="scratch_bytes"):
-            spec.choose_strategy(p, "auto", budget)
+            memory.choose_strategy(p, "auto", budget)
     else:
-        assert spec.scratch_at_least(p, spec.choose_strategy(p, "auto", budget)) <= budget
+        assert memory.scratch_at_least(p, memory.choose_strategy(p, "auto", budget)) <= budget
 
 
 def test_more_scratch_means_fewer_chunks():
@@ -53,7 +54,7 @@ def test_more_scratch_means_fewer_chunks():
     for strategy in ("stash", "recompute"):
         counts = []
         for budget in (3 << 30, 6 << 30, 12 << 30, 24 << 30):
-            config = spec.plan(p, strategy, budget)
+            config = memory.plan(p, strategy, budget)
             counts.append(-(-p.tokens // config.token_chunk) * -(-p.vocab // config.vocab_chunk))
         assert counts == sorted(counts, reverse=True)
         assert counts[-1] == 1
@@ -61,11 +62,12 @@ def test_more_scratch_means_fewer_chunks():
 
 def test_default_is_256_mib_or_an_eighth_of_the_logits():
     small = Problem(4096, 1024, 32768)
-    assert spec.default_scratch(small, "stash") == spec.logits_bytes(small) // 8 == 64 * MIB
-    assert spec.default_scratch(Problem(16384, 1024, 262144), "stash") == 256 * MIB
+    assert memory.default_scratch(small, "stash") == memory.logits_bytes(small) // 8 == 64 * MIB
+    assert memory.default_scratch(Problem(16384, 1024, 262144), "stash") == 256 * MIB
     # ... and at least what one chunk needs
     tiny = Problem(128, 16, 1000)
-    assert spec.default_scratch(tiny, "stash") == spec.scratch_at_least(tiny, "stash") > spec.logits_bytes(tiny) // 8
+    least = memory.scratch_at_least(tiny, "stash")
+    assert memory.default_scratch(tiny, "stash") == least > memory.logits_bytes(tiny) // 8
 
 
 @pytest.mark.parametrize(
@@ -82,16 +84,15 @@ def test_default_is_256_mib_or_an_eighth_of_the_logits():
     ],
 )
 def test_strategy(changes, requested, chosen):
-    assert (
-        spec.choose_strategy(Problem(**{"tokens": 4096, "hidden": 1024, "vocab": 32768} | changes), requested) == chosen
-    )
+    problem = Problem(**{"tokens": 4096, "hidden": 1024, "vocab": 32768} | changes)
+    assert memory.choose_strategy(problem, requested) == chosen
 
 
 def test_a_budget_below_the_smallest_chunk_names_what_is_needed():
     p = Problem(4096, 1024, 32768)
-    need = spec.scratch_at_least(p, "recompute")
+    need = memory.scratch_at_least(p, "recompute")
     with pytest.raises(ValueError, match=f"scratch_bytes=1000 is too small.*{need} bytes for strategy 'recompute'"):
-        spec.choose_strategy(p, "auto", 1000)
+        memory.choose_strategy(p, "auto", 1000)
 
 
 def test_products():

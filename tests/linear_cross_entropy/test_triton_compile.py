@@ -7,8 +7,10 @@ import torch
 from ahead_of_time import PRODUCTS, compile_all, launches, turned, weights_read
 
 from onchip.core import configs
-from onchip.ops.linear_cross_entropy import triton_gradients, triton_softmax, triton_spec
 from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.vocab.triton import gradients as triton_gradients
+from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton import softmax as triton_softmax
 
 # Compute capability, and bytes of shared memory that a block may use: H100, A100, and GeForce from Ampere on.
 HOPPER, AMPERE, CONSUMER = (90, 232448), (80, 166912), (86, 101376)

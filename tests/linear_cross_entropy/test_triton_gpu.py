@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from common import assert_right, capture, gradients, memory_off_by_256, mixed_plan
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
-from onchip.ops.linear_cross_entropy import triton_spec
+from onchip.core.sizes import MIB
 from onchip.ops.linear_cross_entropy.cases import Case
-from onchip.ops.linear_cross_entropy.spec import Problem
 from onchip.torch import linear_cross_entropy
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton import memory as triton_spec
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_cross_entropy, backend="triton")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops._shared.spec import MIB
-from onchip.ops.linear_cross_entropy import triton_spec
+from onchip.core.sizes import MIB
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.spec import Problem
-from onchip.ops.linear_cross_entropy.triton_spec import TOKEN_TILE, VOCAB_TILE, plan, predict, scratch_bytes, up
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, plan, predict, scratch_bytes, up
 
 STRATEGIES = ("auto", "stash", "recompute")
 ENOUGH = 1 << 50

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onchip.ops._shared.spec import MIB
+from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.jax_checks import check_case

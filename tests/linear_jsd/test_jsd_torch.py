@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
+from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.spec import Head, Problem, TopK

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
+from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.spec import Head, Problem

@@ -9,11 +9,11 @@ from common_llp import assert_right, assert_same, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops._shared.spec import Config
 from onchip.ops.linear_log_probs import reference, spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_log_probs.torch_checks import as_arguments, gradients, plain_linear_log_probs, run_oracle
 from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
+from onchip.vocab.chunks import Config
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What the others below don't cover; `onchip check` runs all cases in all dtypes, with and without the entropy.

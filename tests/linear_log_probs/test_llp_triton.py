@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from interpreter import run_all
 from linear_cross_entropy.ahead_of_time import PRODUCTS, compile_all, recording, turned, weights_read
-from onchip.ops.linear_cross_entropy import triton_spec as head_spec
 from onchip.ops.linear_log_probs import triton_kernels, triton_spec
 from onchip.ops.linear_log_probs.spec import Problem
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
+from onchip.vocab.triton import memory as head_spec
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from common_llp import assert_right, small_problem
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.ops._shared.spec import MIB
-from onchip.ops.linear_cross_entropy import triton_spec as head_spec
+from onchip.core.sizes import MIB
 from onchip.ops.linear_log_probs import triton_op, triton_spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
 from onchip.ops.linear_log_probs.spec import Problem
 from onchip.ops.linear_log_probs.torch_checks import plain_linear_log_probs
 from onchip.torch import linear_log_probs
+from onchip.vocab.triton import memory as head_spec
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_log_probs, backend="triton")

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from onchip.ops._shared.checks import DEVIATIONS, Check, relative_error
-from onchip.ops._shared.reference import Array, transform
 from onchip.ops.cross_entropy import checks as ce_checks
 from onchip.ops.cross_entropy import reference as ce_reference
 from onchip.ops.fp8_linear import checks as fp8_checks
@@ -21,6 +19,8 @@ from onchip.ops.linear_jsd import checks as jsd_checks
 from onchip.ops.linear_jsd import reference as jsd_reference
 from onchip.ops.linear_log_probs import checks as llp_checks
 from onchip.ops.linear_log_probs import reference as llp_reference
+from onchip.oracle.checks import DEVIATIONS, Check, relative_error
+from onchip.oracle.reference import Array, transform
 
 EPS = float(np.finfo(np.float32).eps)
 # The largest relative error of one rounding, and the smallest number beside 0; smaller float32 ones may count as 0.

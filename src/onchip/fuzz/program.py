@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from onchip.fuzz.draw import Call, table
-from onchip.ops._shared.checks import Check
+from onchip.oracle.checks import Check
 
 _JSD_ORACLE = ("beta", "temperature", "temperature_squared", "ignore_index", "reduction", "normalizer", "hard_weight")
 _LOSS_ORACLE = (

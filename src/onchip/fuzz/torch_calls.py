@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onchip.fuzz.judge import CONSTANTS, least_scratch, named
-from onchip.ops._shared.torch_checks import as_array
 from onchip.ops.cross_entropy.torch_checks import Computed
 from onchip.ops.linear_jsd.spec import TopK
+from onchip.oracle.torch_checks import as_array
 
 
 def arrays(

@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from onchip.ops.cross_entropy import spec as cross_entropy
-from onchip.ops.linear_cross_entropy import fp8_spec
-from onchip.ops.linear_cross_entropy.spec import Problem as LinearCrossEntropy
 from onchip.ops.linear_jsd import spec as linear_jsd
 from onchip.ops.linear_jsd import triton_spec as linear_jsd_triton
 from onchip.ops.linear_log_probs import spec as linear_log_probs
 from onchip.ops.linear_log_probs import triton_spec as linear_log_probs_triton
 from onchip.plan.sizes import budget_in_mib, budgets, in_mib
+from onchip.vocab.fp8 import memory as fp8_spec
+from onchip.vocab.memory import Problem as LinearCrossEntropy
+from onchip.vocab.rows import memory as row_memory
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class _Pass:
 
 def _cross_entropy_passes(call: Call, *, triton: bool = False) -> list[_Pass]:
     def plan(budget: int | None) -> _Plan:
-        p = cross_entropy.Problem(call.tokens, call.vocab, call.dtype, call.device, triton=triton)
-        rows = cross_entropy.plan(p, budget)
-        return _Plan({"tokens": rows, "vocab": call.vocab}, cross_entropy.scratch_parts(p, rows))
+        p = row_memory.Problem(call.tokens, call.vocab, call.dtype, call.device, triton=triton)
+        rows = row_memory.plan(p, budget)
+        return _Plan({"tokens": rows, "vocab": call.vocab}, row_memory.scratch_parts(p, rows))
 
     return [_Pass("forward, and backward", 0, plan)]
 

@@ -8,14 +8,15 @@ from rich.console import Console
 
 from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
-from onchip.ops._shared.cases import MODELS
-from onchip.ops._shared.spec import DTYPE_BYTES
+from onchip.core.sizes import DTYPE_BYTES
 from onchip.ops.cross_entropy import spec as cross_entropy
-from onchip.ops.linear_cross_entropy import mosaic_spec, spec
+from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_jsd import spec as linear_jsd
+from onchip.oracle.cases import MODELS
 from onchip.plan import passes, strategies
 from onchip.plan.passes import Call
 from onchip.plan.sizes import in_mib
+from onchip.vocab.mosaic import memory as mosaic_spec
 
 
 def plan_document(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from onchip.ops._shared.spec import MIB
+from onchip.core.sizes import MIB
 
 BUDGETS_MIB = (64, 256, 1024, 4096, 16384)
 

@@ -10,11 +10,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from onchip.ops._shared.spec import MIB
-from onchip.ops.linear_cross_entropy import jax_spec, mosaic_spec, spec, triton_spec
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.core.sizes import MIB
+from onchip.ops.linear_cross_entropy import spec
 from onchip.plan.passes import Call
 from onchip.plan.sizes import BUDGETS_MIB, budget_in_mib, budgets, in_mib
+from onchip.vocab import memory
+from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import memory as mosaic_spec
+from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.xla import memory as jax_spec
 
 NO_BOUND = 1 << 62
 # The device whose measured rates the predicted times come from.
@@ -181,7 +185,7 @@ def _bounds(problem: Problem, scratch_mib: Sequence[int] | None) -> list[tuple[s
     if scratch_mib:
         return [("default", None), *((str(mib), mib * MIB) for mib in scratch_mib)]
     sums = 64 * MIB + 4 * problem.tokens * problem.hidden
-    eighth = spec.logits_bytes(problem) // 8
+    eighth = memory.logits_bytes(problem) // 8
     bounds = [(f"{in_mib(sums)}*", sums), (f"{in_mib(eighth)}**", eighth)]
     bounds += [(str(mib), mib * MIB) for mib in BUDGETS_MIB]
     return [("default", None), *sorted(bounds, key=lambda bound: bound[1]), ("no bound", NO_BOUND)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops._shared.cases import MODELS, draw_factors, draw_target, ignore_some, named_case, target_logit
+from onchip.oracle.cases import MODELS, draw_factors, draw_target, ignore_some, named_case, target_logit
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops._shared.checks import Check, compare, relative_error
-from onchip.ops._shared.jax_checks import DTYPES, for_oracle, plain_cross_entropy, platform_of, split_arrays
 from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.cross_entropy.checks import float32_bounds
 from onchip.ops.cross_entropy.jax_op import BACKENDS, cross_entropy
+from onchip.oracle.checks import Check, compare, relative_error
+from onchip.oracle.jax_checks import DTYPES, for_oracle, plain_cross_entropy, platform_of, split_arrays
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

@@ -15,8 +15,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import Static, Tensors, refuse_second_derivative, vary_alike
-from onchip.ops._shared.jax_inputs import (
+from onchip.frontend.jax_call import Static, Tensors, refuse_second_derivative, vary_alike
+from onchip.frontend.jax_inputs import (
     as_constant,
     as_constants,
     check_normalizer,
@@ -27,10 +27,12 @@ from onchip.ops._shared.jax_inputs import (
     plain_labels,
     platform,
 )
-from onchip.ops.cross_entropy import jax_xla, spec
+from onchip.ops.cross_entropy import jax_xla
 from onchip.ops.cross_entropy.jax_inputs import check_arrays
 from onchip.ops.cross_entropy.jax_xla import Outputs
-from onchip.ops.cross_entropy.spec import OP, Options, Problem
+from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows.memory import Problem
 
 BACKENDS = ("xla",)
 
@@ -223,7 +225,7 @@ _op.defvjp(_op_forward, _op_backward, symbolic_zeros=True)
 
 
 def _plan(static: Static, tensors: Tensors, *, grad: bool) -> int:
-    return spec.plan(_problem(static, tensors, grad=grad), static.scratch_bytes)
+    return row_memory.plan(_problem(static, tensors, grad=grad), static.scratch_bytes)
 
 
 # A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.ops._shared.jax_call import Static, Tensors
-from onchip.ops._shared.jax_tiles import (
+from onchip.frontend.jax_call import Static, Tensors
+from onchip.vocab.rows.memory import Problem
+from onchip.vocab.xla.tiles import (
     Columns,
     PerToken,
     Rows,
@@ -31,7 +32,6 @@ from onchip.ops._shared.jax_tiles import (
     take_rows,
     transform,
 )
-from onchip.ops.cross_entropy.spec import Problem
 
 Array = jax.Array
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops._shared import reference
-from onchip.ops._shared.reference import Array, Indices
+from onchip.oracle import reference
+from onchip.oracle.reference import Array, Indices
 
 
 class Result(NamedTuple):
@@ -30,8 +30,8 @@ def cross_entropy(
 ) -> Result:
     """Loss, statistics and the gradient of sum(grad_loss * loss), all in float64.
 
-    The options are those of `_shared.reference.cross_entropy`, which also says what ignored tokens and a target out of
-    range give.
+    The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
+    out of range give.
     """
     given = np.asarray(logits, np.float64)
     x = given.reshape(-1, given.shape[-1])

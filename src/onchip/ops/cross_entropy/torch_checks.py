@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.checks import Check, compare
-from onchip.ops._shared.torch_checks import DTYPES, as_array, for_oracle, plain_cross_entropy, relative_error
-from onchip.ops._shared.torch_inputs import dtype_name
-from onchip.ops._shared.triton_calls import device_refusal
+from onchip.frontend.torch_inputs import dtype_name
+from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.cross_entropy.checks import float32_bounds
 from onchip.ops.cross_entropy.torch_op import cross_entropy
+from onchip.oracle.checks import Check, compare
+from onchip.oracle.torch_checks import DTYPES, as_array, for_oracle, plain_cross_entropy, relative_error
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_inputs import check_kinds, require_tensors
+from onchip.frontend.torch_inputs import check_kinds, require_tensors
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.spec import require_positive
-from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops._shared.torch_inputs import check_normalizer, temperature_tensor
-from onchip.ops.cross_entropy import torch_rows, triton_op
+from onchip.frontend.options import require_positive
+from onchip.frontend.torch_autograd import differentiable_once, graph_is_kept
+from onchip.frontend.torch_inputs import check_normalizer, temperature_tensor
+from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.ops.cross_entropy.torch_arguments import Arguments
 from onchip.ops.cross_entropy.torch_inputs import check_inplace, check_tensors
+from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.rows.arguments import Arguments
 
 _DEVICES = ("cpu", "cuda", "meta")
 # Best first: the order in which "auto" asks them.

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from onchip.ops._shared.checks import DEVIATIONS, Check, relative_error
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import Case, Inputs
 from onchip.ops.fp8_linear.reference import Array
+from onchip.oracle.checks import DEVIATIONS, Check, relative_error
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 # Hopper's FP8 instructions align the addends of a sum to its largest, with 13 bits after the point, and cut the rest: a

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops._shared.checks import Check
-from onchip.ops._shared.jax_checks import DTYPES, platform_of
+from onchip.fp8.numbers import Options
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.fp8_linear.checks import compare, compare_with_unquantized, in_range
 from onchip.ops.fp8_linear.jax_op import LAYOUTS, fp8_linear, refusals
-from onchip.ops.fp8_linear.spec import Options
+from onchip.oracle.checks import Check
+from onchip.oracle.jax_checks import DTYPES, platform_of
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import refuse_second_derivative
-from onchip.ops._shared.jax_inputs import check_kinds, platform, require_arrays
-from onchip.ops._shared.spec import require_one_of
-from onchip.ops.fp8_linear import jax_xla, mosaic_op, spec
-from onchip.ops.fp8_linear.spec import OP
+from onchip.fp8 import jax_product as jax_xla
+from onchip.fp8 import mosaic_op, numbers
+from onchip.fp8.numbers import OP
+from onchip.frontend.jax_call import refuse_second_derivative
+from onchip.frontend.jax_inputs import check_kinds, platform, require_arrays
+from onchip.frontend.options import require_one_of
+from onchip.ops.fp8_linear import spec
 
 # Best first: 'auto' takes the first that can serve a call.
 _BACKENDS: dict[str, Any] = {"mosaic_gpu": mosaic_op, "xla": jax_xla}
@@ -72,7 +74,7 @@ def fp8_linear(
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
-    options = spec.Options(grad_dtype, scale)
+    options = numbers.Options(grad_dtype, scale)
     require_one_of(OP, "weight_layout", weight_layout, LAYOUTS)
     check_kinds(OP, require_arrays(OP, {"x": x, "weight": weight, "bias": bias}, optional=("bias",)), integers=())
     chosen = choose_backend(OP, backend, refusals(platform(), options))
@@ -85,7 +87,7 @@ def fp8_linear(
     return out
 
 
-def refusals(platform: str, options: spec.Options) -> dict[str, str | None]:
+def refusals(platform: str, options: numbers.Options) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
     return {name: backend.refusal(platform, options) for name, backend in _BACKENDS.items()}
 
@@ -95,7 +97,7 @@ class _Static(NamedTuple):
 
     backend: str
     layout: str
-    options: spec.Options
+    options: numbers.Options
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops.fp8_linear.spec import BLOCK, FP8_MAX, LEAST_SCALE, up
+from onchip.fp8.numbers import BLOCK, FP8_MAX, LEAST_SCALE, up
 
 Array = npt.NDArray[np.float64]
 Float32 = npt.NDArray[np.float32]

@@ -1,32 +1,8 @@
 """What every front end of fp8_linear shares: options, formats, shapes, memory formulas."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from onchip.ops._shared.spec import require_one_of
-
-OP = "fp8_linear"
-BLOCK = 128
-"""Elements that share a scale along the contraction; of a weight, along both of its dimensions."""
-FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-"""The largest finite number of each format."""
-LEAST_SCALE = 2.0**-126
-"""The smallest normal float32: what is scaled by less has an inverse scale that overflows."""
-SCALE_MULTIPLE = 4
-"""Rows of a weight's scales are padded to so many, as cuBLAS reads them."""
-SCALES = ("float32", "power_of_two")
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options that are plain words, checked when made."""
-
-    grad_dtype: str = "e4m3"
-    scale: str = "float32"
-
-    def __post_init__(self) -> None:
-        require_one_of(OP, "grad_dtype", self.grad_dtype, tuple(FP8_MAX))
-        require_one_of(OP, "scale", self.scale, SCALES)
+from onchip.fp8.numbers import OP
 
 
 def check_shapes(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | None) -> None:
@@ -42,56 +18,4 @@ def check_shapes(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | 
         raise ValueError(f"{OP}: bias has shape {list(bias)} but weight has N={weight[0]}; bias must be [N]")
 
 
-def up(size: int, multiple: int = BLOCK) -> int:
-    """`size` rounded up to a multiple."""
-    return -(-size // multiple) * multiple
-
-
-def blocks(size: int) -> int:
-    """How many scales so many elements have."""
-    return -(-size // BLOCK)
-
-
 # ------------------------------------------------------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One layer: rows M of [M, K] by [N, K].  Sizes in elements, the inputs' dtype by name."""
-
-    m: int
-    n: int
-    k: int
-    dtype: str = "bfloat16"
-
-
-def quantized_bytes(rows: int, columns: int) -> int:
-    """Bytes of a matrix in FP8 with 1x128 scales: of rows that are padded to whole blocks."""
-    return rows * up(columns) + 4 * rows * blocks(columns)
-
-
-def block_quantized_bytes(rows: int, columns: int) -> int:
-    """The same with 128x128 scales."""
-    return rows * up(columns) + 4 * blocks(rows) * up(blocks(columns), SCALE_MULTIPLE)
-
-
-def saved_bytes(p: Problem) -> int:
-    """Bytes that a layer keeps from forward to backward, transposed and in FP8: x for the weight's gradient, and the
-    weight for x's.
-    """
-    return quantized_bytes(p.k, p.m) + block_quantized_bytes(p.k, p.n)
-
-
-def weight_bytes(p: Problem) -> int:
-    """Bytes of both copies of a weight: for the output, and transposed for x's gradient."""
-    return block_quantized_bytes(p.n, p.k) + block_quantized_bytes(p.k, p.n)
-
-
-def gradient_bytes(p: Problem) -> int:
-    """Bytes of the output's gradient in FP8, for both of backward's products."""
-    return quantized_bytes(p.m, p.n) + quantized_bytes(p.n, p.m)
-
-
-def flops(p: Problem) -> int:
-    """Floating-point operations of each of the three products."""
-    return 2 * p.m * p.n * p.k

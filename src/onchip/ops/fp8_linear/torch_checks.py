@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.checks import Check
-from onchip.ops._shared.torch_inputs import dtype_name
-from onchip.ops.fp8_linear import reference, triton_op
+from onchip.fp8 import triton_refusal as triton_op
+from onchip.fp8.torch_products import scaled_mm_refusal
+from onchip.frontend.torch_inputs import dtype_name
+from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.fp8_linear.checks import compare, compare_with_unquantized, in_range
 from onchip.ops.fp8_linear.torch_op import BACKENDS, fp8_linear
-from onchip.ops.fp8_linear.torch_products import scaled_mm_refusal
+from onchip.oracle.checks import Check
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

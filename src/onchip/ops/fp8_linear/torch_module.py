@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.spec import require_bool
-from onchip.ops.fp8_linear.spec import OP, Options
-from onchip.ops.fp8_linear.torch_op import BACKENDS, QuantizedActivation, fp8_linear
+from onchip.fp8.numbers import OP, Options
+from onchip.fp8.torch_operands import QuantizedActivation
+from onchip.frontend.options import require_bool
+from onchip.ops.fp8_linear.torch_op import BACKENDS, fp8_linear
 from onchip.ops.fp8_linear.torch_unchanged import weight_of
 
 

@@ -12,59 +12,22 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.spec import require_bool, require_one_of
-from onchip.ops._shared.torch_autograd import asked_for, differentiable_once
-from onchip.ops._shared.torch_inputs import check_weight_grad_out
-from onchip.ops.fp8_linear import spec, torch_quantize, triton_op
-from onchip.ops.fp8_linear.spec import OP, Options
-from onchip.ops.fp8_linear.torch_inputs import (
-    check_quantized,
-    check_quantized_weight,
-    check_tensors,
-    is_plain,
-    result_dtype,
-)
-from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.ops.fp8_linear.torch_quantize import Quantized
-from onchip.ops.fp8_linear.torch_weights import WeightCopies, weight_operands
+from onchip.fp8 import numbers, torch_quantize
+from onchip.fp8 import triton_refusal as triton_op
+from onchip.fp8.numbers import OP, Options
+from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight, check_quantized, check_quantized_weight
+from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
+from onchip.fp8.torch_quantize import Quantized
+from onchip.fp8.torch_weights import WeightCopies, weight_operands
+from onchip.frontend.options import require_bool, require_one_of
+from onchip.frontend.torch_autograd import asked_for, differentiable_once
+from onchip.frontend.torch_inputs import check_weight_grad_out
+from onchip.ops.fp8_linear import spec
+from onchip.ops.fp8_linear.torch_inputs import check_tensors, is_plain, result_dtype
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
 _NO_COPIES = (None,) * 4
-
-
-class QuantizedActivation(NamedTuple):
-    """An activation in FP8 that several layers share, as `quantize_activation` makes it."""
-
-    x: Tensor
-    """[..., K]: what it was made of, for its shape, its dtype and its gradient; no layer keeps it."""
-    rows: Tensor
-    """[M, K rounded up to 128] E4M3: scaled along K, for the output."""
-    row_scales: Tensor
-    """[K / 128, M] float32."""
-    columns: Tensor | None
-    """[K, M rounded up to 128] E4M3: transposed and scaled along M, for the weight's gradient; None without."""
-    column_scales: Tensor | None
-    """[M / 128, K] float32."""
-    scale: str
-    """"float32" or "power_of_two"."""
-
-
-class QuantizedWeight(NamedTuple):
-    """A weight in FP8 for several calls between two changes of it, as `quantize_weight` makes it."""
-
-    weight: Tensor
-    """[N, K]: what it was made of, for its shape, its dtype and its gradient."""
-    rows: Tensor
-    """[N, K rounded up to 128] E4M3, for the output."""
-    row_scales: Tensor
-    """[N / 128, K / 128 rounded up to 4] float32."""
-    transposed: Tensor | None
-    """[K, N rounded up to 128] E4M3, for x's gradient; None without gradients."""
-    transposed_scales: Tensor | None
-    """[K / 128, N / 128 rounded up to 4] float32."""
-    scale: str
-    """"float32" or "power_of_two"."""
 
 
 def fp8_linear(
@@ -185,7 +148,7 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
         torch.Size([16, 256])
     """
     name = "quantize_activation"
-    require_one_of(name, "scale", scale, spec.SCALES)
+    require_one_of(name, "scale", scale, numbers.SCALES)
     check_tensors(name, x=x)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
@@ -226,7 +189,7 @@ def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "a
         torch.Size([512, 256])
     """
     name = "quantize_weight"
-    require_one_of(name, "scale", scale, spec.SCALES)
+    require_one_of(name, "scale", scale, numbers.SCALES)
     check_tensors(name, weight=weight)
     if weight.ndim != 2 or weight.numel() == 0:
         raise ValueError(f"{name}: weight must be [N, K] with N, K >= 1; got shape {list(weight.shape)}")
@@ -261,7 +224,7 @@ def _backend(name: str) -> _Backend:
     """Both quantisers make the same bits; Triton's reads a matrix once."""
     if name == "dequantize":
         return _Backend(torch_quantize.quantize_activation, torch_quantize.quantize_weight, dequantized_product)
-    from onchip.ops.fp8_linear import triton_launches as kernels
+    from onchip.fp8 import triton_launches as kernels
 
     product = kernels.product if name == "triton" else scaled_mm_product
     return _Backend(kernels.quantize_activation, kernels.quantize_weight, product)

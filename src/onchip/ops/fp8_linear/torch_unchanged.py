@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from onchip.ops._shared.spec import require_bool
-from onchip.ops._shared.torch_inputs import is_dtensor
-from onchip.ops.fp8_linear.torch_op import QuantizedWeight, quantize_weight
+from onchip.fp8.torch_operands import QuantizedWeight
+from onchip.frontend.options import require_bool
+from onchip.frontend.torch_inputs import is_dtensor
+from onchip.ops.fp8_linear.torch_op import quantize_weight
 
 if TYPE_CHECKING:
     from onchip.ops.fp8_linear.torch_module import Fp8Linear

@@ -45,5 +45,5 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
     tuning.py, jax_tuning.py   what `onchip tune` tries: the Triton and the Mosaic kernels
 
-What a walk does with one tile, and what the public functions check alike, is in `onchip.ops._shared`.
+What a walk does with one tile is in `onchip.vocab`; what the public functions check alike in `onchip.frontend`.
 """

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from onchip.ops._shared.cases import MODELS, Case, Inputs, make_inputs, named_case
+from onchip.oracle.cases import MODELS, Case, Inputs, make_inputs, named_case
 
 __all__ = ["BENCH_CASES", "CHECK_CASES", "DEFAULT_BENCH_CASES", "MODELS", "Case", "Inputs", "make_inputs"]
 

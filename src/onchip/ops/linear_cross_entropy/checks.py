@@ -1,8 +1,8 @@
 """How far every front end may be from the float64 oracle.  No framework."""
 
-from onchip.ops._shared.checks import softmax_bounds
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import Case
+from onchip.oracle.checks import softmax_bounds
 
 _BOUNDED = ("loss", "lse", "log_prob", "entropy", "grad_hidden", "grad_weight", "grad_bias")
 

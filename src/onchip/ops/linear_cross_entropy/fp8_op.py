@@ -15,19 +15,22 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared import torch_tiles as shared_tiles
-from onchip.ops._shared.torch_autograd import asked_for
-from onchip.ops._shared.torch_inputs import DTYPES, copied_rows
-from onchip.ops._shared.triton_calls import device_refusal
-from onchip.ops.fp8_linear import torch_quantize
-from onchip.ops.fp8_linear.spec import blocks
-from onchip.ops.fp8_linear.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.ops.fp8_linear.torch_quantize import Quantized, empty_rows
-from onchip.ops.fp8_linear.torch_weights import WeightCopies, weight_operands
-from onchip.ops.linear_cross_entropy import fp8_spec, fp8_torch, torch_tiles
-from onchip.ops.linear_cross_entropy.fp8_torch import Call, Gradient, Softmax
-from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
+from onchip.fp8 import torch_quantize
+from onchip.fp8.numbers import blocks
+from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
+from onchip.fp8.torch_quantize import Quantized, empty_rows
+from onchip.fp8.torch_weights import WeightCopies, weight_operands
+from onchip.frontend.torch_autograd import asked_for
+from onchip.frontend.torch_inputs import DTYPES, copied_rows
+from onchip.kernels.triton.launch import device_refusal
+from onchip.ops.linear_cross_entropy import torch_tiles
+from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
+from onchip.vocab.fp8 import memory as fp8_spec
+from onchip.vocab.fp8 import torch as fp8_torch
+from onchip.vocab.fp8.torch import Call, Gradient, Softmax
+from onchip.vocab.memory import Problem
+from onchip.vocab.torch import tiles as shared_tiles
 
 # What "auto" tries first.
 BACKENDS = ("triton", "torch")
@@ -177,8 +180,8 @@ def _backend(name: str, device: torch.device) -> _Backend:
     quantize: Any = torch_quantize
     softmax: Any = fp8_torch
     if name == "triton":
-        from onchip.ops.fp8_linear import triton_launches as quantize
-        from onchip.ops.linear_cross_entropy import fp8_launches as softmax
+        from onchip.fp8 import triton_launches as quantize
+        from onchip.vocab.fp8 import launches as softmax
     return _Backend(
         quantize.quantize_activation,
         quantize.quantize_weight,

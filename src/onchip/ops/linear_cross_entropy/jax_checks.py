@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops._shared.checks import Check, compare, relative_error
-from onchip.ops._shared.jax_call import Static
-from onchip.ops._shared.jax_checks import (
+from onchip.frontend.jax_call import Static
+from onchip.ops.linear_cross_entropy import reference
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
+from onchip.ops.linear_cross_entropy.checks import float32_bounds
+from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy, refusals
+from onchip.oracle.checks import Check, compare, relative_error
+from onchip.oracle.jax_checks import (
     DTYPES,
     for_oracle,
     linear_arguments,
@@ -19,11 +23,7 @@ from onchip.ops._shared.jax_checks import (
     platform_of,
     split_arrays,
 )
-from onchip.ops.linear_cross_entropy import reference
-from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_cross_entropy.checks import float32_bounds
-from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy, refusals
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.vocab.memory import Problem
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onchip.ops._shared.jax_inputs import check_kinds, check_layout, check_product_dtype, require_arrays
+from onchip.frontend.jax_inputs import check_kinds, check_layout, check_product_dtype, require_arrays
 from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP
 

@@ -16,8 +16,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import Needs, Static, Tensors, refuse_second_derivative, vary_alike
-from onchip.ops._shared.jax_inputs import (
+from onchip.frontend.jax_call import Needs, Static, Tensors, refuse_second_derivative, vary_alike
+from onchip.frontend.jax_inputs import (
     as_constant,
     as_constants,
     check_normalizer,
@@ -28,10 +28,13 @@ from onchip.ops._shared.jax_inputs import (
     plain_labels,
     platform,
 )
-from onchip.ops.linear_cross_entropy import jax_triton, jax_xla, mosaic_op
-from onchip.ops.linear_cross_entropy.jax_call import LinearCrossEntropyStats, Outputs
 from onchip.ops.linear_cross_entropy.jax_inputs import check_arrays
-from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
+from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import op as mosaic_op
+from onchip.vocab.triton import jax_op as jax_triton
+from onchip.vocab.xla import walk as jax_xla
+from onchip.vocab.xla.call import LinearCrossEntropyStats, Outputs
 
 # Best first, by platform.
 BACKENDS = {
@@ -117,7 +120,7 @@ def linear_cross_entropy(
         ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest).
         NotImplementedError: differentiated twice.
 
-    Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.ops.linear_cross_entropy.jax_spec`
+    Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.vocab.xla.memory`
     ("xla") and `.mosaic_spec` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
     4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
     Under vmap each of its arrays gets the mapped dimension: give a batch as leading dimensions instead where you can.

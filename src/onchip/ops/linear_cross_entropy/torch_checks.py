@@ -10,8 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops._shared.checks import Check, compare
-from onchip.ops._shared.torch_checks import (
+from onchip.frontend.torch_inputs import dtype_name
+from onchip.ops.linear_cross_entropy import reference
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
+from onchip.ops.linear_cross_entropy.checks import float32_bounds
+from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
+from onchip.oracle.checks import Check, compare
+from onchip.oracle.torch_checks import (
     DTYPES,
     as_array,
     detached,
@@ -20,12 +25,7 @@ from onchip.ops._shared.torch_checks import (
     plain_cross_entropy,
     relative_error,
 )
-from onchip.ops._shared.torch_inputs import dtype_name
-from onchip.ops.linear_cross_entropy import reference
-from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_cross_entropy.checks import float32_bounds
-from onchip.ops.linear_cross_entropy.torch_op import linear_cross_entropy
-from onchip.ops.linear_cross_entropy.triton_op import refusal
+from onchip.vocab.triton.plan import refusal
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

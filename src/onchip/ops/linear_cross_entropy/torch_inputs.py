@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_inputs import check_kinds, product_dtype, require_tensors
+from onchip.frontend.torch_inputs import check_kinds, product_dtype, require_tensors
 from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP
 

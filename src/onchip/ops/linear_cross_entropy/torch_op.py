@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.spec import Config, require_positive
-from onchip.ops._shared.torch_autograd import asked_for, is_plain_one, scale_stash
-from onchip.ops._shared.torch_inputs import (
+from onchip.fp8.torch_operands import QuantizedWeight, check_quantized_weight
+from onchip.frontend.options import require_positive
+from onchip.frontend.torch_autograd import asked_for, is_plain_one, scale_stash
+from onchip.frontend.torch_inputs import (
     DTYPES,
     check_normalizer,
     check_weight_grad_out,
@@ -24,12 +25,14 @@ from onchip.ops._shared.torch_inputs import (
     copied_weight,
     temperature_tensor,
 )
-from onchip.ops.fp8_linear.torch_inputs import check_quantized_weight
-from onchip.ops.fp8_linear.torch_op import QuantizedWeight
-from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_tiles, triton_op
-from onchip.ops.linear_cross_entropy.spec import OP, Options, Problem
+from onchip.ops.linear_cross_entropy import fp8_op, torch_tiles, triton_op
+from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors
 from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
+from onchip.vocab import memory
+from onchip.vocab.chunks import Config
+from onchip.vocab.memory import Problem
+from onchip.vocab.triton import plan as planning
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("triton", "torch")
@@ -185,7 +188,7 @@ def linear_cross_entropy(
         return (loss, LinearCrossEntropyStats(*stats)) if return_stats else loss
     device = hidden.device.type
     refusals = {
-        "triton": triton_op.refusal(device, hidden.device.index, dtype),
+        "triton": planning.refusal(device, hidden.device.index, dtype),
         "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
     }
     order = ("triton", "torch") if device == "cuda" else ("torch", "triton")
@@ -216,10 +219,10 @@ def linear_cross_entropy(
     )
     budget = None if options.scratch_bytes is None else int(options.scratch_bytes)
     if chosen == "triton":
-        config = triton_op.plan(problem, options.strategy, budget)
+        config = planning.plan(problem, options.strategy, budget)
         loss, *stats = triton_op.forward(*tensors, *numbers, *config, *grads, options.return_stats)
     else:
-        strategy = spec.choose_strategy(problem, options.strategy, budget)
+        strategy = memory.choose_strategy(problem, options.strategy, budget)
         loss, *stats = _forward_op(*tensors, *numbers, budget, strategy, *grads, options.return_stats)
     return (loss, LinearCrossEntropyStats(*stats[:4])) if return_stats else loss
 
@@ -432,7 +435,7 @@ class _Arguments(NamedTuple):
             weight_grad_out=self.weight_grad_out is not None,
             compacted=compacted,
         )
-        return spec.plan(problem, strategy, self.scratch_bytes)
+        return memory.plan(problem, strategy, self.scratch_bytes)
 
 
 @torch.library.custom_op(

@@ -9,9 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onchip.ops._shared import torch_autograd, torch_tiles
-from onchip.ops._shared.spec import Config
-from onchip.ops._shared.torch_tiles import (
+from onchip.frontend import torch_autograd
+from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.vocab.chunks import Config
+from onchip.vocab.torch import tiles as torch_tiles
+from onchip.vocab.torch.tiles import (
     Head,
     Softmax,
     Tile,
@@ -27,7 +29,6 @@ from onchip.ops._shared.torch_tiles import (
     temperature_of,
     to_gradient,
 )
-from onchip.ops.linear_cross_entropy.spec import OP
 
 __all__ = ["Head", "Tokens", "forward_only", "recompute", "stash"]
 

@@ -5,55 +5,19 @@ the logits in the weight's, the tokens' hidden states in hidden's.  `_backward_o
 place; autograd clones them first where the graph is retained.  What is launched is in triton_walks.py.
 """
 
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_autograd import asked_for
-from onchip.ops._shared.torch_inputs import DTYPES
-from onchip.ops._shared.triton_calls import constant_to_compiler, device_of, device_refusal
-from onchip.ops.linear_cross_entropy import torch_tiles, triton_spec
-from onchip.ops.linear_cross_entropy import triton_setup as setup
-from onchip.ops.linear_cross_entropy.spec import Problem
+from onchip.frontend.torch_autograd import asked_for
+from onchip.kernels.triton.launch import device_of
+from onchip.ops.linear_cross_entropy import torch_tiles
 from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
-from onchip.ops.linear_cross_entropy.triton_setup import Saved
-from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
-
-
-def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
-    """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
-    reason = device_refusal(device, index, dtype)
-    if reason is None and dtype not in (torch.bfloat16, torch.float16):
-        reason = f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
-    return reason
-
-
-def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]:
-    """The plan as the operators take it.
-
-    Inside torch.compile sizes may be symbols: a budget makes numbers of them, and a graph for each.
-    """
-    if torch.compiler.is_compiling() and budget is None:
-        return numbers(triton_spec.plan_for_symbols(problem, strategy))
-    problem = replace(problem, tokens=int(problem.tokens), copied=int(problem.copied))
-    found: tuple[Any, ...] = _plan(strategy, budget, *[getattr(problem, name) for name in _FIELDS])
-    return found
-
-
-_FIELDS = tuple(field.name for field in fields(Problem))
-
-
-@constant_to_compiler  # or the search for a plan would be traced
-def _plan(strategy: str, budget: int | None, *of_problem: Any) -> tuple[Any, ...]:
-    return numbers(triton_spec.plan(Problem(*of_problem), strategy, budget))
-
-
-def numbers(c: TritonConfig) -> tuple[Any, ...]:
-    """A plan as operators take it."""
-    return c.token_chunk, c.vocab_chunk, c.weight_chunk, c.stashed, c.overflow, c.halves
-
+from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton import setup
+from onchip.vocab.triton.memory import TritonConfig
+from onchip.vocab.triton.setup import Saved
 
 # ------------------------------------------------------------------------------------------------ registered operators
 
@@ -137,7 +101,7 @@ def _unpack(packed: tuple[Any, ...]) -> Arguments:
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct, `Saved` and the link; what isn't asked for is empty."""
-    from onchip.ops.linear_cross_entropy import triton_walks as walks
+    from onchip.vocab.triton import walks
 
     a = _unpack(args)
     shape, tokens = a.target.shape, a.target.numel()
@@ -246,8 +210,7 @@ def _backward_op(
     """Turn hidden's and weight's memory into their gradients, and return that of bias; with `add`, weight's is added to
     what is there.
     """
-    from onchip.ops.linear_cross_entropy import triton_launches as launches
-    from onchip.ops.linear_cross_entropy import triton_walks as walks
+    from onchip.vocab.triton import launches, walks
 
     a, add = _backward_arguments(hidden_memory, weight_memory, args)
     tokens = a.target.numel()

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops._shared.checks import DEVIATIONS, Check, relative_error
 from onchip.ops.linear_jsd import reference
 from onchip.ops.linear_jsd.cases import Case, Inputs
+from onchip.oracle.checks import DEVIATIONS, Check, relative_error
 
 # Half the distance of two numbers next to each other, relative to them.
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}

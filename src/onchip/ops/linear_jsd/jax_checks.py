@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops._shared.checks import Check, relative_error
-from onchip.ops._shared.jax_checks import DTYPES, platform_of
 from onchip.ops.linear_jsd import checks, reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_jsd.checks import compare
 from onchip.ops.linear_jsd.jax_op import BACKENDS, jsd, linear_jsd
 from onchip.ops.linear_jsd.spec import TopK
+from onchip.oracle.checks import Check, relative_error
+from onchip.oracle.jax_checks import DTYPES, platform_of
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

@@ -17,18 +17,13 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared import jax_call, jax_tiles
-from onchip.ops._shared.jax_call import refuse_second_derivative, vary_alike
-from onchip.ops._shared.jax_inputs import (
-    as_constant,
-    check_normalizer,
-    per_token_constant,
-    plain_labels,
-    platform,
-)
+from onchip.frontend import jax_call
+from onchip.frontend.jax_call import refuse_second_derivative, vary_alike
+from onchip.frontend.jax_inputs import as_constant, check_normalizer, per_token_constant, plain_labels, platform
 from onchip.ops.linear_jsd import jax_rows, spec
 from onchip.ops.linear_jsd.jax_inputs import check_arrays
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
+from onchip.vocab.xla import tiles as jax_tiles
 
 BACKENDS = ("xla",)
 

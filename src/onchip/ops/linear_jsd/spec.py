@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from onchip.ops._shared.spec import (
-    DEFAULT_SCRATCH,
-    DTYPE_BYTES,
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.frontend.options import (
     REDUCTIONS,
     check_head,
     require_bool,
@@ -16,6 +15,7 @@ from onchip.ops._shared.spec import (
     require_positive,
     require_positive_int,
 )
+from onchip.vocab.chunks import DEFAULT_SCRATCH
 
 OP = "linear_jsd"
 LOGITS_OP = "jsd"

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_inputs import DTYPES, copied_rows
-from onchip.ops._shared.torch_tiles import Tokens, select_tokens
+from onchip.frontend.torch_inputs import DTYPES, copied_rows
 from onchip.ops.linear_jsd.spec import Head, Problem
 from onchip.ops.linear_jsd.torch_inputs import check_indices
 from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.torch_walk import Model
+from onchip.vocab.torch.tiles import Tokens, select_tokens
 
 PARTS = ("hidden", "weight", "bias", "logits")
 # The arguments of the operators; `Arguments` gives them their shapes and Python names, in the same order.

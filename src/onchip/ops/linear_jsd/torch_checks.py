@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops._shared.checks import Check
-from onchip.ops._shared.torch_checks import DTYPES, as_array, for_oracle, relative_error
-from onchip.ops._shared.torch_inputs import dtype_name
+from onchip.frontend.torch_inputs import dtype_name
 from onchip.ops.linear_jsd import checks, reference, triton_op
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_jsd.checks import compare
 from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
+from onchip.oracle.checks import Check
+from onchip.oracle.torch_checks import DTYPES, as_array, for_oracle, relative_error
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_inputs import check_kinds, product_dtype, refuse_gradient, require_tensors
+from onchip.frontend.torch_inputs import check_kinds, product_dtype, refuse_gradient, require_tensors
 from onchip.ops.linear_jsd.spec import Options, Shapes, check_topk
 
 _OPTIONAL = (

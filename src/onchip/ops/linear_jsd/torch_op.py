@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.torch_autograd import differentiable_once, is_plain_one, scale_stash
-from onchip.ops._shared.torch_inputs import check_normalizer
-from onchip.ops._shared.torch_tiles import Tokens
+from onchip.frontend.torch_autograd import differentiable_once, is_plain_one, scale_stash
+from onchip.frontend.torch_inputs import check_normalizer
 from onchip.ops.linear_jsd import spec, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
 from onchip.ops.linear_jsd.torch_arguments import PARTS, SCHEMA, TENSORS, Arguments
 from onchip.ops.linear_jsd.torch_inputs import check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
+from onchip.vocab.torch.tiles import Tokens
 
 _DEVICES = ("cpu", "cuda", "meta")
 # The order of preference of "auto".

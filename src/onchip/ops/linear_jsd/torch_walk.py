@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_tiles import Tokens, product, spans
 from onchip.ops.linear_jsd import torch_rows
 from onchip.ops.linear_jsd.spec import BLOCKS, SLAB
+from onchip.vocab.torch.tiles import Tokens, product, spans
 
 
 @dataclass(frozen=True)

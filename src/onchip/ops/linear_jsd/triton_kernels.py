@@ -14,9 +14,9 @@ float16 operands, which are finer themselves, the distances are float32.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops._shared.triton_maths import LOG2E, LOWEST
-from onchip.ops._shared.triton_tiles import load_block, place_tile, store_columns
-from onchip.ops.linear_cross_entropy.triton_blocks import VOCAB_TILE, load_weight
+from onchip.kernels.triton.maths import LOG2E, LOWEST
+from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
+from onchip.vocab.triton.blocks import VOCAB_TILE, load_weight
 
 
 @triton.jit

@@ -19,8 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.triton_calls import Launch
-from onchip.ops.linear_cross_entropy.triton_launches import (
+from onchip.kernels.triton.launch import Launch
+from onchip.ops.linear_jsd import triton_kernels as kernels
+from onchip.ops.linear_jsd import triton_rows
+from onchip.ops.linear_jsd.torch_rows import Loss
+from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
+from onchip.vocab.triton.launches import (
     Exponentials,
     Run,
     Upstream,
@@ -32,11 +36,7 @@ from onchip.ops.linear_cross_entropy.triton_launches import (
     hidden_product,
     weight_product,
 )
-from onchip.ops.linear_cross_entropy.triton_spec import up
-from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd import triton_rows
-from onchip.ops.linear_jsd.torch_rows import Loss
-from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
+from onchip.vocab.triton.memory import up
 
 # Tiles of a token's row that a program takes at a time, and its warps.
 _TILES, _WARPS = 8, 8

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops._shared.torch_inputs import copied_rows, copied_weight
-from onchip.ops._shared.torch_tiles import Head, divisor
-from onchip.ops._shared.triton_calls import device_of
-from onchip.ops.linear_cross_entropy import triton_op as ce_op
-from onchip.ops.linear_cross_entropy import triton_setup as setup
-from onchip.ops.linear_cross_entropy import triton_spec
+from onchip.frontend.torch_autograd import differentiable_once, graph_is_kept
+from onchip.frontend.torch_inputs import copied_rows, copied_weight
+from onchip.kernels.triton.launch import device_of
 from onchip.ops.linear_jsd import triton_spec as jsd_spec
 from onchip.ops.linear_jsd.torch_arguments import SCHEMA, TENSORS, Arguments
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.vocab.torch.tiles import Head, divisor
+from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton import plan as planning
+from onchip.vocab.triton import setup
 
 _WEIGHT, _LOGITS = 1, 3  # among the parts of a model
 
@@ -43,7 +43,7 @@ def refusal(
 
 def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) -> str | None:
     """Why the kernels can't serve products in `dtypes` on this device, or None."""
-    reasons = (ce_op.refusal(device, index, dtype) for dtype in dtypes)
+    reasons = (planning.refusal(device, index, dtype) for dtype in dtypes)
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -255,8 +255,8 @@ def _saved(a: Arguments, config: TritonConfig, *, fake: bool = False) -> Saved:
 
 def _call(a: Arguments, saved: Saved, config: TritonConfig, *, again: bool = False) -> Any:
     """The call as the walks take it; `again`: with places for what is computed again, for backward."""
-    from onchip.ops.linear_cross_entropy import triton_launches as ce
     from onchip.ops.linear_jsd import triton_launches as launches
+    from onchip.vocab.triton import launches as ce
 
     tokens = a.tokens_in_all
     # Backward's launches write to some of the vectors.
@@ -275,8 +275,8 @@ def _call(a: Arguments, saved: Saved, config: TritonConfig, *, again: bool = Fal
 
 
 def _side(a: Arguments, side: int, saved: Saved, config: TritonConfig, again: int) -> Any:
-    from onchip.ops.linear_cross_entropy import triton_launches as ce
     from onchip.ops.linear_jsd import triton_launches as launches
+    from onchip.vocab.triton import launches as ce
 
     hidden, weight, _, logits = a.parameters[4 * side : 4 * side + 4]
     grads = tuple(a.grads[4 * side : 4 * side + 4])

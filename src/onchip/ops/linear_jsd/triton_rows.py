@@ -20,8 +20,8 @@ the gradient 24, for beta 1/2, which needs no choice of w.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops._shared.triton_maths import LOG2E, LOWEST, expm1, log1p
-from onchip.ops.linear_cross_entropy.triton_blocks import VOCAB_TILE, exponential_row
+from onchip.kernels.triton.maths import LOG2E, LOWEST, expm1, log1p
+from onchip.vocab.triton.blocks import VOCAB_TILE, exponential_row
 
 # log-probabilities below this are taken for it: a difference of two is never NaN, and one that passes INFINITE tells
 # that one of the two probabilities is 0.

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from onchip.ops._shared.spec import DTYPE_BYTES, MIB
-from onchip.ops.linear_cross_entropy.triton_spec import RATES, Rates, up, waves
+from onchip.core.sizes import DTYPE_BYTES, MIB
 from onchip.ops.linear_jsd.spec import OP, Head, Problem, logits_bytes
+from onchip.vocab.triton.memory import RATES, Rates, up, waves
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256

@@ -37,5 +37,5 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
     checks.py         how large an error may be; no framework
     benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
 
-What a walk does with one tile is in `onchip.ops._shared`; most Triton kernels are linear_cross_entropy's.
+What a walk does with one tile is in `onchip.vocab`.
 """

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops._shared import cases
-from onchip.ops._shared.cases import MODELS, named_case
+from onchip.oracle import cases
+from onchip.oracle.cases import MODELS, named_case
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How far every front end may be from the float64 oracle.  No framework."""
 
-from onchip.ops._shared.checks import softmax_bounds
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import Case
+from onchip.oracle.checks import softmax_bounds
 
 _BOUNDED = ("log_prob", "entropy", "lse", "grad_hidden", "grad_weight", "grad_bias")
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops._shared.checks import Check, compare, relative_error
-from onchip.ops._shared.jax_checks import DTYPES, for_oracle, linear_arguments, platform_of, split_arrays
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_log_probs.checks import float32_bounds
 from onchip.ops.linear_log_probs.jax_op import BACKENDS, LogProbs, linear_log_probs
+from onchip.oracle.checks import Check, compare, relative_error
+from onchip.oracle.jax_checks import DTYPES, for_oracle, linear_arguments, platform_of, split_arrays
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

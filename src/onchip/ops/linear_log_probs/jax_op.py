@@ -15,14 +15,14 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative, vary_alike
-from onchip.ops._shared.jax_call import Static as Call
-from onchip.ops._shared.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
-from onchip.ops._shared.spec import Config
+from onchip.frontend.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative, vary_alike
+from onchip.frontend.jax_call import Static as Call
+from onchip.frontend.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
 from onchip.ops.linear_log_probs import jax_xla, spec
 from onchip.ops.linear_log_probs.jax_inputs import check_arrays
 from onchip.ops.linear_log_probs.jax_xla import Outputs, Residuals, Static
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
+from onchip.vocab.chunks import Config
 
 BACKENDS = ("xla",)
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.ops._shared.jax_call import IGNORED, OUT_OF_RANGE, Needs, Tensors
-from onchip.ops._shared.jax_call import Static as Call
-from onchip.ops._shared.jax_tiles import (
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Needs, Tensors
+from onchip.frontend.jax_call import Static as Call
+from onchip.vocab.chunks import Config
+from onchip.vocab.xla.tiles import (
     FLOAT16_ROW,
     LOWEST,
     Columns,
@@ -28,7 +29,6 @@ from onchip.ops._shared.jax_tiles import (
     vocab_rows,
     write,
 )
-from onchip.ops._shared.spec import Config
 
 Array = jax.Array
 # exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.

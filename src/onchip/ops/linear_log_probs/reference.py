@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.ops._shared.reference import Array, blocks, transform
+from onchip.oracle.reference import Array, blocks, transform
 
 
 class Result(NamedTuple):

@@ -3,16 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onchip.ops._shared.spec import (
-    DEFAULT_SCRATCH,
-    DTYPE_BYTES,
-    SMALLEST,
-    USEFUL,
-    Config,
-    check_head,
-    check_logit_options,
-    require_bool,
-)
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.frontend.options import check_head, check_logit_options, require_bool
+from onchip.vocab.chunks import DEFAULT_SCRATCH, SMALLEST, USEFUL, Config
 
 OP = "linear_log_probs"
 # The loops of the 'xla' backend end with the last chunk of tokens that has one which counts: no chunk has more.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_inputs import check_kinds, product_dtype, require_tensors
+from onchip.frontend.torch_inputs import check_kinds, product_dtype, require_tensors
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP
 

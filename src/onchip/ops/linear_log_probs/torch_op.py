@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.ops._shared.torch_autograd import differentiable_once
-from onchip.ops._shared.torch_inputs import DTYPES, copied_rows, copied_weight, temperature_tensor
-from onchip.ops._shared.torch_tiles import Head, operand_dtype
+from onchip.frontend.torch_autograd import differentiable_once
+from onchip.frontend.torch_inputs import DTYPES, copied_rows, copied_weight, temperature_tensor
 from onchip.ops.linear_log_probs import spec, torch_walks, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
 from onchip.ops.linear_log_probs.torch_inputs import check_tensors
+from onchip.vocab.torch.tiles import Head, operand_dtype
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.spec import Config
-from onchip.ops._shared.torch_tiles import (
+from onchip.ops.linear_log_probs.spec import OP
+from onchip.vocab.chunks import Config
+from onchip.vocab.torch.tiles import (
     FLOAT16_ROW,
     LOWEST,
     Head,
@@ -24,7 +25,6 @@ from onchip.ops._shared.torch_tiles import (
     spans,
     temperature_of,
 )
-from onchip.ops.linear_log_probs.spec import OP
 
 # exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
 _VANISHED = -128.0

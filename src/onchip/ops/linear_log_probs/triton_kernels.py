@@ -7,8 +7,8 @@ tokens, H hidden and V vocab there are K ids per token.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.ops._shared.triton_maths import LOG2E, expm1, tanh
-from onchip.ops.linear_cross_entropy.triton_blocks import VOCAB_TILE, exponential_row
+from onchip.kernels.triton.maths import LOG2E, expm1, tanh
+from onchip.vocab.triton.blocks import VOCAB_TILE, exponential_row
 
 # Below this exp is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
 VANISHED = tl.constexpr(-128.0)

@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.torch_autograd import differentiable_once, graph_is_kept
-from onchip.ops._shared.torch_tiles import Head
-from onchip.ops._shared.triton_calls import constant_to_compiler, device_of
-from onchip.ops.linear_cross_entropy import triton_op as head_op
-from onchip.ops.linear_cross_entropy import triton_setup as setup
-from onchip.ops.linear_cross_entropy import triton_spec as head_spec
-from onchip.ops.linear_cross_entropy.triton_setup import Saved
-from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
+from onchip.frontend.torch_autograd import differentiable_once, graph_is_kept
+from onchip.kernels.triton.launch import constant_to_compiler, device_of
 from onchip.ops.linear_log_probs import torch_walks, triton_spec
 from onchip.ops.linear_log_probs.spec import OP, Problem
+from onchip.vocab.torch.tiles import Head
+from onchip.vocab.triton import memory as head_spec
+from onchip.vocab.triton import plan as planning
+from onchip.vocab.triton import setup
+from onchip.vocab.triton.memory import TritonConfig
+from onchip.vocab.triton.setup import Saved
 
 
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
-    reason: str | None = head_op.refusal(device, index, dtype)
+    reason: str | None = planning.refusal(device, index, dtype)
     return reason
 
 
@@ -34,7 +34,7 @@ def plan(problem: Problem, budget: int | None) -> tuple[Any, ...]:
     Inside torch.compile sizes may be symbols: a budget makes numbers of them, and a graph for each.
     """
     if torch.compiler.is_compiling() and budget is None:
-        return head_op.numbers(head_spec.plan_for_symbols(triton_spec.head_problem(problem), "auto"))
+        return planning.numbers(head_spec.plan_for_symbols(triton_spec.head_problem(problem), "auto"))
     problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
     found: tuple[Any, ...] = _plan(budget, *[getattr(problem, name) for name in _FIELDS])
     return found
@@ -45,7 +45,7 @@ _FIELDS = tuple(field.name for field in fields(Problem))
 
 @constant_to_compiler  # or the search for a plan would be traced
 def _plan(budget: int | None, *of_problem: Any) -> tuple[Any, ...]:
-    return head_op.numbers(triton_spec.plan(Problem(*of_problem), budget))
+    return planning.numbers(triton_spec.plan(Problem(*of_problem), budget))
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
@@ -232,8 +232,8 @@ def _backward_op(
     *args: Any,
 ) -> Tensor:
     """Turn hidden's and weight's memory into their gradients, and return that of bias; uses up the overflow."""
-    from onchip.ops.linear_cross_entropy import triton_launches as launches
     from onchip.ops.linear_log_probs import triton_walks as walks
+    from onchip.vocab.triton import launches
 
     a = _unpack(args)
     tokens = a.tokens

@@ -1,14 +1,14 @@
 """How the Triton backend cuts a problem: as linear_cross_entropy does, whose planner this asks.  No framework."""
 
-from onchip.ops.linear_cross_entropy import spec as head_spec
-from onchip.ops.linear_cross_entropy import triton_spec
-from onchip.ops.linear_cross_entropy.triton_spec import TritonConfig
 from onchip.ops.linear_log_probs.spec import OP, Problem
+from onchip.vocab import memory
+from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton.memory import TritonConfig
 
 
-def head_problem(p: Problem) -> head_spec.Problem:
+def head_problem(p: Problem) -> memory.Problem:
     """The problem as linear_cross_entropy's planner knows it."""
-    return head_spec.Problem(
+    return memory.Problem(
         p.tokens,
         p.hidden,
         p.vocab,

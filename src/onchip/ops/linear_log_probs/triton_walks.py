@@ -15,18 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.ops._shared.triton_calls import Launch
-from onchip.ops.linear_cross_entropy import triton_launches as launches
-from onchip.ops.linear_cross_entropy import triton_walks
-from onchip.ops.linear_cross_entropy.triton_launches import (
-    Exponentials,
-    Partials,
-    PerToken,
-    Run,
-    Upstream,
-    Vectors,
-)
+from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_log_probs import triton_kernels
+from onchip.vocab.triton import launches
+from onchip.vocab.triton import walks as triton_walks
+from onchip.vocab.triton.launches import Exponentials, Partials, PerToken, Run, Upstream, Vectors
 
 
 @dataclass(frozen=True)

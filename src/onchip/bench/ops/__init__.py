@@ -1,0 +1,1 @@
+"""For each op what `onchip bench` runs: its steps and its peers."""

@@ -1,0 +1,4 @@
+"""Sizes that every part counts in."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MIB = 1 << 20

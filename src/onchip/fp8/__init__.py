@@ -1,0 +1,1 @@
+"""The engine of FP8 products: quantising, products, cuBLASLt."""

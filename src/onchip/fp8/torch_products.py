@@ -1,0 +1,117 @@
+"""The products of the backends 'dequantize' and 'scaled_mm': A B^T of quantised operands."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.fp8 import cublas
+from onchip.fp8.numbers import BLOCK, SCALE_MULTIPLE, blocks, up
+from onchip.fp8.torch_quantize import Quantized, dequantize
+from onchip.kernels.triton.launch import constant_to_compiler
+
+# Elements of a chunk of an operand in float32: 64 MiB.
+_CHUNK = 1 << 24
+# What cuBLAS wants the sizes of an FP8 product to be multiples of.
+_CUBLAS_MULTIPLE = 16
+
+
+def dequantized_product(
+    a: Quantized,  # [M, C], 1x128 scales
+    b: Quantized,  # [N, C]
+    by_block: bool,  # b's scales are 128x128, else 1x128
+    bias: Tensor | None,  # [N]
+    dtype: torch.dtype,
+    add_to: Tensor | None,  # [M, N] float32
+) -> Tensor:
+    """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it.
+
+    Of float32 copies of the operands, a chunk of rows of each at a time.
+    """
+    out = new_result(a, b, dtype) if add_to is None else add_to
+    depth = a.data.shape[1]
+    step = max(1, _CHUNK // max(1, depth) // BLOCK) * BLOCK
+    for n in range(0, len(b.data), step):
+        columns = slice(n, min(n + step, len(b.data)))
+        right = dequantize(b, columns.start, columns.stop, by_block=by_block)
+        for m in range(0, len(a.data), step):
+            rows = slice(m, min(m + step, len(a.data)))
+            left = dequantize(a, rows.start, rows.stop, by_block=False)
+            tile = out[rows, columns]
+            if add_to is not None:
+                tile.addmm_(left, right.T)
+            elif bias is None:
+                tile.copy_(left @ right.T)
+            else:
+                tile.copy_(torch.addmm(bias[columns].float(), left, right.T))
+    return out
+
+
+def new_result(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Memory for A B^T."""
+    return a.data.new_empty((len(a.data), len(b.data)), dtype=dtype)
+
+
+@constant_to_compiler  # it asks the system
+def scaled_mm_refusal(device: torch.device, grad_dtype: str = "e4m3") -> str | None:
+    """Why cuBLAS's blockwise products can't serve a call on this device, or None."""
+    if grad_dtype != "e4m3":
+        return "cuBLAS has no blockwise scales for E5M2; use 'triton' or grad_dtype='e4m3'"
+    if not hasattr(F, "scaled_mm"):
+        return f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    if device.type != "cuda":
+        return f"it runs on CUDA tensors, not on {device.type!r}"
+    if torch.version.hip is not None:
+        return "it is NVIDIA's cuBLAS"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"cuBLAS has blockwise scales for compute capability 9.0 alone; this is {capability[0]}.{capability[1]}"
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return None if version >= (12, 9) else f"it needs CUDA 12.9 or later; this is a build for {torch.version.cuda}"
+
+
+def scaled_mm_product(
+    a: Quantized,  # [M, C], 1x128 scales
+    b: Quantized,  # [N, C]
+    by_block: bool,
+    bias: Tensor | None,  # [N]
+    dtype: torch.dtype,
+    add_to: Tensor | None,  # [M, N] float32
+) -> Tensor:
+    """The same by cuBLAS.  Ragged sizes are padded with rows of zeros, and what they make is cut off."""
+    if add_to is not None and cublas.added(a, b, by_block, add_to):
+        return add_to
+    rows, columns = len(a.data), len(b.data)
+    a = _pad(a, up(rows, _CUBLAS_MULTIPLE), by_block=False)
+    b = _pad(b, up(columns, _CUBLAS_MULTIPLE), by_block=by_block)
+    # cuBLAS adds a bias of the result's own 16-bit dtype; any other is added in float32, before the only rounding.
+    in_product = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
+    after = bias if in_product is None else None
+    made = F.scaled_mm(
+        a.data,
+        b.data.T,
+        a.scales.T,
+        F.ScalingType.BlockWise1x128,
+        b.scales.T,
+        F.ScalingType.BlockWise128x128 if by_block else F.ScalingType.BlockWise1x128,
+        bias=None if in_product is None else F.pad(in_product, (0, len(b.data) - columns)),
+        output_dtype=torch.float32 if add_to is not None or after is not None else dtype,
+    )
+    if made.shape != (rows, columns):
+        made = made[:rows, :columns]
+    if add_to is not None:
+        return add_to.add_(made)
+    if after is not None:
+        made = made.add_(after)
+    return made.to(dtype).contiguous()
+
+
+def _pad(q: Quantized, rows: int, *, by_block: bool) -> Quantized:
+    """The operand with rows of zeros at the end."""
+    more = rows - len(q.data)
+    if more == 0:
+        return q
+    data = F.pad(q.data.view(torch.uint8), (0, 0, 0, more)).view(q.data.dtype)
+    if not by_block:
+        return Quantized(data, F.pad(q.scales, (0, more)))
+    assert q.scales.shape[1] % SCALE_MULTIPLE == 0
+    return Quantized(data, F.pad(q.scales, (0, 0, 0, blocks(rows) - len(q.scales))))

@@ -1,0 +1,149 @@
+"""What JAX's public functions check at their door, from types, shapes and dtypes alone: it works on tracers."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
+from onchip.frontend.options import require_positive
+
+LAYOUTS = ("vh", "hv")
+# Options of these values change nothing.
+_NEUTRAL = {"label_smoothing": 0, "z_loss": 0, "softcap": None, "logit_scale": 1, "temperature": 1}
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def platform() -> str:
+    """The platform that a computation traced now will run on."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    name = jax.default_backend() if device is None else device if isinstance(device, str) else device.platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+def check_layout(op: str, layout: Any) -> None:
+    """Raise unless `layout` is one of the two."""
+    if layout not in LAYOUTS:
+        shown = repr(layout) if isinstance(layout, str) else type(layout).__name__
+        raise ValueError(f"{op}: weight_layout must be one of {', '.join(map(repr, LAYOUTS))}; got {shown}")
+
+
+def require_arrays(op: str, named: Mapping[str, Any], optional: Collection[str]) -> dict[str, Any]:
+    """Raise unless all are arrays (or None where `optional`); return those."""
+    for name, x in named.items():
+        if not is_array(x) and not (x is None and name in optional):
+            found = type(x).__name__ + _remedy(name, x)
+            raise TypeError(f"{op}: {name} must be a jax.Array or numpy.ndarray; got {found}")
+        if is_array(x) and x.dtype == object:
+            raise TypeError(f"{op}: {name} holds Python objects; pass numbers, as by {name}.astype(...)")
+    return {name: x for name, x in named.items() if x is not None}
+
+
+def _remedy(name: str, x: Any) -> str:
+    """What to pass for `x`, which is no array of JAX's or NumPy's."""
+    if hasattr(x, "__dlpack__"):
+        return f"; pass jax.numpy.from_dlpack({name})"
+    return f"; pass jax.numpy.asarray({name})" if isinstance(x, (list, tuple)) else ""
+
+
+def dtype_of(x: Any) -> Any:
+    """The dtype that JAX gives it: outside of its 64-bit mode NumPy's float64 becomes float32."""
+    if isinstance(x, np.ndarray) and x.dtype == np.float64:
+        return jax.dtypes.canonicalize_dtype(x.dtype)
+    return x.dtype
+
+
+def check_kinds(
+    op: str, arrays: Mapping[str, Any], *, integers: Collection[str], constants: Collection[str] = ()
+) -> None:
+    """Raise unless `integers` hold integers, `constants` real numbers, and all others one of the float dtypes."""
+    for name, x in arrays.items():
+        if name in integers:
+            if not jnp.issubdtype(x.dtype, jnp.integer):
+                raise TypeError(f"{op}: {name} must hold integers; got {x.dtype}")
+        elif name in constants:
+            if jnp.issubdtype(x.dtype, jnp.complexfloating) or (name == "temperature" and x.dtype == bool):
+                raise TypeError(f"{op}: {name} must be real; got {x.dtype}")
+        elif dtype_of(x).name not in DTYPE_BYTES:
+            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {x.dtype}")
+
+
+def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> None:
+    """Raise unless weight and bias have hidden's dtype; `whose` comes before their names."""
+    for name in (f"{whose}weight", f"{whose}bias"):
+        if name in arrays and dtype_of(arrays[name]) != dtype_of(arrays[f"{whose}hidden"]):
+            hidden, other = dtype_of(arrays[f"{whose}hidden"]), dtype_of(arrays[name])
+            raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {other}; cast one of them")
+
+
+def check_normalizer(op: str, normalizer: Any, reduction: str) -> None:
+    """Raise unless `normalizer` is None, a number above 0, or a 0-d array, and the reduction uses it."""
+    if normalizer is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"{op}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
+    if is_array(normalizer) or isinstance(normalizer, np.generic):  # what NumPy's `sum` gives
+        check_scalar(op, "normalizer", normalizer)
+    else:
+        require_positive(op, "normalizer", normalizer)
+
+
+def check_scalar(op: str, name: str, x: Any) -> None:
+    """Raise unless the array `x` can stand for a number."""
+    if x.ndim != 0:
+        raise ValueError(f"{op}: {name} must be a number or a 0-d array; got shape {list(x.shape)}")
+    if x.dtype == bool or not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        raise TypeError(f"{op}: {name} must be a real number; got {x.dtype}")
+
+
+def check_numbers(op: str, numbers: Mapping[str, Any]) -> None:
+    """Raise for an array among the options that can't stand for a number; a temperature may be one per token."""
+    for name, x in numbers.items():
+        if is_array(x) and not (name == "temperature" and x.ndim):
+            check_scalar(op, name, x)
+
+
+def known_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Those whose values are known while tracing, for the options to check."""
+    return {name: x for name, x in numbers.items() if not is_array(x)}
+
+
+def as_constants(numbers: Mapping[str, Any]) -> dict[str, jax.Array | None]:
+    """Numbers as float32 that get no gradient; None for one that changes nothing, to leave it out."""
+    return {name: None if not is_array(x) and x == _NEUTRAL[name] else as_constant(x) for name, x in numbers.items()}
+
+
+def as_constant(x: Any) -> jax.Array | None:
+    """A number, or the flattened array of one number per token, as float32 that gets no gradient."""
+    if x is None:
+        return None
+    # Not by way of a jax.Array of its own dtype: 2**31 tokens don't fit its integers.
+    plain = x if isinstance(x, jax.Array) else np.asarray(x, np.float32)
+    values: jax.Array = jax.lax.stop_gradient(jnp.asarray(plain, jnp.float32))
+    return values.reshape(-1) if values.ndim else values
+
+
+def per_token_constant(x: Any) -> jax.Array | None:
+    """As `as_constant`, [T] of what has one number per token: also where T is 1 by having no leading dimensions."""
+    values = as_constant(x)
+    return None if values is None else values.reshape(-1)
+
+
+def plain_labels(labels: Any, vocab: int, ignore_index: int) -> jax.Array:
+    """[...] int32 labels: in [0, V), IGNORED or OUT_OF_RANGE, whatever integers came in."""
+    # NumPy's 64-bit integers are compared in NumPy: as a jax.Array they could lose their upper half first.
+    xp: Any = np if isinstance(labels, np.ndarray) else jnp
+    limits = jnp.iinfo(labels.dtype)  # np.iinfo doesn't know int4
+    # A number that the labels' dtype can't hold equals none of them; comparing would wrap it or raise.
+    ignored = labels == xp.asarray(ignore_index, labels.dtype) if limits.min <= ignore_index <= limits.max else False
+    wrong = labels < xp.asarray(0, labels.dtype)
+    if vocab <= limits.max:
+        wrong |= labels >= xp.asarray(vocab, labels.dtype)
+    index = xp.where(wrong, OUT_OF_RANGE, labels.astype(np.int32))
+    return jnp.asarray(xp.where(ignored, IGNORED, index), jnp.int32)

@@ -1,0 +1,138 @@
+"""What the specs of the ops share: checks of options and shapes, and how tiles are cut.  No framework."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+# ---------------------------------------------------------------------------------------------------------- options
+
+
+def require_one_of(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise unless `value` is one of the words."""
+    if value not in allowed:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def require_bool(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be True or False; got {type(value).__name__}")
+
+
+def require_int(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is an integer of 64 bits, as frameworks take it."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{op}: {name} must be an int; got {type(value).__name__}")
+    number: Any = value
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{op}: {name} must fit in 64 bits; got {value}")
+
+
+def require_positive_int(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is None or an integer above 0."""
+    if value is not None:
+        require_int(op, name, value)
+        if value <= 0:
+            raise ValueError(f"{op}: {name} must be positive; got {value}")
+
+
+def require_number(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} must be a number; got {type(value).__name__}")
+    number: Any = value
+    if not -math.inf < number < math.inf:  # not math.isfinite: torch.compile can't trace it for a changing number
+        raise ValueError(f"{op}: {name} must be finite; got {value}")
+
+
+def require_positive(op: str, name: str, value: Any, remedy: str = "") -> None:
+    """Raise unless `value` is a finite number above 0."""
+    require_number(op, name, value)
+    if value <= 0:
+        raise ValueError(f"{op}: {name} must be above 0; got {value}{remedy}")
+
+
+def require_fraction(op: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a number in [0, 1]."""
+    require_number(op, name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{op}: {name} must be in [0, 1]; got {value}")
+
+
+def check_logit_options(op: str, options: Any) -> None:
+    """Raise for a wrong ignore_index, softcap, logit_scale, temperature or scratch_bytes of `options`."""
+    require_int(op, "ignore_index", options.ignore_index)
+    if options.softcap is not None:
+        require_positive(op, "softcap", options.softcap, remedy="; pass None for no softcap")
+    require_positive(op, "logit_scale", options.logit_scale)
+    require_positive(op, "temperature", options.temperature)
+    require_positive_int(op, "scratch_bytes", options.scratch_bytes)
+
+
+def check_loss_options(op: str, options: Any) -> None:
+    """Raise for a wrong reduction, label_smoothing or z_loss of `options`, and for what `check_logit_options` does."""
+    require_one_of(op, "reduction", options.reduction, REDUCTIONS)
+    require_fraction(op, "label_smoothing", options.label_smoothing)
+    require_number(op, "z_loss", options.z_loss)
+    if options.z_loss < 0:
+        raise ValueError(f"{op}: z_loss must be 0 or more; got {options.z_loss}")
+    check_logit_options(op, options)
+
+
+# ----------------------------------------------------------------------------------------------------------- shapes
+
+
+def check_head(
+    op: str,
+    hidden: Sequence[int],
+    weight: Sequence[int],
+    bias: Sequence[int] | None,
+    *,
+    layout: str | None = None,
+    whose: str = "",
+) -> int:
+    """Raise ValueError unless the shapes are [..., H], [V, H] and [V]; return V.
+
+    A front end with an argument weight_layout gives it: for "hv" the second is [H, V].  `whose` comes before the
+    arguments' names: "student_" for student_hidden.
+    """
+    hidden, weight = tuple(hidden), tuple(weight)
+    h, w, b = f"{whose}hidden", f"{whose}weight", f"{whose}bias"
+    must = f"{w} must be [H, V] with weight_layout='hv'" if layout == "hv" else f"{w} must be [V, H]"
+    if len(weight) != 2 or weight[0] < 1 or weight[1] < 1:
+        raise ValueError(f"{op}: {must}, V, H >= 1; got shape {list(weight)}")
+    if len(hidden) < 1:
+        raise ValueError(f"{op}: {h} must be [..., H]; got no dimension")
+    vocab, size = weight[::-1] if layout == "hv" else weight
+    if hidden[-1] != size:
+        other = {"vh": "hv", "hv": "vh"}.get(layout or "")
+        remedy = f"; or pass weight_layout={other!r}" if other and hidden[-1] == vocab else ""
+        raise ValueError(f"{op}: {h} has H={hidden[-1]} but {w} has H={size}; {must}{remedy}")
+    if bias is not None and tuple(bias) != (vocab,):
+        raise ValueError(f"{op}: {b} has shape {list(bias)} but {w} has V={vocab}; {b} must be [V]")
+    return vocab
+
+
+def check_leading(op: str, name: str, shape: Sequence[int], of: str, whole: Sequence[int]) -> None:
+    """Raise ValueError unless `shape` has the leading dimensions of the argument `of`, of shape `whole`."""
+    leading = tuple(whole)[:-1]
+    if tuple(shape) != leading:
+        raise ValueError(
+            f"{op}: {name} has shape {list(shape)} but {of} has shape {list(whole)}; "
+            f"{name} must have {possessive(of)} leading dimensions, {list(leading)}"
+        )
+
+
+def check_per_token(op: str, name: str, shape: Sequence[int], of: str, tokens: Sequence[int]) -> None:
+    """Raise ValueError unless `shape` is that of the argument `of`, `tokens`."""
+    if tuple(shape) != tuple(tokens):
+        raise ValueError(f"{op}: {name} has shape {list(shape)}; it must have {possessive(of)} shape, {list(tokens)}")
+
+
+def possessive(name: str) -> str:
+    """ "target's", "labels'"."""
+    return name + ("'" if name.endswith("s") else "'s")

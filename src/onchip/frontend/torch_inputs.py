@@ -1,0 +1,204 @@
+"""What PyTorch's public functions check at their door, without reading a value of a tensor."""
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.nn import Module, Parameter
+
+from onchip.frontend.options import require_positive
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+INTEGERS = frozenset(
+    (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def require_tensors(op: str, named: Mapping[str, Any], optional: Collection[str]) -> dict[str, Tensor]:
+    """Raise unless all are tensors (or None where `optional`) outside of torch.func and forward mode; return those."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{op}: torch.func transforms (grad, vmap, jvp, ...) are not supported; use torch.autograd")
+    for name, x in named.items():
+        if not (x is None and name in optional):
+            require_tensor(op, name, x)
+    tensors = {name: x for name, x in named.items() if x is not None}
+    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors.values()):
+        raise RuntimeError(f"{op}: forward-mode differentiation is not supported; use backward()")
+    return tensors
+
+
+def require_tensor(op: str, name: str, x: Any) -> None:
+    """Raise unless `x` is a tensor whose elements this process holds, each at its place."""
+    if not isinstance(x, Tensor):
+        refuse_numpy(op, name, x)
+        remedy = f"; pass a parameter of it, as {name}.weight" if isinstance(x, Module) else ""
+        raise TypeError(f"{op}: {name} must be a torch.Tensor; got {type(x).__name__}{remedy}")
+    if type(x) not in (Tensor, Parameter) and is_dtensor(x):
+        raise TypeError(
+            f"{op}: {name} is a DTensor; pass {name}.full_tensor(), or {name}.to_local() where that is all this rank "
+            "needs; under FSDP2, call the op inside the forward of the module that holds it, where it is a plain tensor"
+        )
+    if x.is_nested:
+        raise TypeError(f"{op}: {name} is a nested tensor; pass torch.cat({name}.unbind()), and all others like it")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} is {str(x.layout).removeprefix('torch.')}; pass {name}.to_dense()")
+    if x.is_quantized:
+        raise TypeError(f"{op}: {name} is {dtype_name(x.dtype)}; pass {name}.dequantize()")
+
+
+def refuse_numpy(op: str, name: str, x: Any) -> None:
+    """Raise for an array of NumPy's."""
+    if isinstance(x, np.ndarray):
+        raise TypeError(f"{op}: {name} is a numpy.ndarray; pass torch.from_numpy({name})")
+
+
+def is_dtensor(x: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # to import it takes long, and without it there is none
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def temperature_tensor(op: str, temperature: Any) -> Tensor | None:
+    """The temperature if it is a tensor; numbers are the options' to check."""
+    refuse_numpy(op, "temperature", temperature)
+    return temperature if isinstance(temperature, Tensor) else None
+
+
+def check_kinds(
+    op: str, tensors: Mapping[str, Tensor], *, integers: Collection[str], constants: Collection[str] = ()
+) -> None:
+    """Raise unless all lie on the first one's device, `integers` hold integers, `constants` real numbers that need no
+    gradient, and all others one of the float dtypes."""
+    first, device = next((name, x.device) for name, x in tensors.items())
+    for name, x in tensors.items():
+        if x.device != device:
+            raise ValueError(f"{op}: {name} is on {x.device} but {first} is on {device}; move it there")
+        if name in integers:
+            if x.dtype not in INTEGERS:
+                raise TypeError(f"{op}: {name} must hold integers; got {dtype_name(x.dtype)}")
+        elif name in constants:
+            if x.dtype.is_complex or (name == "temperature" and x.dtype == torch.bool):
+                raise TypeError(f"{op}: {name} must be real; got {dtype_name(x.dtype)}")
+            refuse_gradient(op, name, x)
+        elif x.dtype not in DTYPES:
+            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(x.dtype)}")
+
+
+def refuse_gradient(op: str, name: str, x: Tensor) -> None:
+    """Raise if `x` would silently get no gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: {name} gets no gradient from this op; pass {name}.detach()")
+
+
+def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> torch.dtype:
+    """The dtype of hidden @ weight.T + bias: that of all three, or autocast's.
+
+    `whose` comes before the tensors' names: "student_" for student_hidden.
+    """
+    hidden = tensors[f"{whose}hidden"]
+    device = hidden.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    for name in (f"{whose}weight", f"{whose}bias"):
+        if name in tensors and tensors[name].dtype != hidden.dtype:
+            raise TypeError(
+                f"{op}: {whose}hidden is {dtype_name(hidden.dtype)} but {name} is {dtype_name(tensors[name].dtype)}; "
+                "cast one of them, or run under torch.autocast"
+            )
+    return hidden.dtype
+
+
+def leading_dimensions(x: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the leading dimensions, those that are one in memory being merged."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def copied_rows(*tensors: Tensor | None, columns_apart: bool = True) -> int:
+    """Bytes of the copies that viewing [..., C] as [T, C] takes; without `columns_apart`, with columns side by side."""
+    return sum(
+        x.numel() * x.element_size()
+        for x in tensors
+        if x is not None and (len(leading_dimensions(x)) > 1 or not (columns_apart or x.stride(-1) == 1))
+    )
+
+
+def copied_weight(weight: Tensor | None, dtype: torch.dtype) -> int:
+    """Bytes of the copy that the Triton kernels read in the place of `weight`, beside the one that a cast makes."""
+    if weight is None or weight.dtype != dtype or not copies_weight(weight, dtype):
+        return 0
+    return weight.numel() * weight.element_size()
+
+
+def copies_weight(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels read [V, H] `weight` from a contiguous copy in `dtype`, that of their products.
+
+    They read it as it lies if its rows are contiguous, or its columns are and lie a multiple of 16 bytes apart.
+    """
+    vocab, hidden = weight.shape
+    if weight.is_contiguous() or (weight.stride(1) == 1 and weight.stride(0) >= hidden):
+        return False
+    # A cast leaves no gaps between columns.
+    pitch = weight.stride(1) if weight.dtype == dtype else vocab
+    return weight.stride(0) != 1 or weight.stride(1) < vocab or pitch * dtype.itemsize % 16 > 0
+
+
+def check_normalizer(
+    op: str, normalizer: float | Tensor | None, reduction: str, of: str, device: torch.device
+) -> Tensor | None:
+    """The normalizer as a 0-d float32 tensor, so that a new count does not recompile anything.
+
+    `of` names the tensor that lies on `device`.
+    """
+    if normalizer is None:
+        return None
+    if reduction != "mean":
+        raise ValueError(f"{op}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
+    if not isinstance(normalizer, Tensor):
+        refuse_numpy(op, "normalizer", normalizer)
+        require_positive(op, "normalizer", normalizer)
+        return torch.full((), float(normalizer), dtype=torch.float32, device=device)
+    require_tensor(op, "normalizer", normalizer)
+    if normalizer.ndim != 0:
+        raise ValueError(f"{op}: normalizer must be a number or a 0-d tensor; got shape {list(normalizer.shape)}")
+    if normalizer.dtype.is_complex or normalizer.dtype == torch.bool:
+        raise TypeError(f"{op}: normalizer must be a real number; got {dtype_name(normalizer.dtype)}")
+    if normalizer.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{op}: normalizer is on {normalizer.device} but {of} is on {device}; move it there")
+    refuse_gradient(op, "normalizer", normalizer)
+    return normalizer
+
+
+def check_weight_grad_out(op: str, out: Any, weight: Tensor) -> None:
+    """Raise unless `out` can take the weight's gradient."""
+    if out is None:
+        return
+    require_tensor(op, "weight_grad_out", out)
+    if out.dtype != torch.float32:
+        raise TypeError(f"{op}: weight_grad_out must be float32; got {dtype_name(out.dtype)}")
+    if out.shape != weight.shape or not out.is_contiguous():
+        raise ValueError(
+            f"{op}: weight_grad_out must be contiguous, of weight's shape, {list(weight.shape)}; "
+            f"got shape {list(out.shape)}, strides {list(out.stride())}"
+        )
+    if out.device != weight.device:
+        raise ValueError(f"{op}: weight_grad_out is on {out.device} but weight is on {weight.device}; move it there")
+    if out.requires_grad:
+        raise ValueError(f"{op}: weight_grad_out must not require a gradient; pass weight_grad_out.detach()")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{op}: weight_grad_out is not supported inside torch.compile")

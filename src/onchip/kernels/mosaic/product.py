@@ -1,0 +1,463 @@
+"""A persistent matrix product for Hopper in Pallas Mosaic GPU, on which ops' kernels are built.
+
+A block has three warpgroups.  The last one copies operand blocks from device to shared memory (TMA), `stages` steps
+ahead and across tiles; the other two multiply them (WGMMA), each for its part of the tile, and hand the float32
+accumulator to an epilogue.  Which blocks, and what happens to the accumulator, are arguments: one function that issues
+the copies of each step, and one epilogue.  A third, `Promotion`, is for products whose steps are scaled.
+
+Tiles are numbered so that up to `group` rows of tiles are walked column by column: L2 serves the operands of those that
+run at a time, as in Triton's matrix multiplication tutorial.  The roles and their barriers are those of JAX's
+hopper_matmul_mgpu example; here the pipeline is not drained between tiles, so copies for the next tile run during an
+epilogue.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.kernels.mosaic.registers import Registers
+
+SHARED_BYTES = 232448
+"""Shared memory that one block of an H100 may have."""
+BOX = 64
+"""Rows and columns of the blocks in which exponentials are kept.  Results leave in blocks of 64 rows and 128 bytes."""
+_MATH, _ALL = 2, 3  # warpgroups that multiply; all of them
+
+
+@dataclass(frozen=True)
+class MosaicConfig:
+    """How a product is cut: a tile [tile_m, tile_n] of the result per block, in steps of tile_k."""
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    stages: int = 4
+    """Steps whose operands are in shared memory at a time."""
+    group: int = 8
+    """Rows of tiles that are walked together, at most."""
+    split: Literal["m", "n"] = "m"
+    """Which side of the tile the two warpgroups share out."""
+    in_flight: int = 1
+    """Products that a warpgroup leaves running when it starts the next one."""
+    staging_slots: int = 2
+    """Blocks of results, [BOX, 128 bytes], that a warpgroup sends off together."""
+
+    @staticmethod
+    def from_numbers(numbers: Mapping[str, int]) -> "MosaicConfig":
+        """The config that is stored as these numbers; `split_n` is 1 for split "n"."""
+        rest = {name: value for name, value in numbers.items() if name != "split_n"}
+        return MosaicConfig(**rest, split="n" if numbers["split_n"] else "m")
+
+    @property
+    def part_m(self) -> int:
+        return self.tile_m // 2 if self.split == "m" else self.tile_m
+
+    @property
+    def part_n(self) -> int:
+        return self.tile_n // 2 if self.split == "n" else self.tile_n
+
+    def shared_bytes(self, stores: bool, operand_bytes: int = 2, brought: int = 0) -> int:
+        """Shared memory for operands of so many bytes, for `brought` float32 numbers of each step beside them, and for
+        results on their way out."""
+        step = operand_bytes * self.tile_k * (self.tile_m + self.tile_n) + 4 * brought
+        return self.stages * step + (_MATH * self.staging_slots * BOX * 128 if stores else 0)
+
+
+class Step(NamedTuple):
+    """What a copy is for: row and column of tiles, and the step."""
+
+    i: Any
+    j: Any
+    k: Any
+
+
+class Part(NamedTuple):
+    """What an epilogue is for: row and column of tiles, and of the first element of the warpgroup's part."""
+
+    i: Any
+    j: Any
+    m: Any
+    n: Any
+    warpgroup: Any
+    step: Any
+    """The first that was summed: not 0 in the second half of a tile."""
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """Sums of two levels: a step's product is summed from zero, and then enters the result, which `enter` makes.
+
+    A warpgroup makes its part in waves of [BOX, wave_n], each with an accumulator of its own: of those, `in_flight` + 1
+    of the config take registers beside the whole result.
+    """
+
+    brought: tuple[int, ...]
+    """Lengths of the float32 vectors that `copies` brings beside a step's operands."""
+    load: Callable[[Sequence[Any], Any, Any], Any]
+    """Of these vectors in shared memory, what enters with the wave at (m, n) of the tile."""
+    enter: Callable[[Any, Any, Any], Any]
+    """The result [BOX, wave_n] so far, the step's product, and what was loaded; returns the result."""
+    wave_n: int = 128
+
+
+def ceil_div(x: Any, y: Any) -> Any:
+    return lax.div(x + (y - 1), jnp.asarray(y, jnp.int32))
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for blocks with rows of a multiple of 128 bytes, laid out as WGMMA and TMA want it."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def place_tile(tile: Any, tiles_m: Any, tiles_n: Any, group: int) -> tuple[Any, Any]:
+    """Row and column of a tile: up to `group` rows of tiles at a time, column by column, in even groups."""
+    size = ceil_div(tiles_m, ceil_div(tiles_m, group))
+    per_group = size * tiles_n
+    of = lax.div(tile, per_group)
+    first = of * size
+    height = lax.min(tiles_m - first, size)
+    within = tile - of * per_group
+    column = lax.div(within, height)
+    return first + within - column * height, column
+
+
+def load_block(source: Any, row: Any, rows: int, column: Any, columns: int, into: Any, barrier: Any) -> None:
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(row, rows), pl.ds(column, columns)], into, barrier)
+
+
+def send_to(
+    target: Any, row: Any, column: Any, columns: int, reduction: Literal["add"] | None = None
+) -> Callable[[Any, int, int], None]:
+    """What copies blocks of a part that begins at (row, column) of target, or adds them to what is there."""
+
+    def send(block: Any, m: int, n: int) -> None:
+        into = target.at[pl.ds(row + m, BOX), pl.ds(column + n, columns)]
+        plgpu.copy_smem_to_gmem(block, into, commit_group=False, reduction_op=reduction)
+
+    return send
+
+
+class Work:
+    """What there is to do: tiles of the result, the last few of them cut in two halves of the steps.
+
+    That is where it fills the device better: as many programs as there are work on one item after the other.  A program
+    has at most one half, as its last item, so it can number its steps as if all tiles were whole.
+    """
+
+    def __init__(self, tiles_m: Any, tiles_n: Any, steps: Any, programs: int, group: int, halves: bool) -> None:
+        self.tiles_m, self.tiles_n, self.steps, self.group = tiles_m, tiles_n, steps, group
+        tiles = tiles_m * tiles_n
+        rest = lax.rem(tiles, jnp.int32(programs))
+        cut = jnp.where((2 * rest <= programs) & (steps > 1), rest, 0) if halves else jnp.int32(0)
+        self.whole = tiles - cut
+        self.items = tiles + cut
+
+    def item(self, number: Any) -> tuple[Any, Any, Any, Any]:
+        """Row and column of tiles, the first step and the number of steps."""
+        over = lax.max(number - self.whole, jnp.int32(0))
+        second = lax.rem(over, jnp.int32(2))
+        middle = lax.div(self.steps, jnp.int32(2))
+        half = jnp.where(second == 1, self.steps - middle, middle)
+        steps = jnp.where(number < self.whole, self.steps, half)
+        tile = number - over + lax.div(over, jnp.int32(2))
+        return *place_tile(tile, self.tiles_m, self.tiles_n, self.group), second * middle, steps
+
+
+def multiprocessors() -> int:
+    """Of the device that the kernel will run on; an H100's where only its lowering is wanted."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132
+
+
+def persistent_product(
+    config: MosaicConfig,
+    dtype: Any | tuple[Any, Any],
+    left: Literal["mk", "km", "km boxes", "mk boxes"],
+    right: Literal["kn", "nk"],
+    copies_per_step: int,
+    tiles: Callable[[Sequence[Any]], tuple[Any, Any, Any]],
+    copies: Callable[..., None],
+    epilogue: Callable[[Sequence[Any], Part, Any, Callable[..., None]], None],
+    *,
+    out_type: Sequence[Any],
+    stored: Any = None,
+    halves: bool = False,
+    promotion: Promotion | None = None,
+    name: str,
+    interpret: Any = None,
+) -> Callable[..., Any]:
+    """A kernel of the references of its arguments and results.
+
+    dtype: of the operands, or of each.
+    left, right: how the operands lie in shared memory, by the names of rows and columns; 'boxes': as tile_m / BOX
+        matrices with BOX rows and columns each.
+    copies_per_step: copies from device memory that `copies` issues, branches left out.
+    tiles: of the references, the numbers of rows and of columns of tiles and of steps; each at least 1.
+    copies: called with (references, step, shared memory of the left operand, of the right one, barrier), and that of
+        the vectors of `promotion`.
+    epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
+        `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
+        columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.
+    stored: dtype of what `store` is given; None if there is nothing to store.
+    halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
+    promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
+        and the epilogue is called for each wave, with the wave's place and its result.
+    """
+    c = config
+    stores = stored is not None
+    boxes = left.endswith("boxes")
+    shape_a: tuple[int, ...]
+    if boxes:
+        shape_a = (c.tile_m // BOX, BOX, BOX)
+        assert (c.part_m, c.tile_k) == (BOX, BOX), "boxes are for one warpgroup each"
+    else:
+        shape_a = (c.tile_m, c.tile_k) if left == "mk" else (c.tile_k, c.tile_m)
+    shape_b = (c.tile_k, c.tile_n) if right == "kn" else (c.tile_n, c.tile_k)
+    assert all(x % 64 == 0 for x in (c.part_m, c.part_n, c.tile_k))
+    assert c.in_flight < c.stages
+    dtype_a, dtype_b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    brought = () if promotion is None else promotion.brought
+    assert promotion is None or (left, right) == ("mk", "nk")
+    needed = c.shared_bytes(stores, jnp.dtype(dtype_a).itemsize, sum(brought))
+    if needed > SHARED_BYTES:
+        raise ValueError(f"{name}: {c} needs {needed} bytes of shared memory, of which a block has {SHARED_BYTES}")
+    columns = 128 // jnp.dtype(stored).itemsize if stores else 0
+    programs = multiprocessors() if interpret is None else 2
+
+    def body(*arguments: Any) -> None:
+        number = 4 + len(brought) + stores
+        refs = arguments[:-number]
+        a_smem, b_smem, full, free, *vectors = arguments[-number:][: 4 + len(brought)]
+        warpgroup = lax.axis_index("warpgroup")
+        program = lax.axis_index("multiprocessor")
+        tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
+        work = Work(tiles_m, tiles_n, all_steps, programs, c.group, halves)
+        mine = ceil_div(work.items - program, programs)
+
+        def slot_of(number: Any) -> Any:
+            return lax.rem(number, jnp.int32(c.stages))
+
+        def copy() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+
+            def tile(x: Any, _: None) -> None:
+                i, j, first, steps = work.item(program + x * programs)
+
+                def step(k: Any, _: None) -> None:
+                    slot = slot_of(x * work.steps + k)
+                    plgpu.barrier_wait(free.at[slot])
+                    beside = [x.at[slot] for x in vectors]
+                    copies(refs, Step(i, j, first + k), a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
+
+                lax.fori_loop(0, steps, step, None)
+
+            lax.fori_loop(0, mine, tile, None)
+            for slot in range(c.stages):  # until the last products have read theirs
+                plgpu.barrier_wait(free.at[slot])
+
+        def multiply() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            for slot in range(c.stages):
+                plgpu.barrier_arrive(free.at[slot])
+            over_m = pl.ds(warpgroup * c.part_m, c.part_m) if c.split == "m" else slice(None)
+            over_n = pl.ds(warpgroup * c.part_n, c.part_n) if c.split == "n" else slice(None)
+
+            def operands(slot: Any, interpreted: bool = False) -> tuple[Any, Any]:
+                if boxes:
+                    a = a_smem.at[slot, warpgroup]
+                else:
+                    a = a_smem.at[slot, over_m] if left == "mk" else a_smem.at[slot, :, over_m]
+                b = b_smem.at[slot, :, over_n] if right == "kn" else b_smem.at[slot, over_n]
+                a, b = (a[...], b[...]) if interpreted else (a, b)
+                return a.T if left.startswith("km") else a, b.T if right == "nk" else b
+
+            def place(i: Any, j: Any, step: Any) -> Part:
+                m = i * c.tile_m + (warpgroup * c.part_m if c.split == "m" else 0)
+                n = j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
+                return Part(i, j, m, n, warpgroup, step)
+
+            def tile(x: Any, _: None) -> None:
+                i, j, first, steps = work.item(program + x * programs)
+                before = x * work.steps
+
+                def step(k: Any, product: Callable[[Any], Any]) -> Any:
+                    plgpu.barrier_wait(full.at[slot_of(before + k)])
+                    result = product(slot_of(before + k))
+
+                    # What the products before those in flight have read is free.
+                    @pl.when(k >= c.in_flight)
+                    def _() -> None:
+                        plgpu.barrier_arrive(free.at[slot_of(before + k - c.in_flight)])
+
+                    return result
+
+                def accumulate(acc: Any) -> Any:
+                    def product(slot: Any) -> None:
+                        plgpu.wgmma(acc, *operands(slot))
+                        plgpu.wgmma_wait(c.in_flight)
+
+                    lax.fori_loop(0, steps, lambda k, _: step(k, product), None)
+                    return acc[...]
+
+                def interpreted() -> Any:  # whose WGMMA takes no transposed operands
+                    def product(acc: Any, slot: Any) -> Any:
+                        a, b = operands(slot, interpreted=True)
+                        return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+                    zeros = jnp.zeros((c.part_m, c.part_n), jnp.float32)
+                    return lax.fori_loop(0, steps, lambda k, acc: step(k, lambda slot: product(acc, slot)), zeros)
+
+                if interpret is None:
+                    value = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((c.part_m, c.part_n), jnp.float32))
+                else:
+                    value = interpreted()
+                for late in range(c.in_flight, 0, -1):
+
+                    @pl.when(steps >= late)
+                    def _(late: int = late) -> None:
+                        plgpu.barrier_arrive(free.at[slot_of(before + steps - late)])
+
+                epilogue(refs, place(i, j, first), value, storing(c.part_m, c.part_n))
+
+            def promoted_tile(promotion: Promotion, x: Any, _: None) -> None:
+                i, j, first, steps = work.item(program + x * programs)
+                before = x * work.steps
+                step = _promoted_step(c, promotion, warpgroup, (a_smem, b_smem), vectors, interpret)
+
+                def one(k: Any, results: Any) -> Any:
+                    slot = slot_of(before + k)
+                    plgpu.barrier_wait(full.at[slot])
+                    return step(slot, results, lambda: plgpu.barrier_arrive(free.at[slot]))
+
+                zeros = Registers(interpret).zeros((BOX, promotion.wave_n))
+                waves = _waves(c, promotion)
+                results = lax.fori_loop(0, steps, one, (zeros,) * len(waves))
+                at = place(i, j, first)
+                for (m, n), result in zip(waves, results, strict=True):
+                    epilogue(refs, at._replace(m=at.m + m, n=at.n + n), result, storing(BOX, promotion.wave_n))
+
+            def storing(m: int, n: int) -> Callable[..., None]:
+                return _storing(arguments[-1].at[warpgroup], c, m, n, columns) if stores else _nothing_to_store
+
+            lax.fori_loop(0, mine, tile if promotion is None else partial(promoted_tile, promotion), None)
+            if stores:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        lax.cond(warpgroup == _MATH, copy, multiply)
+
+    scratch = [
+        swizzled((c.stages, *shape_a), dtype_a),
+        swizzled((c.stages, *shape_b), dtype_b),
+        plgpu.Barrier(num_arrivals=copies_per_step, num_barriers=c.stages),
+        plgpu.Barrier(num_arrivals=_MATH, num_barriers=c.stages),
+        *(plgpu.SMEM((c.stages, length), jnp.float32) for length in brought),
+    ]
+    if stores:
+        scratch.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
+
+    def kernel(*refs: Any) -> None:
+        pl.run_scoped(lambda *shared: body(*refs, *shared), *scratch, collective_axes=("warpgroup",))
+
+    # Not plgpu.kernel, which takes no references from outside a kernel: those are worked on in place.
+    mesh = plgpu.Mesh(
+        grid=(programs,), grid_names=("multiprocessor",), num_threads=_ALL, thread_name="warpgroup", kernel_name=name
+    )
+    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    run: Callable[..., Any] = pl.kernel(
+        kernel, out_type=tuple(out_type), mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
+    )
+    return run
+
+
+def _nothing_to_store(strip: Any, send: Any) -> None:
+    raise AssertionError("this kernel was made without `stored`")
+
+
+def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:
+    """Where the waves of a part are."""
+    return [(m, n) for m in range(0, c.part_m, BOX) for n in range(0, c.part_n, promotion.wave_n)]
+
+
+def _promoted_step(
+    c: MosaicConfig, promotion: Promotion, warpgroup: Any, operands: tuple[Any, Any], vectors: Any, interpret: Any
+) -> Callable[..., Any]:
+    """A step of a product with promotion: of the stage, the waves' results, and what is called when the stage is free;
+    it returns the results."""
+    a_smem, b_smem = operands
+    waves = _waves(c, promotion)
+    shape = (BOX, promotion.wave_n)
+
+    def step(slot: Any, results: tuple[Any, ...], release: Callable[[], None]) -> tuple[Any, ...]:
+        def place(wave: int) -> tuple[Any, Any]:
+            m, n = waves[wave]
+            return (warpgroup * c.part_m + m, n) if c.split == "m" else (m, warpgroup * c.part_n + n)
+
+        def blocks(wave: int) -> tuple[Any, Any]:
+            m, n = place(wave)
+            return a_smem.at[slot, pl.ds(m, BOX)], b_smem.at[slot, pl.ds(n, promotion.wave_n)]
+
+        def loaded(wave: int) -> Any:
+            return promotion.load([x.at[slot] for x in vectors], *place(wave))
+
+        def proceed(started: int, running: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
+            """From there on: `running` has accumulators of the last of the waves that are started."""
+            if started < len(waves) and len(running) <= c.in_flight:
+
+                def start(accumulator: Any) -> tuple[Any, ...]:
+                    a, b = blocks(started)
+                    plgpu.wgmma(accumulator, a, b.T)
+                    return proceed(started + 1, (*running, (accumulator, loaded(started))), results)
+
+                out: tuple[Any, ...] = pl.run_scoped(start, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+                return out
+            if not running:
+                return results
+            (accumulator, with_it), *rest = running
+            product = plgpu.wgmma_accumulator_load(accumulator, wait_n=len(rest))
+            wave = started - len(running)
+            if wave + 1 == len(waves):
+                release()
+            entered = promotion.enter(results[wave], product, with_it)
+            return proceed(started, tuple(rest), (*results[:wave], entered, *results[wave + 1 :]))
+
+        if interpret is None:
+            return proceed(0, (), results)
+        made = []
+        for wave, result in enumerate(results):  # interpreted, WGMMA takes no transposed operands
+            a, b = (x[...].astype(jnp.float32) for x in blocks(wave))
+            made.append(promotion.enter(result, jnp.dot(a, b.T), loaded(wave)))
+        release()
+        return tuple(made)
+
+    return step
+
+
+def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int) -> Callable[..., None]:
+    """What sends blocks of a value [rows, width] off by way of `staging` [slots, BOX, columns]."""
+    together = c.staging_slots * columns
+
+    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None]) -> None:
+        for n in range(0, width, together):
+            size = min(together, width - n)
+            value = strip(n, size)
+            for m in range(0, rows, BOX):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                blocks = [(staging.at[i // columns], i) for i in range(0, size, columns)]
+                for block, i in blocks:
+                    block[...] = value[m : m + BOX, i : i + columns]
+                # Once for all of them: it waits for every store of the warpgroup.
+                plgpu.commit_smem()
+                for block, i in blocks:
+                    send(block, m, n + i)
+                plgpu.commit_smem_to_gmem_group()
+
+    return store

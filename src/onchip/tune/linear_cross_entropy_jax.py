@@ -1,0 +1,231 @@
+"""What `onchip tune --framework jax` needs of linear_cross_entropy: the Mosaic kernels, the tiles to try, and a problem
+for each.
+
+As in tuning.py each kernel runs alone, on one chunk of the vocabulary, under a [V, H] weight; the same tiles serve an
+[H, V] one.  `hidden_product` and `weight_product` read a chunk of the logits' gradient, laid out as exponentials are.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from onchip.kernels.mosaic.product import BOX, MosaicConfig
+from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
+from onchip.vocab.mosaic import kernels as mosaic_kernels
+from onchip.vocab.mosaic import memory as mosaic_spec
+from onchip.vocab.mosaic.blocks import Places
+from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, up
+
+KERNELS = tuple(mosaic_spec.heuristic_tiles())
+CASES: Mapping[str, Case] = {
+    case.name: case for case in (*MODEL_CASES, *(c for c in LLAMA_TOKEN_SWEEP if c.tokens in (1024, 16384)))
+}
+DEFAULT_CASES = tuple(CASES)
+DTYPES = ("bfloat16", "float16")
+
+CHUNK_TILES = 64
+# Exponentials are relative to this, well in the range of float16; probabilities to that, so small that they weigh as
+# much as the targets' entries, next to which errors in them would go unseen.
+_SHIFT, _LSE = 8.0, 4.0
+# ||out - reference|| / ||reference||: four times the rounding of bfloat16, and a sum in float32.
+_BOUNDS = {2: 1e-2, 4: 1e-3}
+
+Problem = dict[str, Array]
+
+
+def sizes(case: Case) -> dict[str, int]:
+    """The sizes by which a config is stored and found, in elements."""
+    return {"tokens": case.tokens, "hidden": case.hidden, "vocab": case.vocab}
+
+
+def candidates(kernel: str, case: Case, dtype: str) -> list[dict[str, int]]:
+    """The tiles to try, the heuristic ones first.
+
+    Tokens are padded to 128 alone, so no tile has more of them; and gradients' operands lie in boxes of 64 tokens, of
+    which each warpgroup takes one: their tiles can't be split along n.
+    """
+    first = mosaic_spec.heuristic_tiles()[kernel]
+    splits = (0, 1) if kernel in ("mosaic_softmax_tiles", "mosaic_gradient_tiles") else (0,)
+    tried = [
+        first | {"group": group, "stages": stages, "staging_slots": slots, "split_n": split}
+        for split in splits
+        for stages, slots in ((4, 2), (3, 4))
+        for group in (4, 8, 16, 32)
+    ]
+    return [first, *(config for config in tried if config != first)]
+
+
+def shared_bytes(kernel: str, config: Mapping[str, int], dtype: str) -> int:
+    """Shared memory of a block in bytes, but for its barriers."""
+    return MosaicConfig.from_numbers(config).shared_bytes(stores=True)
+
+
+def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
+    """Seeded inputs: T tokens rounded up to whole tiles (for softmax_tiles no more than can be kept), and a chunk of
+    the vocabulary.
+    """
+    keys = jax.random.split(jax.random.key(0), 5)
+    tokens = up(case.tokens, TOKEN_TILE)
+    if kernel == "mosaic_softmax_tiles":
+        tokens = min(tokens, case.hidden // TOKEN_TILE * TOKEN_TILE)
+    # The last tile is as full as the whole vocabulary's.
+    vocab = min(case.vocab, CHUNK_TILES * VOCAB_TILE - -case.vocab % VOCAB_TILE)
+    problem = {
+        "rows": jax.random.normal(keys[0], (tokens, case.hidden), dtype),
+        "weight": (jax.random.normal(keys[1], (vocab, case.hidden)) / math.sqrt(case.hidden)).astype(dtype),
+        "label": jax.random.randint(keys[2], (tokens,), 0, vocab),
+        "factor": jnp.ones(tokens),
+        "count": jnp.full(1, tokens, jnp.int32),
+    }
+    if kernel in ("mosaic_hidden_product", "mosaic_weight_product"):
+        chunk = jnp.exp(jax.random.normal(keys[3], (up(vocab, VOCAB_TILE), tokens))).astype(dtype)
+        # What lies past the vocabulary's end is 0, as it is where exponentials are kept.
+        problem["again"] = _to_boxes(_from_boxes(chunk).at[:, vocab:].set(0))
+        problem["scale"] = jax.random.uniform(keys[4], (tokens,)) + 0.5
+    return problem
+
+
+def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[], Sequence[Array]]:
+    """A call of the kernel with these tiles, compiled."""
+    run = jax.jit(partial(_RUNS[kernel], MosaicConfig.from_numbers(config)))
+    return lambda: run(problem)
+
+
+def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
+    tokens, vocab = p["rows"].shape[0], p["weight"].shape[0]
+    chunk = min(16, vocab // VOCAB_TILE // 2) * VOCAB_TILE
+    places = Places(chunk, mosaic_spec.split_at(vocab, chunk))
+    stash = jax.new_ref(lax.empty(p["weight"].shape, p["weight"].dtype))
+    spare = jax.new_ref(lax.empty((up(vocab, VOCAB_TILE) - places.split, tokens), p["weight"].dtype))
+    partials = mosaic_kernels.softmax_tiles(
+        p["rows"],
+        p["weight"],
+        p["label"],
+        p["factor"],
+        p["count"],
+        vocab_major=True,
+        shift=jnp.full(tokens, _SHIFT),
+        stash=stash,
+        spare=spare,
+        places=places,
+        config=config,
+    )
+    kept = jax.freeze(stash)[chunk : chunk + places.split, :tokens], jax.freeze(spare)
+    return partials.maximum, partials.others, *kept
+
+
+def _gradient_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
+    like = jnp.zeros_like(p["factor"])
+    out = mosaic_kernels.gradient_tiles(
+        p["rows"],
+        p["weight"],
+        p["label"],
+        p["factor"],
+        like + _LSE,
+        like + 1,
+        like + math.expm1(-_LSE),
+        p["count"],
+        vocab_major=True,
+        first=jnp.zeros(1, jnp.int32),
+        size=up(p["weight"].shape[0], VOCAB_TILE),
+        config=config,
+    )
+    return (out,)
+
+
+def _weight_product(config: MosaicConfig, p: Problem) -> Sequence[Array]:
+    out = jax.new_ref(lax.empty(p["weight"].shape, p["weight"].dtype))
+    mosaic_kernels.weight_product(
+        out,
+        p["rows"],
+        p["count"],
+        vocab_major=True,
+        first=jnp.zeros(1, jnp.int32),
+        size=up(p["weight"].shape[0], VOCAB_TILE),
+        kept_tokens=0,
+        again=p["again"],
+        config=config,
+    )
+    return (jax.freeze(out),)
+
+
+def _hidden_product(config: MosaicConfig, p: Problem) -> Sequence[Array]:
+    sums = jax.new_ref(jnp.zeros(p["rows"].shape))
+    mosaic_kernels.hidden_product(
+        p["weight"],
+        p["count"],
+        vocab_major=True,
+        tokens=p["rows"].shape[0],
+        again=p["again"],
+        scale=p["scale"],
+        add_to=sums,
+        halves=True,
+        config=config,
+    )
+    return (jax.freeze(sums),)
+
+
+_RUNS: Mapping[str, Callable[[MosaicConfig, Problem], Sequence[Array]]] = {
+    "mosaic_softmax_tiles": _softmax_tiles,
+    "mosaic_gradient_tiles": _gradient_tiles,
+    "mosaic_weight_product": _weight_product,
+    "mosaic_hidden_product": _hidden_product,
+}
+
+
+def reference(kernel: str, problem: Problem) -> tuple[Array, ...]:
+    """The kernel's results by float32 products of the same operands, exponentials as [tokens, vocab]."""
+    results: tuple[Array, ...] = _reference(kernel, problem)
+    return results
+
+
+@partial(jax.jit, static_argnums=0)
+def _reference(kernel: str, p: Problem) -> tuple[Array, ...]:
+    if kernel == "mosaic_weight_product":
+        return (_dot(_from_boxes(p["again"])[:, : p["weight"].shape[0]].T, p["rows"]),)
+    if kernel == "mosaic_hidden_product":
+        chunk = _from_boxes(p["again"])[:, : p["weight"].shape[0]]
+        return (_dot(chunk, p["weight"]) * p["scale"][:, None],)
+    z = _dot(p["rows"], p["weight"].T)
+    own = jnp.arange(z.shape[1]) == p["label"][:, None]
+    if kernel == "mosaic_gradient_tiles":
+        return (jnp.where(own, math.expm1(-_LSE), jnp.exp(z - _LSE)),)
+    e = jnp.where(own, 0, jnp.exp(z - _SHIFT))
+    return jnp.sum(e, 1), e
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def check(kernel: str, reference: Sequence[Array], returned: Sequence[Array]) -> tuple[float, float]:
+    """The relative error of the result that comes nearest its bound or passes it furthest, and that bound."""
+    results = list(returned)
+    if kernel == "mosaic_softmax_tiles":
+        maximum, others, *kept = results
+        results = [jnp.sum(others * jnp.exp(maximum - _SHIFT), 0), _from_boxes(jnp.concatenate(kept))]
+    elif kernel == "mosaic_gradient_tiles":
+        results = [_from_boxes(results[0])]
+    errors = [_error(out, ref) for out, ref in zip(results, reference, strict=True)]
+    return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / e[1])
+
+
+def _error(out: Array, ref: Array) -> tuple[float, float]:
+    out, bound = out[:, : ref.shape[1]] if ref.ndim > 1 else out, _BOUNDS[out.dtype.itemsize]
+    error = jnp.linalg.norm(out.astype(jnp.float32) - ref) / jnp.linalg.norm(ref)
+    return float(error), bound
+
+
+def _from_boxes(kept: Array) -> Array:
+    """[vocab, tokens] in blocks, with tokens for rows inside, as [tokens, vocab]."""
+    vocab, tokens = kept.shape
+    return kept.reshape(vocab // BOX, BOX, tokens // BOX, BOX).transpose(2, 1, 0, 3).reshape(tokens, vocab)
+
+
+def _to_boxes(values: Array) -> Array:
+    tokens, vocab = values.shape
+    return values.reshape(tokens // BOX, BOX, vocab // BOX, BOX).transpose(2, 1, 0, 3).reshape(vocab, tokens)

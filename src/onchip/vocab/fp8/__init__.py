@@ -1,0 +1,1 @@
+"""The softmax of logits whose products are of FP8 numbers."""

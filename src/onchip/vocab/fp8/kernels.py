@@ -1,0 +1,197 @@
+"""The Triton kernels of precision='fp8': the targets' logits, and the softmax gradient of a chunk's logits, quantised
+as it is made.
+
+The products are cuBLAS's, so a chunk's logits exist, in bfloat16.  `softmax_gradient` reads each block of 128 tokens x
+128 entries once and writes it in FP8 twice: by rows for hidden's gradient, and transposed for the weight's.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, load_numbers, magnitude_bits, store_rows, to_scale
+from onchip.kernels.triton.maths import LOG2E, gradient_terms, tanh
+
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def target_logits(
+    hidden,  # [n, H], contiguous
+    weight,  # [V, H], any strides
+    bias,  # [V]
+    target,  # [n] int64
+    logits,  # [n] float32 out; 0 where the target is out of range
+    weight_stride_v,
+    weight_stride_h,
+    H,
+    V,
+    BIAS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The product of a token's hidden state and its target's weight, neither quantised, and the bias."""
+    t = tl.program_id(0).to(tl.int64)
+    y = tl.load(target + t)
+    good = (y >= 0) & (y < V)
+    y = tl.where(good, y, 0)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for start in range(0, H, BLOCK_H):
+        c = start + tl.arange(0, BLOCK_H)
+        inside = (c < H) & good
+        h = tl.load(hidden + t * H + c, mask=inside, other=0)
+        w = tl.load(weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=inside, other=0)
+        total += h.to(tl.float32) * w.to(tl.float32)
+    z = tl.sum(total, 0)
+    if BIAS:
+        z += tl.load(bias + y, mask=good, other=0).to(tl.float32)
+    tl.store(logits + t, z)
+
+
+@triton.jit
+def token_terms(
+    target,  # [n] int64
+    of_targets,  # [n] float32: what stands for the target's logit
+    token_weight,  # [n] float32
+    temperature,  # [n] float32
+    divisor,  # [] float32: what the reduced loss is divided by
+    lse,  # [n] float32
+    log_prob,  # [n] float32
+    terms,  # [5, n] float32 out: k2, lse2, factor, even and at_target of `_gradient`
+    n,
+    V,
+    ignore_index,
+    inner_scale,  # of the logits before tanh
+    outer_scale,  # of what comes after, but for the temperature
+    logit_scale,
+    label_smoothing,
+    z_loss,
+    TOKEN_WEIGHT: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """What the gradient of a token's logits is made with, for an upstream gradient of 1."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    there = t < n
+    label = tl.load(target + t, mask=there, other=ignore_index)
+    kept = label != ignore_index
+    good = (label >= 0) & (label < V)
+    k2 = tl.full((BLOCK_T,), 1.0, tl.float32) * (outer_scale * LOG2E)
+    row_factor = tl.full((BLOCK_T,), 1.0, tl.float32) * (logit_scale / tl.load(divisor))
+    if TEMPERATURE:
+        tau = tl.load(temperature + t, mask=kept, other=1.0)
+        k2 = k2 / tau
+        row_factor = row_factor / tau
+    if TOKEN_WEIGHT:
+        row_factor *= tl.load(token_weight + t, mask=kept, other=0.0)
+    row_factor = tl.where(kept, tl.where(good, row_factor, float("nan")), 0.0)
+    row_lse = tl.load(lse + t, mask=there, other=0.0)
+    row_log_prob = tl.load(log_prob + t, mask=there, other=0.0)
+    lse2, factor, even, at_target = gradient_terms(
+        row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
+    )
+    if SOFTCAP:
+        x = tanh(tl.load(of_targets + t, mask=kept, other=0.0) * inner_scale)
+        at_target *= 1 - x * x
+    # exp2(z - inf) is 0 for ignored tokens, without a mask for each of their logits.
+    lse2 = tl.where(kept, lse2, float("inf"))
+    out = terms + t
+    tl.store(out, k2, mask=there)
+    tl.store(out + n, lse2, mask=there)
+    tl.store(out + 2 * n, factor, mask=there)
+    tl.store(out + 3 * n, even, mask=there)
+    tl.store(out + 4 * n, at_target, mask=there)
+
+
+@triton.jit
+def _gradient(
+    logits, logits_stride, target, terms, r, c, n, V, inner_scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits of tokens r [32] and entries c [128]; exactly 0 for ignored tokens."""
+    there = r < n
+    y = tl.load(target + r, mask=there, other=-1).to(tl.int32)
+    k2 = tl.load(terms + r, mask=there, other=0.0)
+    lse2 = tl.load(terms + n + r, mask=there, other=float("inf"))
+    factor = tl.load(terms + 2 * n + r, mask=there, other=0.0)
+    at_target = tl.load(terms + 4 * n + r, mask=there, other=0.0)
+    x = load_numbers(logits, logits_stride, 1, r, c, n, V)
+    if SOFTCAP:
+        x = tanh(x * inner_scale)
+    g = tl.exp2(x * k2[:, None] - lse2[:, None]) * factor[:, None]
+    if SMOOTHING:
+        g -= tl.load(terms + 3 * n + r, mask=there, other=0.0)[:, None]
+    if SOFTCAP:
+        g *= 1 - x * x
+    g = tl.where(c[None, :] == y[:, None], at_target[:, None], g)
+    if RAGGED:
+        g = tl.where((c < V)[None, :], g, 0.0)
+    return g
+
+
+@triton.jit
+def softmax_gradient(
+    logits,  # [n, V]: products and bias, before scale, softcap and temperature; of ignored tokens finite or -inf
+    target,  # [n] int64
+    terms,  # [5, n] float32: of `token_terms`
+    rows,  # [n, up(V)] E4M3 out
+    row_scales,  # [V / 128, n] float32 out
+    columns,  # [V, up(T) / 4] int32 out: the same transposed, four numbers each, of tokens from `first` on
+    column_scales,  # [T / 128, V] float32 out
+    sums,  # [n / 128, V] float32 out: of the gradient over 128 tokens
+    logits_stride,
+    rows_stride,
+    columns_stride,
+    first,  # a multiple of 128
+    n_16,  # n + 16 and V + 16: see `quantize` of fp8_linear
+    V_16,
+    inner_scale,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,  # V is no multiple of 128
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """The gradient of the loss by the products, in FP8.
+
+    A thread has four rows below each other, and makes them a second time, of what is in L1 still: see `quantize`.
+    """
+    n = n_16 - 16
+    V = V_16 - 16
+    i = tl.program_id(0)
+    j = tl.program_id(1)
+    c = j * BLOCK + tl.arange(0, BLOCK)
+    token = i * BLOCK + 4 * tl.arange(0, BLOCK // 4)
+    largest = tl.zeros((BLOCK // 4, BLOCK), tl.int32)
+    total = tl.zeros((BLOCK // 4, BLOCK), tl.float32)
+    for k in tl.static_range(4):
+        r = token + k
+        g = _gradient(logits, logits_stride, target, terms, r, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED)
+        bits = magnitude_bits(g)
+        largest = tl.maximum(largest, bits)
+        if SUMS:
+            total += g
+        if ROWS:
+            scale = to_scale(tl.max(bits, 1), FP8_MAX, False)
+            store_rows(rows, rows_stride, g, scale, r, c, n, tl.float8e4nv)
+            tl.store(row_scales + tl.cast(j, tl.int64) * n + r, scale, mask=r < n)
+    if COLUMNS:
+        scale = to_scale(tl.max(largest, 0), FP8_MAX, False)
+        f = inverse(scale)[None, :]
+        g0 = _gradient(logits, logits_stride, target, terms, token, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED)
+        g1 = _gradient(
+            logits, logits_stride, target, terms, token + 1, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED
+        )
+        g2 = _gradient(
+            logits, logits_stride, target, terms, token + 2, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED
+        )
+        g3 = _gradient(
+            logits, logits_stride, target, terms, token + 3, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED
+        )
+        turned = four_bytes(g0 * f, g1 * f, g2 * f, g3 * f, tl.float8e4nv).T
+        r = (first + i * BLOCK) // 4 + tl.arange(0, BLOCK // 4)
+        tl.store(columns + c.to(tl.int64)[:, None] * columns_stride + r[None, :], turned, mask=(c < V)[:, None])
+        tl.store(column_scales + tl.cast(first // BLOCK + i, tl.int64) * V + c, scale, mask=c < V)
+    if SUMS:
+        tl.store(sums + tl.cast(i, tl.int64) * V + c, tl.sum(total, 0), mask=c < V)

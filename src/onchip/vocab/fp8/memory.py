@@ -1,0 +1,91 @@
+"""Chunks and memory of precision='fp8'.  No framework."""
+
+from bisect import bisect_right
+
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.fp8.numbers import BLOCK, block_quantized_bytes, blocks, quantized_bytes, up
+from onchip.vocab.memory import Problem
+
+DEFAULT_CHUNK = 2048
+"""Tokens whose logits exist at once, unless a budget says otherwise: a multiple of 128, which share a scale."""
+
+TERMS = 5
+"""Numbers of a token that the gradient of its logits is made with."""
+
+
+def kept_parts(p: Problem) -> dict[str, int]:
+    """Bytes that live from forward to backward, part by part, beside hidden, the target and the weight's copies."""
+    return {
+        "softmax gradient, transposed, in FP8": quantized_bytes(p.vocab, p.tokens) if p.grad_weight else 0,
+        "hidden gradient in float32": 4 * p.tokens * p.hidden if p.grad_hidden else 0,
+        "bias gradient in float32": 4 * p.vocab if p.grad_bias else 0,
+    }
+
+
+def weight_bytes(p: Problem) -> int:
+    """Bytes of the weight's copies in FP8, in forward: for the logits, and transposed for hidden's gradient."""
+    turned = block_quantized_bytes(p.hidden, p.vocab) if p.grad_hidden else 0
+    return block_quantized_bytes(p.vocab, p.hidden) + turned
+
+
+def chunk_parts(p: Problem, chunk: int) -> dict[str, int]:
+    """Bytes of the buffers of one chunk of tokens, in forward."""
+    gradient = quantized_bytes(chunk, p.vocab) + 4 * chunk * p.hidden if p.grad_hidden else 0
+    parts = {
+        "logits in bfloat16": 2 * chunk * p.vocab,
+        "hidden states, masked": DTYPE_BYTES[p.dtype] * chunk * p.hidden,
+        "hidden states in FP8": quantized_bytes(chunk, p.hidden),
+        "softmax gradient in FP8 and its product": gradient,
+        "bias gradient of each 128 tokens": 4 * blocks(chunk) * p.vocab if p.grad_bias else 0,
+    }
+    if p.device == "cpu":  # PyTorch's own operations, in float32
+        parts["logits and their gradient in float32"] = 4 * (5 + p.softcap + p.stats) * chunk * up(p.vocab)
+        parts["operands and products in float32"] = 3 << 26
+    return parts
+
+
+def backward_parts(p: Problem) -> dict[str, int]:
+    """Bytes of backward beside what is kept."""
+    element = DTYPE_BYTES[p.dtype] + (4 if p.per_token_loss else 0)  # times the upstream gradients, in float32
+    added_after = p.weight_grad_out and (p.vocab % 4 or p.hidden % 4)  # of other sizes cuBLAS adds in the product
+    parts = {
+        "hidden states, masked": element * p.tokens * p.hidden,
+        "hidden states, transposed, in FP8": p.hidden * up(p.tokens),
+        "weight gradient in float32": 4 * p.vocab * p.hidden if added_after else 0,
+    }
+    return parts if p.grad_weight else {}
+
+
+def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
+    fixed = {"weight in FP8": weight_bytes(p), **kept_parts(p), "vectors": (64 + 4 * TERMS) * p.tokens}
+    fixed |= {"copies of strided inputs": p.copied}
+    # One after the other: the chunks of forward, and backward.
+    return fixed | max((chunk_parts(p, chunk), backward_parts(p)), key=lambda phase: sum(phase.values()))
+
+
+def scratch_bytes(p: Problem, chunk: int) -> int:
+    """Peak memory above inputs, loss and returned gradients, in bytes."""
+    return sum(scratch_parts(p, chunk).values())
+
+
+def plan(p: Problem, budget: int | None) -> int:
+    """Tokens of a chunk: the most that fit the budget in even chunks of multiples of 128.
+
+    Raises ValueError if the budget is too small for 128.
+    """
+    most = up(p.tokens)
+    if budget is None:
+        largest = DEFAULT_CHUNK
+    else:
+        need = scratch_bytes(p, BLOCK)
+        if need > budget:
+            raise ValueError(
+                f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} with "
+                f"precision='fp8': the smallest chunk needs {need} bytes; raise scratch_bytes or take precision='full'"
+            )
+        fits = range(BLOCK, most + 1, BLOCK)
+        largest = fits[bisect_right(fits, budget, key=lambda chunk: scratch_bytes(p, chunk)) - 1] if fits else BLOCK
+    if largest >= most:
+        return max(most, BLOCK)
+    return up(-(-most // -(-most // largest)))

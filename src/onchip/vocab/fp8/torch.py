@@ -1,0 +1,144 @@
+"""The softmax of a chunk's logits with PyTorch's own operations, and its gradient in FP8, for precision='fp8'.
+
+What the Triton kernel makes is compared with this.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.fp8.numbers import BLOCK, blocks
+from onchip.fp8.torch_quantize import Quantized, quantize_activation
+from onchip.vocab.torch import tiles as torch_tiles
+from onchip.vocab.torch.tiles import Head, Tokens, to_gradient, transform
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is asked of the logits of some tokens."""
+
+    target: Tensor  # [T] int64
+    token_weight: Tensor | None  # [T] float32
+    temperature: Tensor | None  # [T] float32
+    divisor: Tensor  # [] float32: what the reduced loss is divided by
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    plain_temperature: float
+    """Where there is none per token."""
+    stats: bool
+
+    def part(self, start: int, stop: int) -> "Call":
+        """Of tokens [start, stop)."""
+        weight, temperature = self.token_weight, self.temperature
+        return replace(
+            self,
+            target=self.target[start:stop],
+            token_weight=None if weight is None else weight[start:stop],
+            temperature=None if temperature is None else temperature[start:stop],
+        )
+
+
+class Softmax(NamedTuple):
+    """What is known of each token's softmax, [T]; of ignored ones 0."""
+
+    loss: Tensor  # float32, weighted and not yet reduced
+    lse: Tensor  # float32
+    log_prob: Tensor  # float32
+    entropy: Tensor | None  # float32
+    correct: Tensor | None  # bool
+
+    @staticmethod
+    def empty(tokens: int, like: Tensor, *, stats: bool) -> "Softmax":
+        loss, lse, log_prob, entropy = (like.new_empty(tokens, dtype=torch.float32) for _ in range(4))
+        correct = like.new_empty(tokens, dtype=torch.bool)
+        return Softmax(loss, lse, log_prob, *((entropy, correct) if stats else (None, None)))
+
+    def part(self, start: int, stop: int) -> "Softmax":
+        """The same storage for tokens [start, stop)."""
+        return Softmax._make(None if x is None else x[start:stop] for x in self)
+
+
+class Gradient(NamedTuple):
+    """Where the gradient of a chunk's n logits goes, in E4M3; None is not wanted."""
+
+    rows: Quantized | None  # [n, V], 1x128 scales
+    columns: Quantized | None  # [V, T] of all chunks, 1x128 scales
+    sums: Tensor | None  # [n / 128, V] float32: of the gradient itself over 128 tokens
+
+
+def target_logits(
+    hidden: Tensor,  # [n, H]
+    weight: Tensor,  # [V, H]
+    bias: Tensor | None,  # [V]
+    target: Tensor,  # [n]
+) -> Tensor:
+    """[n] float32: the targets' logits, of numbers that are not quantised."""
+    y = target.clamp(0, len(weight) - 1)
+    z = (hidden.float() * weight[y].float()).sum(1)
+    return z if bias is None else z + bias[y].float()
+
+
+def softmax_of_chunk(
+    call: Call, logits: Tensor, of_targets: Tensor, first: int, out: Softmax, into: Gradient | None
+) -> None:
+    """Fill the chunk's part of `out`, tokens from `first` on, and `into`, for an upstream gradient of 1.
+
+    `logits` [n, V] are products and bias, before scale, softcap and temperature; those of ignored tokens are not NaN.
+    `of_targets` [n] stand in for those of the targets.
+    """
+    n, vocab = logits.shape
+    part = call.part(first, first + n)
+    kept = part.target != call.ignore_index
+    bad = kept & ((part.target < 0) | (part.target >= vocab))
+    weight = torch.ones_like(part.target, dtype=torch.float32) if part.token_weight is None else part.token_weight
+    tau: Tensor | float = call.plain_temperature
+    if part.temperature is not None:
+        tau = part.temperature.masked_fill(~kept, 1)[:, None]
+    tokens = Tokens(
+        None,
+        kept,
+        bad,
+        part.target.masked_fill(~kept | bad, 0),
+        weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
+        tau,
+        1 / call.divisor,
+    )
+    head = Head(logits.new_empty((vocab, 0)), None, call.label_smoothing, call.z_loss, call.softcap, call.logit_scale)
+    z = logits.float().scatter_(1, tokens.label[:, None], of_targets[:, None])
+    slope = None if call.softcap is None else torch.empty_like(z)
+    transform(z, head, tau, slope)
+    softmax = torch_tiles.Softmax.empty(n, z.device)
+    spare = torch.empty_like(z) if call.stats else None
+    e = softmax.absorb(z, 0, tokens.label, smoothing=call.label_smoothing > 0, spare=spare)
+    made = [softmax.loss(head, tokens), softmax.lse, softmax.log_prob(tokens)]
+    if call.stats:
+        made += [softmax.entropy(), softmax.correct(tokens)]
+    for x, value in zip(out.part(first, first + n), made, strict=False):
+        assert x is not None
+        x.copy_(value.masked_fill(~kept, 0))
+    if into is None:
+        return
+    row = tokens.weight * tokens.inverse_count * call.logit_scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
+    factor = row * (1 + 2 * call.z_loss * softmax.lse) / softmax.total
+    g = to_gradient(e, factor, row, softmax.lse, softmax.target_log_prob, tokens.label, 0, head, slope)
+    rows, columns = quantize_activation(
+        g, "e4m3", "float32", rows=into.rows is not None, columns=into.columns is not None
+    )
+    if into.rows is not None and rows is not None:
+        _copy(into.rows, rows)
+    if into.columns is not None and columns is not None:
+        at, block = slice(first, first + columns.data.shape[1]), slice(first // BLOCK, first // BLOCK + blocks(n))
+        _copy(Quantized(into.columns.data[:, at], into.columns.scales[block]), columns)
+    if into.sums is not None:
+        into.sums.copy_(F.pad(g, (0, 0, 0, -n % BLOCK)).unflatten(0, (-1, BLOCK)).sum(1))
+
+
+def _copy(out: Quantized, made: Quantized) -> None:
+    out.data.copy_(made.data)
+    out.scales.copy_(made.scales)

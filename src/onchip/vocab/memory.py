@@ -1,0 +1,194 @@
+"""Memory and plan of the framework's own products: the problem, its scratch formula, the choice of strategy and chunks.
+
+No framework.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.vocab.chunks import DEFAULT_SCRATCH, SMALLEST, USEFUL, Config, even_chunk
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that memory and work depend on.  Sizes in elements, dtypes by name, `device` 'cpu' or 'cuda'."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str = "float32"
+    """What the matrix products read: the inputs' dtype, or autocast's."""
+    hidden_dtype: str = ""
+    weight_dtype: str = ""
+    device: str = "cpu"
+    grad_hidden: bool = True
+    grad_weight: bool = True
+    grad_bias: bool = False
+    per_token_loss: bool = False
+    """reduction='none': the upstream gradient is one number per token."""
+    softcap: bool = False
+    smoothing: bool = False
+    stats: bool = False
+    weight_grad_out: bool = False
+    """The weight's gradient is added to a float32 tensor of the caller's."""
+    op: str = "linear_cross_entropy"
+    """What errors speak for."""
+    compacted: bool = False
+    """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
+    copied: int = 0
+    """Bytes of the copies that are made of inputs whose strides don't suit."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_dtype", "weight_dtype"):
+            object.__setattr__(self, name, getattr(self, name) or self.dtype)
+
+    @property
+    def any_grad(self) -> bool:
+        return self.grad_hidden or self.grad_weight or self.grad_bias
+
+    @property
+    def widened(self) -> bool:
+        """16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their results."""
+        return self.device == "cpu" and self.dtype != "float32"
+
+
+def logits_bytes(p: Problem) -> int:
+    """Bytes of the float32 logits, which this op never stores."""
+    return 4 * p.tokens * p.vocab
+
+
+def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
+    tokens, vocab, element = c.token_chunk, c.vocab_chunk, DTYPE_BYTES[p.dtype]
+    narrow = p.device == "cuda" and p.dtype != "float32"
+    backward = c.strategy != "forward"
+    # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read
+    copies = 1 + int(p.stats and c.strategy != "recompute") + int(p.softcap and backward)
+    tile_bytes = 4 * copies + (2 if narrow and backward else 0)
+    if p.device == "cuda":
+        row_bytes = element if backward else 0  # ignored rows zeroed, so that a NaN there can't leak
+    else:
+        row_bytes = (element if p.compacted else 0) + (4 if p.widened else 0)
+        row_bytes += 4 if p.compacted and p.grad_hidden and backward else 0
+    # 'stash' keeps float32 gradients until backward knows the upstream gradient, and scales them into new tensors.
+    # On the CPU, float32 ones are handed out as they are when that is 1.
+    kept = c.strategy == "stash" and p.device == "cuda"
+    float32_hidden = backward and p.grad_hidden and (kept or p.hidden_dtype != "float32")
+    float32_weight = backward and p.grad_weight and (kept or p.weight_dtype != "float32" or p.weight_grad_out)
+    weight_rows = vocab if c.strategy == "recompute" else p.vocab
+    casts = 0
+    if p.hidden_dtype != p.dtype:
+        casts += element * p.tokens * p.hidden
+    if p.weight_dtype != p.dtype:
+        casts += element * p.vocab * p.hidden
+    return {
+        "logits tile": tile_bytes * tokens * (p.vocab if c.strategy == "stash" else vocab),
+        "hidden rows": row_bytes * tokens * p.hidden,
+        "weight rows in float32": 4 * vocab * p.hidden if p.widened else 0,
+        "casts": casts,
+        "copies of strided inputs": p.copied,
+        "hidden gradient in float32": 4 * p.tokens * p.hidden if float32_hidden else 0,
+        "weight gradient in float32": 4 * weight_rows * p.hidden if float32_weight else 0,
+        "vectors": 96 * p.tokens + 16 * p.vocab,
+    }
+
+
+def scratch_bytes(p: Problem, c: Config) -> int:
+    """Peak memory above inputs, loss and returned gradients, in bytes."""
+    return sum(scratch_parts(p, c).values())
+
+
+def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
+    """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all."""
+    return scratch_bytes(p, Config(strategy, min(p.tokens, sizes[0]), min(p.vocab, sizes[1])))
+
+
+AtLeast = Callable[[Problem, str, tuple[int, int]], int]
+
+
+"""Bytes of scratch that a strategy needs with chunks of [tokens, vocab] sizes."""
+
+
+def default_scratch(p: Problem, strategy: str, at_least: AtLeast = scratch_at_least) -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), at_least(p, strategy, USEFUL[p.device]))
+
+
+def choose_strategy(
+    p: Problem, requested: str = "auto", budget: int | None = None, at_least: AtLeast = scratch_at_least
+) -> str:
+    """The strategy that will run: 'forward' without gradients, else 'stash' or 'recompute'.
+
+    'auto' takes 'stash' where useful chunks of it fit the budget, or need no more than those of 'recompute'.  With one
+    upstream gradient per token, a weight gradient that is summed over tokens in forward can't be scaled any more: then
+    it is 'recompute', whatever was requested.  Raises ValueError if the budget is too small.
+    """
+    if not p.any_grad:
+        candidates = ["forward"]
+    elif p.per_token_loss and (p.grad_weight or p.grad_bias):
+        candidates = ["recompute"]
+    elif requested != "auto":
+        candidates = [requested]
+    else:
+        bound = min(DEFAULT_SCRATCH, logits_bytes(p) // 8) if budget is None else budget
+        stash, recompute = (at_least(p, s, USEFUL[p.device]) for s in ("stash", "recompute"))
+        candidates = ["stash", "recompute"] if stash <= max(bound, recompute) else ["recompute", "stash"]
+    if budget is None:
+        return candidates[0]
+    needs = {s: at_least(p, s, SMALLEST) for s in candidates}
+    for strategy, need in needs.items():
+        if need <= budget:
+            return strategy
+    said = " and ".join(f"{need} bytes for strategy {s!r}" for s, need in needs.items())
+    raise ValueError(
+        f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
+        f"the smallest chunk needs {said}; raise scratch_bytes"
+    )
+
+
+def plan(p: Problem, strategy: str, budget: int | None = None) -> Config:
+    """Cut the problem into the fewest, most even chunks whose scratch fits the budget."""
+    if budget is None:
+        budget = default_scratch(p, strategy)
+    smallest_tokens, smallest_vocab = min(p.tokens, SMALLEST[0]), min(p.vocab, SMALLEST[1])
+    if strategy == "stash":
+        # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
+        slab = p.vocab
+        if p.widened:
+            slab = max(smallest_vocab, budget // 4 // (4 * p.hidden) // 64 * 64)
+            slab = min(slab, _fit(p, strategy, budget, token_chunk=smallest_tokens, smallest=smallest_vocab))
+        return Config("stash", _fit(p, strategy, budget, vocab_chunk=slab, smallest=smallest_tokens), slab)
+    best: tuple[int, Config] | None = None
+    n_tokens = 1
+    while True:
+        token_chunk = max(smallest_tokens, -(-p.tokens // n_tokens))
+        vocab_chunk = _fit(p, strategy, budget, token_chunk=token_chunk, smallest=smallest_vocab)
+        config = Config(strategy, token_chunk, vocab_chunk)
+        # Each chunk of tokens passes over all of the weight (and its gradient), each chunk of vocabulary over hidden.
+        cost = -(-p.tokens // max(1, token_chunk)) * p.vocab + -(-p.vocab // vocab_chunk) * p.tokens
+        if scratch_bytes(p, config) > budget:
+            cost += scratch_bytes(p, config) << 32  # over budget: only the smallest such config will do
+        if best is None or cost < best[0]:
+            best = cost, config
+        if token_chunk <= smallest_tokens:
+            return best[1]
+        n_tokens *= 2
+
+
+def _fit(
+    p: Problem, strategy: str, budget: int, *, smallest: int, token_chunk: int | None = None, vocab_chunk: int = 0
+) -> int:
+    """The chunk of the dimension left open: the fewest even chunks that fit, in multiples of 64 where that fits too.
+
+    Scratch is linear in either chunk.
+    """
+    total = p.tokens if token_chunk is None else p.vocab
+
+    def cost(size: int) -> int:
+        sizes = (size, vocab_chunk) if token_chunk is None else (token_chunk, size)
+        return scratch_bytes(p, Config(strategy, *sizes))
+
+    slope = max(1, cost(1) - cost(0))
+    largest = min(total, max(smallest, (budget - cost(0)) // slope))
+    return even_chunk(total, largest if largest >= total else max(smallest, largest // 64 * 64))

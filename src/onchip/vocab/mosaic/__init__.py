@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels over tiles of logits, for JAX on Hopper."""

@@ -1,0 +1,87 @@
+"""What the Mosaic kernels of linear_cross_entropy share: where exponentials are kept, and common parts of epilogues.
+
+Exponentials are kept in memory of the shape of `weight`, so that they can live in the gradient that will replace them.
+Under a [V, H] weight that is 64 x 64 blocks: the block of tokens from t on and vocabulary entries from v on is at row v
+and column t, with tokens for rows inside.  Under an [H, V] one it is a [tokens, vocab] matrix.  Both have room for H
+tokens.  Exponentials of vocabulary entry v are kept `shift` entries further on, as far as there is room, and from entry
+`split` on in a spare matrix: so weight's gradient of a chunk of up to `shift` entries overwrites none that is still to
+be read.
+
+Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike, the overflow.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.kernels.mosaic.product import BOX, MosaicConfig, Step, load_block
+from onchip.kernels.mosaic.registers import Registers
+
+LOG2E = 1.4426950408889634
+# Where every logit so far is -inf, the maximum is this: finite, even times a scale, so that no difference is NaN.
+LOWEST = -1.0e30
+# Logits up to so much above a token's shift are stored relative to it.
+REACH = 60.0
+# What stands for the label of a position that has none, where labels are sorted.
+NO_LABEL = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where exponentials are kept, in vocabulary entries; both are multiples of all tiles along the vocabulary."""
+
+    shift: int
+    split: int
+
+
+def vocab_of(weight: Any, vocab_major: bool) -> int:
+    size: int = weight.shape[0 if vocab_major else 1]
+    return size
+
+
+def tanh(x: Any) -> Any:
+    """To a relative error of 2.4e-7 in float32; triton_maths.py says how."""
+    q = x * x
+    series = x + x * q * (-0.33331882 + q * (0.13277629 + q * -0.047794219))
+    return jnp.where(q < 0.16, series, 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1))
+
+
+def logits_copies(c: MosaicConfig, vocab_major: bool, first: int | None = None) -> Callable[..., None]:
+    """Copies of a product of the first reference [T, H] and the second, a weight.
+
+    From the vocabulary entry on that is in the reference with the number `first`.
+    """
+
+    def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
+        h = s.k * c.tile_k
+        v = s.j * c.tile_n + (0 if first is None else refs[first][0])
+        load_block(refs[0], s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
+        if vocab_major:
+            load_block(refs[1], v, c.tile_n, h, c.tile_k, b, barrier)
+        else:
+            load_block(refs[1], h, c.tile_k, v, c.tile_n, b, barrier)
+
+    return copies
+
+
+def unscaled_logits(x: Any, bias: Any, v: Any, inner_scale: Any, shape: Any, registers: Registers) -> Any:
+    """The logits up to a factor of each token: x with z = x * factor.  `bias`, `inner_scale`: references, or None."""
+    if bias is not None:
+        x = x + registers.spread(registers.load(bias.at[pl.ds(v, shape[1])], 0), shape, 0)
+    if inner_scale is not None:
+        x = tanh(x * inner_scale[0])
+    return x
+
+
+def send_exponentials(target: Any, t: Any, v: Any, vocab_major: bool) -> Callable[[Any, int, int], None]:
+    """What copies blocks of a part to `target`, where tokens from t on and entries from v on are kept."""
+
+    def send(block: Any, m: int, n: int) -> None:
+        row, column = (v + n, t + m) if vocab_major else (t + m, v + n)
+        plgpu.copy_smem_to_gmem(block, target.at[pl.ds(row, BOX), pl.ds(column, BOX)], commit_group=False)
+
+    return send

@@ -1,0 +1,487 @@
+"""Hopper kernels of linear_cross_entropy in Pallas Mosaic GPU, with their launchers.
+
+Sizes: T tokens (rounded up to a multiple of 128 by the caller), H hidden, V vocab.  Tokens that are not ignored come
+first: `count` of them, known to the device alone.  Kernels work through `count`, at least one tile, and skip the rest.
+What callers must put beyond the last token, up to the next multiple of 128: 0 in `rows`, `scale`, `at_target` and
+`even`, +inf in `shift` and `lse`, 1 in `factor`; then exponentials and gradients there are exact zeros.
+
+The algorithm is that of the Triton kernels: see triton_blocks.py, triton_softmax.py and triton_gradients.py.  The
+product that all kernels here are made of is that of `onchip.kernels.mosaic`; where exponentials are kept is in
+mosaic_blocks.py, the kernels without a product in mosaic_settle.py.
+
+Matrix operands come through TMA, which fills up with zeros outside of a matrix and writes nothing there.  It needs rows
+of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from onchip.kernels.mosaic.product import (
+    BOX,
+    MosaicConfig,
+    Part,
+    Step,
+    ceil_div,
+    load_block,
+    persistent_product,
+    send_to,
+)
+from onchip.kernels.mosaic.registers import Registers
+from onchip.vocab.mosaic.blocks import (
+    LOG2E,
+    LOWEST,
+    REACH,
+    Places,
+    logits_copies,
+    send_exponentials,
+    unscaled_logits,
+    vocab_of,
+)
+
+
+class Partials(NamedTuple):
+    """Per part of a tile of logits, config.part_n entries of the vocabulary wide, and token: [parts, T].
+
+    Those of tokens past the last tile that counts are left unwritten.
+    """
+
+    maximum: Array  # float32: of z
+    others: Array  # float32: sum of exp(z - maximum) over all but the label
+    offset_sum: Array | None  # float32: sum of z - maximum
+    moment: Array | None  # float32: sum of exp(z - maximum) * (z - maximum)
+    argmax: Array | None  # int32
+
+
+def softmax_tiles(
+    rows: Array,  # [T, H] bf16 or fp16
+    weight: Array,  # [V, H], or [H, V]
+    label: Array,  # [T] int32, -1 where there is none
+    factor: Array,  # [T] float32, above 0: z = x * factor
+    count: Array,  # [1] int32
+    *,
+    vocab_major: bool,
+    bias: Array | None = None,  # [V rounded up to tile_n] float32
+    inner_scale: Array | None = None,  # [1] float32, with softcap: of the product before tanh
+    shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
+    stash: Any = None,  # reference to a matrix of the shape and dtype of weight; None: all go to `spare`, whole
+    spare: Any = None,  # reference to [entries from `split` on, T], or [T, those]
+    places: Places | None = None,
+    exponential_scale: float = 1.0,
+    smoothing: bool = False,
+    stats: bool = False,
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> Partials:
+    """The softmax of each tile of logits, which live in registers alone.
+
+    The exponential that would be kept at a label's own entry is 0: `add_targets` of mosaic_settle.py sees to those.
+    """
+    c = config or MosaicConfig()
+    tokens, hidden = rows.shape
+    vocab = vocab_of(weight, vocab_major)
+    shape = (c.part_m, c.part_n)
+    registers = Registers(interpret)
+    results = ["maximum", "others", *["offset_sum"] * smoothing, *["moment", "argmax"] * stats]
+    optional = {"bias": bias, "inner_scale": inner_scale, "shift": shift, "stash": stash, "spare": spare}
+    names = [name for name, x in optional.items() if x is not None]
+    assert tokens % c.tile_m == 0
+
+    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
+        n = lax.max(refs[4][0], jnp.int32(1))
+        return ceil_div(n, c.tile_m), -(-vocab // c.tile_n), -(-hidden // c.tile_k)
+
+    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
+        at = dict(zip(names, refs[5:], strict=False))
+        out = dict(zip(results, refs[5 + len(names) :], strict=True))
+        over = pl.ds(p.m, c.part_m)
+        y = registers.load(refs[2].at[over], 1)
+        k = registers.load(refs[3].at[over], 1)
+        x = unscaled_logits(product, at.get("bias"), p.n, at.get("inner_scale"), shape, registers)
+        if vocab % c.tile_n:
+            x = jnp.where(registers.columns(shape) < vocab - p.n, x, -jnp.inf)
+        top = jnp.maximum(jnp.max(x, axis=1), LOWEST)
+        k_2 = k * LOG2E
+        here = p.j if c.split == "m" else p.j * 2 + p.warpgroup
+        out["maximum"][here, over] = top * k
+        if stats:
+            at_top = x == registers.spread(top, shape, 1)
+            first = jnp.min(jnp.where(at_top, registers.columns(shape), c.part_n), axis=1)
+            out["argmax"][here, over] = p.n + first
+        sums: dict[str, Any] = {}
+
+        def add(name: str, value: Any) -> None:
+            sums[name] = sums[name] + value if name in sums else value
+
+        def exponentials(n: int, width: int) -> Any:
+            """exp(z - maximum) of some columns, and 0 for the label; they enter the sums."""
+            narrow = (c.part_m, width)
+            x_n, column = x[:, n : n + width], registers.columns(narrow)
+            e = jnp.exp2(x_n * registers.spread(k_2, narrow, 1) - registers.spread(top * k_2, narrow, 1))
+            if smoothing or stats:
+                below = (x_n - registers.spread(top, narrow, 1)) * registers.spread(k, narrow, 1)
+            if smoothing:
+                inside = jnp.where(column < vocab - p.n - n, below, 0.0) if vocab % c.tile_n else below
+                add("offset_sum", jnp.sum(inside, axis=1))
+            if stats:
+                # p log p is 0 at p = 0, and 0 * -inf is not.
+                add("moment", jnp.sum(e * jnp.maximum(below, -1e30), axis=1))
+            e = jnp.where(column == registers.spread(y - p.n - n, narrow, 1), 0.0, e)
+            add("others", jnp.sum(e, axis=1))
+            return e
+
+        if places is None:
+            exponentials(0, c.part_n)
+        else:
+            split = places.split
+            above = top * k - registers.load(at["shift"].at[over], 1)
+            f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
+
+            def kept(n: int, width: int) -> Any:
+                return (exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)).astype(rows.dtype)
+
+            in_spare = send_exponentials(at["spare"], p.m, p.n - split, vocab_major)
+
+            def send(block: Any, m: int, n: int) -> None:
+                if stash is None:
+                    in_spare(block, m, n)
+                    return
+                in_stash = send_exponentials(at["stash"], p.m, p.n + places.shift, vocab_major)
+                lax.cond(p.n < split, lambda: in_stash(block, m, n), lambda: in_spare(block, m, n))
+
+            store(kept, send)
+        for name, value in sums.items():
+            out[name][here, over] = value
+
+    parts = -(-vocab // c.tile_n) * (c.tile_n // c.part_n)
+
+    def result(name: str) -> Any:
+        return jax.ShapeDtypeStruct((parts, tokens), jnp.int32 if name == "argmax" else jnp.float32)
+
+    run = persistent_product(
+        c,
+        rows.dtype,
+        "mk",
+        "nk" if vocab_major else "kn",
+        2,
+        tiles,
+        logits_copies(c, vocab_major),
+        epilogue,
+        out_type=[result(name) for name in results],
+        stored=None if places is None else rows.dtype,
+        name="softmax_tiles",
+        interpret=interpret,
+    )
+    out = run(rows, weight, label, factor, count, *(optional[name] for name in names))
+    made = dict(zip(results, out, strict=True))
+    return Partials(made["maximum"], made["others"], made.get("offset_sum"), made.get("moment"), made.get("argmax"))
+
+
+def gradient_tiles(
+    rows: Array,  # [T, H]
+    weight: Array,  # [V, H], or [H, V]
+    label: Array,  # [T] int32, -1 where there is none
+    factor: Array,  # [T] float32: z = x * factor
+    lse: Array,  # [T] float32
+    scale: Array,  # [T] float32: the row's factor times 1 + 2 z_loss lse
+    at_target: Array,  # [T] float32: the target's entry, less that of any other token with its probability
+    count: Array,  # [1] int32
+    *,
+    vocab_major: bool,
+    first: Array,  # [1] int32: vocabulary entry, so that all chunks of a size are one compiled kernel
+    size: int,  # of the chunk, a multiple of tile_n
+    even: Array | None = None,  # [T] float32: label smoothing's part, taken from every entry but the target's
+    bias: Array | None = None,  # [V rounded up to tile_n] float32
+    inner_scale: Array | None = None,  # [1] float32
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> Array:
+    """Logits computed again, and their gradient, for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
+    c = config or MosaicConfig()
+    tokens, hidden = rows.shape
+    vocab = vocab_of(weight, vocab_major)
+    shape = (c.part_m, c.part_n)
+    registers = Registers(interpret)
+    optional = {"even": even, "bias": bias, "inner_scale": inner_scale}
+    names = [name for name, x in optional.items() if x is not None]
+    assert tokens % c.tile_m == 0
+    assert size % c.tile_n == 0
+
+    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
+        n = lax.max(refs[7][0], jnp.int32(1))
+        return ceil_div(n, c.tile_m), size // c.tile_n, -(-hidden // c.tile_k)
+
+    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
+        at = dict(zip(names, refs[9:], strict=False))
+        over = pl.ds(p.m, c.part_m)
+        y, k, log_sum, s, g_y = (registers.load(ref.at[over], 1) for ref in refs[2:7])
+        v = refs[8][0] + p.n
+        x = unscaled_logits(product, at.get("bias"), v, at.get("inner_scale"), shape, registers)
+        evenly = None if even is None else registers.load(at["even"].at[over], 1)
+
+        def gradient(n: int, width: int) -> Any:
+            narrow = (c.part_m, width)
+            x_n, column = x[:, n : n + width], registers.columns(narrow)
+            g = jnp.exp2(x_n * registers.spread(k * LOG2E, narrow, 1) - registers.spread(log_sum * LOG2E, narrow, 1))
+            g = g * registers.spread(s, narrow, 1)
+            if evenly is not None:
+                g = g - registers.spread(evenly, narrow, 1)
+            g = jnp.where(column == registers.spread(y - v - n, narrow, 1), registers.spread(g_y, narrow, 1), g)
+            if inner_scale is not None:
+                g = g * (1 - x_n * x_n)
+            if vocab % c.tile_n:
+                g = jnp.where(column < vocab - v - n, g, 0.0)
+            return g.astype(rows.dtype)
+
+        store(gradient, send_exponentials(refs[-1], p.m, p.n, vocab_major))
+
+    run = persistent_product(
+        c,
+        rows.dtype,
+        "mk",
+        "nk" if vocab_major else "kn",
+        2,
+        tiles,
+        logits_copies(c, vocab_major, 8),
+        epilogue,
+        out_type=(jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), rows.dtype),),
+        stored=rows.dtype,
+        name="gradient_tiles",
+        interpret=interpret,
+    )
+    out: Array
+    (out,) = run(rows, weight, label, factor, lse, scale, at_target, count, first, *(optional[name] for name in names))
+    return out
+
+
+def weight_product(
+    out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory
+    rows: Array,  # [T, H]
+    count: Array,  # [1] int32
+    *,
+    vocab_major: bool,
+    first: Array,  # [1] int32: vocabulary entry with which a group of chunks begins
+    size: int,  # of the chunk, a multiple of the tile along the vocabulary
+    skip: int = 0,  # entries of the group before the chunk, but for
+    number: Array | None = None,  # [1] int32: how many chunks of `size` more are before it
+    places: Places | None = None,
+    spare: Array | None = None,  # of the entries from `split` on, which then are the whole chunk
+    kept_tokens: int | None = None,  # tokens whose exponentials are kept there, a multiple of tile_k; None: all
+    overflow: Array
+    | None = None,  # exponentials of the next ones, of all of the vocabulary: [V', those], or [those, V']
+    again: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
+    shrink: Array | None = None,  # [1] float32: what the product is multiplied by
+    after: Array | None = None,  # what must have been computed before: it reads what this overwrites
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> None:
+    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once.
+
+    The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
+    """
+    c = config or MosaicConfig()
+    tokens, hidden = rows.shape
+    vocab = vocab_of(out, vocab_major)
+    kept_tokens = tokens if kept_tokens is None else kept_tokens
+    held_tokens = kept_tokens if overflow is None else kept_tokens + overflow.shape[1 if vocab_major else 0]
+    tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
+    named = {"number": number, "spare": spare, "overflow": overflow, "again": again, "shrink": shrink}
+    names = [name for name, x in named.items() if x is not None]
+    assert size % tile_v == 0
+    assert kept_tokens % c.tile_k == held_tokens % c.tile_k == 0
+    if kept_tokens > 0:
+        assert places is not None
+        assert spare is not None or size <= places.shift, "the chunk would overwrite exponentials that it reads"
+
+    def before(refs: Sequence[Any]) -> Any:
+        """Entries of the group before the chunk."""
+        return skip if number is None else skip + refs[4][0] * size
+
+    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
+        steps = ceil_div(lax.max(refs[2][0], jnp.int32(1)), c.tile_k)
+        there = lax.min(vocab - refs[3][0] - before(refs), jnp.int32(size))
+        tiles_v, tiles_h = ceil_div(there, tile_v), -(-hidden // tile_h)
+        return (tiles_v, tiles_h, steps) if vocab_major else (tiles_h, tiles_v, steps)
+
+    def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
+        t = s.k * c.tile_k
+        v, h = (s.i, s.j) if vocab_major else (s.j, s.i)
+        v, h = v * tile_v, h * tile_h
+        at = dict(zip(names, refs[4:], strict=False))
+        first = refs[3][0] + before(refs)
+
+        def exponentials(source: Any, v: Any, t: Any) -> None:
+            if vocab_major:
+                for box in range(tile_v // BOX):
+                    load_block(source, v + box * BOX, BOX, t, BOX, a.at[box], barrier)
+            else:
+                load_block(source, t, c.tile_k, v, tile_v, b, barrier)
+
+        def kept() -> None:
+            assert places is not None
+            if spare is not None:
+                exponentials(at["spare"], v, t)
+            else:
+                exponentials(refs[0], first + places.shift + v, t)
+
+        def overflowed() -> None:
+            exponentials(at["overflow"], first + v, t - kept_tokens)
+
+        def computed_again() -> None:
+            exponentials(at["again"], before(refs) + v, t - held_tokens)
+
+        ends = (kept_tokens, held_tokens, tokens)
+        _by_range(t, tokens, list(zip(ends, (kept, overflowed, computed_again), strict=True)))
+        load_block(refs[1], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
+
+    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
+        first = refs[3][0] + before(refs)
+        row, column = (p.m + first, p.n) if vocab_major else (p.m, p.n + first)
+        if shrink is not None:
+            product = product * dict(zip(names, refs[4:], strict=False))["shrink"][0]
+        store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs[0], row, column, BOX))
+
+    run = persistent_product(
+        c,
+        rows.dtype,
+        "km boxes" if vocab_major else "km",
+        "kn",
+        tile_v // BOX + 1 if vocab_major else 2,
+        tiles,
+        copies,
+        epilogue,
+        out_type=(),
+        stored=rows.dtype,
+        name="weight_product",
+        interpret=interpret,
+    )
+    run(out, rows, count, first, *(named[name] for name in names), *([] if after is None else [after]))
+
+
+def hidden_product(
+    weight: Array,  # [V, H], or [H, V]
+    count: Array,  # [1] int32
+    *,
+    vocab_major: bool,
+    tokens: int,  # T
+    stash: Any = None,  # reference to exponentials of the shape of weight
+    spare: Array | None = None,
+    places: Places | None = None,
+    overflow: Array | None = None,  # exponentials of the last of the tokens: [V', those], or [those, V']
+    again: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
+    first: Array | None = None,  # [1] int32: vocabulary entry, of `again`
+    scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
+    add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
+    second: Any = None,  # the same for second halves of tiles
+    halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> Array | None:
+    """exponentials @ weight over all of the vocabulary, or a chunk of it: [T, H] float32, or None with `add_to`.
+
+    With `halves` the tiles of the last wave are cut in two along the vocabulary where that fills the device better, as
+    in the Triton kernel: two blocks add to a tile of zeros then, and 0 + a + b has the same bits in either order.  With
+    sums that are no zeros each half has its own.
+    """
+    c = config or MosaicConfig()
+    vocab = vocab_of(weight, vocab_major)
+    hidden = weight.shape[1 if vocab_major else 0]
+    dtype = weight.dtype
+    shape = (c.part_m, c.part_n)
+    registers = Registers(interpret)
+    if again is not None:
+        sources: list[Any] = [again]
+        size = again.shape[0 if vocab_major else 1]
+    else:
+        assert places is not None
+        sources = [x for x in (stash, spare, overflow) if x is not None]
+        size = vocab
+    kept_tokens = tokens if overflow is None else tokens - overflow.shape[1 if vocab_major else 0]
+    assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
+    adds = add_to is not None
+    assert adds or interpret is not None  # which has no copies that add
+    begin = jnp.zeros(1, jnp.int32) if first is None else first
+    optional = [x for x in (scale, second, add_to) if x is not None]
+
+    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
+        n = lax.max(refs[1][0], jnp.int32(1))
+        entries = lax.min(vocab - refs[2][0], jnp.int32(size))
+        return ceil_div(n, c.tile_m), -(-hidden // c.tile_n), ceil_div(entries, c.tile_k)
+
+    def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
+        v, t, h = s.k * c.tile_k, s.i * c.tile_m, s.j * c.tile_n
+
+        def exponentials(source: Any, v: Any, t: Any) -> None:
+            if vocab_major:
+                for box in range(c.tile_m // BOX):
+                    load_block(source, v, BOX, t + box * BOX, BOX, a.at[box], barrier)
+            else:
+                load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
+
+        def kept() -> None:
+            assert places is not None
+            lax.cond(
+                v < places.split,
+                lambda: exponentials(refs[3], v + places.shift, t),
+                lambda: exponentials(refs[4], v - places.split, t),
+            )
+
+        if again is not None:
+            exponentials(refs[3], v, t)
+        else:
+            overflowed = lambda: exponentials(refs[5], v, t - kept_tokens)  # noqa: E731
+            _by_range(t, tokens, [(kept_tokens, kept), (tokens, overflowed)])
+        first = refs[2][0]
+        if vocab_major:
+            load_block(refs[0], first + v, c.tile_k, h, c.tile_n, b, barrier)
+        else:
+            load_block(refs[0], h, c.tile_n, first + v, c.tile_k, b, barrier)
+
+    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
+        if scale is not None:
+            factor = registers.load(refs[3 + len(sources)].at[pl.ds(p.m, c.part_m)], 1)
+            product = product * registers.spread(factor, shape, 1)
+        strip = lambda n, width: product[:, n : n + width]  # noqa: E731
+        send = send_to(refs[-1], p.m, p.n, BOX // 2, "add" if adds else None)
+        if second is None:
+            store(strip, send)
+            return
+        send_second = send_to(refs[-2], p.m, p.n, BOX // 2, "add")
+        store(strip, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
+
+    run = persistent_product(
+        c,
+        dtype,
+        "mk boxes" if vocab_major else "mk",
+        "kn" if vocab_major else "nk",
+        c.tile_m // BOX + 1 if vocab_major else 2,
+        tiles,
+        copies,
+        epilogue,
+        out_type=() if adds else (jax.ShapeDtypeStruct((tokens, hidden), jnp.float32),),
+        stored=jnp.float32,
+        halves=halves,
+        name="hidden_product",
+        interpret=interpret,
+    )
+    out = run(weight, count, begin, *sources, *optional)
+    return None if adds else out[0]
+
+
+def _by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]]) -> None:
+    """Call what is for token t: the function of the first (end, function) with t < end; empty ranges are left out."""
+    begin = 0
+    used = []
+    for end, function in ranges:
+        if min(end, tokens) > begin:
+            used.append((end, function))
+            begin = end
+    *others, (_, call) = used
+    for end, function in reversed(others):
+        call = partial(lax.cond, t < end, function, call)
+    call()

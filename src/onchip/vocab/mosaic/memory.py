@@ -1,0 +1,306 @@
+"""How the 'mosaic_gpu' backend cuts a problem: memory formulas and the choice of a plan.  No framework.
+
+The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
+more, as far as there is room; the other tokens' logits are computed again in backward.  The formulas are of what XLA
+allocates for a jitted step beyond its arguments and results.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from onchip.core.sizes import MIB
+from onchip.vocab.chunks import DEFAULT_SCRATCH
+from onchip.vocab.memory import Problem, logits_bytes
+
+TOKEN_TILE, VOCAB_TILE = 128, 256
+FORWARD_SCRATCH = 64 * MIB
+# Tokens whose softmax is taken at a time without gradients, at least, unless a smaller budget is given: each such chunk
+# reads all of the weight.
+_FORWARD_TOKENS = 1024
+_ELEMENT = 2
+# What was measured: an H100's multiprocessors and TFLOP/s of the products; us that a launch adds, in an H200's trace.
+_PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 7.0
+_DEPTH = 64  # of a step
+# Milliseconds in which every program takes a step.
+_STEP = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
+
+
+@dataclass(frozen=True)
+class MosaicPlan:
+    """One way to cut a problem."""
+
+    strategy: str
+    """'forward' where nothing needs a gradient, 'stash' where exponentials are kept, else 'recompute'."""
+    token_chunk: int
+    """Tokens whose softmax is taken at a time: all of them, unless no gradient is wanted."""
+    kept: int = 0
+    """Tokens, a multiple of 128, whose exponentials wait in the memory of the weight's gradient."""
+    chunk: int = 0
+    """Entries of the vocabulary, a multiple of 256, whose weight gradient is computed at a time."""
+    overflow: int = 0
+    """Tokens, a multiple of 128, whose exponentials wait in scratch."""
+    halves: bool = False
+    """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
+    again_chunks: int = 1
+    """Chunks for which the other tokens' logits are made again at once: those have few tiles."""
+
+    @property
+    def held(self) -> int:
+        return self.kept + self.overflow
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring chunks of the vocabulary, for which logits are made again at once."""
+
+    first: int
+    """The entry that it begins with; where there are several groups, the first one's."""
+    chunks: tuple[tuple[int, int], ...]
+    """Size and number of equal chunks, in order."""
+    times: int = 1
+    """How many such groups there are, one after the other."""
+    in_spare: bool = False
+    """Whether exponentials of its one chunk are kept in scratch."""
+
+    @property
+    def size(self) -> int:
+        return sum(size * number for size, number in self.chunks)
+
+
+def groups(vocab: int, c: MosaicPlan, *, again: bool) -> list[Group]:
+    """All of the vocabulary, in order; without tokens whose logits are made again in as few groups as there can be."""
+    end = split_at(vocab, c.chunk) if c.kept else up(vocab, VOCAB_TILE)
+    number, rest = divmod(end, c.chunk)
+    together = c.again_chunks if again else max(number, 1)
+    times, more = divmod(number, together)
+    made = []
+    if start := [(size, n) for size, n in ((rest, 1), (c.chunk, more)) if size * n]:
+        made.append(Group(0, tuple(start)))
+    if times:
+        made.append(Group(rest + more * c.chunk, ((c.chunk, together),), times))
+    if c.kept:
+        made.append(Group(end, ((up(vocab, VOCAB_TILE) - end, 1),), in_spare=True))
+    return made
+
+
+def heuristic_tiles() -> dict[str, dict[str, int]]:
+    """The kernels' tiles where nothing is stored, as `MosaicConfig.from_numbers` takes them.
+
+    Among those that were tried they are the fastest, or within 3% of it, on an H100 and, for stages and slots, an H200.
+    """
+    plain = {"tile_m": 128, "tile_n": 256, "tile_k": 64, "group": 8, "split_n": 0, "in_flight": 1}
+    deep = plain | {"stages": 4, "staging_slots": 2}
+    # A whole tile leaves at once: on an H200 1 to 2% faster, where there are many tiles and a product is long.
+    whole = plain | {"stages": 3, "staging_slots": 4, "group": 16}
+    return {
+        "mosaic_softmax_tiles": whole,
+        "mosaic_gradient_tiles": deep | {"split_n": 1},
+        "mosaic_weight_product": whole,
+        "mosaic_hidden_product": deep,
+    }
+
+
+def up(size: int, multiple: int) -> int:
+    """`size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
+    """Why the kernels can't serve the call, whatever the GPU, or None.  `platform` is "cpu", "gpu" or "tpu"."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if p.dtype == "float32":
+        return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
+    # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
+    # what is copied to columns beyond lands in that one.
+    vocab = 8 if weight_layout == "vh" else 64
+    if p.hidden % 64 or p.vocab % vocab or p.hidden < 128 or p.vocab < 2 * vocab:
+        needs = "H to be a multiple of 64 from 128 on, V of 8 from 16 on (with weight_layout='hv' of 64 from 128 on)"
+        return f"it needs {needs}; this has H={p.hidden} and V={p.vocab}"
+    return None
+
+
+def split_at(vocab: int, chunk: int) -> int:
+    """The vocabulary entry from which on exponentials are kept in scratch: what is kept in the gradient's memory is
+    a chunk further on than its own gradient.
+    """
+    return max(0, vocab // VOCAB_TILE * VOCAB_TILE - chunk)
+
+
+def capacity(p: Problem) -> int:
+    """Tokens whose exponentials can be kept in the memory of the weight's gradient."""
+    # Softcap's derivative can't be read off 16 bits of an exponential, label smoothing adds to every entry, and the
+    # bias's gradient would be another pass over all of them.
+    if not p.grad_weight or p.grad_bias or p.softcap or p.smoothing or p.vocab < 2 * VOCAB_TILE:
+        return 0
+    return min(up(p.tokens, TOKEN_TILE), p.hidden // TOKEN_TILE * TOKEN_TILE)
+
+
+def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
+    """Peak temporary memory in bytes, part by part."""
+    rows = up(c.token_chunk, TOKEN_TILE)
+    hidden_rows = _ELEMENT * rows * p.hidden
+    # maximum and sum; an offset for label smoothing; moment and argmax for statistics
+    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing) + 2 * int(p.stats))
+    parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
+    if c.strategy == "forward":
+        return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
+    again = rows - c.held
+    spare = up(p.vocab, VOCAB_TILE) - split_at(p.vocab, c.chunk) if c.kept else 0
+    parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept + up(p.vocab, VOCAB_TILE) * c.overflow)
+    # One after the other: forward, hidden's gradient of the tokens that are held, and the rest of backward.
+    forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
+    kept = {"hidden gradient in float32": 4 * c.held * p.hidden if p.grad_hidden else 0}
+    rest = {
+        "hidden rows": hidden_rows,
+        "hidden rows of logits made again": _ELEMENT * again * p.hidden if c.held else 0,
+        "logits' gradient made again": _ELEMENT * again * min(up(p.vocab, VOCAB_TILE), _largest_group(c)),
+        "hidden gradient in float32": 4 * (1 + int(c.halves)) * again * p.hidden if p.grad_hidden else 0,
+    }
+    return parts | max((forward, kept, rest), key=lambda phase: sum(phase.values()))
+
+
+def _largest_group(c: MosaicPlan) -> int:
+    """Entries of the vocabulary; what is left for the last chunk may be a tile more than the others."""
+    return max(c.again_chunks * c.chunk, c.chunk + VOCAB_TILE)
+
+
+def scratch_bytes(p: Problem, c: MosaicPlan) -> int:
+    """Peak temporary memory in bytes."""
+    return sum(scratch_parts(p, c).values())
+
+
+def predict(p: Problem, c: MosaicPlan) -> float:
+    """Milliseconds of forward, and of backward where gradients are wanted, by a simple cost model."""
+    if c.strategy == "forward":
+        product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
+        return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
+    rows = up(p.tokens, TOKEN_TILE)
+    again = rows - c.held
+    chunks = -(-p.vocab // c.chunk)
+    # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
+    columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
+    work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), False) * steps
+    made_again = groups(p.vocab, c, again=True) if again else []
+    for group in made_again:
+        work += group.times * _waves(again // TOKEN_TILE * (group.size // VOCAB_TILE), False) * steps
+    if p.grad_hidden:
+        work += _waves(c.held // TOKEN_TILE * columns, True) * p.vocab / _DEPTH
+        work += _waves(again // TOKEN_TILE * columns, c.halves) * p.vocab / _DEPTH
+    if p.grad_weight:
+        work += chunks * _waves(c.chunk // TOKEN_TILE * columns, False) * rows / _DEPTH
+    launches = chunks + 2 * sum(group.times for group in made_again)
+    return work * _STEP + 1e-3 * _LAUNCH * launches
+
+
+def _waves(tiles: int, halves: bool) -> float:
+    """How often the programs take a tile, where those of the last wave may be cut in halves."""
+    whole, rest = divmod(tiles, _PROGRAMS)
+    return whole + (0 if rest == 0 else 0.5 if halves and 2 * rest <= _PROGRAMS else 1)
+
+
+def default_scratch(p: Problem, strategy: str) -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs; without
+    gradients 64 MiB, or what 1024 tokens at a time need.
+    """
+    if not p.any_grad:
+        least = MosaicPlan("forward", min(up(p.tokens, TOKEN_TILE), _FORWARD_TOKENS))
+        return max(FORWARD_SCRATCH, scratch_bytes(p, least))
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), useful_scratch(p, strategy))
+
+
+def useful_scratch(p: Problem, strategy: str) -> int:
+    """What gradients need in chunks of a size that costs little time."""
+    return scratch_bytes(p, _cut(p, strategy, min(16 * VOCAB_TILE, up(p.vocab, VOCAB_TILE))))
+
+
+def _cut(p: Problem, strategy: str, chunk: int) -> MosaicPlan:
+    kept = 0 if strategy == "recompute" else capacity(p)
+    if kept:
+        chunk = min(chunk, p.vocab // VOCAB_TILE // 2 * VOCAB_TILE)
+    return MosaicPlan("stash" if kept else "recompute", p.tokens, kept, chunk)
+
+
+def plan(p: Problem, strategy: str, budget: int | None = None) -> MosaicPlan:
+    """The plan of the least predicted time whose scratch fits the budget.
+
+    Raises:
+        ValueError: nothing fits; the message names the smallest budget that does.
+    """
+    if budget is None:
+        budget = default_scratch(p, strategy)
+    if not p.any_grad:
+        sizes = range(TOKEN_TILE, up(p.tokens, TOKEN_TILE) + 1, TOKEN_TILE)
+        fit = [size for size in sizes if scratch_bytes(p, MosaicPlan("forward", size)) <= budget]
+        if not fit:
+            raise _too_small(p, strategy, budget, scratch_bytes(p, MosaicPlan("forward", TOKEN_TILE)))
+        return MosaicPlan("forward", up(-(-p.tokens // -(-p.tokens // fit[-1])), TOKEN_TILE))
+    fitting = {c: predict(p, c) for c in _candidates(p, strategy, budget) if scratch_bytes(p, c) <= budget}
+    if not fitting:
+        raise _too_small(p, strategy, budget, least_scratch(p, strategy, budget))
+    # Of those that are as good as the fastest the smallest: the model isn't better than that.
+    good = [c for c, time in fitting.items() if time <= 1.002 * min(fitting.values())]
+    return min(good, key=lambda c: (scratch_bytes(p, c), c.chunk))
+
+
+def least_scratch(p: Problem, strategy: str, budget: int) -> int:
+    """Bytes of scratch of the smallest of the plans with gradients among which a budget has its choice: one that is
+    smaller than this is too small, and this much is enough.
+    """
+    return min(scratch_bytes(p, c) for c in _candidates(p, strategy, budget))
+
+
+def _candidates(p: Problem, strategy: str, budget: int) -> set[MosaicPlan]:
+    """The plans to choose among, whether or not they fit."""
+    strategies = ("stash", "recompute") if strategy == "auto" else (strategy,)
+    return {c for s in strategies for c in _cuts(p, s, budget)}
+
+
+def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+    """Those of one strategy."""
+    rows = up(p.tokens, TOKEN_TILE)
+    kept = _cut(p, strategy, VOCAB_TILE).kept
+    # More than that fits no budget; and a few dozen are enough.
+    most = min(rows - kept, budget // (_ELEMENT * p.vocab)) if kept else 0
+    for overflow in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):
+        again = rows - kept - overflow
+        for size in _chunk_sizes(p, again):
+            for halves in (False, True) if again and p.grad_hidden else (False,):
+                plan = replace(_cut(p, strategy, size), overflow=overflow, halves=halves)
+                # Where nothing is kept, larger chunks do the same.
+                together = _together(p, again, size, budget - scratch_bytes(p, plan)) if kept and again else 1
+                yield replace(plan, again_chunks=together)
+
+
+def _together(p: Problem, again: int, chunk: int, room: int) -> int:
+    """For how many chunks at once logits are best made again for so many tokens, with so many bytes more."""
+    launches = 2 * 1e-3 * _LAUNCH / (_STEP * -(-p.hidden // _DEPTH))
+
+    def waves(number: int) -> float:
+        """For a chunk."""
+        return (_waves(again // TOKEN_TILE * (number * chunk // VOCAB_TILE), False) + launches) / number
+
+    tried = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or _ELEMENT * again * chunk * (n - 1) <= room]
+    return min(tried, key=waves)
+
+
+def _chunk_sizes(p: Problem, again: int) -> list[int]:
+    """Sizes of a chunk that leave no wave half empty, of the weight gradient's tiles or those of logits that are made
+    again for so many tokens; and some small ones.
+    """
+    whole = up(p.vocab, VOCAB_TILE)
+    columns = -(-p.hidden // VOCAB_TILE)
+    waves = [_PROGRAMS * w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
+    waves += [_PROGRAMS * w for w in (1, 2, 3)]
+    sizes = [tiles // columns * TOKEN_TILE for tiles in waves]
+    if again:
+        sizes += [tiles // (again // TOKEN_TILE) * VOCAB_TILE for tiles in waves]
+    sizes += [VOCAB_TILE * 2**k for k in range(5)]
+    return sorted({min(size // VOCAB_TILE * VOCAB_TILE, whole) for size in sizes if size >= VOCAB_TILE})
+
+
+def _too_small(p: Problem, strategy: str, budget: int, least: int) -> ValueError:
+    return ValueError(
+        f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
+        f"strategy {strategy!r} needs {least} bytes; raise scratch_bytes"
+    )

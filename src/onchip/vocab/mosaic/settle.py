@@ -1,0 +1,258 @@
+"""Hopper kernels of linear_cross_entropy in Pallas Mosaic GPU that multiply no matrices, with their launchers.
+
+Both work in place on what the kernels of mosaic_kernels.py leave: kept exponentials, and the weight's gradient.  They
+are bound by device memory, with one warpgroup per program and several programs per multiprocessor.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.kernels.mosaic.product import BOX, MosaicConfig, ceil_div, load_block, multiprocessors, swizzled
+from onchip.kernels.mosaic.registers import Registers
+from onchip.vocab.mosaic.blocks import LOG2E, NO_LABEL, REACH, Places, vocab_of
+
+_TOKENS = 128  # that are settled together
+_THREADS = 128  # of a warpgroup
+_STRIP = 1024  # elements of a row that a program adds to at a time, at most
+_AHEAD = 8  # rows of hidden that are on their way at a time
+
+
+def _kernel(
+    body: Callable[..., None],
+    grid: tuple[int, ...],
+    names: tuple[str, ...],
+    scratch: Sequence[Any],
+    out_type: Sequence[Any],
+    name: str,
+    interpret: Any,
+) -> Callable[..., Any]:
+    """A kernel of the references of its arguments and results, with one warpgroup per program."""
+
+    def kernel(*refs: Any) -> None:
+        pl.run_scoped(lambda *shared: body(*refs, *shared), *scratch, collective_axes=("warpgroup",))
+
+    mesh = plgpu.Mesh(grid=grid, grid_names=names, num_threads=1, thread_name="warpgroup", kernel_name=name)
+    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    run: Callable[..., Any] = pl.kernel(
+        kernel if scratch else body,
+        out_type=tuple(out_type),
+        mesh=mesh,
+        compiler_params=parameters,
+        interpret=interpret or False,
+        name=name,
+    )
+    return run
+
+
+def settle_exponentials(
+    stash: Any,  # reference to a matrix of the shape of weight; None: all are in `spare`, whole
+    spare: Any,  # reference to [entries from `split` on, T], or [T, those]
+    maximum: Array,  # [parts, T] float32: of z, as of `softmax_tiles` with the same config
+    before: Array,  # [T] float32: what the exponentials are relative to
+    after: Array,  # [T] float32: what they are to be relative to
+    count: Array,  # [1] int32
+    *,
+    vocab_major: bool,
+    places: Places,
+    vocab: int,
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> None:
+    """Make the kept exponentials of tokens with before != after relative to `after`.
+
+    It costs next to nothing for 128 tokens of which none has moved.
+    """
+    c = config or MosaicConfig()
+    (tokens,) = before.shape
+    registers = Registers(interpret)
+    assert tokens % _TOKENS == 0
+    assert c.part_n % BOX == 0
+    # Of others 0 and 0: what is there past the last token may be anything.
+    moved = (before != after) & (jnp.arange(tokens) < count[0])
+    before, after = jnp.where(moved, before, 0), jnp.where(moved, after, 0)
+    any_moved = jnp.any(moved.reshape(-1, _TOKENS), axis=1).astype(jnp.int32)
+    programs = 4 * multiprocessors() if interpret is None else 2
+    boxes = _TOKENS // BOX
+    shape = (BOX, BOX)
+
+    def body(*refs: Any) -> None:
+        *kept, maximum, before, after, any_moved, shared, full = refs
+        program = lax.axis_index("program")
+        mine = ceil_div(-(-vocab // BOX) - program, programs)
+
+        def parts(ref: Any, t: Any) -> list[Any]:
+            return [registers.load(ref.at[pl.ds(t + b * BOX, BOX)], 1) for b in range(boxes)]
+
+        def settle(t: Any) -> None:
+            old, new = parts(before, t), parts(after, t)
+
+            def entries(number: Any, _: None) -> None:
+                v = (program + number * programs) * BOX
+
+                def place(v: Any, b: int) -> tuple[Any, Any]:
+                    return (v, t + b * BOX) if vocab_major else (t + b * BOX, v)
+
+                def load(source: Any, v: Any) -> None:
+                    for b in range(boxes):
+                        row, column = place(v, b)
+                        load_block(source, row, BOX, column, BOX, shared.at[b], full)
+
+                def send(target: Any, v: Any) -> None:
+                    for b in range(boxes):
+                        row, column = place(v, b)
+                        into = target.at[pl.ds(row, BOX), pl.ds(column, BOX)]
+                        plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
+
+                def where_kept(f: Callable[[Any, Any], None]) -> None:
+                    in_spare = lambda: f(kept[-1], v - places.split)  # noqa: E731
+                    if stash is None:
+                        in_spare()
+                    else:
+                        lax.cond(v < places.split, lambda: f(kept[0], v + places.shift), in_spare)
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                where_kept(load)
+                top = parts(maximum.at[lax.div(v, jnp.int32(c.part_n))], t)
+                plgpu.barrier_wait(full)
+                for b in range(boxes):
+                    used = jnp.where(top[b] - old[b] > REACH, top[b], old[b])
+                    f = jnp.where(old[b] != new[b], jnp.exp2((used - new[b]) * LOG2E), 1.0)
+                    e = registers.load_box(shared.at[b])
+                    shared[b] = (e.astype(jnp.float32) * registers.spread(f, shape, 1)).astype(e.dtype)
+                plgpu.commit_smem()
+                where_kept(send)
+                plgpu.commit_smem_to_gmem_group()
+
+            lax.fori_loop(0, mine, entries, None)
+
+        def tokens_from(block: Any, _: None) -> None:
+            pl.when(any_moved[block] != 0)(lambda: settle(block * _TOKENS))
+
+        lax.fori_loop(0, tokens // _TOKENS, tokens_from, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [swizzled((boxes, BOX, BOX), spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
+    run = _kernel(body, (programs,), ("program",), scratch, (), "settle_exponentials", interpret)
+    run(*([] if stash is None else [stash]), spare, maximum, before, after, any_moved)
+
+
+def _strips(hidden: int) -> tuple[int, int]:
+    """How a row is cut: the length of programs' shares, and of the strips that those are handled in.
+
+    Shares are of the same length.  Strips are multiples of what a warpgroup has threads; so the last one of a share may
+    overlap with the one before.
+    """
+
+    def cost(share: int, strip: int) -> tuple[int, int, int]:
+        length = -(-share // strip) * strip
+        return max(length - _STRIP, 0), hidden // share * length, -strip
+
+    shares = [x for x in range(_THREADS, hidden + 1, 8) if hidden % x == 0]
+    return min(((x, y) for x in shares for y in (128, 256, 512, 1024) if y <= x), key=lambda xy: cost(*xy))
+
+
+def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: Any, interpret: Any) -> Array | None:
+    """Each label's sum: added to its row of `out`, or without that at the index of its first position, [T, H]."""
+    (tokens,) = label.shape
+    rows, size = hidden.shape
+    registers = Registers(interpret)
+    share, strip = _strips(size)
+    starts = [min(x, share - strip) for x in range(0, share, strip)]
+    adds = out is not None
+    dtype = jnp.dtype(out.dtype if adds else jnp.float32)
+    vector = min(strip // _THREADS, 16 // max(dtype.itemsize, hidden.dtype.itemsize))
+    programs = 8 * multiprocessors() if interpret is None else 2
+    token = jnp.minimum(token, rows - 1)
+
+    def body(hidden: Any, token: Any, term: Any, label: Any, out: Any) -> None:
+        column = lax.axis_index("share") * share
+        program = lax.axis_index("program")
+
+        def strips(ref: Any, row: Any) -> list[Any]:
+            found = [registers.load_strip(ref.at[row, pl.ds(column + x, strip)], vector) for x in starts]
+            return [x.astype(jnp.float32) for x in found]
+
+        def label_of(i: Any) -> Any:
+            return jnp.where(i < tokens, label[lax.min(i, jnp.int32(tokens - 1))], jnp.int32(NO_LABEL))
+
+        def segment(i: Any, y: Any) -> None:
+            old = strips(out, y) if adds else []
+            first = token[i]
+            total = [x * term[i] for x in strips(hidden, first)]
+
+            def add(state: Any) -> Any:
+                i, _, total = state
+                # Past the end of the segment a row of it counts 0 times.
+                mine = [label_of(i + x) == y for x in range(_AHEAD)]
+                at = [jnp.where(x, i + n, i) for n, x in enumerate(mine)]
+                found = [strips(hidden, token[x]) for x in at]
+                for n, row in enumerate(found):
+                    g = jnp.where(mine[n], term[at[n]], 0.0)
+                    total = [a + b * g for a, b in zip(total, row, strict=True)]
+                i = i + _AHEAD
+                return i, jnp.where(label_of(i) == y, 0, 1), total
+
+            end = jnp.where(label_of(i + 1) == y, jnp.int32(0), jnp.int32(1))
+            _, _, total = lax.while_loop(lambda state: state[1] == 0, add, (i + 1, end, total))
+            if adds:
+                total = [a + b for a, b in zip(old, total, strict=True)]
+            row = y if adds else i
+            # All of `old` is read before the first of these, and where two strips overlap, they agree.
+            for x, value in zip(starts, total, strict=True):
+                out[row, pl.ds(column + x, strip)] = value.astype(dtype)
+
+        def position(number: Any, _: None) -> None:
+            i = program + number * programs
+            y = label_of(i)
+            begins = (i == 0) | (label_of(lax.max(i - 1, jnp.int32(0))) != y)
+            pl.when(begins & (y >= 0) & (y != NO_LABEL))(lambda: segment(i, y))
+
+        lax.fori_loop(0, ceil_div(tokens - program, programs), position, None)
+
+    sums = () if adds else (jax.ShapeDtypeStruct((tokens, size), jnp.float32),)
+    grid = (size // share, programs)
+    run = _kernel(body, grid, ("share", "program"), (), sums, "add_targets", interpret)
+    made = run(hidden, token, term, label, *([out] if adds else []))
+    return None if adds else made[0]
+
+
+def add_targets(
+    out: Any,  # reference to the weight's gradient [V, H], or [H, V]
+    hidden: Array,  # [tokens, H], by token
+    token: Array,  # [T] int32: each position's token; whatever is past the last one counts for nothing
+    label: Array,  # [T] int32, in ascending order, NO_LABEL at the end
+    term: Array,  # [T] float32: what the token's hidden state is multiplied by
+    *,
+    vocab_major: bool,
+    interpret: Any = None,
+) -> None:
+    """Add the labels' terms to the weight's gradient: for each entry those of its tokens, in order and in float32.
+
+    Columns are too narrow for a kernel to gain anything, so under an [H, V] weight, or with rows shorter than a
+    warpgroup, the sums come from the kernel and XLA adds them.
+    """
+    vocab, size = vocab_of(out, vocab_major), hidden.shape[1]
+    assert size % 8 == 0
+    if vocab_major and size >= _THREADS:
+        _sum_targets(hidden, token, label, term, out, interpret)
+        return
+    padded = jnp.pad(hidden, ((0, 0), (0, max(0, _THREADS - size))))
+    sums = _sum_targets(padded, token, label, term, None, interpret)
+    assert sums is not None
+    sums = sums[:, :size]
+    index = jnp.arange(label.size, dtype=jnp.int32)
+    begins = (index == 0) | (label != jnp.roll(label, 1))
+    begins &= (label >= 0) & (label < vocab)
+    # What doesn't count goes to different places outside of the matrix: no two of these are the same.
+    to = jnp.where(begins, label, vocab + index)
+    old = out[...]
+    at = old.at[to] if vocab_major else old.at[:, to]
+    sums = sums if vocab_major else sums.T
+    new = (at.get(mode="clip").astype(jnp.float32) + sums).astype(old.dtype)
+    out[...] = at.set(new, mode="drop", unique_indices=True)

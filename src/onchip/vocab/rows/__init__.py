@@ -1,0 +1,1 @@
+"""Losses of logits that exist, a row at a time."""

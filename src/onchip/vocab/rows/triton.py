@@ -1,0 +1,399 @@
+"""The Triton kernels of cross_entropy: `losses` reads each row of logits once, `gradients` makes its gradient from lse.
+
+A program takes whole rows, one after the other: T tokens are shared out among as many programs as the launch has.  A
+row of V logits is walked through in `loops` full tiles and a last one, full or not.  A row of one tile is read once and
+stays in registers; of a longer one, `losses` with GRADIENT goes back over the tiles from the last to the first, while
+they are in the caches, and writes the gradient of the reduced loss.
+
+A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows are aligned to that; LANES of these, one for
+each thread; and that R times.
+Running sums are kept lane by lane, [LANES], so warps meet only at the end of a row.  What runs along is the softmax of
+all logits but the target's, which joins last: then a p near 1 keeps all digits of 1 - p.
+
+x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 = k * log2(e).
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.kernels.triton.maths import LOG2E, LOWEST, gradient_terms, log1p, tanh
+
+# The logarithm of what is as good as 0: finite, so that its product with 0 is 0.
+_NOTHING = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _row_start(row, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
+    """Where a row begins, its number being (i, j) in two leading dimensions of which the last has size `inner`.
+
+    The strides count UNIT elements: so the compiler knows that rows begin at multiples of so many.
+    """
+    i, j = tl.cast(row // inner, tl.int64), tl.cast(row % inner, tl.int64)
+    return (i * outer_stride + j * inner_stride) * UNIT
+
+
+@triton.jit
+def _lanes(LANES: tl.constexpr, UNIT: tl.constexpr):
+    """[1, LANES, 1]: where the elements of a lane begin in a tile."""
+    return (tl.arange(0, LANES) * UNIT)[None, :, None]
+
+
+@triton.jit
+def _steps(SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):
+    """[R, 1, UNIT]: how far a lane's elements are from its first one; constants, as far as a thread is concerned."""
+    return (tl.arange(0, SIZE // (LANES * UNIT)) * (LANES * UNIT))[:, None, None] + tl.arange(0, UNIT)[None, None, :]
+
+
+@triton.jit
+def _read(
+    row, stride, first, V,
+    SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """SIZE logits of a row from column `first` on; 0 from V on."""
+    steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
+    at = row + (first + lanes + steps).to(tl.int64) * stride
+    if MASKED:
+        raw = tl.load(at, mask=steps < V - first - lanes, other=0.0, eviction_policy=POLICY)
+    else:
+        raw = tl.load(at, eviction_policy=POLICY)
+    return raw
+
+
+@triton.jit
+def _squash(raw, inner_scale, SOFTCAP: tl.constexpr):
+    x = raw.to(tl.float32)
+    return tanh(x * inner_scale) if SOFTCAP else x
+
+
+@triton.jit
+def _absorb(
+    raw,  # [R, LANES, UNIT]: the logits from column `first` on
+    first,
+    V,
+    y,  # the target's column, negative if it has none
+    x_y,  # the target's x
+    k2,
+    inner_scale,
+    reference,
+    top,  # [LANES] largest x but the target's
+    others,  # [LANES] sum of exp(z - z of top), but the target's
+    offsets,  # [LANES] sum of x - reference
+    moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e), but the target's
+    better,  # [LANES] whether an x comes before the target's in order of size, then of column
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    """The running sums with another tile in them."""
+    steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
+    x = _squash(raw, inner_scale, SOFTCAP)
+    out = steps == y - first - lanes
+    if MASKED:
+        outside = steps >= V - first - lanes
+        out = out | outside
+    if SMOOTHING:
+        offset = x - reference
+        if MASKED:
+            offset = tl.where(outside, 0.0, offset)
+        offsets += tl.sum(tl.sum(offset, 2), 0)
+    x = tl.where(out, float("-inf"), x)
+    if STATS:
+        before = (x > x_y) | ((x == x_y) & (steps < y - first - lanes))
+        better = tl.maximum(better, tl.max(tl.max(before.to(tl.int32), 2), 0))
+    new_top = tl.maximum(top, tl.max(tl.max(x, 2), 0))
+    drop = tl.maximum((top - new_top) * k2, _NOTHING)
+    decay = tl.exp2(drop)
+    d = (x - new_top[None, :, None]) * k2
+    e = tl.exp2(d)
+    if STATS:
+        # p log p is 0 at p = 0, and 0 * -inf is not.
+        moments = decay * (moments + others * drop) + tl.sum(tl.sum(e * tl.maximum(d, _NOTHING), 2), 0)
+    others = others * decay + tl.sum(tl.sum(e, 2), 0)
+    return new_top, others, offsets, moments, better
+
+
+@triton.jit
+def _write(
+    row,  # of the gradient
+    stride,
+    raw,  # [R, LANES, UNIT]: the logits from column `first` on
+    first,
+    V,
+    y,
+    k2,
+    inner_scale,
+    lse2,  # and so on: see gradient_terms
+    factor,
+    even,
+    at_target,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+):
+    """The gradient of a tile's logits."""
+    steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
+    x = _squash(raw, inner_scale, SOFTCAP)
+    g = tl.exp2(x * k2 - lse2) * factor
+    if SMOOTHING:
+        g -= even
+    g = tl.where(steps == y - first - lanes, at_target, g)
+    if SOFTCAP:
+        g *= 1 - x * x
+    at = row + (first + lanes + steps).to(tl.int64) * stride
+    g = g.to(row.dtype.element_ty)
+    if MASKED:
+        tl.store(at, g, mask=steps < V - first - lanes, eviction_policy="evict_first")
+    else:
+        tl.store(at, g, eviction_policy="evict_first")
+
+
+@triton.jit
+def _clear(row, stride, loops, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):
+    """Zeros in a row of the gradient."""
+    for i in range(loops):
+        at = row + (i * TILE + _lanes(LANES, UNIT) + _steps(TILE, LANES, UNIT)).to(tl.int64) * stride
+        tl.store(at, tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty))
+    first = loops * TILE
+    at_last = row + (first + _lanes(LANES, UNIT) + _steps(TILE, LANES, UNIT)).to(tl.int64) * stride
+    inside = _steps(TILE, LANES, UNIT) < V - first - _lanes(LANES, UNIT)
+    tl.store(at_last, tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def losses(
+    logits,  # [T, V] in rows of any place, the columns of stride logits_stride
+    target,  # [T] int64
+    token_weight,  # [T] float32
+    temperature,  # [T] float32
+    divisor,  # [] float32: what the reduced loss is divided by
+    target_logit,  # [T] float32: what is taken for the target's logit, whatever `logits` holds there
+    loss,  # [T] float32 out, and so on; 0 for ignored tokens
+    lse,
+    log_prob,
+    entropy,
+    correct,  # [T] bool out
+    out,  # [T, V] out: gradient of the reduced loss, contiguous
+    T,
+    V_units,  # V / UNIT
+    loops,  # full tiles before the last one
+    ignore_index,
+    inner,  # rows of an outer one: see _row_start
+    logits_outer,  # strides of rows in units of UNIT elements
+    logits_inner,
+    logits_stride,  # of columns, in elements
+    out_inner,
+    inner_scale,  # of the logits before tanh
+    outer_scale,  # of what comes after, but for the temperature
+    logit_scale,
+    label_smoothing,
+    z_loss,
+    TOKEN_WEIGHT: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    STATS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    TARGET_LOGIT: tl.constexpr,
+    LOOP: tl.constexpr,  # whether loops > 0
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The loss and the softmax of each row; with GRADIENT the gradient too, for an upstream gradient of 1."""
+    V = V_units * UNIT
+    # What is read again is asked to stay, the rest to go.
+    AGAIN: tl.constexpr = "evict_last" if GRADIENT and LOOP else "evict_first"
+    step = tl.num_programs(0)
+    following = tl.load(target + tl.program_id(0))
+    for row in range(tl.program_id(0), T, step):
+        label = following
+        following = tl.load(target + row + step, mask=row + step < T, other=0)
+        from_row = logits + _row_start(row, inner, logits_outer, logits_inner, UNIT)
+        into = out + tl.cast(row, tl.int64) * (out_inner * UNIT)
+        if label == ignore_index:
+            tl.store(loss + row, 0.0)
+            tl.store(lse + row, 0.0)
+            tl.store(log_prob + row, 0.0)
+            if STATS:
+                tl.store(entropy + row, 0.0)
+                tl.store(correct + row, False)
+            if GRADIENT:
+                _clear(into, 1, loops, V, TILE, LANES, UNIT)
+        else:
+            good = (label >= 0) & (label < V)
+            y = tl.where(good, label, -1).to(tl.int32)
+            if TARGET_LOGIT:
+                x_y = tl.load(target_logit + row)
+            else:
+                x_y = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
+            x_y = _squash(x_y, inner_scale, SOFTCAP)
+            # Sums of x relative to the target's keep their digits, if that is a number.
+            reference = tl.where((x_y > LOWEST) & (x_y < -LOWEST), x_y, 0.0)
+            k = outer_scale
+            if TEMPERATURE:
+                k = k / tl.load(temperature + row)
+            k2 = k * LOG2E
+
+            top = tl.full([LANES], LOWEST, tl.float32)
+            others = tl.zeros([LANES], tl.float32)
+            offsets = tl.zeros([LANES], tl.float32)
+            moments = tl.zeros([LANES], tl.float32)
+            better = tl.zeros([LANES], tl.int32)
+            if LOOP:
+                for i in tl.range(0, loops, num_stages=STAGES):
+                    raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, AGAIN)
+                    top, others, offsets, moments, better = _absorb(
+                        raw, i * TILE, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+                        TILE, LANES, UNIT, False, SOFTCAP, SMOOTHING, STATS,
+                    )  # fmt: skip
+            first = loops * TILE
+            last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, AGAIN)
+            top, others, offsets, moments, better = _absorb(
+                last, first, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+                TILE, LANES, UNIT, True, SOFTCAP, SMOOTHING, STATS,
+            )  # fmt: skip
+
+            best = tl.max(top, 0)
+            drop = tl.maximum((top - best) * k2, _NOTHING)
+            rest = tl.sum(others * tl.exp2(drop), 0)
+            # The target joins.
+            lead = tl.maximum(best, tl.where(good, x_y, LOWEST))
+            own_log = (x_y - lead) * k2
+            own = tl.where(good, tl.exp2(own_log), 0.0)
+            rest_log = tl.maximum((best - lead) * k2, _NOTHING)
+            decay = tl.exp2(rest_log)
+            if STATS:
+                moment = tl.sum(tl.exp2(drop) * (moments + others * drop), 0)
+                moment = decay * (moment + rest * rest_log) + own * tl.maximum(own_log, _NOTHING)
+            rest = rest * decay
+            # log1p where the target leads: there the loss is small, and 1 + rest would round it away.
+            log_total = tl.where(good & (x_y >= best), log1p(rest), tl.log(rest + own))
+            row_lse = lead * k + log_total
+            row_log_prob = tl.where(good, (x_y - lead) * k - log_total, float("nan"))
+            # All of it smoothed, a target of probability 0 is not to make it 0 * inf.
+            value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * row_log_prob, 0.0)
+            value += z_loss * row_lse * row_lse
+            if SMOOTHING:
+                value += label_smoothing * (log_total - (tl.sum(offsets, 0) / V + (reference - lead)) * k)
+            weight = 1.0
+            if TOKEN_WEIGHT:
+                weight = tl.load(token_weight + row)
+            tl.store(loss + row, tl.where(good, value * weight, float("nan")))
+            tl.store(lse + row, row_lse)
+            tl.store(log_prob + row, row_log_prob)
+            if STATS:
+                tl.store(entropy + row, log_total - moment / ((rest + own) * LOG2E))
+                tl.store(correct + row, good & (tl.max(better, 0) == 0) & (row_lse == row_lse))
+
+            if GRADIENT:
+                row_factor = weight / tl.load(divisor) * logit_scale
+                if TEMPERATURE:
+                    row_factor = row_factor / tl.load(temperature + row)
+                row_factor = tl.where(good, row_factor, float("nan"))
+                lse2, factor, even, at_target = gradient_terms(
+                    row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
+                )
+                if LOOP:
+                    # As the other tiles: the registers are needed for them.
+                    last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
+                _write(
+                    into, 1, last, first, V, y, k2, inner_scale, lse2, factor, even, at_target,
+                    TILE, LANES, UNIT, True, SOFTCAP, SMOOTHING,
+                )  # fmt: skip
+                if LOOP:
+                    for i in range(loops):
+                        back = (loops - 1 - i) * TILE
+                        raw = _read(from_row, logits_stride, back, V, TILE, LANES, UNIT, False, "evict_first")
+                        _write(
+                            into, 1, raw, back, V, y, k2, inner_scale, lse2, factor, even, at_target,
+                            TILE, LANES, UNIT, False, SOFTCAP, SMOOTHING,
+                        )  # fmt: skip
+
+
+@triton.jit
+def gradients(
+    logits,  # as in `losses`
+    target,
+    token_weight,
+    temperature,
+    divisor,
+    lse,  # [T] float32
+    log_prob,  # [T] float32
+    grad_loss,  # [T] float32 with PER_TOKEN, else []
+    out,  # [T, V] out, which may be `logits`
+    T,
+    V_units,
+    loops,
+    ignore_index,
+    inner,
+    logits_outer,
+    logits_inner,
+    logits_stride,
+    out_outer,
+    out_inner,
+    out_stride,
+    inner_scale,
+    outer_scale,
+    logit_scale,
+    label_smoothing,
+    z_loss,
+    TOKEN_WEIGHT: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    UNLESS_ONE: tl.constexpr,  # nothing is to be done where the upstream gradient is 1
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The gradient of each row of logits, of zeros for ignored tokens."""
+    V = V_units * UNIT
+    upstream = tl.load(grad_loss)
+    rows = T
+    if UNLESS_ONE:
+        rows = tl.where(upstream == 1, 0, T)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        label = tl.load(target + row)
+        from_row = logits + _row_start(row, inner, logits_outer, logits_inner, UNIT)
+        into = out + _row_start(row, inner, out_outer, out_inner, UNIT)
+        if label == ignore_index:
+            _clear(into, out_stride, loops, V, TILE, LANES, UNIT)
+        else:
+            good = (label >= 0) & (label < V)
+            y = tl.where(good, label, -1).to(tl.int32)
+            k = outer_scale
+            row_factor = logit_scale / tl.load(divisor)
+            if TEMPERATURE:
+                tau = tl.load(temperature + row)
+                k = k / tau
+                row_factor = row_factor / tau
+            if TOKEN_WEIGHT:
+                row_factor *= tl.load(token_weight + row)
+            row_factor *= tl.load(grad_loss + row) if PER_TOKEN else upstream
+            row_factor = tl.where(good, row_factor, float("nan"))
+            lse2, factor, even, at_target = gradient_terms(
+                tl.load(lse + row), tl.load(log_prob + row), row_factor, label_smoothing, z_loss, V, SMOOTHING
+            )
+            k2 = k * LOG2E
+            for i in tl.range(0, loops, num_stages=STAGES):
+                raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
+                _write(
+                    into, out_stride, raw, i * TILE, V, y, k2, inner_scale, lse2, factor, even, at_target,
+                    TILE, LANES, UNIT, False, SOFTCAP, SMOOTHING,
+                )  # fmt: skip
+            first = loops * TILE
+            last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
+            _write(
+                into, out_stride, last, first, V, y, k2, inner_scale, lse2, factor, even, at_target,
+                TILE, LANES, UNIT, True, SOFTCAP, SMOOTHING,
+            )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Tiles of logits with PyTorch's own products."""

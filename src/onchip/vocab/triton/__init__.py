@@ -1,0 +1,1 @@
+"""Triton kernels over tiles of logits: statistics, exponentials that are kept, gradients."""

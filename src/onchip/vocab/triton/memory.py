@@ -1,0 +1,345 @@
+"""How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
+
+The weight's gradient is V * H elements that exist anyway: until they are computed, their memory holds the exponentials
+of up to H tokens (two H where a float32 gradient meets 16-bit operands).  More tokens can be kept in scratch, and those
+that aren't have their logits computed again: so between three products and four there is a plan for every budget.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from onchip.core.sizes import DTYPE_BYTES, MIB
+from onchip.vocab.chunks import DEFAULT_SCRATCH
+from onchip.vocab.memory import Problem, logits_bytes
+
+TOKEN_TILE = 128
+VOCAB_TILE = 256
+# Tiles of the vocabulary in the smallest chunk of the gradients, and in the smallest that costs little.
+SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
+FORWARD_SCRATCH = 64 * MIB
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """One way to cut a problem."""
+
+    token_chunk: int
+    """Tokens whose logits are taken at a time in forward: all of them, unless no gradient is wanted."""
+    vocab_chunk: int = 0
+    """Columns of the logits' gradient that are computed again at a time, a multiple of 256."""
+    weight_chunk: int = 0
+    """Rows of the weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
+    stashed: int = 0
+    """Tokens, rounded up to 128, whose exponentials wait in the memory of the weight's gradient."""
+    overflow: int = 0
+    """Tokens, in multiples of 128, whose exponentials wait in scratch."""
+
+    halves: bool = False
+    """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
+
+    @property
+    def held(self) -> int:
+        return self.stashed + self.overflow
+
+
+def may_hold_any(stashed: int) -> bool:
+    """Whether so many tokens are any: unless it can be seen to be 0, for it may be a symbol."""
+    return not (isinstance(stashed, int) and stashed == 0)
+
+
+def vector_elements(tokens: int) -> int:
+    """int32 numbers that forward leaves: six of each token, and one."""
+    return 6 * tokens + 1
+
+
+def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
+    """The kernels' tiles where nothing was tuned, by the device's shared memory per block in bytes."""
+    # Four stages of 48 KiB and a piece of the result: what was fastest on an H100 at all shapes, or within 2%.
+    depth, stages = (64, 4) if shared >= 227 * 1024 else (64, 3) if shared >= 160 * 1024 else (32, 3)
+
+    def tiles(parts: int) -> dict[str, int]:
+        return {
+            "rows": 128,
+            "columns": 256,
+            "depth": depth,
+            "group": 8,
+            "warps": 8,
+            "stages": stages,
+            "parts": parts if depth == 64 else 2 * parts,
+        }
+
+    return {
+        "softmax_tiles": tiles(2),
+        "gradient_tiles": tiles(2),
+        "weight_gradient": tiles(2),
+        "hidden_gradient": tiles(4),
+    }
+
+
+def up(size: int, multiple: int) -> int:
+    """`size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+def may_hold(p: Problem) -> bool:
+    """Whether exponentials are all that the gradients need: not with softcap, whose derivative can't be read off them
+    in 16 bits, nor with label smoothing, which adds to every entry.
+    """
+    return not (p.softcap or p.smoothing)
+
+
+def capacity(p: Problem) -> int:
+    """Tokens whose exponentials fit in the memory of the weight's gradient."""
+    if not p.grad_weight or p.weight_grad_out or not may_hold(p):
+        return 0
+    rows = p.hidden * DTYPE_BYTES[p.weight_dtype] // DTYPE_BYTES[p.dtype]
+    return rows // TOKEN_TILE * TOKEN_TILE
+
+
+def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
+    """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
+    element = DTYPE_BYTES[p.dtype]
+    tiles = -(-p.vocab // VOCAB_TILE)
+    cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
+    # maximum and sum; an offset for label smoothing; moment and argmax for statistics
+    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
+    # With exponentials kept, targets are sorted.
+    vectors = (160 if c.held else 96) * p.tokens + MIB // 64
+    parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
+    if not p.any_grad:
+        return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax}
+    rows = up(p.tokens, TOKEN_TILE)
+    more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.stashed else 0
+    again = element * max(0, rows - c.held) * c.vocab_chunk
+    summed = min(rows, c.held) + 2 * max(0, rows - c.held) if c.halves else p.tokens
+    hidden_sums = 4 * summed * p.hidden if p.grad_hidden else 0
+    # The softmax of each tile is gone before the gradients are begun.
+    later = again + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
+    return parts | {
+        "hidden rows": 0 if p.grad_hidden else element * p.tokens * p.hidden,
+        "one more chunk of the weight's gradient": DTYPE_BYTES[p.weight_dtype] * more * p.hidden,
+        "exponentials in scratch": element * VOCAB_TILE * tiles * c.overflow,
+        "logits' gradient made again": again,
+        "hidden gradient in float32": hidden_sums,
+        "softmax of each tile": max(0, softmax - later),
+    }
+
+
+def scratch_bytes(p: Problem, c: TritonConfig) -> int:
+    """Peak memory above inputs, loss and returned gradients, in bytes."""
+    return sum(scratch_parts(p, c).values())
+
+
+# ---------------------------------------------------------------------------------------------------------- cost model
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the kernels were measured to take on one device; see `docs/ops/linear_cross_entropy.md`."""
+
+    product: float
+    """TFLOP/s of the products."""
+    softmax: float
+    """ps per logit: what the epilogue of the forward product adds."""
+    keep: float
+    """ps per logit: what storing its exponential adds."""
+    again: float
+    """ps per logit: what the epilogue that makes the gradient adds to the product."""
+    add: float
+    """ps per element of the hidden gradient that is added to, or scaled and rounded."""
+    launch: float
+    """us per kernel: filling and draining the device."""
+    programs: int
+    """Multiprocessors."""
+
+
+RATES = {
+    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, launch=15.0, programs=132),
+}
+
+
+def waves(tiles: int, programs: int) -> float:
+    """Time of so many equal tiles, over that of the same work spread evenly."""
+    return -(-tiles // programs) * programs / max(1, tiles)
+
+
+def _shared_waves(tiles: int, programs: int) -> float:
+    """The same where the tiles of the last wave are cut in two if that helps."""
+    rest = tiles % programs
+    last = 0.0 if rest == 0 else 0.5 if 2 * rest <= programs else 1.0
+    return (tiles // programs + last) * programs / max(1, tiles)
+
+
+def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
+    """Milliseconds of forward, and of backward where gradients are wanted, by the cost model."""
+    product = 2e-9 * p.tokens * p.hidden * p.vocab / rates.product
+    logits = 1e-9 * p.tokens * p.vocab
+    launch = 1e-3 * rates.launch
+    time = product + logits * rates.softmax + 4 * launch
+    if not p.any_grad:
+        return time + 3 * launch * (-(-p.tokens // max(1, c.token_chunk)) - 1)
+    held = min(1.0, c.held / max(1, p.tokens))
+    again = 1 - held
+    blocks = -(-p.hidden // 256)
+    rows = up(p.tokens, TOKEN_TILE) // TOKEN_TILE
+    kept = min(rows, c.held // TOKEN_TILE)
+    time += held * logits * rates.keep + 4 * launch
+    chunks = _chunk_sizes(_columns(p), c.vocab_chunk)
+    if rows > kept:
+        time += again * (product * _waves(chunks, (rows - kept) / VOCAB_TILE, rates) + logits * rates.again)
+        time += launch * len(chunks)
+    if p.grad_weight:
+        parts = [part for chunk in chunks for part in _chunk_sizes(chunk, c.weight_chunk)]
+        time += product * _waves(parts, blocks / TOKEN_TILE, rates) + launch * len(parts)
+    if p.grad_hidden:
+        if kept:
+            time += held * product * _shared_waves(kept * blocks, rates.programs) + launch
+        if rows > kept:
+            cut = _shared_waves if c.halves else waves
+            time += again * product * cut((rows - kept) * blocks, rates.programs) + launch * len(chunks)
+            time += 1e-9 * rates.add * len(chunks) * again * p.tokens * p.hidden
+        time += 1e-9 * rates.add * p.tokens * p.hidden + launch
+    return time
+
+
+def _chunk_sizes(columns: int, chunk: int) -> list[int]:
+    """`columns` in chunks: all but the last are whole."""
+    return [chunk] * (columns // chunk) + ([columns % chunk] if columns % chunk else [])
+
+
+def _waves(chunks: list[int], tiles_per_column: float, rates: Rates) -> float:
+    """Time of one launch for each chunk, over that of the same work spread evenly.  All but the last are equal."""
+    whole, last = (waves(round(x * tiles_per_column), rates.programs) for x in (chunks[0], chunks[-1]))
+    share = chunks[-1] / sum(chunks)
+    return (1 - share) * whole + share * last
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def default_scratch(p: Problem, strategy: str = "auto") -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what `strategy` needs with one useful
+    chunk; without gradients 64 MiB, above the copies that are made of inputs.
+    """
+    if not p.any_grad:
+        parts = scratch_parts(p, TritonConfig(0))
+        copies = parts["weight in the products' dtype"] + p.copied
+        return max(FORWARD_SCRATCH + copies, least_scratch(p, strategy))
+    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), least_scratch(p, strategy, USEFUL_CHUNK))
+
+
+def least_scratch(p: Problem, strategy: str, tiles: int = SMALLEST_CHUNK) -> int:
+    """Bytes of scratch that `strategy` needs with chunks of so many tiles of the vocabulary; by default, at all."""
+    if not p.any_grad:
+        return scratch_bytes(p, TritonConfig(min(p.tokens, TOKEN_TILE)))
+    size = min(tiles * VOCAB_TILE, _columns(p))
+    return scratch_bytes(p, replace(_held(p, strategy), vocab_chunk=size, weight_chunk=size))
+
+
+def _columns(p: Problem) -> int:
+    return up(p.vocab, VOCAB_TILE)
+
+
+def _held(p: Problem, strategy: str) -> TritonConfig:
+    """'stash': all tokens are held; 'recompute' (and the least of 'auto'): none."""
+    if strategy != "stash" or not may_hold(p):
+        return TritonConfig(p.tokens)
+    tokens = up(p.tokens, TOKEN_TILE)
+    stashed = min(tokens, capacity(p))
+    return TritonConfig(p.tokens, stashed=stashed, overflow=tokens - stashed)
+
+
+def plan_for_symbols(p: Problem, strategy: str) -> TritonConfig:
+    """A plan that follows from sizes without comparing them, for torch.compile where they change from call to call: the
+    exponentials of all tokens kept as far as the weight gradient's memory goes.
+    """
+    import torch  # sizes are its symbols: it is loaded
+
+    stashed = 0
+    if strategy != "recompute" and capacity(p) > 0:
+        stashed = torch.sym_min(up(p.tokens, TOKEN_TILE), capacity(p))
+    size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
+    return TritonConfig(p.tokens, size, size, stashed)
+
+
+@lru_cache(maxsize=1024)
+def plan(p: Problem, strategy: str = "auto", budget: int | None = None, rates: Rates = RATES["h100"]) -> TritonConfig:
+    """The plan of the least predicted time whose scratch fits the budget.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    least = least_scratch(p, strategy)
+    if budget is None:
+        budget = default_scratch(p, strategy)
+    if least > budget:
+        raise ValueError(
+            f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
+            f"strategy {strategy!r} needs {least} bytes; raise scratch_bytes"
+        )
+    if not p.any_grad:
+        if scratch_bytes(p, TritonConfig(p.tokens)) <= budget:
+            return TritonConfig(p.tokens)
+        fixed, slope = (scratch_bytes(p, TritonConfig(t)) for t in (0, TOKEN_TILE))
+        fit = (budget - fixed) // max(1, slope - fixed) * TOKEN_TILE
+        chunks = -(-p.tokens // fit)
+        return TritonConfig(min(fit, up(-(-p.tokens // chunks), TOKEN_TILE)))
+    times = {c: predict(p, c, rates) for c in _candidates(p, strategy, budget, rates) if scratch_bytes(p, c) <= budget}
+    # Of those that are as good as the fastest the smallest: the model isn't better than that.
+    good = [c for c, time in times.items() if time <= 1.007 * min(times.values())]
+    return min(good, key=lambda c: (scratch_bytes(p, c), times[c], c.vocab_chunk, c.halves))
+
+
+def _candidates(p: Problem, strategy: str, budget: int, rates: Rates) -> list[TritonConfig]:
+    """Chunks that fill whole waves and some that are even, and as many tokens held as fit."""
+    tiles = -(-p.vocab // VOCAB_TILE)
+    per_tile = VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
+    for_weight = {n * rates.programs // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
+    again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)} | {
+        1,
+        min(2, tiles),
+        min(3, tiles),
+    }
+    for_weight |= {-(-tiles // n) for n in (1, 2, 4, 8, 16, 32, 64)}
+    for_weight = {size for size in for_weight if 0 < size <= tiles} | {SMALLEST_CHUNK}
+    # With nothing held, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
+    found = [
+        replace(_held(p, strategy), vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
+        for size in again | for_weight
+    ]
+    for weight in for_weight:
+        for size in again | {weight}:
+            for halves in (False, True) if p.grad_hidden else (False,):
+                c = _with_chunks(p, strategy, budget, size, weight, tiles, halves)
+                found.append(c)
+                rows = up(p.tokens, TOKEN_TILE) - c.held
+                if strategy == "auto" and 0 < rows < p.tokens:
+                    # Now that it is known how many are left: chunks whose tiles fill whole waves.
+                    for n in (1, 2, 4):
+                        filling = n * rates.programs * TOKEN_TILE // rows // weight * weight
+                        if filling > 0:
+                            found.append(_with_chunks(p, strategy, budget, filling, weight, tiles, halves))
+    return found
+
+
+def _with_chunks(
+    p: Problem, strategy: str, budget: int, size: int, weight: int, tiles: int, halves: bool
+) -> TritonConfig:
+    c = replace(
+        _held(p, strategy),
+        vocab_chunk=min(up(size, weight), up(tiles, weight)) * VOCAB_TILE,
+        weight_chunk=weight * VOCAB_TILE,
+        halves=halves,
+    )
+    return _hold_what_fits(p, c, budget) if strategy == "auto" and may_hold(p) else c
+
+
+def _hold_what_fits(p: Problem, c: TritonConfig, budget: int) -> TritonConfig:
+    tokens = up(p.tokens, TOKEN_TILE)
+    stashed = min(tokens, capacity(p))
+    home = replace(c, stashed=stashed)
+    if scratch_bytes(p, home) > budget:
+        return c
+    each = max(1, scratch_bytes(p, replace(home, overflow=TOKEN_TILE)) - scratch_bytes(p, home))
+    fit = (budget - scratch_bytes(p, home)) // each * TOKEN_TILE
+    return replace(home, overflow=min(tokens - stashed, fit))

@@ -1,0 +1,330 @@
+"""The kernels of forward: the tokens that count, the softmax of their logits, and what is kept of those.
+
+Sizes, positions and the matrix of exponentials are explained in triton_blocks.py.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.kernels.triton.maths import LOG2E, LOWEST, log1p, tanh
+from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
+from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, exponential_row, load_weight, unscaled_logits
+
+
+@triton.jit
+def compact_tokens(target, position, order, count, T, ignore_index, BLOCK: tl.constexpr):
+    """Number the tokens that are not ignored, in their order.  One program."""
+    total = tl.zeros((), tl.int32)
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        kept = (tl.load(target + t, mask=t < T, other=ignore_index) != ignore_index).to(tl.int32)
+        at = total + tl.cumsum(kept, 0) - 1
+        tl.store(position + t, tl.where(kept != 0, at, -1), mask=t < T)
+        tl.store(order + at, t, mask=(t < T) & (kept != 0))
+        total += tl.sum(kept, 0)
+    tl.store(count, total)
+
+
+@triton.jit
+def gather_tokens(
+    hidden,  # [T, H], any strides
+    weight,  # [V, H], any strides
+    bias,  # [V] float32
+    target,  # [T] int64
+    temperature,  # [T] float32
+    order,  # [T] int32
+    count,
+    rows,  # [T, H] out: hidden of each position, 0 beyond the last up to a whole block
+    label,  # [T] int32 out: target of each position, -1 if it is out of range
+    factor,  # [T] float32 out: z = x * factor
+    target_logit,  # [T] float32 out: z of the target
+    shift,  # [T] float32 out
+    first,
+    hidden_stride_t,
+    hidden_stride_h,
+    weight_stride_v,
+    weight_stride_h,
+    H,
+    V,
+    T,
+    inner_scale,  # of the product before tanh
+    outer_scale,  # of what comes after, but for the temperature
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Hidden states and labels by position, from position `first` on; and the target's logit."""
+    i = tl.program_id(0)
+    at = first + i
+    n = tl.load(count)
+    if at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD:
+        there = at < n
+        t = tl.load(order + at, mask=there, other=0).to(tl.int64)
+        y = tl.load(target + t)
+        good = (y >= 0) & (y < V)
+        y = tl.where(good, y, 0)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, H, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            h = tl.load(hidden + t * hidden_stride_t + c.to(tl.int64) * hidden_stride_h, mask=(c < H) & there, other=0)
+            h = h.to(rows.dtype.element_ty)
+            tl.store(rows + i.to(tl.int64) * H + c, h, mask=c < H)
+            w = tl.load(weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=c < H, other=0)
+            total += h.to(tl.float32) * w.to(tl.float32)
+        x = tl.sum(total, 0)
+        if BIAS:
+            x += tl.load(bias + y)
+        if SOFTCAP:
+            x = tanh(x * inner_scale)
+        k = outer_scale
+        if TEMPERATURE:
+            k = k / tl.load(temperature + t)
+        tl.store(factor + at, k)
+        z = x * k
+        tl.store(target_logit + at, z)
+        # Without a shift every token is one to be settled.
+        tl.store(shift + at, z + 30.0 if SHIFT else -3.0e38)
+        tl.store(label + at, tl.where(good, y, -1).to(tl.int32))
+
+
+@triton.jit
+def softmax_tiles(
+    rows,  # [count, H] of positions from `first` on
+    weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
+    bias,  # [V] float32
+    label,
+    factor,
+    count,
+    maximum,  # [tiles, T] float32 out: of z
+    others,  # [tiles, T] float32 out: sum of exp(z - maximum) over all but the target
+    offset_sum,  # [tiles, T] float32 out: sum of z - maximum
+    moment,  # [tiles, T] float32 out: sum of exp(z - maximum) * (z - maximum)
+    argmax,  # [tiles, T] int32 out
+    shift,  # [T] float32
+    exponentials,  # [rows, VOCAB_TILE] out, of the first stash_tokens + overflow_tokens positions
+    first,
+    rows_stride,
+    weight_stride,
+    T,
+    H,
+    V,
+    partial_stride,
+    exponential_rows,
+    stash,
+    stash_stride,
+    stash_tokens,
+    overflow,
+    overflow_tokens,
+    inner_scale,
+    exponential_scale,  # what exponentials are multiplied by before they are stored
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    STATS: tl.constexpr,
+    KEEP: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+    TURNED: tl.constexpr = False,
+):
+    """The softmax of each tile of logits, which live in registers alone."""
+    n = tl.minimum(tl.load(count) - first, T)
+    # At least one block where exponentials are kept: of no token at all, so that no product reads what nobody wrote.
+    tiles_t = tl.cdiv(tl.maximum(n, 1 if KEEP else 0), BLOCK_T)
+    tiles_v = tl.cdiv(V, VOCAB_TILE)
+    steps = tl.cdiv(H, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
+        i, j = place_tile(tile, tiles_t, tiles_v, GROUP)
+        t0 = i * BLOCK_T
+        v0 = j * VOCAB_TILE
+        z = tl.zeros((BLOCK_T, VOCAB_TILE), tl.float32)
+        for k in range(steps):
+            a = load_block(rows, rows_stride, t0, k * BLOCK_K, T, H, BLOCK_T, BLOCK_K, TMA)
+            b = load_weight(weight, weight_stride, v0, k * BLOCK_K, V, H, VOCAB_TILE, BLOCK_K, TURNED, TMA)
+            z = tl.dot(a, b.T, z)
+
+        t = t0 + tl.arange(0, BLOCK_T)
+        v = v0 + tl.arange(0, VOCAB_TILE)
+        inside = t < n
+        y = tl.load(label + t, mask=inside, other=-1)
+        k_z = tl.load(factor + t, mask=inside, other=1.0)
+        x = unscaled_logits(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
+        if RAGGED:
+            x = tl.where((v < V)[None, :], x, float("-inf"))
+        top = tl.maximum(tl.max(x, 1), LOWEST)
+        at = j.to(tl.int64) * partial_stride + t
+        tl.store(maximum + at, top * k_z, mask=inside)
+        if STATS:
+            tl.store(argmax + at, v0 + tl.argmax(x, 1), mask=inside)
+        k_2 = k_z * LOG2E
+        if SMOOTHING:
+            tl.store(offset_sum + at, tl.sum(tl.where((v < V)[None, :], x - top[:, None], 0.0), 1) * k_z, mask=inside)
+        e = tl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
+        if STATS:
+            # p log p is 0 at p = 0, and 0 * -inf is not.
+            tl.store(moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside)
+        e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
+        tl.store(others + at, tl.sum(e, 1), mask=inside)
+        if KEEP:
+            # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.
+            above = top * k_z - tl.load(shift + t, mask=inside, other=float("inf"))
+            f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
+            # No branch, around which Triton 3.6 can't flatten a loop: a row past the end is not stored.
+            row = exponential_row(j, t0, stash, stash_stride, stash_tokens, overflow, overflow_tokens, 0, 0, 0)
+            row = tl.where(t0 < stash_tokens + overflow_tokens, row, exponential_rows)
+            value = (e * f[:, None]).to(rows.dtype if TMA else rows.dtype.element_ty)
+            store_columns(
+                exponentials, VOCAB_TILE, row, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+            )
+
+
+@triton.jit
+def merge_tiles(
+    position,  # [T] int32
+    label,
+    target_logit,
+    maximum,
+    others,
+    offset_sum,
+    moment,
+    argmax,
+    shift,
+    base,  # [T] float32 out, by position: what the exponentials are relative to in the end
+    token_weight,  # [T] float32
+    loss,  # [T] float32 out, and so on; all by token
+    lse,
+    log_prob,
+    entropy,
+    correct,  # [T] bool out
+    top1,  # [T] int64 out: index of the largest logit
+    T,
+    V,
+    tiles,
+    partial_stride,
+    first,
+    last,
+    label_smoothing,
+    z_loss,
+    TOKEN_WEIGHT: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    STATS: tl.constexpr,
+    LOSS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The softmax over all tiles, and the loss, of tokens with positions in [first, last); 0 for ignored ones.
+
+    Without LOSS there is none, and top1 (-1 for ignored tokens) instead of whether it is the target.
+    """
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    at = tl.load(position + t, mask=t < T, other=-2)
+    mine = (at >= first) & (at < last)
+    y = tl.load(label + at, mask=mine, other=0)
+    z = tl.where(y < 0, LOWEST, tl.load(target_logit + at, mask=mine, other=0.0))
+    top = tl.full((BLOCK_T,), LOWEST, tl.float32)
+    index = tl.zeros((BLOCK_T,), tl.int32)
+    for start in range(0, tiles, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        where = j.to(tl.int64)[:, None] * partial_stride + (at - first)[None, :]
+        m = tl.load(maximum + where, mask=(j < tiles)[:, None] & mine[None, :], other=LOWEST)
+        best = tl.max(m, 0)
+        if STATS:
+            tile = start + tl.argmax(m, 0)
+            found = tl.load(
+                argmax + tile.to(tl.int64) * partial_stride + at - first, mask=mine & (tile < tiles), other=0
+            )
+            index = tl.where(best > top, found, index)
+        top = tl.maximum(top, best)
+    far = top - tl.load(shift + at, mask=mine, other=0.0) > REACH
+    top = tl.maximum(top, z)  # computed apart: the last digit may differ
+    rest = tl.zeros((BLOCK_T,), tl.float32)
+    offsets = tl.zeros((BLOCK_T,), tl.float32)
+    moments = tl.zeros((BLOCK_T,), tl.float32)
+    for start in range(0, tiles, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        where = j.to(tl.int64)[:, None] * partial_stride + (at - first)[None, :]
+        inside = (j < tiles)[:, None] & mine[None, :]
+        drop = tl.load(maximum + where, mask=inside, other=LOWEST) - top[None, :]
+        decay = tl.exp2(drop * LOG2E)
+        s = tl.load(others + where, mask=inside, other=0.0)
+        rest += tl.sum(s * decay, 0)
+        if SMOOTHING:
+            width = tl.minimum(V - j * VOCAB_TILE, VOCAB_TILE).to(tl.float32)
+            offset = tl.load(offset_sum + where, mask=inside, other=0.0)
+            offsets += tl.sum(tl.where(inside, offset + drop * width[:, None], 0.0), 0)
+        if STATS:
+            m = tl.load(moment + where, mask=inside, other=0.0)
+            # The target belongs to its tile's moment, and to its sum here.
+            own = (y >= 0)[None, :] & (y[None, :] // VOCAB_TILE == j[:, None])
+            total = s + tl.where(own & inside, tl.exp2((z[None, :] - top[None, :] - drop) * LOG2E), 0.0)
+            moments += tl.sum(tl.where(decay > 0, decay * (m + total * drop), 0.0), 0)
+    own = tl.exp2((z - top) * LOG2E)
+    total = rest + own
+    # log1p where the target leads: there the loss is small, and 1 + others would round it away.
+    log_total = tl.where(z >= top, log1p(rest), tl.log(total))
+    value_lse = top + log_total
+    value_log_prob = (z - top) - log_total
+    value_log_prob = tl.where(y < 0, float("nan"), value_log_prob)
+    if LOSS:
+        value = -(1 - label_smoothing) * value_log_prob + z_loss * value_lse * value_lse
+        if SMOOTHING:
+            value += label_smoothing * (log_total - offsets / V)
+        if TOKEN_WEIGHT:
+            value *= tl.load(token_weight + t, mask=mine, other=0.0)
+        value = tl.where(y < 0, float("nan"), value)
+    tl.store(base + at, tl.where(far, value_lse, tl.load(shift + at, mask=mine, other=0.0)), mask=mine)
+    store = (t < T) & (mine | ((first == 0) & (at == -1)))
+    if LOSS:
+        tl.store(loss + t, tl.where(mine, value, 0.0), mask=store)
+    tl.store(lse + t, tl.where(mine, value_lse, 0.0), mask=store)
+    tl.store(log_prob + t, tl.where(mine, value_log_prob, 0.0), mask=store)
+    if STATS:
+        tl.store(entropy + t, tl.where(mine, log_total - moments / total, 0.0), mask=store)
+        if LOSS:
+            tl.store(correct + t, mine & (index == y), mask=store)
+        else:
+            tl.store(top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
+
+
+@triton.jit
+def settle_exponentials(
+    exponentials,
+    count,
+    maximum,
+    shift,
+    base,
+    partial_stride,
+    tiles,
+    stash,
+    stash_stride,
+    stash_tokens,
+    overflow,
+    overflow_tokens,
+    TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Make the exponentials of tokens whose logits are far above their shift relative to their lse."""
+    first = tl.program_id(0) * TILES
+    t0 = tl.program_id(1) * BLOCK_T
+    t = t0 + tl.arange(0, BLOCK_T)
+    inside = t < tl.load(count)
+    before = tl.load(shift + t, mask=inside, other=0.0)
+    after = tl.load(base + t, mask=inside, other=0.0)
+    moved = before != after
+    if tl.max(moved.to(tl.int32), 0) > 0:
+        for j in range(first, tl.minimum(first + TILES, tiles)):
+            m = tl.load(maximum + tl.cast(j, tl.int64) * partial_stride + t, mask=inside, other=0.0)
+            used = tl.where(m - before > REACH, m, before)
+            row = exponential_row(j, t0, stash, stash_stride, stash_tokens, overflow, overflow_tokens, 0, 0, 0)
+            where = (tl.cast(row, tl.int64) + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE
+            where += tl.arange(0, VOCAB_TILE)[None, :]
+            e = tl.load(exponentials + where, mask=moved[:, None], other=0.0).to(tl.float32)
+            e *= tl.exp2((used - after) * LOG2E)[:, None]
+            tl.store(exponentials + where, e.to(exponentials.dtype.element_ty), mask=moved[:, None])

@@ -1,0 +1,1 @@
+"""Tiles of logits with XLA's own products."""
