@@ -24,7 +24,7 @@ LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
-    for module in ("_kernels", "_settle"):
+    for module in ("_kernels", "_rebase"):
         monkeypatch.setattr(mosaic_op, module, lambda: plain_kernels)
     # Nothing that was compiled for other kernels, or other plans.
     jax.clear_caches()

@@ -7,7 +7,7 @@ tokens.  Exponentials of vocabulary entry v are kept `shift` entries further on,
 `split` on in a spare matrix: so weight's gradient of a chunk of up to `shift` entries overwrites none that is still to
 be read.
 
-Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike, the overflow.
+Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ NO_LABEL = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Places:
+class LogitBuffer:
     """Where exponentials are kept, in vocabulary entries; both are multiples of all tiles along the vocabulary."""
 
     shift: int
