@@ -129,8 +129,8 @@ def kept_entries(in_weight_grad, spare, buffer, vocab, vocab_major, tokens):
 
 
 def hidden_product(
-    weight, count, *, vocab_major, tokens, in_weight_grad=None, spare=None, buffer=None, in_scratch=None, recomputed=None, first=None,
-    scale=None, add_to, second=None, halves=False, config=None,
+    weight, count, *, vocab_major, tokens, in_weight_grad=None, spare=None, buffer=None, in_scratch=None,
+    recomputed=None, first=None, scale=None, add_to, second=None, halves=False, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE

@@ -1,6 +1,5 @@
 """How JAX calls an op: derivatives of first order by reverse mode, and arrays that vary under `jax.shard_map`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol

@@ -114,6 +114,7 @@ def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
         config=config,
     )
     kept = jax.freeze(stash)[chunk : chunk + buffer.split, :tokens], jax.freeze(spare)
+    assert partials is not None
     return partials.maximum, partials.others, *kept
 
 

@@ -1,12 +1,11 @@
 """cross_entropy for JAX: the public function, and the computation in plain JAX, a chunk of rows at a time.
 
 The public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax and gradient of a chunk are those of the losses
-of a linear layer (`onchip.vocab.xla`); the maths is in the package's docstring.
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax and gradient of a chunk are those of the
+losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's docstring.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -163,7 +162,7 @@ def cross_entropy(
     static = replace(static, backend=choose_backend(OP, backend, {"xla": refused}))
     outputs = Outputs.of_nothing(static) if len(rows) == 0 else _op(static, rows, constants)
     loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if not return_stats:
+    if outputs.stats is None:
         return loss
     return loss, CrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
 
@@ -223,8 +222,9 @@ def _backward(static: Static, needs: bool, saved: _Saved, cotangents: Outputs) -
 
     def step(start: Any, grad: jax.Array) -> jax.Array:
         z = source.logits(source.rows(call.tokens, start, chunk))
+        stats, of_chunk, ids = cut_rows((saved.stats, gradient, call.ids), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
-        g = logits_gradient(z, slope, *cut_rows((saved.stats, gradient, call.ids), start, chunk), Columns(0, vocab))
+        g = logits_gradient(z, slope, stats, of_chunk, ids, Columns(0, vocab))
         at = grad.at[cut(places, start, chunk)]
         return at.set(source.stored(g), mode="drop", indices_are_sorted=True, unique_indices=True)
 

@@ -1,11 +1,11 @@
 """linear_cross_entropy for JAX: the public function and the choice of a backend.
 
 From the public function to a kernel's launch there are four functions: `linear_cross_entropy` checks its inputs and
-chooses a backend; `call_forward` of `onchip.frontend.jax_call.with_gradients` is JAX's derivative rule; `_forward` plans
-the call and moves the tokens that count to the front; the backend's `forward` launches its kernels (`.vocab.mosaic.op`,
-`.vocab.triton.jax_op`; of `.vocab.xla.walk`, XLA's own products).  Backward goes by `call_backward`, `cast_backward`,
-`_backward` and the backend's `backward`.  What passes between is in `.vocab.xla.loss`, the maths in the package's
-docstring.
+chooses a backend; `call_forward` of `onchip.frontend.jax_call.with_gradients` is JAX's derivative rule; `_forward`
+plans the call and moves the tokens that count to the front; the backend's `forward` launches its kernels
+(`onchip.vocab.mosaic.op`, `.triton.jax_op`) or walks over XLA's own products (`.xla.walk`).  Backward goes by
+`call_backward`, `cast_backward`, `_backward` and the backend's `backward`.  What passes between is in
+`onchip.vocab.xla.loss`, the maths in the package's docstring.
 """
 
 from dataclasses import dataclass, replace
@@ -186,7 +186,7 @@ def linear_cross_entropy(
     static = replace(static, backend=choose_backend(OP, backend, refusals(static, problem)))
     outputs = Outputs.of_nothing(static) if problem.tokens == 0 else _op(static, projection, constants)
     loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if not return_stats:
+    if outputs.stats is None:
         return loss
     return loss, LinearCrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
 

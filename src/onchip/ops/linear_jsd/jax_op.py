@@ -1,8 +1,8 @@
 """linear_jsd and jsd for JAX: the public functions, and the walk of the 'xla' backend.
 
 A public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_walk` goes through chunks of tokens, whose losses and
-gradients are made in jax_rows.py.  The maths is in the package's docstring.
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_walk` goes through chunks of tokens, whose losses
+and gradients are made in jax_rows.py.  The maths is in the package's docstring.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from onchip.ops.linear_jsd import jax_rows, spec
 from onchip.ops.linear_jsd.jax_inputs import check_arrays
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
 from onchip.vocab.xla.loss import Reduction
-from onchip.vocab.xla.tiles import Projection, cut, cut_rows, over_tokens, select_tokens, write
+from onchip.vocab.xla.tiles import Projection, cut_rows, over_tokens, select_tokens, write
 from onchip.vocab.xla.walk import accumulate
 
 BACKENDS = ("xla",)
@@ -327,7 +327,8 @@ def _forward(static: _Static, needs: Any, models: Any, constants: _Constants) ->
 def _backward(static: _Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
     if _stashes(static, needs):
         return jax.tree.map(lambda g: g * grad_loss, saved)
-    return _walk(static, needs, *saved, grad_loss, False)[1]
+    models, constants = saved
+    return _walk(static, needs, models, constants, grad_loss, False)[1]
 
 
 _op = with_gradients(f"{OP}, {LOGITS_OP}", _forward, _backward)
@@ -336,7 +337,7 @@ _op = with_gradients(f"{OP}, {LOGITS_OP}", _forward, _backward)
 def _walk(
     static: _Static, needs: Any, models: Any, constants: _Constants, grad_loss: Any, stash: bool
 ) -> tuple[Any, tuple[_Model, _Model]]:
-    """The loss, and the gradients that are needed, for `grad_loss` or for 1: of logits in their dtype, else in float32."""
+    """The loss, and the gradients that are needed, for `grad_loss` or for 1; float32, but of existing logits."""
     size, axis, chunk = static.size, static.vocab_axis, _plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
     labels, padded = tokens.take(constants.labels, 0), tokens.source.shape[0]
@@ -392,7 +393,7 @@ def _walk(
             if of_logits is not None:
                 full = jnp.pad(g.astype(of_logits.dtype), ((0, 0), (0, of_logits.shape[1] - size)))
                 of_logits = of_logits.at[source].set(full, mode="drop")
-            if x is not None:
+            if x is not None and rows is not None:
                 of_layer = accumulate(of_layer, x, g, rows, start, chunk)
             sums[who] = (*of_layer, of_logits)
         return losses, *sums

@@ -81,7 +81,7 @@ def _mixture_terms(d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Ar
 def cross_entropy(z: Array, label: Array) -> tuple[Array, Array]:
     """The cross-entropy of each row, and its gradient."""
     ids, whole, loss = label[:, None], Columns(0, z.shape[1]), TokenLoss()
-    stats = Softmax.empty(z.shape[0], 1, Wanted()).absorb(z, whole, ids).complete(ids, z.shape[1])
+    stats = Softmax.empty(ids, Wanted()).absorb(z, whole, ids).complete(ids, z.shape[1])
     gradient = loss.gradient(stats, jnp.ones(z.shape[0], jnp.float32), z.shape[1])
     return loss.value(stats), logits_gradient(z, None, stats, gradient, ids, whole)
 

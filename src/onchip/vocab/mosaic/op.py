@@ -109,7 +109,8 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     layer, padded, source = at.layer, at.label.shape[0], call.tokens.source
     wants = {"smoothing": wanted.even, "stats": wanted.entropy, "config": config}
     head = wants | {"vocab_major": layer.vocab_axis == 0, "bias": at.bias, "inner_scale": at.inner}
-    launch, run_state = partial(kernels.softmax_tiles, None, **head), _pallas().run_state
+    launch: Any = partial(kernels.softmax_tiles, None, **head)
+    run_state = _pallas().run_state
 
     if plan.kept == 0:
         made: list[Any] = []
@@ -198,7 +199,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     kept, held, padded, major = plan.kept, plan.held, at.label.shape[0], layer.vocab_axis == 0
     recomputed_rows = padded - held
     tail = slice(held, None)
-    rest = jnp.maximum(at.count - held, 0)
+    rest = jnp.maximum(at.number - held, 0)
 
     out, grad_hidden, buffer = in_weight_grad, None, None
     row_factor = jnp.ones(padded, jnp.float32)
@@ -212,7 +213,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
 
             def whole(state: Any) -> None:
                 kernels.hidden_product(
-                    weight, jnp.minimum(at.count, held), vocab_major=major, tokens=held, in_weight_grad=state[0],
+                    weight, jnp.minimum(at.number, held), vocab_major=major, tokens=held, in_weight_grad=state[0],
                     spare=spare, buffer=buffer, in_scratch=in_scratch, scale=relative, add_to=state[1], halves=True,
                     config=tiles["hidden_product"],
                 )  # fmt: skip
@@ -256,7 +257,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         skip = 0
         for size, times in group.chunks:
             product = partial(
-                kernels.weight_product, state["out"], rows, at.count, vocab_major=major, first=begin, size=size,
+                kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
                 skip=skip, buffer=buffer, spare=spare if group.in_spare else None, kept_tokens=kept,
                 in_scratch=in_scratch, recomputed=recomputed, inverse_grad_scale=above.inverse_grad_scale,
                 after=grad_hidden if kept else None, config=tiles["weight_product"],
@@ -290,7 +291,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         else:
             grad_hidden = gradient_with_last(grad_hidden, at, above, sums)
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
-    return Projection(*alone((grad_hidden, state.get("out"), grad_bias)), layer.vocab_axis)
+    grad_hidden, grad_weight, grad_bias = alone((grad_hidden, state.get("out"), grad_bias))
+    return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
 
 
 def _repeat(times: int, do: Callable[..., None]) -> None:

@@ -35,7 +35,7 @@ class Positions(NamedTuple):
 
     call: Call
     there: Array  # [P] bool: not beyond the last token
-    count: Array  # [1] int32: how many there are
+    number: Array  # [1] int32: how many there are
     label: Array  # [P] int32, -1 where there is none
     factor: Array  # [P] float32; 1 beyond the last token
     bias: Array | None  # [V up to a multiple of 256] float32
@@ -55,7 +55,7 @@ class Positions(NamedTuple):
         return Positions(
             call=call,
             there=there,
-            count=call.tokens.number.reshape(1),
+            number=call.tokens.number.reshape(1),
             label=jnp.maximum(call.ids[:, 0], -1),
             factor=jnp.where(there, jnp.broadcast_to(factor, there.shape), 1),
             bias=bias,
@@ -80,7 +80,7 @@ class Positions(NamedTuple):
         """[P, H] float32: the weight of each label."""
         at, weight = jnp.maximum(label, 0), self.layer.weight
         rows = weight.at[at].get(mode="clip") if self.layer.vocab_axis == 0 else weight.at[:, at].get(mode="clip").T
-        return rows.astype(jnp.float32)  # type: ignore[no-any-return]
+        return rows.astype(jnp.float32)
 
     def target_logit(self, rows: Array, part: slice) -> Array:
         """Of the positions of `part`, with these hidden states."""
@@ -94,7 +94,7 @@ class Positions(NamedTuple):
 
     def count_in(self, part: slice) -> Array:
         """[1]: how many of these positions are there."""
-        return jnp.clip(self.count - part.start, 0, part.stop - part.start)
+        return jnp.clip(self.number - part.start, 0, part.stop - part.start)
 
     def stats(self, partials: Any, target: Array, part: slice) -> TokenStats:
         """The softmax over all parts of the tiles, of the positions of `part`."""

@@ -1,8 +1,8 @@
 """The Triton kernels of the vocabulary losses as functions of JAX arrays, through jax-triton.
 
 jax-triton gives a kernel its inputs in order, then its outputs, and what is a constant by name; an output can be an
-input's memory.  Kernels have their parameters in an order of their own, and take numbers where JAX may have traced ones,
-in arrays.  So `call` has an entry written for it, a kernel that calls the other by its parameters' names: they may be
+input's memory.  Kernels have their parameters in an order of their own, and take numbers where JAX may have traced
+ones, in arrays.  So `call` writes an entry, a kernel that calls the other by its parameters' names: they may be
 reordered, or get defaults, without a change here.  Sizes are constants: of numbers jax-triton doesn't say which are
 multiples of 16, without which no load is more than an element wide.
 """
@@ -210,7 +210,7 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
         "T": tokens,
         **chunk.arguments(),
         "order": jnp.arange(tokens, dtype=jnp.int32),
-        "count": at.count,
+        "count": at.number,
         "lse": stats.lse,
         "log_prob": stats.log_prob[:, 0],
         "row": upstream.row_scale,
@@ -240,7 +240,7 @@ def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chu
         **_NOWHERE,
         "exponentials": exponentials,
         "weight": launch.positions.layer.weight,
-        "count": launch.positions.count,
+        "count": launch.positions.number,
         "scale": None,
         "first": 0,
         "last": tokens,
@@ -271,7 +271,7 @@ def weight_gradient(
         **_NOWHERE,
         "exponentials": exponentials,
         "rows": rows,
-        "count": launch.positions.count,
+        "count": launch.positions.number,
         "shrink": upstream.inverse_grad_scale,
         "again_from": Code("tl.load(chunk)"),
         "again": 0,

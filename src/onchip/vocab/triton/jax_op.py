@@ -144,4 +144,5 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         state = step(0, state) if group.times == 1 else lax.fori_loop(0, group.times, step, state)
     grad_hidden = gradient_of_first(at, above, state["sums"], targets=False) if needs.hidden else None
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
-    return Projection(*alone((grad_hidden, state.get("out"), grad_bias)), layer.vocab_axis)
+    grad_hidden, grad_weight, grad_bias = alone((grad_hidden, state.get("out"), grad_bias))
+    return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)

@@ -86,7 +86,7 @@ class Outputs(NamedTuple):
     """What forward returns."""
 
     loss: Array  # [] float32, or [T] with reduction "none"
-    stats: tuple[Array, Array, Array, Array] | None  # [T] lse, log_prob, entropy and correct, if asked for
+    stats: tuple[Array, ...] | None  # [T] lse, log_prob, entropy and correct, if asked for
 
     @staticmethod
     def of_nothing(static: Static) -> "Outputs":
@@ -140,8 +140,8 @@ class Call(NamedTuple):
         loss = self.reduction.reduced(self.loss.value(stats), self.tokens, per_token=static.reduction == "none")
         if stats.entropy is None:
             return Outputs(loss, None)
-        correct = stats.argmax == self.ids[:, 0]
-        return Outputs(loss, (*map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct)),))
+        correct: Any = stats.argmax == self.ids[:, 0]
+        return Outputs(loss, tuple(map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct))))
 
     def gradient(self, stats: TokenStats, upstream: Array, vocab: int) -> TokenGradient:
         """By the final logits, for an upstream gradient [] or [T]."""

@@ -1,7 +1,7 @@
 """What walks over the [tokens, vocab] matrix in JAX are made of: the logits of a tile, their softmax, their gradient.
 
-The final logits z are those of a linear layer (`Projection`) or exist already (`Logits`), after a `Transform`.  From the
-ids of a token come its `TokenStats`; every gradient by z that the ops need is a `TokenGradient`::
+The final logits z are those of a linear layer (`Projection`) or exist already (`Logits`), after a `Transform`.  From
+the ids of a token come its `TokenStats`; every gradient by z that the ops need is a `TokenGradient`::
 
     p (factor + entropy (z - mean)) - even,   with p the softmax and mean = sum(p z),
 
@@ -58,7 +58,7 @@ class Tokens(NamedTuple):
 
 
 def select_tokens(labels: Array, chunk: int, *, by_label: bool = False) -> Tokens:
-    """The tokens whose label isn't IGNORED, in their own order, or by ascending label with those out of range behind."""
+    """The tokens whose label isn't IGNORED, in their own order, or by ascending label, those out of range behind."""
     total = labels.shape[0]
     padded = -(-total // chunk) * chunk
     kept = labels != IGNORED
@@ -171,8 +171,9 @@ class Projection:
 class Logits(NamedTuple):
     """Logits [T, V] that exist already, of which a chunk has the whole vocabulary.
 
-    Rows of 16-bit floats are fetched and stored as integers of the same bits.  XLA's CPU backend would otherwise do both
-    in float32, and for that keep all of the logits and of the gradient in float32; so it keeps one copy as integers.
+    Rows of 16-bit floats are fetched and stored as integers of the same bits.  XLA's CPU backend would otherwise do
+    both in float32, and for that keep all of the logits and of the gradient in float32; so it keeps one copy as
+    integers.
     """
 
     bits: Array
@@ -272,11 +273,12 @@ class TokenStats(NamedTuple):
     argmax: Array | None = None  # int32, -1 where all logits are -inf
 
     @staticmethod
-    def empty(n: int, ids: int, wanted: Wanted) -> "TokenStats":
+    def empty(ids: Array, wanted: Wanted) -> "TokenStats":
+        n = ids.shape[0]
         zeros = jnp.zeros(n, jnp.float32)
         entropy, even = zeros if wanted.entropy else None, zeros if wanted.even else None
         argmax = jnp.full(n, -1, jnp.int32) if wanted.argmax else None
-        return TokenStats(zeros, jnp.zeros((n, ids), jnp.float32), entropy, entropy, even, argmax)
+        return TokenStats(zeros, jnp.zeros(ids.shape, jnp.float32), entropy, entropy, even, argmax)
 
     @staticmethod
     def make(
@@ -313,13 +315,14 @@ class Softmax(NamedTuple):
     argmax: Array | None  # int32, the first
 
     @staticmethod
-    def empty(n: int, ids: int, wanted: Wanted) -> "Softmax":
+    def empty(ids: Array, wanted: Wanted) -> "Softmax":
+        n = ids.shape[0]
         zeros = jnp.zeros(n, jnp.float32)
         return Softmax(
             max=jnp.full(n, LOWEST, jnp.float32),
             total=zeros,
             below=zeros,
-            picked=jnp.zeros((n, ids), jnp.float32),
+            picked=jnp.zeros(ids.shape, jnp.float32),
             offset_sum=zeros if wanted.even else None,
             moment=zeros if wanted.entropy else None,
             argmax=jnp.full(n, -1, jnp.int32) if wanted.argmax else None,

@@ -1,7 +1,7 @@
 """The walks over the [tokens, vocab] matrix in plain JAX, tile by tile, on any device; and the 'xla' backend.
 
-`statistics` has no gradients.  `gradients` computes each chunk's logits again, chunk by chunk of the vocabulary; `stash`
-makes statistics and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
+`statistics` has no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `stash` makes
+ statistics and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
 front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
 
 A backend of linear_cross_entropy is a module with these functions and flags::
@@ -104,10 +104,10 @@ def statistics(
             z, _ = of_chunk.apply(source.part(columns).logits(rows))
             return softmax.absorb(z, columns, own)
 
-        softmax = over_vocab(source.vocab, plan.vocab_chunk, absorb, Softmax.empty(*own.shape, wanted), own)
+        softmax = over_vocab(source.vocab, plan.vocab_chunk, absorb, Softmax.empty(own, wanted), own)
         return write_rows(made, softmax.complete(own, source.vocab), start)  # type: ignore[no-any-return]
 
-    return over_tokens(tokens, plan.token_chunk, step, TokenStats.empty(*ids.shape, wanted))  # type: ignore[no-any-return]
+    return over_tokens(tokens, plan.token_chunk, step, TokenStats.empty(ids, wanted))  # type: ignore[no-any-return]
 
 
 def gradients(
@@ -120,7 +120,7 @@ def gradients(
     stats: TokenStats,
     gradient: TokenGradient,  # by the final logits
 ) -> Projection:
-    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, each chunk's logits computed again."""
+    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed."""
     dtype, axis, chunk = projection.hidden.dtype, projection.vocab_axis, plan.token_chunk
     gradient = gradient.times(transform.factor())
     grad_scale = float16_scale(gradient.size(), dtype)
@@ -141,7 +141,8 @@ def gradients(
             """Add what the tokens from `start` on give."""
             rows = projection.rows(tokens, start, chunk)
             z, slope = transform.of_chunk(start, chunk).apply(part.logits(rows))
-            g = logits_gradient(z, slope, *cut_rows(of_rows, start, chunk), columns)
+            known, upstream, own = cut_rows(of_rows, start, chunk)
+            g = logits_gradient(z, slope, known, upstream, own, columns)
             return accumulate(carry, part, g, rows, start, chunk)
 
         zeros = (
@@ -215,7 +216,7 @@ def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[To
         rows = projection.rows(tokens, start, chunk)
         own, row = cut_rows((call.ids, row_scale), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(projection.logits(rows))
-        softmax = Softmax.empty(*own.shape, wanted).absorb(z, columns, own)
+        softmax = Softmax.empty(own, wanted).absorb(z, columns, own)
         stats = softmax.complete(own, vocab)
         gradient = call.loss.gradient(stats, row, vocab)
         # The exponentials are those of the softmax: no second ones are computed.
@@ -228,6 +229,8 @@ def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[To
         jnp.zeros(projection.weight.shape, jnp.float32) if needs.weight else None,
         jnp.zeros(vocab, jnp.float32) if needs.bias else None,
     )
-    carry = (TokenStats.empty(*call.ids.shape, wanted), zeros)
+    carry = (TokenStats.empty(call.ids, wanted), zeros)
     stats, sums = over_tokens(tokens, chunk, step, carry)
-    return stats, Stashed(Projection(*sums, projection.vocab_axis), grad_scale, tokens)
+    grad_hidden, grad_weight, grad_bias = sums
+    made = Projection(grad_hidden, grad_weight, grad_bias, projection.vocab_axis)
+    return stats, Stashed(made, grad_scale, tokens)
