@@ -80,7 +80,7 @@ class Positions(NamedTuple):
         """[P, H] float32: the weight of each label."""
         at, weight = jnp.maximum(label, 0), self.layer.weight
         rows = weight.at[at].get(mode="clip") if self.layer.vocab_axis == 0 else weight.at[:, at].get(mode="clip").T
-        return rows.astype(jnp.float32)
+        return rows.astype(jnp.float32)  # type: ignore[no-any-return]
 
     def target_logit(self, rows: Array, part: slice) -> Array:
         """Of the positions of `part`, with these hidden states."""
@@ -133,7 +133,7 @@ class Positions(NamedTuple):
 
 def joined(stats: list[TokenStats]) -> TokenStats:
     """Of neighbouring parts."""
-    return stats[0] if len(stats) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *stats)  # type: ignore[no-any-return]
+    return stats[0] if len(stats) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *stats)
 
 
 def stored_tiles(call: Call, heuristics: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
