@@ -1,4 +1,4 @@
-"""The JAX op under JAX's transformations, its memory, and every way to call it wrongly."""
+"""The memory of the JAX op, and what tests/test_jax_ops.py doesn't have of its transformations."""
 
 from functools import partial
 
@@ -16,9 +16,6 @@ def test_vmap_over_token_temperatures():
     tau = jnp.linspace(0.5, 2, 24).reshape(2, 12)
     one = jax.jit(jax.grad(lambda x, y, t: cross_entropy(x, y, temperature=t)))
     assert_same(jax.jit(jax.vmap(one))(x, y, tau), jnp.stack([one(x[i], y[i], tau[i]) for i in range(2)]))
-
-
-# ----------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize(

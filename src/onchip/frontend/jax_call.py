@@ -25,11 +25,6 @@ class Static:
     scratch_bytes: int | None
     return_stats: bool
 
-    @property
-    def vocab_axis(self) -> int:
-        """The dimension of weight that is the vocabulary."""
-        return self.weight_layout.index("v")
-
 
 class Forward(Protocol):
     """The outputs, and what backward needs: any pytree."""
