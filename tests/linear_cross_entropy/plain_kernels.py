@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.vocab.mosaic.blocks import LOWEST, NO_LABEL, REACH, Places
-from onchip.vocab.mosaic.kernels import Partials
+from onchip.vocab.mosaic.blocks import LOWEST, NO_LABEL, REACH, LogitBuffer
+from onchip.vocab.mosaic.kernels import Kept, Partials
 
-__all__ = ["REACH", "Places"]
+__all__ = ["REACH", "Kept", "LogitBuffer", "Partials"]
 TILE = 128  # tokens
 WIDE = 256  # vocabulary entries
 
@@ -57,8 +57,8 @@ def unscaled(rows, weight, vocab_major, bias, inner_scale, padded):
 
 
 def softmax_tiles(
-    rows, weight, label, factor, count, *, vocab_major, bias=None, inner_scale=None, shift=None, stash=None, spare=None,
-    places=None, exponential_scale=1.0, smoothing=False, stats=False, config=None,
+    kept, rows, weight, label, factor, count, *, vocab_major, bias=None, inner_scale=None, shift=None, buffer=None,
+    exponential_scale=1.0, smoothing=False, stats=False, config=None,
 ):  # fmt: skip
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
@@ -77,17 +77,18 @@ def softmax_tiles(
         unwritten = jnp.iinfo(jnp.int32).max if value.dtype == jnp.int32 else jnp.nan
         return jnp.where(done, value.T, unwritten)
 
-    if isinstance(spare, jax.Ref):  # and no array, from which the caller wants shapes alone
+    if kept is not None:
+        _, in_weight_grad, spare = kept
         above = maximum - shift[:, None]
         f = jnp.where(above > REACH, 1.0, jnp.exp(above)) * exponential_scale
         value = (e * f[:, :, None]).reshape(tokens, padded).astype(rows.dtype)
         value = turned(jnp.where(done[:, None], value, jnp.nan), vocab_major)
         cut = (lambda first, last: value[first:last]) if vocab_major else (lambda first, last: value[:, first:last])
-        spare[...] = cut(places.split, padded)
-        if stash is not None:
-            at = slice(places.shift, places.shift + places.split)
-            stash[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = cut(0, places.split)
-    return Partials(
+        spare[...] = cut(buffer.split, padded)
+        if in_weight_grad is not None:
+            at = slice(buffer.shift, buffer.shift + buffer.split)
+            in_weight_grad[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = cut(0, buffer.split)
+    made = Partials(
         part(maximum),
         part(e.sum(2)),
         part(jnp.where(jnp.isinf(below), 0, below).sum(2)) if smoothing else None,
@@ -96,6 +97,10 @@ def softmax_tiles(
         if stats
         else None,
     )
+    if kept is None or kept.partials is None:
+        return made
+    jax.tree.map(lambda ref, x: ref.__setitem__(..., x), kept.partials, made)
+    return None
 
 
 def gradient_tiles(
@@ -116,26 +121,26 @@ def gradient_tiles(
     return turned(jnp.where(tokens_done(tokens, count)[:, None], g.astype(rows.dtype), jnp.nan), vocab_major)
 
 
-def kept_entries(stash, spare, places, vocab, vocab_major, tokens):
+def kept_entries(in_weight_grad, spare, buffer, vocab, vocab_major, tokens):
     """[tokens, entries]: all that is kept of some tokens."""
     padded = -(-vocab // WIDE) * WIDE
-    parts = [entries(stash, places.shift, places.split, vocab_major, tokens)] if places.split else []
-    return jnp.concatenate([*parts, entries(spare, 0, padded - places.split, vocab_major, tokens)], 1)
+    parts = [entries(in_weight_grad, buffer.shift, buffer.split, vocab_major, tokens)] if buffer.split else []
+    return jnp.concatenate([*parts, entries(spare, 0, padded - buffer.split, vocab_major, tokens)], 1)
 
 
 def hidden_product(
-    weight, count, *, vocab_major, tokens, stash=None, spare=None, places=None, overflow=None, again=None, first=None,
-    scale=None, add_to, second=None, halves=False, config=None,
+    weight, count, *, vocab_major, tokens, in_weight_grad=None, spare=None, buffer=None, in_scratch=None,
+    recomputed=None, first=None, scale=None, add_to, second=None, halves=False, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
-    if again is not None:
-        e = turned(again, vocab_major)
+    if recomputed is not None:
+        e = turned(recomputed, vocab_major)
     else:
-        more = 0 if overflow is None else overflow.shape[1 if vocab_major else 0]
-        e = kept_entries(stash[...], spare, places, vocab, vocab_major, tokens - more)
+        more = 0 if in_scratch is None else in_scratch.shape[1 if vocab_major else 0]
+        e = kept_entries(in_weight_grad[...], spare, buffer, vocab, vocab_major, tokens - more)
         if more:
-            e = jnp.concatenate([e, entries(overflow, 0, padded, vocab_major, more)])
+            e = jnp.concatenate([e, entries(in_scratch, 0, padded, vocab_major, more)])
     first = 0 if first is None else first[0]
     size, done = e.shape[1], tokens_done(tokens, count)
     w = lax.dynamic_slice_in_dim(rows_of(weight, vocab_major, padded + size), first, size, 0)
@@ -148,8 +153,8 @@ def hidden_product(
 
 
 def weight_product(
-    out, rows, count, *, vocab_major, first, size, skip=0, number=None, places=None, spare=None, kept_tokens=None,
-    overflow=None, again=None, shrink=None, after=None, config=None,
+    out, rows, count, *, vocab_major, first, size, skip=0, number=None, buffer=None, spare=None, kept_tokens=None,
+    in_scratch=None, recomputed=None, inverse_grad_scale=None, after=None, config=None,
 ):  # fmt: skip
     before = skip + (0 if number is None else number[0] * size)
     first = first + before
@@ -157,40 +162,41 @@ def weight_product(
     vocab = out.shape[0 if vocab_major else 1]
     parts = []
     if kept:
-        assert spare is not None or size <= places.shift
-        source, at = (out[...], first[0] + places.shift) if spare is None else (spare, 0)
+        assert spare is not None or size <= buffer.shift
+        source, at = (out[...], first[0] + buffer.shift) if spare is None else (spare, 0)
         parts.append(entries(source, at, size, vocab_major, kept))
-    if overflow is not None:
-        parts.append(entries(overflow, first[0], size, vocab_major, overflow.shape[1 if vocab_major else 0]))
-    if again is not None:
-        again = turned(again, vocab_major)
-        parts.append(lax.dynamic_slice_in_dim(jnp.pad(again, ((0, 0), (0, size))), before, size, 1))
+    if in_scratch is not None:
+        parts.append(entries(in_scratch, first[0], size, vocab_major, in_scratch.shape[1 if vocab_major else 0]))
+    if recomputed is not None:
+        recomputed = turned(recomputed, vocab_major)
+        parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, size))), before, size, 1))
     done = jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // config.tile_k) * config.tile_k
     e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
-    product = e.T @ rows.astype(jnp.float32) * (1.0 if shrink is None else shrink)
+    product = e.T @ rows.astype(jnp.float32) * (1.0 if inverse_grad_scale is None else inverse_grad_scale)
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
     old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
     out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
 
 
-def settle_exponentials(stash, spare, maximum, before, after, count, *, vocab_major, places, vocab, config=None):
+def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, buffer, vocab, config=None):
+    _, in_weight_grad, spare = kept
     (tokens,) = before.shape
     moved = (before != after) & (jnp.arange(tokens) < count[0])
     top = jnp.repeat(maximum.T, config.part_n, 1)
     used = jnp.where(top - before[:, None] > REACH, top, before[:, None])
     f = jnp.where(moved[:, None], jnp.exp(used - after[:, None]), 1)
 
-    def settled(ref, first, start, stop):
+    def rebased(ref, first, start, stop):
         size = stop - start
         value = entries(ref[...], first, size, vocab_major, tokens).astype(jnp.float32)
         value = turned(jnp.where(f[:, start:stop] == 1, value, value * f[:, start:stop]).astype(ref.dtype), vocab_major)
         at = slice(first, first + size)
         ref[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = value
 
-    if stash is not None and places.split:
-        settled(stash, places.shift, 0, places.split)
-    settled(spare, 0, places.split, top.shape[1])
+    if in_weight_grad is not None and buffer.split:
+        rebased(in_weight_grad, buffer.shift, 0, buffer.split)
+    rebased(spare, 0, buffer.split, top.shape[1])
 
 
 def add_targets(out, hidden, token, label, term, *, vocab_major):

@@ -15,6 +15,7 @@ from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
+from shared_jax import our_functions
 
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
@@ -24,7 +25,7 @@ LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
-    for module in ("_kernels", "_settle"):
+    for module in ("_kernels", "_rebase"):
         monkeypatch.setattr(mosaic_op, module, lambda: plain_kernels)
     # Nothing that was compiled for other kernels, or other plans.
     jax.clear_caches()
@@ -86,6 +87,23 @@ def test_labels_out_of_range_and_ignored(kept, monkeypatch):
     assert jnp.isnan(grad_hidden[bad]).all()
     assert (grad_hidden[ignored] == 0).all()
     assert jnp.isfinite(grad_hidden[good]).all()
+
+
+@pytest.mark.parametrize("differentiate", [True, False])
+def test_four_functions_from_the_public_one_to_a_kernel(differentiate, monkeypatch):
+    found = []
+
+    def recorded(kernel):
+        return lambda *x, **y: found.append(our_functions()) or kernel(*x, **y)
+
+    for name in ("softmax_tiles", "rebase_exponentials"):
+        monkeypatch.setattr(plain_kernels, name, recorded(getattr(plain_kernels, name)))
+    hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
+    op = partial(linear_cross_entropy, backend="mosaic_gpu")
+    jax.eval_shape(jax.grad(op, (0, 1)) if differentiate else op, hidden, weight, labels)
+    rule = "call_forward" if differentiate else "call"
+    assert found
+    assert {tuple(x) for x in found} == {("linear_cross_entropy", rule, "_forward", "forward")}
 
 
 def test_forward_in_chunks_of_tokens(monkeypatch):

@@ -15,8 +15,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.kernels.mosaic.product import SHARED_BYTES, MosaicConfig, Work, place_tile
-from onchip.vocab.mosaic import kernels, settle
-from onchip.vocab.mosaic.blocks import NO_LABEL, Places, tanh
+from onchip.vocab.mosaic import kernels, rebase
+from onchip.vocab.mosaic.blocks import NO_LABEL, LogitBuffer, tanh
 from shared_jax import quick_compilation  # noqa: F401
 from tanh import assert_is_tanh
 
@@ -52,8 +52,8 @@ class Sizes:
         tokens, self.hidden, self.vocab = MODELS[model]
         self.tokens = min(tokens, self.hidden // 128 * 128)
         self.chunk = 8192
-        self.places = Places(self.chunk, self.vocab // 256 * 256 - self.chunk)
-        self.entries = -(-self.vocab // 256) * 256 - self.places.split
+        self.buffer = LogitBuffer(self.chunk, self.vocab // 256 * 256 - self.chunk)
+        self.entries = -(-self.vocab // 256) * 256 - self.buffer.split
         self.dtype = dtype
         self.rows = ((self.tokens, self.hidden), dtype)
         self.weight = ((self.vocab, self.hidden) if vocab_major else (self.hidden, self.vocab), dtype)
@@ -72,14 +72,14 @@ def test_softmax_lowers(model, vocab_major):
     s = Sizes(model, vocab_major)
     f = partial(kernels.softmax_tiles, vocab_major=vocab_major, config=MosaicConfig())
     inputs = (s.rows, s.weight, s.label, s.vector, s.count)
-    compile_only(f, *inputs)
+    compile_only(partial(f, None), *inputs)
     compile_only(
-        lambda *x: f(*x[:-2], bias=x[-2], inner_scale=x[-1], smoothing=True, stats=True), *inputs, s.bias, s.inner
+        lambda *x: f(None, *x[:-2], bias=x[-2], inner_scale=x[-1], smoothing=True, stats=True), *inputs, s.bias, s.inner
     )
 
     def keep(*x):
         stash, spare = (jax.new_ref(lax.empty(*shape)) for shape in (s.weight, s.spare))
-        made = f(*x[:-1], shift=x[-1], stash=stash, spare=spare, places=s.places)
+        made = f(kernels.Kept(None, stash, spare), *x[:-1], shift=x[-1], buffer=s.buffer)
         return made, jax.freeze(stash), jax.freeze(spare)
 
     text = compile_only(keep, *inputs, s.vector)
@@ -100,14 +100,24 @@ def test_gradients_lower(model, vocab_major):
 
     def walk(stash, spare, rows, weight, scale, count):
         ref, sums = jax.new_ref(stash), jax.new_ref(jnp.zeros((s.tokens, s.hidden), jnp.float32))
-        places = {"places": s.places, **common}
+        buffer = {"buffer": s.buffer, **common}
         kernels.hidden_product(
-            weight, count, tokens=s.tokens, stash=ref, spare=spare, scale=scale, add_to=sums, halves=True, **places
+            weight,
+            count,
+            tokens=s.tokens,
+            in_weight_grad=ref,
+            spare=spare,
+            scale=scale,
+            add_to=sums,
+            halves=True,
+            **buffer,
         )
         hidden = jax.freeze(sums)
-        kernels.weight_product(ref, rows, count, first=at(0), size=s.chunk, after=hidden, **places)
-        split = at(s.places.split)
-        kernels.weight_product(ref, rows, count, first=split, size=s.entries, spare=spare, shrink=scale[:1], **places)
+        kernels.weight_product(ref, rows, count, first=at(0), size=s.chunk, after=hidden, **buffer)
+        split = at(s.buffer.split)
+        kernels.weight_product(
+            ref, rows, count, first=split, size=s.entries, spare=spare, inverse_grad_scale=scale[:1], **buffer
+        )
         return hidden, jax.freeze(ref)
 
     text = compile_only(walk, s.weight, s.spare, s.rows, s.weight, s.vector, s.count)
@@ -116,8 +126,12 @@ def test_gradients_lower(model, vocab_major):
 
     def again(sums, gradient, chunk, weight, rows, count):
         out, into = jax.new_ref(sums), jax.new_ref(gradient)
-        kernels.hidden_product(weight, count, tokens=s.tokens, again=chunk, first=at(s.chunk), add_to=out, **common)
-        kernels.weight_product(into, rows, count, first=at(s.chunk), size=s.chunk, kept_tokens=0, again=chunk, **common)
+        kernels.hidden_product(
+            weight, count, tokens=s.tokens, recomputed=chunk, first=at(s.chunk), add_to=out, **common
+        )
+        kernels.weight_product(
+            into, rows, count, first=at(s.chunk), size=s.chunk, kept_tokens=0, recomputed=chunk, **common
+        )
         return jax.freeze(out), jax.freeze(into)
 
     sums = ((s.tokens, s.hidden), jnp.float32)
@@ -126,15 +140,15 @@ def test_gradients_lower(model, vocab_major):
 
 @LAYOUTS
 @LOWERED
-def test_settling_lowers(model, vocab_major):
+def test_rebasing_lowers(model, vocab_major):
     s = Sizes(model, vocab_major)
     config = MosaicConfig()
 
     def run(stash, spare, maximum, before, after, count):
         refs = jax.new_ref(stash), jax.new_ref(spare)
-        settle.settle_exponentials(
-            *refs, maximum, before, after, count,
-            vocab_major=vocab_major, places=s.places, vocab=s.vocab, config=config,
+        rebase.rebase_exponentials(
+            kernels.Kept(None, *refs), maximum, before, after, count,
+            vocab_major=vocab_major, buffer=s.buffer, vocab=s.vocab, config=config,
         )  # fmt: skip
         return [jax.freeze(x) for x in refs]
 
@@ -150,7 +164,7 @@ def test_targets_lower(model, vocab_major):
 
     def run(gradient, *x):
         ref = jax.new_ref(gradient)
-        settle.add_targets(ref, *x, vocab_major=vocab_major)
+        rebase.add_targets(ref, *x, vocab_major=vocab_major)
         return jax.freeze(ref)
 
     text = compile_only(run, s.weight, s.rows, s.label, s.label, s.vector)
@@ -159,7 +173,7 @@ def test_targets_lower(model, vocab_major):
 
 @pytest.mark.parametrize("hidden", [128, 136, 192, 2560, 2880, 4072, 4096, 5120, 7168])
 def test_strips_cover_a_row(hidden):
-    share, strip = settle._strips(hidden)
+    share, strip = rebase._strips(hidden)
     assert hidden % share == share % 8 == strip % 128 == 0
     assert strip <= share
 
@@ -221,7 +235,7 @@ def test_groups_of_rows_are_even():
 
 CONFIG = MosaicConfig(tile_m=128, tile_n=128, stages=2, group=2)
 TOKENS, COUNT, HIDDEN, SPLIT = 256, 150, 192, 256
-PLACES = Places(128, SPLIT)
+BUFFER = LogitBuffer(128, SPLIT)
 PADDED = 512  # vocabulary entries
 
 
@@ -275,7 +289,7 @@ class Small:
 
     def kept(self, stash, spare):
         """Exponentials of the tokens that there is room for."""
-        stashed = self.values(np.asarray(stash, np.float64), PLACES.shift, SPLIT, HIDDEN)
+        stashed = self.values(np.asarray(stash, np.float64), BUFFER.shift, SPLIT, HIDDEN)
         spared = self.values(np.asarray(spare, np.float64), 0, PADDED - SPLIT, HIDDEN)
         return np.concatenate([stashed, spared], 1)
 
@@ -303,8 +317,8 @@ def test_softmax(vocab_major, interpreter):
         stash = reference_to(jnp.full(s.weight.shape, jnp.nan, jnp.bfloat16))
         spare = reference_to(jnp.full((PADDED - SPLIT, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
         made = kernels.softmax_tiles(
-            s.rows, s.weight, s.label, s.factor, s.count,
-            vocab_major=vocab_major, shift=s.shift, stash=stash, spare=spare, places=PLACES,
+            kernels.Kept(None, stash, spare), s.rows, s.weight, s.label, s.factor, s.count,
+            vocab_major=vocab_major, shift=s.shift, buffer=BUFFER,
             smoothing=True, stats=True, config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return made, jax.freeze(stash), jax.freeze(spare)
@@ -336,8 +350,8 @@ def test_softmax_all_kept_in_scratch(vocab_major, interpreter):
     def run():
         spare = reference_to(jnp.full((PADDED, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
         kernels.softmax_tiles(
-            s.rows, s.weight, s.label, s.factor, s.count, vocab_major=vocab_major, shift=s.shift, spare=spare,
-            places=Places(0, 0), config=CONFIG, interpret=interpreter,
+            kernels.Kept(None, None, spare), s.rows, s.weight, s.label, s.factor, s.count, vocab_major=vocab_major,
+            shift=s.shift, buffer=LogitBuffer(0, 0), config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return jax.freeze(spare)
 
@@ -355,22 +369,22 @@ def test_products(vocab_major, interpreter):
     values = np.zeros((192, PADDED))
     values[: s.n] = s.exponentials
     kept = 128
-    stash = s.matrix(values[:kept, :SPLIT], (s.vocab, HIDDEN), PLACES.shift)
+    stash = s.matrix(values[:kept, :SPLIT], (s.vocab, HIDDEN), BUFFER.shift)
     spare = s.matrix(values[:kept, SPLIT:], (PADDED - SPLIT, kept), 0)
-    overflow = s.matrix(np.pad(values[kept:], ((0, 64), (0, 0))), (PADDED, TOKENS - kept), 0)
+    in_scratch = s.matrix(np.pad(values[kept:], ((0, 64), (0, 0))), (PADDED, TOKENS - kept), 0)
     values = np.asarray(jnp.asarray(values[: s.n], jnp.bfloat16), np.float64)
-    common = {"vocab_major": vocab_major, "places": PLACES, "config": CONFIG, "interpret": interpreter}
-    common |= {"overflow": overflow}
+    common = {"vocab_major": vocab_major, "buffer": BUFFER, "config": CONFIG, "interpret": interpreter}
+    common |= {"in_scratch": in_scratch}
     chunk = partial(kernels.weight_product, kept_tokens=kept, **common)
 
     @jax.jit
     def run():
         ref = reference_to(stash)
         hidden = kernels.hidden_product(
-            s.weight, s.count, tokens=TOKENS, stash=ref, spare=spare, scale=s.scale, **common
+            s.weight, s.count, tokens=TOKENS, in_weight_grad=ref, spare=spare, scale=s.scale, **common
         )
-        for number in range(SPLIT // PLACES.shift):
-            chunk(ref, s.rows, s.count, first=at(0), size=PLACES.shift, number=at(number), after=hidden)
+        for number in range(SPLIT // BUFFER.shift):
+            chunk(ref, s.rows, s.count, first=at(0), size=BUFFER.shift, number=at(number), after=hidden)
         chunk(ref, s.rows, s.count, first=at(SPLIT), size=PADDED - SPLIT, spare=spare)
         return hidden, jax.freeze(ref)
 
@@ -407,11 +421,11 @@ def test_gradient_again(vocab_major, interpreter):
             s.rows, s.weight, s.label, s.factor, padded(lse, np.inf), s.scale, padded(at_target), s.count,
             size=size, even=padded(even), bias=s.bias, inner_scale=jnp.full(1, inner), **common,
         )  # fmt: skip
-        hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, again=again, **common)
+        hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
         others = again[:, kept:] if vocab_major else again[kept:]
         ref = reference_to(stash)
         kernels.weight_product(
-            ref, s.rows, s.count, size=size, places=PLACES, kept_tokens=kept, spare=spare, again=others, **common
+            ref, s.rows, s.count, size=size, buffer=BUFFER, kept_tokens=kept, spare=spare, recomputed=others, **common
         )
         return again, hidden, jax.freeze(ref)
 
@@ -426,7 +440,7 @@ def test_gradient_again(vocab_major, interpreter):
 
 
 @LAYOUTS
-def test_settle(vocab_major, interpreter):
+def test_rebasing(vocab_major, interpreter):
     """Of the first 128 tokens some have moved; past the last one that counts nothing may be looked at."""
     s = Small(vocab_major, vocab=448)
     rng = np.random.default_rng(2)
@@ -439,15 +453,15 @@ def test_settle(vocab_major, interpreter):
     maximum[:, n:] = before[n:] = np.nan
     values = np.exp(rng.normal(size=(room, PADDED)))
     values[n:] = values[:, s.vocab :] = 0
-    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), PLACES.shift)
+    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), BUFFER.shift)
     spare = s.matrix(values[:, SPLIT:], (PADDED - SPLIT, TOKENS), 0)
 
     @jax.jit
     def run(after):
         refs = reference_to(stash), reference_to(spare)
-        settle.settle_exponentials(
-            *refs, maximum, before, after, jnp.asarray([n]),
-            vocab_major=vocab_major, places=PLACES, vocab=s.vocab, config=CONFIG, interpret=interpreter,
+        rebase.rebase_exponentials(
+            kernels.Kept(None, *refs), maximum, before, after, jnp.asarray([n]),
+            vocab_major=vocab_major, buffer=BUFFER, vocab=s.vocab, config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return [jax.freeze(x) for x in refs]
 
@@ -483,7 +497,7 @@ def test_targets(vocab_major, hidden, interpreter):
     @jax.jit
     def run():
         ref = reference_to(gradient if vocab_major else gradient.T)
-        settle.add_targets(ref, rows, token, label, term, vocab_major=vocab_major, interpret=interpreter)
+        rebase.add_targets(ref, rows, token, label, term, vocab_major=vocab_major, interpret=interpreter)
         return jax.freeze(ref)
 
     expected = np.asarray(gradient, np.float64)

@@ -39,8 +39,6 @@ def backward(options: Options, layout: str, kept: Any, weight: Any, g: Any, x_dt
     return jax.custom_batching.sequential_vmap(run)(kept, weight, g)  # type: ignore[no-any-return]
 
 
-# jit, so that a call outside of one is not run operation by operation.
-@partial(jax.jit, static_argnums=(0, 1))
 def _forward(options: Options, layout: str, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     n = weight.shape[0 if layout == "nk" else 1]
     wide = None if bias is None else bias.astype(jnp.float32)
@@ -49,7 +47,6 @@ def _forward(options: Options, layout: str, x: Any, weight: Any, bias: Any) -> t
     return out[: len(x), :n], _columns(x, "e4m3", options)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
 def _backward(options: Options, layout: str, x_dtype: Any, kept: Any, weight: Any, g: Any) -> tuple[Any, Any]:
     fmt = options.grad_dtype
     product = _kernels().scaled_product

@@ -1,10 +1,11 @@
-"""What a front end in JAX hands to a backend, under `jax.shard_map` too, and how it says that it has first derivatives
-alone."""
+"""How JAX calls an op: derivatives of first order by reverse mode, and arrays that vary under `jax.shard_map`."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Protocol
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 # What stands for a label that is not in [0, V).
 IGNORED = -1
@@ -13,7 +14,7 @@ OUT_OF_RANGE = -2
 
 @dataclass(frozen=True)
 class Static:
-    """What is known while tracing; a call with another `Static` compiles anew."""
+    """What is known of a linear_cross_entropy or cross_entropy while tracing; another `Static` compiles anew."""
 
     backend: str
     platform: str  # "cpu", "gpu" or "tpu"
@@ -24,35 +25,88 @@ class Static:
     scratch_bytes: int | None
     return_stats: bool
 
-    @property
-    def vocab_axis(self) -> int:
-        """The dimension of weight that is the vocabulary."""
-        return self.weight_layout.index("v")
+
+class Forward(Protocol):
+    """The outputs, and what backward needs: any pytree."""
+
+    def __call__(self, static: Any, needs: Any, parameters: Any, constants: Any, /) -> tuple[Any, Any]: ...
 
 
-class Tensors(NamedTuple):
-    """The arrays of a call.  What the call doesn't use is None; numbers are float32 arrays, so that a new value does
-    not compile anew."""
+class Backward(Protocol):
+    """The gradients: a tree like the parameters, with None for what needs none."""
 
-    hidden: jax.Array  # [T, H] float32, bfloat16 or float16
-    weight: jax.Array  # [V, H], or [H, V] with layout "hv", of hidden's dtype
-    labels: jax.Array  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
-    bias: jax.Array | None = None  # [V] of hidden's dtype
-    token_weight: jax.Array | None = None  # [T] float32
-    temperature: jax.Array | None = None  # [T] or [] float32
-    normalizer: jax.Array | None = None  # [] float32
-    label_smoothing: jax.Array | None = None  # [] float32, as all below
-    z_loss: jax.Array | None = None
-    softcap: jax.Array | None = None
-    logit_scale: jax.Array | None = None
+    def __call__(self, static: Any, needs: Any, residuals: Any, cotangents: Any, /) -> Any: ...
 
 
-class Needs(NamedTuple):
-    """Which gradients are wanted."""
+@partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["needs", "like"])
+@dataclass(frozen=True)
+class _Saved:
+    """What backward gets."""
 
-    hidden: bool
-    weight: bool
-    bias: bool
+    residuals: Any
+    needs: Any
+    like: Any
+
+
+def with_gradients(op: str, forward: Forward, backward: Backward) -> Any:
+    """A function of (static, parameters, constants) with first derivatives of the parameters, by reverse mode alone.
+
+    `static` is hashable; `parameters` and `constants` are pytrees of arrays.  `needs`, a tree like the parameters, says
+    of each whether it needs a gradient.  Gradients may have any dtype: they are cast to their parameters'.  Cotangents
+    that are zero come as None; where all are, backward isn't called.
+
+    Both functions run under jit, compiled anew for another `static` or `needs`, so that a call outside of a jit doesn't
+    run operation by operation; `jitted` of the result has both.  To differentiate either would be a second derivative
+    of the op: that raises NotImplementedError.  Forward mode raises JAX's own TypeError.
+    """
+
+    def cast_backward(static: Any, needs: Any, like: Any, residuals: Any, cotangents: Any) -> Any:
+        made = backward(static, needs, residuals, cotangents)
+        return jax.tree.map(lambda x, g: g.astype(x.dtype).reshape(x.shape), like, made)
+
+    jit_forward = jax.jit(forward, static_argnums=(0, 1))
+    jit_backward = jax.jit(cast_backward, static_argnums=(0, 1, 2))
+    run_forward = jax.custom_jvp(jit_forward, nondiff_argnums=(0, 1))
+    run_backward = jax.custom_jvp(jit_backward, nondiff_argnums=(0, 1, 2))
+    for run in (run_forward, run_backward):
+        run.defjvp(partial(refuse_second_derivative, op))
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def call(static: Any, parameters: Any, constants: Any) -> Any:
+        return run_forward(static, jax.tree.map(lambda _: False, parameters), parameters, constants)[0]
+
+    def call_forward(static: Any, parameters: Any, constants: Any) -> tuple[Any, _Saved]:
+        needs = jax.tree.map(lambda x: x.perturbed, parameters)
+        values = jax.tree.map(lambda x: x.value, (parameters, constants))
+        outputs, residuals = run_forward(static, needs, *values)
+        return outputs, _Saved(residuals, needs, jax.tree.map(_like, parameters))
+
+    def call_backward(static: Any, saved: _Saved, cotangents: Any) -> tuple[Any, Any]:
+        upstream = jax.tree.map(_given, cotangents)
+        if not jax.tree.leaves(upstream) or not any(jax.tree.leaves(saved.needs)):
+            return None, None
+        return run_backward(static, saved.needs, saved.like, saved.residuals, upstream), None
+
+    call.defvjp(call_forward, call_backward, symbolic_zeros=True)
+    call.jitted = jit_forward, jit_backward  # type: ignore[attr-defined]
+    return call
+
+
+def _like(primal: Any) -> jax.ShapeDtypeStruct | None:
+    """The shape and dtype of a gradient, or None where none is needed."""
+    return jax.ShapeDtypeStruct(primal.value.shape, primal.value.dtype) if primal.perturbed else None
+
+
+def _given(cotangent: Any) -> Any:
+    """A cotangent, or None for one that is zero or an integer's."""
+    return None if isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0 else cotangent
+
+
+def refuse_second_derivative(op: str, *_: Any) -> Any:
+    """The derivative, by `jax.custom_jvp`, of an op's forward and backward functions: it raises."""
+    raise NotImplementedError(
+        f"{op}: differentiated twice; it has first derivatives by reverse mode only (jax.grad, jax.vjp)"
+    )
 
 
 def vary_alike(arrays: Any, like: Any = None) -> Any:
@@ -72,10 +126,3 @@ def vary_alike(arrays: Any, like: Any = None) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, arrays)
-
-
-def refuse_second_derivative(op: str, *_: Any) -> Any:
-    """The derivative, by `jax.custom_jvp`, of an op's forward and backward functions: it raises."""
-    raise NotImplementedError(
-        f"{op}: differentiated twice; it has first derivatives by reverse mode only (jax.grad, jax.vjp)"
-    )

@@ -17,7 +17,7 @@ from onchip.kernels.mosaic.product import BOX, MosaicConfig
 from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
 from onchip.vocab.mosaic import kernels as mosaic_kernels
 from onchip.vocab.mosaic import memory as mosaic_spec
-from onchip.vocab.mosaic.blocks import Places
+from onchip.vocab.mosaic.blocks import LogitBuffer
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, up
 
 KERNELS = tuple(mosaic_spec.heuristic_tiles())
@@ -98,10 +98,11 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
 def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
     tokens, vocab = p["rows"].shape[0], p["weight"].shape[0]
     chunk = min(16, vocab // VOCAB_TILE // 2) * VOCAB_TILE
-    places = Places(chunk, mosaic_spec.split_at(vocab, chunk))
+    buffer = LogitBuffer(chunk, mosaic_spec.split_at(vocab, chunk))
     stash = jax.new_ref(lax.empty(p["weight"].shape, p["weight"].dtype))
-    spare = jax.new_ref(lax.empty((up(vocab, VOCAB_TILE) - places.split, tokens), p["weight"].dtype))
+    spare = jax.new_ref(lax.empty((up(vocab, VOCAB_TILE) - buffer.split, tokens), p["weight"].dtype))
     partials = mosaic_kernels.softmax_tiles(
+        mosaic_kernels.Kept(None, stash, spare),
         p["rows"],
         p["weight"],
         p["label"],
@@ -109,12 +110,11 @@ def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
         p["count"],
         vocab_major=True,
         shift=jnp.full(tokens, _SHIFT),
-        stash=stash,
-        spare=spare,
-        places=places,
+        buffer=buffer,
         config=config,
     )
-    kept = jax.freeze(stash)[chunk : chunk + places.split, :tokens], jax.freeze(spare)
+    kept = jax.freeze(stash)[chunk : chunk + buffer.split, :tokens], jax.freeze(spare)
+    assert partials is not None
     return partials.maximum, partials.others, *kept
 
 
@@ -147,7 +147,7 @@ def _weight_product(config: MosaicConfig, p: Problem) -> Sequence[Array]:
         first=jnp.zeros(1, jnp.int32),
         size=up(p["weight"].shape[0], VOCAB_TILE),
         kept_tokens=0,
-        again=p["again"],
+        recomputed=p["again"],
         config=config,
     )
     return (jax.freeze(out),)
@@ -160,7 +160,7 @@ def _hidden_product(config: MosaicConfig, p: Problem) -> Sequence[Array]:
         p["count"],
         vocab_major=True,
         tokens=p["rows"].shape[0],
-        again=p["again"],
+        recomputed=p["again"],
         scale=p["scale"],
         add_to=sums,
         halves=True,

@@ -27,9 +27,8 @@ Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gem
     torch_rows.py     the computation with PyTorch's own operations, a chunk of rows at a time
     triton_op.py      the operators of the Triton backend, launches and autograd; its tiles are in spec.py
     triton_rows.py    its kernels
-    jax_op.py         JAX: the public function, its derivative rules
+    jax_op.py         JAX: the public function, and the computation in plain JAX, a chunk of rows at a time
     jax_inputs.py     what the public function checks
-    jax_xla.py        the computation in plain JAX, a chunk of rows at a time
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
     checks.py         how large an error may be; no framework

@@ -1,38 +1,37 @@
-"""cross_entropy for JAX: the public function, its derivative rules and the choice of a backend.
+"""cross_entropy for JAX: the public function, and the computation in plain JAX, a chunk of rows at a time.
 
-Read from the top: the public function has its inputs checked (jax_inputs.py) and calls `_op`.  JAX calls that as it is
-where no gradient is wanted, or else `_op_forward` and `_op_backward`; each plans its chunks and runs the backend's
-`forward` or `backward` (jax_xla.py).  The maths is in the package's docstring.
+The public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax and gradient of a chunk are those of the
+losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's docstring.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Static, Tensors, refuse_second_derivative, vary_alike
-from onchip.frontend.jax_inputs import (
-    as_constant,
-    as_constants,
-    check_normalizer,
-    check_numbers,
-    is_array,
-    known_numbers,
-    per_token_constant,
-    plain_labels,
-    platform,
-)
-from onchip.ops.cross_entropy import jax_xla
+from onchip.frontend.jax_call import Static, vary_alike, with_gradients
+from onchip.frontend.jax_inputs import check_normalizer, check_numbers, is_array, known_numbers, platform
 from onchip.ops.cross_entropy.jax_inputs import check_arrays
-from onchip.ops.cross_entropy.jax_xla import Outputs
 from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import Problem
+from onchip.vocab.xla.loss import Call, Constants, Outputs
+from onchip.vocab.xla.tiles import (
+    Columns,
+    Logits,
+    TokenStats,
+    cut,
+    cut_rows,
+    logits_gradient,
+    over_tokens,
+    select_tokens,
+)
+from onchip.vocab.xla.walk import statistics
 
 BACKENDS = ("xla",)
 
@@ -148,15 +147,8 @@ def cross_entropy(
 
     shape, vocab = labels.shape, logits.shape[-1]
     rows = jnp.asarray(logits).reshape(int(np.prod(shape)), vocab)
-    tensors = Tensors(
-        hidden=rows,
-        weight=jnp.zeros((vocab, 0), rows.dtype),  # what is in hidden's place are logits already
-        labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
-        token_weight=per_token_constant(token_weight),
-        normalizer=as_constant(normalizer),
-        **as_constants(numbers),
-    )
-    tensors = vary_alike(tensors)
+    constants = Constants.of(labels, vocab, ignore_index, token_weight, normalizer, numbers)
+    rows, constants = vary_alike((rows, constants))
     static = Static(
         backend=backend,
         platform=platform(),
@@ -167,88 +159,77 @@ def cross_entropy(
         scratch_bytes=None if scratch_bytes is None else int(scratch_bytes),
         return_stats=return_stats,
     )
-    problem = _problem(static, tensors)
-    static = replace(static, backend=choose_backend(OP, backend, {"xla": jax_xla.refusal(problem)}))
-    outputs = _nothing(static) if problem.tokens == 0 else _op(static, tensors)
+    refused = refusal(_problem(static, rows, constants, grad=True))
+    static = replace(static, backend=choose_backend(OP, backend, {"xla": refused}))
+    outputs = Outputs.of_nothing(static) if len(rows) == 0 else _op(static, rows, constants)
     loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if not return_stats:
+    if outputs.stats is None:
         return loss
-    assert outputs.stats is not None
     return loss, CrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
 
 
-def _problem(static: Static, tensors: Tensors, *, grad: bool = True) -> Problem:
-    tokens, vocab = tensors.hidden.shape
+def refusal(problem: Problem) -> str | None:
+    """Why the one backend can't serve the call: it always can."""
+    return None
+
+
+def _problem(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> Problem:
+    tokens, vocab = logits.shape
     return Problem(
         tokens=tokens,
         vocab=vocab,
         dtype=static.dtype,
         device="cpu" if static.platform == "cpu" else "cuda",
         grad=grad,
-        softcap=tensors.softcap is not None,
+        softcap=constants.transform.softcap is not None,
         stats=static.return_stats,
         xla=True,
     )
 
 
-def _nothing(static: Static) -> Outputs:
-    """The result of a call without tokens."""
-    none = jnp.zeros(0, jnp.float32)
-    stats = (none, none, none, jnp.zeros(0, bool)) if static.return_stats else None
-    return Outputs(none if static.reduction == "none" else jnp.zeros((), jnp.float32), stats)
+def _chunk(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
+    return row_memory.plan(_problem(static, logits, constants, grad=grad), static.scratch_bytes)
 
 
-# ------------------------------------------------------------------------------------------------- derivative rules
+class _Saved(NamedTuple):
+    """What backward reads."""
+
+    logits: jax.Array
+    constants: Constants
+    call: Call
+    stats: TokenStats
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _op(static: Static, tensors: Tensors) -> Outputs:
-    return _run_forward(static, _plan(static, tensors, grad=False), tensors)[0]  # type: ignore[no-any-return]
+def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, _Saved | None]:
+    chunk = _chunk(static, logits, constants, grad=needs)
+    tokens = select_tokens(constants.labels, chunk)
+    call = constants.call(static, None, tokens)
+    wanted, plan = constants.loss.wanted(static.return_stats), Config("forward", chunk, logits.shape[1])
+    stats = statistics(plan, wanted, Logits.of(logits), call.transform, tokens, call.ids)
+    saved = _Saved(logits, constants, call, TokenStats(stats.lse, stats.log_prob))
+    return call.outputs(static, stats), saved if needs else None
 
 
-def _op_forward(static: Static, primals: Any) -> tuple[Outputs, Any]:
-    tensors: Tensors = jax.tree.map(lambda x: x.value, primals)
-    grad = primals.hidden.perturbed
-    outputs, residuals = _run_forward(static, _plan(static, tensors, grad=grad), tensors)
-    return outputs, residuals if grad else None
+def _backward(static: Static, needs: bool, saved: _Saved, cotangents: Outputs) -> jax.Array:
+    """The gradient of the logits [T, V] in their dtype."""
+    source, call = Logits.of(saved.logits), saved.call
+    (total, vocab), padded = saved.logits.shape, call.ids.shape[0]
+    chunk = _chunk(static, saved.logits, saved.constants, grad=True)
+    upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
+    gradient = call.gradient(saved.stats, upstream, vocab).times(call.transform.factor())
+    # Rows behind the kept tokens are written nowhere: each has a place of its own beyond the end.
+    behind = total + jnp.arange(padded, dtype=jnp.int32)
+    places = jnp.where(call.tokens.source < total, call.tokens.source, behind)
+
+    def step(start: Any, grad: jax.Array) -> jax.Array:
+        z = source.logits(source.rows(call.tokens, start, chunk))
+        stats, of_chunk, ids = cut_rows((saved.stats, gradient, call.ids), start, chunk)
+        z, slope = call.transform.of_chunk(start, chunk).apply(z)
+        g = logits_gradient(z, slope, stats, of_chunk, ids, Columns(0, vocab))
+        at = grad.at[cut(places, start, chunk)]
+        return at.set(source.stored(g), mode="drop", indices_are_sorted=True, unique_indices=True)
+
+    return source.floats(over_tokens(call.tokens, chunk, step, jnp.zeros_like(source.bits)))
 
 
-def _op_backward(static: Static, residuals: Any, cotangents: Outputs) -> tuple[Any]:
-    nothing = Tensors(*[None] * len(Tensors._fields))  # type: ignore[arg-type]
-    if isinstance(cotangents.loss, SymbolicZero) or residuals is None:
-        return (nothing,)
-    chunk = _plan(static, residuals.tensors, grad=True)
-    return (nothing._replace(hidden=_run_backward(static, chunk, residuals, cotangents.loss)),)
-
-
-_op.defvjp(_op_forward, _op_backward, symbolic_zeros=True)
-
-
-def _plan(static: Static, tensors: Tensors, *, grad: bool) -> int:
-    return row_memory.plan(_problem(static, tensors, grad=grad), static.scratch_bytes)
-
-
-# A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run_forward(static: Static, chunk: int, tensors: Tensors) -> Any:
-    return _jit_forward(static, chunk, tensors)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run_backward(static: Static, chunk: int, residuals: Any, grad_loss: jax.Array) -> Any:
-    return _jit_backward(static, chunk, residuals, grad_loss)
-
-
-_run_forward.defjvp(partial(refuse_second_derivative, OP))
-_run_backward.defjvp(partial(refuse_second_derivative, OP))
-
-
-# jit, so that a call outside of one is not run operation by operation.
-@partial(jax.jit, static_argnums=(0, 1))
-def _jit_forward(static: Static, chunk: int, tensors: Tensors) -> Any:
-    return jax_xla.forward(static, chunk, tensors)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _jit_backward(static: Static, chunk: int, residuals: Any, grad_loss: jax.Array) -> Any:
-    return jax_xla.backward(static, chunk, residuals, grad_loss)
+_op = with_gradients(OP, _forward, _backward)

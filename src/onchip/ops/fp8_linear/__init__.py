@@ -28,7 +28,7 @@ Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are
     triton_kernels.py, triton_words.py, triton_launches.py   the kernels, the quantiser that is taken, and each launch
     triton_configs.py  stored configs of the products
     tuning.py          what `onchip tune` tries
-    jax_op.py          JAX: the public function, its derivative rule, and the choice of a backend
+    jax_op.py          JAX: the public function, and the choice of a backend
     jax_quantize.py    quantising with JAX's own operations
     jax_xla.py         the backend 'xla': products of dequantised numbers
     mosaic_op.py       the backend 'mosaic_gpu': which calls it serves, and the operands of its products

@@ -1,6 +1,5 @@
-"""fp8_linear for JAX: the public function, its derivative rule, and the choice of a backend."""
+"""fp8_linear for JAX: the public function, and the choice of a backend."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from onchip.core.backends import choose_backend
 from onchip.fp8 import jax_product as jax_xla
 from onchip.fp8 import mosaic_op, numbers
 from onchip.fp8.numbers import OP
-from onchip.frontend.jax_call import refuse_second_derivative
+from onchip.frontend.jax_call import with_gradients
 from onchip.frontend.jax_inputs import check_kinds, platform, require_arrays
 from onchip.frontend.options import require_one_of
 from onchip.ops.fp8_linear import spec
@@ -82,8 +81,8 @@ def fp8_linear(
         raise ValueError(f"{OP}: weight must be [K, N] with weight_layout='kn'; got shape {list(weight.shape)}")
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
     spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
-    arrays = (None if a is None else jnp.asarray(a) for a in (x, weight, bias))
-    out: jax.Array = _linear(_Static(chosen, weight_layout, options), *arrays)
+    layer = _Layer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias)))
+    out: jax.Array = _linear(_Static(chosen, weight_layout, options), layer, None)
     return out
 
 
@@ -100,31 +99,28 @@ class _Static(NamedTuple):
     options: numbers.Options
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(static: _Static, x: Any, weight: Any, bias: Any) -> Any:
-    return _forward(static, x, weight, bias)[0]
+class _Layer(NamedTuple):
+    """The arrays of a call, their gradients, and which of those are needed."""
+
+    x: Any
+    weight: Any
+    bias: Any
 
 
-# A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(static: _Static, x: Any, weight: Any, bias: Any) -> Any:
-    flat = x.reshape(-1, x.shape[-1])
-    out, kept = _BACKENDS[static.backend].forward(static.options, static.layout, flat, weight, bias)
-    # Of x and bias only the shapes and dtypes are wanted: arrays of nothing that carry them.
-    about = (jnp.zeros((0, *x.shape), x.dtype), None if bias is None else jnp.zeros(0, bias.dtype))
-    return out.reshape(*x.shape[:-1], out.shape[1]), (kept, weight, *about)
+def _forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[Any, Any]:
+    x = layer.x
+    backend, flat = _BACKENDS[static.backend], x.reshape(-1, x.shape[-1])
+    out, kept = backend.forward(static.options, static.layout, flat, layer.weight, layer.bias)
+    saved = (kept, layer.weight) if any(needs) else None
+    return out.reshape(*x.shape[:-1], out.shape[1]), saved
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(static: _Static, residual: Any, grad_out: Any) -> Any:
-    kept, weight, like_x, like_bias = residual
+def _backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) -> _Layer:
     g = grad_out.reshape(-1, grad_out.shape[-1])
-    backward = _BACKENDS[static.backend].backward
-    grad_x, grad_weight = backward(static.options, static.layout, kept, weight, g, like_x.dtype)
-    grad_bias = None if like_bias is None else g.astype(jnp.float32).sum(0).astype(like_bias.dtype)
-    return grad_x.reshape(like_x.shape[1:]), grad_weight, grad_bias
+    # Outputs have x's dtype.
+    made = _BACKENDS[static.backend].backward(static.options, static.layout, *saved, g, g.dtype)
+    grads = (*made, g.astype(jnp.float32).sum(0) if needs.bias else None)
+    return _Layer(*(grad if need else None for grad, need in zip(grads, needs, strict=True)))
 
 
-_forward.defjvp(partial(refuse_second_derivative, OP))
-_backward.defjvp(partial(refuse_second_derivative, OP))
-_linear.defvjp(_forward, _backward)
+_linear = with_gradients(OP, _forward, _backward)

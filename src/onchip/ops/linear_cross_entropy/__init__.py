@@ -31,14 +31,8 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     fp8_op.py         precision='fp8': the operators and autograd; fp8_spec.py, its chunks and memory formulas
     fp8_torch.py      a chunk's softmax and its gradient in FP8 with PyTorch's operations; fp8_launches.py,
                       fp8_kernels.py, by Triton's kernels
-    jax_op.py         JAX: the public function, its derivative rules, the choice of a backend
+    jax_op.py         JAX: the public function, and the choice of a backend; the backends are in `onchip.vocab`
     jax_inputs.py     what the public function checks
-    jax_call.py       the interface of all of JAX's backends
-    jax_xla.py        the 'xla' backend: its walks in plain JAX; jax_spec.py, their memory formulas and plans
-    jax_positions.py  what the backends with kernels share: tokens by position, merging, the parts of backward
-    mosaic_op.py      the 'mosaic_gpu' backend; mosaic_spec.py, its memory formulas and plans
-    mosaic_kernels.py, mosaic_settle.py   its kernels; mosaic_blocks.py, what they share
-    jax_triton.py     the 'triton' backend of JAX; jax_triton_calls.py, the kernels as jax-triton calls them
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
     checks.py         how large an error may be; no framework

@@ -1,40 +1,33 @@
-"""linear_cross_entropy for JAX: the public function, its derivative rules and the choice of a backend.
+"""linear_cross_entropy for JAX: the public function and the choice of a backend.
 
-Read from the top: the public function has its inputs checked (jax_inputs.py), chooses a backend and calls `_op`.  JAX
-calls that as it is where no gradient is wanted, or else `_op_forward` and `_op_backward`; each plans the call and runs
-the backend's `forward` or `backward`.  What passes between is in jax_call.py, the maths in the package's docstring.
+From the public function to a kernel's launch there are four functions: `linear_cross_entropy` checks its inputs and
+chooses a backend; `call_forward` of `onchip.frontend.jax_call.with_gradients` is JAX's derivative rule; `_forward`
+plans the call and moves the tokens that count to the front; the backend's `forward` launches its kernels
+(`onchip.vocab.mosaic.op`, `.triton.jax_op`) or walks over XLA's own products (`.xla.walk`).  Backward goes by
+`call_backward`, `cast_backward`, `_backward` and the backend's `backward`.  What passes between is in
+`onchip.vocab.xla.loss`, the maths in the package's docstring.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Needs, Static, Tensors, refuse_second_derivative, vary_alike
-from onchip.frontend.jax_inputs import (
-    as_constant,
-    as_constants,
-    check_normalizer,
-    check_numbers,
-    is_array,
-    known_numbers,
-    per_token_constant,
-    plain_labels,
-    platform,
-)
+from onchip.frontend.jax_call import Static, vary_alike, with_gradients
+from onchip.frontend.jax_inputs import check_normalizer, check_numbers, is_array, known_numbers, platform
 from onchip.ops.linear_cross_entropy.jax_inputs import check_arrays
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.call import LinearCrossEntropyStats, Outputs
+from onchip.vocab.xla.loss import Constants, Outputs
+from onchip.vocab.xla.tiles import Projection
 
 # Best first, by platform.
 BACKENDS = {
@@ -43,6 +36,19 @@ BACKENDS = {
     "tpu": ("xla", "mosaic_gpu", "triton"),
 }
 _MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
+
+
+class LinearCrossEntropyStats(NamedTuple):
+    """Per-token statistics, without gradients; each has the labels' shape, and ignored tokens hold 0 (False)."""
+
+    lse: jax.Array
+    """float32: log-sum-exp of the final logits."""
+    log_prob: jax.Array
+    """float32: log-probability of the label."""
+    entropy: jax.Array
+    """float32: entropy of the softmax, in nats."""
+    correct: jax.Array
+    """bool: whether the label is the argmax (the first one, where logits tie)."""
 
 
 def linear_cross_entropy(
@@ -121,7 +127,7 @@ def linear_cross_entropy(
         NotImplementedError: differentiated twice.
 
     Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.vocab.xla.memory`
-    ("xla") and `.mosaic_spec` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
+    ("xla") and `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
     4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
     Under vmap each of its arrays gets the mapped dimension: give a batch as leading dimensions instead where you can.
 
@@ -159,35 +165,30 @@ def linear_cross_entropy(
     check_numbers(OP, numbers)
 
     shape = labels.shape
-    size = hidden.shape[-1]
-    vocab = weight.shape[weight_layout.index("v")]
-    tensors = Tensors(
-        hidden=jnp.asarray(hidden).reshape(int(np.prod(shape)), size),
+    projection = Projection(
+        hidden=jnp.asarray(hidden).reshape(int(np.prod(shape)), hidden.shape[-1]),
         weight=jnp.asarray(weight),
-        labels=plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
         bias=None if bias is None else jnp.asarray(bias),
-        token_weight=per_token_constant(token_weight),
-        normalizer=as_constant(normalizer),
-        **as_constants(numbers),
+        vocab_axis=weight_layout.index("v"),
     )
-    tensors = vary_alike(tensors)
+    constants = Constants.of(labels, projection.vocab, ignore_index, token_weight, normalizer, numbers)
+    projection, constants = vary_alike((projection, constants))
     static = Static(
         backend=backend,
         platform=platform(),
-        dtype=tensors.hidden.dtype.name,
+        dtype=projection.hidden.dtype.name,
         weight_layout=weight_layout,
         reduction=reduction,
         strategy=strategy,
         scratch_bytes=None if scratch_bytes is None else int(scratch_bytes),
         return_stats=return_stats,
     )
-    problem = _problem(static, tensors, Needs(True, True, bias is not None))
+    problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
     static = replace(static, backend=choose_backend(OP, backend, refusals(static, problem)))
-    outputs = _nothing(static) if problem.tokens == 0 else _op(static, tensors)
+    outputs = Outputs.of_nothing(static) if problem.tokens == 0 else _op(static, projection, constants)
     loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if not return_stats:
+    if outputs.stats is None:
         return loss
-    assert outputs.stats is not None
     return loss, LinearCrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
 
 
@@ -202,95 +203,51 @@ def planned(static: Static, problem: Problem) -> tuple[str, Any]:
     return backend, _MODULES[backend].plan(problem, static.strategy, static.scratch_bytes)
 
 
-def _problem(static: Static, tensors: Tensors, needs: Needs) -> Problem:
-    tokens, size = tensors.hidden.shape
+def _problem(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+    tokens, size = projection.hidden.shape
     return Problem(
         tokens=tokens,
         hidden=size,
-        vocab=tensors.weight.shape[static.vocab_axis],
+        vocab=projection.vocab,
         dtype=static.dtype,
         device="cpu" if static.platform == "cpu" else "cuda",
         grad_hidden=needs.hidden,
         grad_weight=needs.weight,
-        grad_bias=needs.bias,
+        grad_bias=bool(needs.bias),
         per_token_loss=static.reduction == "none",
-        softcap=tensors.softcap is not None,
-        smoothing=tensors.label_smoothing is not None,
+        softcap=constants.transform.softcap is not None,
+        smoothing=constants.loss.label_smoothing is not None,
         stats=static.return_stats,
         compacted=True,
     )
 
 
-def _nothing(static: Static) -> Outputs:
-    """The result of a call without tokens."""
-    none = jnp.zeros(0, jnp.float32)
-    stats = LinearCrossEntropyStats(none, none, none, jnp.zeros(0, bool)) if static.return_stats else None
-    return Outputs(none if static.reduction == "none" else jnp.zeros((), jnp.float32), stats)
-
-
-# ------------------------------------------------------------------------------------------------- derivative rules
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _op(static: Static, tensors: Tensors) -> Outputs:
-    needs = Needs(False, False, False)
-    return _run_forward(static, _plan(static, tensors, needs), needs, tensors)[0]  # type: ignore[no-any-return]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["config", "needs"])
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
 @dataclass(frozen=True)
 class _Saved:
-    """What backward gets: the backend's arrays, and how forward was run."""
+    """What the backend saved, and the plan of both its halves."""
 
-    residuals: Any
-    config: Any
-    needs: Needs
-
-
-def _op_forward(static: Static, primals: Any) -> tuple[Outputs, _Saved]:
-    tensors: Tensors = jax.tree.map(lambda x: x.value, primals)
-    needs = Needs(*(x is not None and x.perturbed for x in (primals.hidden, primals.weight, primals.bias)))
-    config = _plan(static, tensors, needs)
-    outputs, residuals = _run_forward(static, config, needs, tensors)
-    return outputs, _Saved(residuals, config, needs)
+    arrays: Any
+    plan: Any
 
 
-def _op_backward(static: Static, saved: _Saved, cotangents: Outputs) -> tuple[Any]:
-    nothing = Tensors(*[None] * len(Tensors._fields))  # type: ignore[arg-type]
-    if isinstance(cotangents.loss, SymbolicZero) or not any(saved.needs):
-        return (nothing,)
-    made = _run_backward(static, saved.config, saved.needs, saved.residuals, cotangents.loss)
-    return (nothing._replace(hidden=made[0], weight=made[1], bias=made[2]),)
+def _forward(static: Static, needs: Projection, projection: Projection, constants: Constants) -> tuple[Outputs, _Saved]:
+    backend = _MODULES[static.backend]
+    problem = _problem(static, projection, constants, needs)
+    plan = backend.plan(problem, static.strategy, static.scratch_bytes)
+    call = constants.call(static, projection, backend.select(plan, constants.labels))
+    run = partial(backend.forward, plan, constants.loss.wanted(static.return_stats), needs)
+    run = jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
+    stats, saved = run(call)
+    return call.outputs(static, stats), _Saved(saved, plan)
 
 
-_op.defvjp(_op_forward, _op_backward, symbolic_zeros=True)
+def _backward(static: Static, needs: Projection, saved: _Saved, cotangents: Outputs) -> Projection:
+    backend = _MODULES[static.backend]
+    run = partial(backend.backward, saved.plan, needs)
+    run = jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
+    upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
+    return run(saved.arrays, upstream)  # type: ignore[no-any-return]
 
 
-def _plan(static: Static, tensors: Tensors, needs: Needs) -> Any:
-    return _MODULES[static.backend].plan(_problem(static, tensors, needs), static.strategy, static.scratch_bytes)
-
-
-# A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _run_forward(static: Static, config: Any, needs: Needs, tensors: Tensors) -> Any:
-    return _jit_forward(static, config, needs, tensors)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _run_backward(static: Static, config: Any, needs: Needs, residuals: Any, grad_loss: jax.Array) -> Any:
-    return _jit_backward(static, config, needs, residuals, grad_loss)
-
-
-_run_forward.defjvp(partial(refuse_second_derivative, OP))
-_run_backward.defjvp(partial(refuse_second_derivative, OP))
-
-
-# jit, so that a call outside of one is not run operation by operation.
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _jit_forward(static: Static, config: Any, needs: Needs, tensors: Tensors) -> Any:
-    return _MODULES[static.backend].forward(static, config, tensors, needs)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _jit_backward(static: Static, config: Any, needs: Needs, residuals: Any, grad_loss: jax.Array) -> Any:
-    return _MODULES[static.backend].backward(static, config, residuals, grad_loss, needs)
+_op = with_gradients(OP, _forward, _backward)

@@ -33,7 +33,7 @@ Sources: generalised JSD for distillation: GKD (arXiv:2306.13649).  Temperature 
     triton_op.py      PyTorch, backend 'triton': its operators and autograd
     triton_spec.py    its memory formulas, cost model and plans; no framework
     triton_launches.py  its launches and walks; triton_kernels.py and triton_rows.py, its kernels
-    jax_op.py         JAX: the public functions, their derivative rules and the walk; jax_inputs.py, what they check;
+    jax_op.py         JAX: the public functions and the walk; jax_inputs.py, what they check;
                       jax_rows.py, loss and gradients of rows of logits
     cases.py          named problems for tests, `onchip check` and `onchip bench`
     torch_checks.py, jax_checks.py   the comparison with the oracle; checks.py, what they share

@@ -1,29 +1,26 @@
-"""linear_jsd and jsd for JAX: the public functions, their derivative rules and the walk of the 'xla' backend.
+"""linear_jsd and jsd for JAX: the public functions, and the walk of the 'xla' backend.
 
-Read from the top: a public function has its inputs checked (jax_inputs.py) and calls `_op`.  JAX calls that as it is
-where no gradient is wanted, or else `_op_forward` and `_op_backward`.  All three walk chunks of tokens, whose losses
+A public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_walk` goes through chunks of tokens, whose losses
 and gradients are made in jax_rows.py.  The maths is in the package's docstring.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from onchip.core.backends import choose_backend
-from onchip.frontend import jax_call
-from onchip.frontend.jax_call import refuse_second_derivative, vary_alike
+from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import as_constant, check_normalizer, per_token_constant, plain_labels, platform
 from onchip.ops.linear_jsd import jax_rows, spec
 from onchip.ops.linear_jsd.jax_inputs import check_arrays
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
-from onchip.vocab.xla import tiles as jax_tiles
+from onchip.vocab.xla.loss import Reduction
+from onchip.vocab.xla.tiles import Projection, cut_rows, over_tokens, select_tokens, write
+from onchip.vocab.xla.walk import accumulate
 
 BACKENDS = ("xla",)
 
@@ -213,26 +210,18 @@ def jsd(
     return _call(options, named, teacher_topk, normalizer, backend, "vh")
 
 
-_PARTS = ("hidden", "weight", "bias", "logits")
+class _Model(NamedTuple):
+    """What of a model may get a gradient, and whether it does; leading dimensions flattened to T."""
+
+    hidden: Any = None  # [T, H]
+    weight: Any = None
+    bias: Any = None
+    logits: Any = None  # [T, V]
 
 
-class _Parameters(NamedTuple):
-    """What may get a gradient; leading dimensions flattened to T."""
+class _Constants(NamedTuple):
+    """The arrays of a call that get no gradient."""
 
-    student_hidden: Any = None  # [T, Hs]
-    student_weight: Any = None
-    student_bias: Any = None
-    student_logits: Any = None  # [T, V]
-    teacher_hidden: Any = None
-    teacher_weight: Any = None
-    teacher_bias: Any = None
-    teacher_logits: Any = None
-
-
-class _Tensors(NamedTuple):
-    """The arrays of a call."""
-
-    parameters: _Parameters
     labels: jax.Array  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
     indices: jax.Array | None  # [T, K] int32
     values: jax.Array | None  # [T, K] float32
@@ -240,19 +229,16 @@ class _Tensors(NamedTuple):
     normalizer: jax.Array | None  # [] float32
 
 
-@dataclass(frozen=True)
-class _Static:
+class _Static(NamedTuple):
     """What is known while tracing; a call with another `_Static` compiles anew."""
 
     op: str
     platform: str
-    layout: str
+    vocab_axis: int
     reduction: str
     loss: jax_rows.Loss
     size: int
     scratch_bytes: int | None
-    needs: tuple[bool, ...] = (False,) * 8
-    stash: bool = False
 
 
 def _call(
@@ -267,230 +253,163 @@ def _call(
     def flat(x: Any) -> Any:
         return x.reshape(total, x.shape[-1])
 
-    given = {}
-    for who in ("student", "teacher"):
-        for part in _PARTS:
-            x = named.get(f"{who}_{part}")
-            if x is not None:
-                x = jnp.asarray(x)
-                x = flat(x) if part in ("hidden", "logits") else x
-                given[f"{who}_{part}"] = x if who == "student" or options.teacher_grad else lax.stop_gradient(x)
+    def model(who: str) -> _Model:
+        given = {part: named.get(f"{who}_{part}") for part in _Model._fields}
+        arrays = {part: jnp.asarray(x) for part, x in given.items() if x is not None}
+        return _Model(**{part: flat(x) if part in ("hidden", "logits") else x for part, x in arrays.items()})
+
+    student, teacher = model("student"), model("teacher")
+    models = (student, teacher if options.teacher_grad else jax.tree.map(lax.stop_gradient, teacher))
     labels = named["labels"]
-    tensors = _Tensors(
-        _Parameters(**given),
-        jnp.zeros(total, jnp.int32)
-        if labels is None
-        else plain_labels(labels, size, int(options.ignore_index)).reshape(-1),
+    no_labels = jnp.zeros(total, jnp.int32)
+    constants = _Constants(
+        no_labels if labels is None else plain_labels(labels, size, int(options.ignore_index)).reshape(-1),
         None if topk is None else plain_labels(flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(jnp.asarray(flat(topk.values), jnp.float32)),
         per_token_constant(named["token_weight"]),
         as_constant(normalizer),
     )
-    tensors = vary_alike(tensors)
-    static = _Static(
-        op,
-        platform(),
-        layout,
-        options.reduction,
-        jax_rows.Loss(
-            float(options.beta),
-            float(options.temperature),
-            options.temperature_squared,
-            float(options.hard_weight),
-            *(("", "") if topk is None else (topk.kind, topk.rest)),
-        ),
-        int(size),
-        None if options.scratch_bytes is None else int(options.scratch_bytes),
+    models, constants = vary_alike((models, constants))
+    loss = jax_rows.Loss(
+        float(options.beta),
+        float(options.temperature),
+        options.temperature_squared,
+        float(options.hard_weight),
+        *(("", "") if topk is None else (topk.kind, topk.rest)),
     )
-    _plan(static, tensors)  # a budget that is too small shows here
+    budget = None if options.scratch_bytes is None else int(options.scratch_bytes)
+    static = _Static(op, platform(), layout.index("v"), options.reduction, loss, int(size), budget)
+    _plan(static, (_Model(), _Model()), False, models, constants)  # a budget that is too small shows here
     if total == 0:
         return jnp.zeros(shape if options.reduction == "none" else (), jnp.float32)
-    loss = _op(static, tensors)
-    return loss.reshape(shape) if options.reduction == "none" else loss
+    made = _op(static, models, constants)
+    return made.reshape(shape) if options.reduction == "none" else made
 
 
-def _plan(static: _Static, tensors: _Tensors) -> int:
+def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Constants) -> int:
     """Tokens of a chunk."""
-    p, vocab_axis = tensors.parameters, static.layout.index("v")
 
-    def head(who: int) -> Head:
-        hidden, weight, _, logits = p[4 * who : 4 * who + 4]
-        needs = static.needs[4 * who : 4 * who + 4]
-        if hidden is None:
-            if logits is None:
+    def head(model: _Model, needs: _Model) -> Head:
+        if model.hidden is None:
+            if model.logits is None:
                 return Head()
-            return Head(vocab=logits.shape[1], dtype=logits.dtype.name, grad_logits=needs[3])
-        name = hidden.dtype.name
-        return Head(hidden.shape[1], weight.shape[vocab_axis], name, name, name, *needs)
+            return Head(vocab=model.logits.shape[1], dtype=model.logits.dtype.name, grad_logits=bool(needs.logits))
+        name, vocab = model.hidden.dtype.name, model.weight.shape[static.vocab_axis]
+        return Head(model.hidden.shape[1], vocab, name, name, name, *map(bool, needs))
 
     problem = Problem(
-        tokens=tensors.labels.shape[0],
+        tokens=constants.labels.shape[0],
         vocab=static.size,
-        student=head(0),
-        teacher=head(1),
-        topk=0 if tensors.indices is None else tensors.indices.shape[1],
+        student=head(models[0], needs[0]),
+        teacher=head(models[1], needs[1]),
+        topk=0 if constants.indices is None else constants.indices.shape[1],
         hard=static.loss.hard_weight > 0,
         device="cpu" if static.platform == "cpu" else "cuda",
-        stash=static.stash,
+        stash=stash,
     )
     return spec.plan(problem, static.scratch_bytes, static.op, spec.jax_scratch_bytes)
 
 
-# ------------------------------------------------------------------------------------------------- derivative rules
+def _stashes(static: _Static, needs: Any) -> bool:
+    """Whether forward makes the gradients: for an upstream gradient of 1 and in float32, but of existing logits."""
+    return any(jax.tree.leaves(needs)) and static.reduction != "none" and not any(x.logits for x in needs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _op(static: _Static, tensors: _Tensors) -> Any:
-    return _run(static, tensors, None)[0]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["stashed", "tensors"], meta_fields=["static"])
-@dataclass(frozen=True)
-class _Saved:
-    """What backward gets: the gradients for an upstream gradient of 1, or the arrays of the call."""
-
-    stashed: Any
-    tensors: Any
-    static: Any
-
-
-def _op_forward(static: _Static, primals: Any) -> tuple[Any, _Saved]:
-    tensors: _Tensors = jax.tree.map(lambda x: x.value, primals)
-    needs = tuple(x is not None and x.perturbed for x in primals.parameters)
-    stash = any(needs) and static.reduction != "none" and not (needs[3] or needs[7])
-    backward = replace(static, needs=needs, stash=stash)
+def _forward(static: _Static, needs: Any, models: Any, constants: _Constants) -> tuple[Any, Any]:
+    stash = _stashes(static, needs)
+    none = (_Model(), _Model())
+    loss, gradients = _walk(static, needs if stash else none, models, constants, None, stash)
     if stash:
-        loss, grads = _run(backward, tensors, None)
-        # Their dtypes: arrays of no elements.
-        kinds = [None if x is None else jnp.zeros(0, x.dtype) for x in tensors.parameters]
-        return loss, _Saved((grads, kinds), None, backward)
-    return _run(static, tensors, None)[0], _Saved(None, tensors, backward)
+        return loss, gradients
+    return loss, (models, constants) if any(jax.tree.leaves(needs)) else None
 
 
-def _op_backward(static: _Static, saved: _Saved, grad_loss: Any) -> tuple[Any]:
-    made: Sequence[Any] = [None] * 8
-    if not isinstance(grad_loss, SymbolicZero) and any(saved.static.needs):
-        if saved.static.stash:
-            made = _scaled(*saved.stashed, grad_loss)
-        else:
-            made = _run(saved.static, saved.tensors, grad_loss)[1]
-    return (_Tensors(_Parameters(*made), None, None, None, None, None),)  # type: ignore[arg-type]
+def _backward(static: _Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
+    if _stashes(static, needs):
+        return jax.tree.map(lambda g: g * grad_loss, saved)
+    models, constants = saved
+    return _walk(static, needs, models, constants, grad_loss, False)[1]
 
 
-_op.defvjp(_op_forward, _op_backward, symbolic_zeros=True)
+_op = with_gradients(f"{OP}, {LOGITS_OP}", _forward, _backward)
 
 
-# A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(static: _Static, tensors: _Tensors, grad_loss: Any) -> tuple[Any, Any]:
-    return _jit_walk(static, tensors, grad_loss)  # type: ignore[no-any-return]
-
-
-@jax.custom_jvp
-def _scaled(grads: Any, kinds: Any, grad_loss: Any) -> Any:
-    return [None if g is None else (g * grad_loss).astype(k.dtype) for g, k in zip(grads, kinds, strict=True)]
-
-
-_run.defjvp(partial(refuse_second_derivative, f"{OP}, {LOGITS_OP}"))
-_scaled.defjvp(partial(refuse_second_derivative, f"{OP}, {LOGITS_OP}"))
-
-
-# --------------------------------------------------------------------------------------------------------- the walk
-
-
-# jit, so that a call outside of one is not run operation by operation.
-@partial(jax.jit, static_argnums=(0,))
-def _jit_walk(static: _Static, tensors: _Tensors, grad_loss: Any) -> tuple[Any, Any]:
-    """The loss, and the gradients that `static.needs`: for `grad_loss`, in their parameters' dtypes; if that is None,
-    for 1 and in float32."""
-    p, size, layout = tensors.parameters, static.size, static.layout
-    total = tensors.labels.shape[0]
-    chunk = _plan(static, tensors)
-    counted = jax_call.Static("xla", static.platform, "float32", layout, static.reduction, "auto", None, False)
-    tokens = jax_tiles.select_tokens(
-        counted,
-        jax_call.Tensors(
-            tensors.labels,  # not read, as the next
-            tensors.labels,
-            tensors.labels,
-            token_weight=tensors.token_weight,
-            normalizer=tensors.normalizer,
-        ),
-        chunk,
-    )
-    row = tokens.weight * tokens.inverse_count
-    if grad_loss is not None:
-        upstream = grad_loss.at[tokens.source].get(mode="fill", fill_value=0) if grad_loss.ndim else grad_loss
-        row = row * upstream
+def _walk(
+    static: _Static, needs: Any, models: Any, constants: _Constants, grad_loss: Any, stash: bool
+) -> tuple[Any, tuple[_Model, _Model]]:
+    """The loss, and the gradients that are needed, for `grad_loss` or for 1; float32, but of existing logits."""
+    size, axis, chunk = static.size, static.vocab_axis, _plan(static, needs, stash, models, constants)
+    tokens = select_tokens(constants.labels, chunk)
+    labels, padded = tokens.take(constants.labels, 0), tokens.source.shape[0]
+    mean = static.reduction == "mean"
+    reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
+    row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
 
     def widen(x: jax.Array) -> jax.Array:
         # The CPU's 16-bit products round; float16's range is short for a gradient.
         return x.astype(jnp.float32) if static.platform == "cpu" or x.dtype == jnp.float16 else x
 
-    vocab_axis = layout.index("v")
-    weights: list[Any] = [
-        None if w is None else widen(lax.slice_in_dim(w, 0, size, axis=vocab_axis)) for w in (p[1], p[5])
-    ]
+    def layer(model: _Model) -> Projection | None:
+        if model.hidden is None:
+            return None
+        weight = widen(lax.slice_in_dim(model.weight, 0, size, axis=axis))
+        return Projection(model.hidden, weight, None if model.bias is None else model.bias[:size], axis)
 
-    def body(i: jax.Array, carry: Any) -> Any:
-        losses, sums = carry
-        start = i * chunk
-        source = lax.dynamic_slice_in_dim(tokens.source, start, chunk)
-        label, factor = (lax.dynamic_slice_in_dim(x, start, chunk) for x in (tokens.label, row))
-        valid = start + jnp.arange(chunk) < tokens.number
+    def zeros(model: _Model, layer: Projection | None, need: _Model) -> tuple[Any, Any, Any, Any]:
+        hidden = jnp.zeros((padded, model.hidden.shape[1]), jnp.float32) if need.hidden else None
+        weight = jnp.zeros(layer.weight.shape, jnp.float32) if need.weight and layer is not None else None
+        bias = jnp.zeros(size, jnp.float32) if need.bias else None
+        return hidden, weight, bias, jnp.zeros_like(model.logits) if need.logits else None
+
+    layers = tuple(map(layer, models))
+
+    def step(start: jax.Array, carry: Any) -> Any:
+        losses, *sums = carry
+        source, label, scale = cut_rows((tokens.source, labels, row_scale), start, chunk)
+        there = start + jnp.arange(chunk) < tokens.number
 
         def take(x: jax.Array) -> jax.Array:
             return x.at[source].get(mode="fill", fill_value=0)
 
-        hidden: list[Any] = [None, None]
-        logits: list[Any] = []
-        for who in (0, 1):
-            h, _, b, given = p[4 * who : 4 * who + 4]
-            if h is not None:
-                hidden[who] = widen(take(h))
-                z = jax_tiles.product(hidden[who], weights[who], (1, 1 - vocab_axis))
-                logits.append(z if b is None else z + b[:size].astype(jnp.float32))
-            elif given is not None:
-                logits.append(take(given)[:, :size].astype(jnp.float32))
-        teacher: tuple[Any, ...] = tuple(logits[1:])
-        if tensors.indices is not None and tensors.values is not None:
-            ids = take(tensors.indices)
-            teacher = (jnp.maximum(ids, 0), jnp.where(ids < 0, jnp.nan, take(tensors.values)))
-        gradients: list[Any]
-        value, *gradients = jax_rows.rows(static.loss, logits[0], teacher, label)
-        losses = lax.dynamic_update_slice_in_dim(losses, jnp.where(valid, value, 0), start, 0)
-        sums = list(sums)
-        for who in (0, 1):
-            at = 4 * who
-            if not any(static.needs[at : at + 4]):
+        hidden = [None if x is None else widen(x.rows(tokens, start, chunk)) for x in layers]
+        logits = []
+        for model, x, rows in zip(models, layers, hidden, strict=True):
+            if x is not None and rows is not None:
+                logits.append(x.logits(rows))
+            elif model.logits is not None:
+                logits.append(take(model.logits)[:, :size].astype(jnp.float32))
+        teacher = tuple(logits[1:])
+        if constants.indices is not None and constants.values is not None:
+            ids = take(constants.indices)
+            teacher = (jnp.maximum(ids, 0), jnp.where(ids < 0, jnp.nan, take(constants.values)))
+        value, *gradients = jax_rows.rows(static.loss, logits[0], teacher, jnp.maximum(label, 0))
+        losses = write(losses, jnp.where(there, value, 0), start)
+        for who, (x, rows, g) in enumerate(zip(layers, hidden, gradients, strict=True)):
+            if not any(needs[who]):
                 continue
-            # Where, not the row's 0: what is behind the kept tokens may be infinite.
-            g = jnp.where(valid[:, None], gradients[who] * factor[:, None], 0)
-            if sums[at + 3] is not None:
-                full = jnp.pad(g.astype(sums[at + 3].dtype), ((0, 0), (0, sums[at + 3].shape[1] - size)))
-                sums[at + 3] = sums[at + 3].at[source].set(full, mode="drop")
-            if sums[at + 2] is not None:
-                sums[at + 2] = sums[at + 2].at[:size].add(g.sum(0))
-            if hidden[who] is not None:
-                g = g.astype(hidden[who].dtype)
-            if sums[at] is not None:
-                sums[at] = sums[at].at[source].set(jax_tiles.product(g, weights[who], (1, vocab_axis)), mode="drop")
-            if sums[at + 1] is not None:
-                part = jax_tiles.weight_product(counted, g, hidden[who])
-                where = (slice(size), slice(None)) if layout == "vh" else (slice(None), slice(size))
-                sums[at + 1] = sums[at + 1].at[where].add(part)
-        return losses, sums
+            *of_layer, of_logits = sums[who]
+            # Where, not a factor of 0: what is behind the kept tokens may be infinite.
+            g = jnp.where(there[:, None], g * scale[:, None], 0)
+            if of_logits is not None:
+                full = jnp.pad(g.astype(of_logits.dtype), ((0, 0), (0, of_logits.shape[1] - size)))
+                of_logits = of_logits.at[source].set(full, mode="drop")
+            if x is not None and rows is not None:
+                of_layer = accumulate(of_layer, x, g, rows, start, chunk)
+            sums[who] = (*of_layer, of_logits)
+        return losses, *sums
 
-    zeros = [
-        jnp.zeros(x.shape, x.dtype if i % 4 == 3 else jnp.float32) if need and x is not None else None
-        for i, (x, need) in enumerate(zip(p, static.needs, strict=True))
-    ]
-    losses = jnp.zeros(tokens.source.shape[0], jnp.float32)
-    state = vary_alike((losses, zeros), tokens.number)
-    losses, sums = lax.fori_loop(0, -(-tokens.number // chunk), body, state)
-    losses = jnp.where(jnp.arange(losses.shape[0]) < tokens.number, losses * tokens.weight, 0)
-    loss = tokens.spread(losses) if static.reduction == "none" else losses.sum() * tokens.inverse_count
-    assert loss.shape == ((total,) if static.reduction == "none" else ())
-    if grad_loss is not None:
-        sums = [None if g is None else g.astype(x.dtype) for g, x in zip(sums, p, strict=True)]
-    return loss, sums
+    carry = (jnp.zeros(padded, jnp.float32), *map(zeros, models, layers, needs))
+    losses, *sums = over_tokens(tokens, chunk, step, carry)
+
+    def whole(model: _Model, sums: Any) -> _Model:
+        """With zeros for the entries that don't count."""
+        hidden, weight, bias, logits = sums
+        if hidden is not None:
+            hidden = tokens.spread(hidden)
+        if weight is not None:
+            weight = jnp.pad(weight, [(0, n - m) for n, m in zip(model.weight.shape, weight.shape, strict=True)])
+        bias = None if bias is None else jnp.pad(bias, (0, model.bias.shape[0] - size))
+        return _Model(hidden, weight, bias, logits)
+
+    loss = reduction.reduced(losses, tokens, per_token=static.reduction == "none")
+    return loss, tuple(map(whole, models, sums))  # type: ignore[return-value]

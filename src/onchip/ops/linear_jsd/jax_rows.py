@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from onchip.vocab.xla.loss import TokenLoss
+from onchip.vocab.xla.tiles import Columns, Softmax, Wanted, logits_gradient
+
 Array = jax.Array
 
 
@@ -77,16 +80,10 @@ def _mixture_terms(d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Ar
 
 def cross_entropy(z: Array, label: Array) -> tuple[Array, Array]:
     """The cross-entropy of each row, and its gradient."""
-    own = jnp.arange(z.shape[1]) == label[:, None]
-    top = z.max(1, keepdims=True)
-    e = jnp.exp(z - top)
-    chosen = jnp.take_along_axis(z, label[:, None], 1)
-    others = jnp.where(own, 0, e).sum(1, keepdims=True)
-    total = others + jnp.exp(chosen - top)
-    # log1p where the label is the largest, for the digits of a loss near 0.
-    value = jnp.where(chosen == top, jnp.log1p(others), top - chosen + jnp.log(total))
-    # p_y - 1 as -(sum of the others), which keeps its digits where p_y is nearly 1.
-    return value[:, 0], jnp.where(own, -others, e) / total
+    ids, whole, loss = label[:, None], Columns(0, z.shape[1]), TokenLoss()
+    stats = Softmax.empty(ids, Wanted()).absorb(z, whole, ids).complete(ids, z.shape[1])
+    gradient = loss.gradient(stats, jnp.ones(z.shape[0], jnp.float32), z.shape[1])
+    return loss.value(stats), logits_gradient(z, None, stats, gradient, ids, whole)
 
 
 def _topk(loss: Loss, z: Array, indices: Array, values: Array) -> tuple[Array, Array]:

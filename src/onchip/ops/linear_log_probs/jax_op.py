@@ -1,8 +1,8 @@
-"""linear_log_probs for JAX: the public function and its derivative rules.
+"""linear_log_probs for JAX: the public function, and the gradients of its results by each token's logits.
 
-Read from the top: the public function has its inputs checked (jax_inputs.py), chooses a backend and calls `_op`.  JAX
-calls that as it is where no gradient is wanted, or else `_op_forward` and `_op_backward`; each plans the call and runs
-the walk of jax_xla.py.  The maths is in the package's docstring.
+The public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  The walks over the logits are those of
+`onchip.vocab.xla.walk`, the maths is in the package's docstring.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative, vary_alike
-from onchip.frontend.jax_call import Static as Call
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
-from onchip.ops.linear_log_probs import jax_xla, spec
+from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_inputs import check_arrays
-from onchip.ops.linear_log_probs.jax_xla import Outputs, Residuals, Static
 from onchip.ops.linear_log_probs.spec import OP, Options, Problem
 from onchip.vocab.chunks import Config
+from onchip.vocab.xla import walk
+from onchip.vocab.xla.tiles import (
+    VANISHED,
+    Projection,
+    TokenGradient,
+    Tokens,
+    TokenStats,
+    Transform,
+    Wanted,
+    select_tokens,
+)
 
+Array = jax.Array
 BACKENDS = ("xla",)
 
 
@@ -124,29 +134,24 @@ def linear_log_probs(
     check_arrays(hidden, weight, ids, bias, temperature if is_array(temperature) else None, weight_layout)
     check_numbers(OP, numbers)
 
-    shape, size = hidden.shape[:-1], hidden.shape[-1]
-    total = int(np.prod(shape))
-    vocab = weight.shape[weight_layout.index("v")]
-    each = ids.shape[-1] if ids.ndim > len(shape) else 1
-    plain = plain_labels(ids, vocab, int(ignore_index)).reshape(total, each)
-    tensors = Tensors(
-        hidden=jnp.asarray(hidden).reshape(total, size),
+    shape, total = hidden.shape[:-1], int(np.prod(hidden.shape[:-1]))
+    projection = Projection(
+        hidden=jnp.asarray(hidden).reshape(total, hidden.shape[-1]),
         weight=jnp.asarray(weight),
-        # Here a label only says whether a token counts.
-        labels=jnp.where((plain != IGNORED).any(1), 0, IGNORED),
         bias=None if bias is None else jnp.asarray(bias),
-        **as_constants(numbers),
+        vocab_axis=weight_layout.index("v"),
     )
-    tensors, plain = vary_alike((tensors, plain))
-    chosen = choose_backend(OP, backend, dict.fromkeys(BACKENDS))
+    each = ids.shape[-1] if ids.ndim > len(shape) else 1
+    plain = plain_labels(ids, projection.vocab, int(ignore_index)).reshape(total, each)
+    constants = _Constants(plain, Transform(**as_constants(numbers)))
+    projection, constants = vary_alike((projection, constants))
+    choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     budget = None if scratch_bytes is None else int(scratch_bytes)
-    call = Call(chosen, platform(), tensors.hidden.dtype.name, weight_layout, "none", "recompute", budget, False)
-    static = Static(call, entropy)
     if total == 0:
         none = jnp.zeros(0, jnp.float32)
-        outputs = Outputs(none, none, none, jnp.zeros(0, jnp.int32))
+        outputs = LogProbs(none, none, none, jnp.zeros(0, jnp.int32))
     else:
-        outputs = _op(static, tensors, plain)
+        outputs = _op(_Static(platform(), Wanted(entropy, top1), budget), projection, constants)
     log_prob = outputs.log_prob.reshape(ids.shape)
     if not (entropy or lse or top1):
         return log_prob
@@ -158,94 +163,115 @@ def linear_log_probs(
     )
 
 
-def problem(static: Static, tensors: Tensors, ids: Any, needs: Needs) -> Problem:
-    """What the memory of a call depends on."""
-    tokens, size = tensors.hidden.shape
-    return Problem(
+class _Static(NamedTuple):
+    """What is known while tracing; a call with another `_Static` compiles anew."""
+
+    platform: str
+    wanted: Wanted
+    scratch_bytes: int | None
+
+
+class _Constants(NamedTuple):
+    ids: Array  # [T, K] int32 in [0, V), IGNORED or OUT_OF_RANGE
+    transform: Transform
+
+
+def _plan(static: _Static, needs: Projection, projection: Projection, constants: _Constants) -> Config:
+    tokens, size = projection.hidden.shape
+    problem = Problem(
         tokens=tokens,
         hidden=size,
-        vocab=tensors.weight.shape[static.call.vocab_axis],
-        ids=ids.shape[1],
-        dtype=static.call.dtype,
-        device="cpu" if static.call.platform == "cpu" else "cuda",
+        vocab=projection.vocab,
+        ids=constants.ids.shape[1],
+        dtype=projection.hidden.dtype.name,
+        device="cpu" if static.platform == "cpu" else "cuda",
         backend="xla",
         grad_hidden=needs.hidden,
         grad_weight=needs.weight,
-        grad_bias=needs.bias,
-        softcap=tensors.softcap is not None,
-        entropy=static.entropy,
+        grad_bias=bool(needs.bias),
+        softcap=constants.transform.softcap is not None,
+        entropy=static.wanted.entropy,
         compacted=True,
     )
+    spec.require_scratch(problem, static.scratch_bytes)
+    strategy = "recompute" if any(jax.tree.leaves(needs)) else "forward"
+    return spec.plan(problem, strategy, static.scratch_bytes)
 
 
-# ------------------------------------------------------------------------------------------------- derivative rules
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _op(static: Static, tensors: Tensors, ids: Any) -> Outputs:
-    config = _plan(static, tensors, ids, Needs(False, False, False), "forward")
-    return _run_forward(static, config, tensors, ids)[0]  # type: ignore[no-any-return]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["config", "needs"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projection", "transform", "tokens", "ids", "stats"],
+    meta_fields=["plan"],
+)
 @dataclass(frozen=True)
 class _Saved:
-    """What backward gets: the walk's arrays, and how it is to be cut."""
+    """What backward needs: the inputs, and a few numbers per token."""
 
-    residuals: Residuals
-    config: Config
-    needs: Needs
-
-
-def _op_forward(static: Static, primals: Any, ids_primal: Any) -> tuple[Outputs, _Saved]:
-    tensors: Tensors = jax.tree.map(lambda x: x.value, primals)
-    ids = ids_primal.value
-    needs = Needs(*(x is not None and x.perturbed for x in (primals.hidden, primals.weight, primals.bias)))
-    # Both walks take the same chunks of tokens: backward finds forward's rows padded to whole ones.
-    config = _plan(static, tensors, ids, needs, "recompute" if any(needs) else "forward")
-    outputs, residuals = _run_forward(static, config, tensors, ids)
-    return outputs, _Saved(residuals, config, needs)
+    projection: Projection
+    transform: Transform
+    tokens: Tokens
+    ids: Array  # [P, K] int32
+    stats: TokenStats
+    plan: Config  # of both halves: backward finds forward's rows padded to whole chunks
 
 
-def _op_backward(static: Static, saved: _Saved, cotangents: Outputs) -> tuple[Any, Any]:
-    nothing = Tensors(*[None] * len(Tensors._fields))  # type: ignore[arg-type]
-    upstream = Outputs(*(None if isinstance(x, SymbolicZero) else x for x in cotangents))._replace(top1=None)
-    if all(x is None for x in upstream) or not any(saved.needs):
-        return nothing, None
-    made = _run_backward(static, saved.config, saved.needs, saved.residuals, upstream)
-    return nothing._replace(hidden=made[0], weight=made[1], bias=made[2]), None
+def _forward(
+    static: _Static, needs: Projection, projection: Projection, constants: _Constants
+) -> tuple[LogProbs, _Saved | None]:
+    plan = _plan(static, needs, projection, constants)
+    counts = (constants.ids != IGNORED).any(1)
+    tokens = select_tokens(jnp.where(counts, 0, IGNORED), plan.token_chunk)
+    ids, transform = tokens.take(constants.ids, IGNORED), constants.transform.by_row(tokens)
+    stats = walk.statistics(plan, static.wanted, projection, transform, tokens, ids)
+    outputs = LogProbs(
+        tokens.spread(stats.log_prob),
+        None if stats.entropy is None else tokens.spread(stats.entropy),
+        tokens.spread(stats.lse),
+        None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
+    )
+    saved = _Saved(projection, transform, tokens, ids, stats._replace(argmax=None), plan)
+    return outputs, None if plan.strategy == "forward" else saved
 
 
-_op.defvjp(_op_forward, _op_backward, symbolic_zeros=True)
+def _backward(static: _Static, needs: Projection, saved: _Saved, upstream: LogProbs) -> Projection:
+    gradient = _gradient(saved, upstream)
+    arrays = (saved.projection, saved.transform, saved.tokens, saved.ids, saved.stats, gradient)
+    return walk.gradients(saved.plan, needs, *arrays)
 
 
-def _plan(static: Static, tensors: Tensors, ids: Any, needs: Needs, strategy: str) -> Config:
-    problem_ = problem(static, tensors, ids, needs)
-    spec.require_scratch(problem_, static.call.scratch_bytes)
-    return spec.plan(problem_, strategy, static.call.scratch_bytes)
+_op = with_gradients(OP, _forward, _backward)
 
 
-# A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run_forward(static: Static, config: Config, tensors: Tensors, ids: Any) -> Any:
-    return _jit_forward(static, config, tensors, ids)
+def _gradient(saved: _Saved, upstream: LogProbs) -> TokenGradient:
+    """The gradient by each token's logits; None in `upstream` is zero."""
+    ids, stats = saved.ids, saved.stats
+
+    def rows(grad: Any) -> Array | None:
+        return None if grad is None else saved.tokens.take(grad.astype(jnp.float32), 0)
+
+    g, g_entropy, g_lse = map(rows, (upstream.log_prob, upstream.entropy, upstream.lse))
+    g = jnp.zeros(ids.shape, jnp.float32) if g is None else g
+    g = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, g))
+    same, rest = _shares(ids, g)
+    common = jnp.sum(g, 1)
+    if g_lse is not None:
+        common, rest = common - g_lse, rest - g_lse[:, None]
+    if g_entropy is not None and stats.entropy is not None:
+        rest += g_entropy[:, None] * jnp.maximum(stats.log_prob + stats.entropy[:, None], VANISHED)
+    # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
+    at_ids = -same * jnp.expm1(stats.log_prob) - jnp.exp(stats.log_prob) * rest
+    return TokenGradient(-common, at_ids, None if g_entropy is None else -g_entropy)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _run_backward(static: Static, config: Config, needs: Needs, residuals: Residuals, upstream: Outputs) -> Any:
-    return _jit_backward(static, config, needs, residuals, upstream)
+def _shares(ids: Array, g: Array) -> tuple[Array, Array]:
+    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [P, K] each."""
+    if ids.shape[1] == 1:
+        return g, jnp.zeros_like(g)
 
+    def of_one(k: Array) -> tuple[Array, Array]:
+        equal = ids == lax.dynamic_slice_in_dim(ids, k, 1, 1)
+        return jnp.sum(jnp.where(equal, g, 0), 1), jnp.sum(jnp.where(equal, 0, g), 1)
 
-_run_forward.defjvp(partial(refuse_second_derivative, OP))
-_run_backward.defjvp(partial(refuse_second_derivative, OP))
-
-
-# jit, so that a call outside of one is not run operation by operation.
-@partial(jax.jit, static_argnums=(0, 1))
-def _jit_forward(static: Static, config: Config, tensors: Tensors, ids: Any) -> Any:
-    return jax_xla.forward(static, config, tensors, ids)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _jit_backward(static: Static, config: Config, needs: Needs, residuals: Residuals, upstream: Outputs) -> Any:
-    return jax_xla.backward(static, config, residuals, upstream, needs)
+    # One by one: all at once would be [P, K, K].
+    same, rest = lax.map(of_one, jnp.arange(ids.shape[1]))
+    return same.T, rest.T

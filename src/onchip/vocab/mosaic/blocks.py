@@ -7,7 +7,7 @@ tokens.  Exponentials of vocabulary entry v are kept `shift` entries further on,
 `split` on in a spare matrix: so weight's gradient of a chunk of up to `shift` entries overwrites none that is still to
 be read.
 
-Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike, the overflow.
+Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ NO_LABEL = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Places:
+class LogitBuffer:
     """Where exponentials are kept, in vocabulary entries; both are multiples of all tiles along the vocabulary."""
 
     shift: int
@@ -44,7 +44,7 @@ def vocab_of(weight: Any, vocab_major: bool) -> int:
 
 
 def tanh(x: Any) -> Any:
-    """To a relative error of 2.4e-7 in float32; triton_maths.py says how."""
+    """To a relative error of 2.4e-7 in float32; onchip.kernels.triton.maths says how."""
     q = x * x
     series = x + x * q * (-0.33331882 + q * (0.13277629 + q * -0.047794219))
     return jnp.where(q < 0.16, series, 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1))

@@ -7,7 +7,7 @@ What callers must put beyond the last token, up to the next multiple of 128: 0 i
 
 The algorithm is that of the Triton kernels: see triton_blocks.py, triton_softmax.py and triton_gradients.py.  The
 product that all kernels here are made of is that of `onchip.kernels.mosaic`; where exponentials are kept is in
-mosaic_blocks.py, the kernels without a product in mosaic_settle.py.
+blocks.py, the kernels without a product in rebase.py.
 
 Matrix operands come through TMA, which fills up with zeros outside of a matrix and writes nothing there.  It needs rows
 of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
@@ -37,7 +37,7 @@ from onchip.vocab.mosaic.blocks import (
     LOG2E,
     LOWEST,
     REACH,
-    Places,
+    LogitBuffer,
     logits_copies,
     send_exponentials,
     unscaled_logits,
@@ -57,8 +57,27 @@ class Partials(NamedTuple):
     moment: Array | None  # float32: sum of exp(z - maximum) * (z - maximum)
     argmax: Array | None  # int32
 
+    @staticmethod
+    def empty(vocab: int, tokens: int, config: MosaicConfig, *, smoothing: bool, stats: bool) -> "Partials":
+        """Memory for the partials of a vocabulary."""
+        parts = -(-vocab // config.tile_n) * (config.tile_n // config.part_n)
+
+        def some(wanted: bool = True, dtype: Any = jnp.float32) -> Any:
+            return lax.empty((parts, tokens), dtype) if wanted else None
+
+        return Partials(some(), some(), some(smoothing), some(stats), some(stats, jnp.int32))
+
+
+class Kept(NamedTuple):
+    """References to what `softmax_tiles` writes to."""
+
+    partials: Partials | None  # None: they are returned
+    in_weight_grad: Any  # exponentials, of the shape and dtype of weight; None: all go to `spare`, whole
+    spare: Any  # [entries from `split` on, T], or [T, those]
+
 
 def softmax_tiles(
+    kept: Kept | None,  # None: no exponentials are kept
     rows: Array,  # [T, H] bf16 or fp16
     weight: Array,  # [V, H], or [H, V]
     label: Array,  # [T] int32, -1 where there is none
@@ -69,26 +88,26 @@ def softmax_tiles(
     bias: Array | None = None,  # [V rounded up to tile_n] float32
     inner_scale: Array | None = None,  # [1] float32, with softcap: of the product before tanh
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
-    stash: Any = None,  # reference to a matrix of the shape and dtype of weight; None: all go to `spare`, whole
-    spare: Any = None,  # reference to [entries from `split` on, T], or [T, those]
-    places: Places | None = None,
+    buffer: LogitBuffer | None = None,
     exponential_scale: float = 1.0,
     smoothing: bool = False,
     stats: bool = False,
     config: MosaicConfig | None = None,
     interpret: Any = None,
-) -> Partials:
+) -> Partials | None:
     """The softmax of each tile of logits, which live in registers alone.
 
-    The exponential that would be kept at a label's own entry is 0: `add_targets` of mosaic_settle.py sees to those.
+    The exponential that would be kept at a label's own entry is 0: `add_targets` of rebase.py sees to those.
     """
     c = config or MosaicConfig()
+    into, in_weight_grad, spare = kept or (None, None, None)
     tokens, hidden = rows.shape
     vocab = vocab_of(weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
     results = ["maximum", "others", *["offset_sum"] * smoothing, *["moment", "argmax"] * stats]
-    optional = {"bias": bias, "inner_scale": inner_scale, "shift": shift, "stash": stash, "spare": spare}
+    optional = {"bias": bias, "inner_scale": inner_scale, "shift": shift}
+    optional |= {"in_weight_grad": in_weight_grad, "spare": spare}
     names = [name for name, x in optional.items() if x is not None]
     assert tokens % c.tile_m == 0
 
@@ -135,34 +154,30 @@ def softmax_tiles(
             add("others", jnp.sum(e, axis=1))
             return e
 
-        if places is None:
+        if buffer is None:
             exponentials(0, c.part_n)
         else:
-            split = places.split
+            split = buffer.split
             above = top * k - registers.load(at["shift"].at[over], 1)
             f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
 
-            def kept(n: int, width: int) -> Any:
+            def kept_strip(n: int, width: int) -> Any:
                 return (exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)).astype(rows.dtype)
 
             in_spare = send_exponentials(at["spare"], p.m, p.n - split, vocab_major)
 
             def send(block: Any, m: int, n: int) -> None:
-                if stash is None:
+                if in_weight_grad is None:
                     in_spare(block, m, n)
                     return
-                in_stash = send_exponentials(at["stash"], p.m, p.n + places.shift, vocab_major)
-                lax.cond(p.n < split, lambda: in_stash(block, m, n), lambda: in_spare(block, m, n))
+                send_to_weight_grad = send_exponentials(at["in_weight_grad"], p.m, p.n + buffer.shift, vocab_major)
+                lax.cond(p.n < split, lambda: send_to_weight_grad(block, m, n), lambda: in_spare(block, m, n))
 
-            store(kept, send)
+            store(kept_strip, send)
         for name, value in sums.items():
             out[name][here, over] = value
 
-    parts = -(-vocab // c.tile_n) * (c.tile_n // c.part_n)
-
-    def result(name: str) -> Any:
-        return jax.ShapeDtypeStruct((parts, tokens), jnp.int32 if name == "argmax" else jnp.float32)
-
+    empty = jax.eval_shape(lambda: Partials.empty(vocab, tokens, c, smoothing=smoothing, stats=stats))
     run = persistent_product(
         c,
         rows.dtype,
@@ -172,14 +187,18 @@ def softmax_tiles(
         tiles,
         logits_copies(c, vocab_major),
         epilogue,
-        out_type=[result(name) for name in results],
-        stored=None if places is None else rows.dtype,
+        out_type=[getattr(empty, name) for name in results],
+        stored=None if buffer is None else rows.dtype,
         name="softmax_tiles",
         interpret=interpret,
     )
     out = run(rows, weight, label, factor, count, *(optional[name] for name in names))
     made = dict(zip(results, out, strict=True))
-    return Partials(made["maximum"], made["others"], made.get("offset_sum"), made.get("moment"), made.get("argmax"))
+    if into is None:
+        return Partials(*(made.get(name) for name in Partials._fields))  # type: ignore[arg-type]
+    for name, value in made.items():
+        getattr(into, name)[...] = value
+    return None
 
 
 def gradient_tiles(
@@ -269,13 +288,12 @@ def weight_product(
     size: int,  # of the chunk, a multiple of the tile along the vocabulary
     skip: int = 0,  # entries of the group before the chunk, but for
     number: Array | None = None,  # [1] int32: how many chunks of `size` more are before it
-    places: Places | None = None,
+    buffer: LogitBuffer | None = None,
     spare: Array | None = None,  # of the entries from `split` on, which then are the whole chunk
     kept_tokens: int | None = None,  # tokens whose exponentials are kept there, a multiple of tile_k; None: all
-    overflow: Array
-    | None = None,  # exponentials of the next ones, of all of the vocabulary: [V', those], or [those, V']
-    again: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
-    shrink: Array | None = None,  # [1] float32: what the product is multiplied by
+    in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
+    recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
+    inverse_grad_scale: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
     config: MosaicConfig | None = None,
     interpret: Any = None,
@@ -288,15 +306,16 @@ def weight_product(
     tokens, hidden = rows.shape
     vocab = vocab_of(out, vocab_major)
     kept_tokens = tokens if kept_tokens is None else kept_tokens
-    held_tokens = kept_tokens if overflow is None else kept_tokens + overflow.shape[1 if vocab_major else 0]
+    held_tokens = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
-    named = {"number": number, "spare": spare, "overflow": overflow, "again": again, "shrink": shrink}
+    named = {"number": number, "spare": spare, "in_scratch": in_scratch, "recomputed": recomputed}
+    named |= {"inverse_grad_scale": inverse_grad_scale}
     names = [name for name, x in named.items() if x is not None]
     assert size % tile_v == 0
     assert kept_tokens % c.tile_k == held_tokens % c.tile_k == 0
     if kept_tokens > 0:
-        assert places is not None
-        assert spare is not None or size <= places.shift, "the chunk would overwrite exponentials that it reads"
+        assert buffer is not None
+        assert spare is not None or size <= buffer.shift, "the chunk would overwrite exponentials that it reads"
 
     def before(refs: Sequence[Any]) -> Any:
         """Entries of the group before the chunk."""
@@ -323,27 +342,27 @@ def weight_product(
                 load_block(source, t, c.tile_k, v, tile_v, b, barrier)
 
         def kept() -> None:
-            assert places is not None
+            assert buffer is not None
             if spare is not None:
                 exponentials(at["spare"], v, t)
             else:
-                exponentials(refs[0], first + places.shift + v, t)
+                exponentials(refs[0], first + buffer.shift + v, t)
 
-        def overflowed() -> None:
-            exponentials(at["overflow"], first + v, t - kept_tokens)
+        def from_scratch() -> None:
+            exponentials(at["in_scratch"], first + v, t - kept_tokens)
 
-        def computed_again() -> None:
-            exponentials(at["again"], before(refs) + v, t - held_tokens)
+        def recomputed_ones() -> None:
+            exponentials(at["recomputed"], before(refs) + v, t - held_tokens)
 
         ends = (kept_tokens, held_tokens, tokens)
-        _by_range(t, tokens, list(zip(ends, (kept, overflowed, computed_again), strict=True)))
+        _by_range(t, tokens, list(zip(ends, (kept, from_scratch, recomputed_ones), strict=True)))
         load_block(refs[1], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 
     def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
         first = refs[3][0] + before(refs)
         row, column = (p.m + first, p.n) if vocab_major else (p.m, p.n + first)
-        if shrink is not None:
-            product = product * dict(zip(names, refs[4:], strict=False))["shrink"][0]
+        if inverse_grad_scale is not None:
+            product = product * dict(zip(names, refs[4:], strict=False))["inverse_grad_scale"][0]
         store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs[0], row, column, BOX))
 
     run = persistent_product(
@@ -369,12 +388,12 @@ def hidden_product(
     *,
     vocab_major: bool,
     tokens: int,  # T
-    stash: Any = None,  # reference to exponentials of the shape of weight
+    in_weight_grad: Any = None,  # reference to exponentials of the shape of weight
     spare: Array | None = None,
-    places: Places | None = None,
-    overflow: Array | None = None,  # exponentials of the last of the tokens: [V', those], or [those, V']
-    again: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
-    first: Array | None = None,  # [1] int32: vocabulary entry, of `again`
+    buffer: LogitBuffer | None = None,
+    in_scratch: Array | None = None,  # exponentials of the last of the tokens: [V', those], or [those, V']
+    recomputed: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
+    first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
     scale: Array | None = None,  # [T] float32: what rows of the product are multiplied by
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
     second: Any = None,  # the same for second halves of tiles
@@ -394,14 +413,14 @@ def hidden_product(
     dtype = weight.dtype
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    if again is not None:
-        sources: list[Any] = [again]
-        size = again.shape[0 if vocab_major else 1]
+    if recomputed is not None:
+        sources: list[Any] = [recomputed]
+        size = recomputed.shape[0 if vocab_major else 1]
     else:
-        assert places is not None
-        sources = [x for x in (stash, spare, overflow) if x is not None]
+        assert buffer is not None
+        sources = [x for x in (in_weight_grad, spare, in_scratch) if x is not None]
         size = vocab
-    kept_tokens = tokens if overflow is None else tokens - overflow.shape[1 if vocab_major else 0]
+    kept_tokens = tokens if in_scratch is None else tokens - in_scratch.shape[1 if vocab_major else 0]
     assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
     adds = add_to is not None
     assert adds or interpret is not None  # which has no copies that add
@@ -424,18 +443,18 @@ def hidden_product(
                 load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
 
         def kept() -> None:
-            assert places is not None
+            assert buffer is not None
             lax.cond(
-                v < places.split,
-                lambda: exponentials(refs[3], v + places.shift, t),
-                lambda: exponentials(refs[4], v - places.split, t),
+                v < buffer.split,
+                lambda: exponentials(refs[3], v + buffer.shift, t),
+                lambda: exponentials(refs[4], v - buffer.split, t),
             )
 
-        if again is not None:
+        if recomputed is not None:
             exponentials(refs[3], v, t)
         else:
-            overflowed = lambda: exponentials(refs[5], v, t - kept_tokens)  # noqa: E731
-            _by_range(t, tokens, [(kept_tokens, kept), (tokens, overflowed)])
+            from_scratch = lambda: exponentials(refs[5], v, t - kept_tokens)  # noqa: E731
+            _by_range(t, tokens, [(kept_tokens, kept), (tokens, from_scratch)])
         first = refs[2][0]
         if vocab_major:
             load_block(refs[0], first + v, c.tile_k, h, c.tile_n, b, barrier)

@@ -1,10 +1,10 @@
-"""The 'mosaic_gpu' backend: linear_cross_entropy for JAX on the Hopper kernels of mosaic_kernels.py.
+"""The 'mosaic_gpu' backend: linear_cross_entropy for JAX on the Hopper kernels of kernels.py.
 
 `forward` takes the softmax of the logits a tile at a time; where gradients are wanted it leaves the exponentials of up
 to H tokens in memory that will be the weight's gradient.  `backward` makes hidden's gradient from them, then weight's
 in place, chunk by chunk; logits of further tokens are computed again.  The algorithm is that of the Triton backend,
 derived in docs/ops/linear_cross_entropy.md; sizes, positions and what lies beyond the last token are explained in
-mosaic_kernels.py.
+kernels.py.
 """
 
 from collections.abc import Callable
@@ -15,36 +15,33 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.frontend.jax_call import Needs, Static, Tensors
+from onchip.frontend.jax_call import Static
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
-from onchip.vocab.mosaic import positions as jax_positions
+from onchip.vocab.mosaic import positions
 from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, split_at, up
 from onchip.vocab.mosaic.positions import (
     LOWEST,
-    Head,
-    Saved,
+    Positions,
     Upstream,
     after,
     alone,
+    bias_gradient,
     gradient_of_first,
     gradient_with_last,
-    hidden_rows,
-    is_there,
-    logit_factor,
-    make_head,
-    merge,
+    joined,
     stored_tiles,
-    target_logit,
-    upstream,
 )
-from onchip.vocab.xla.call import Outputs
-from onchip.vocab.xla.tiles import Softmax
+from onchip.vocab.xla.loss import Call
+from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted
 
 Array = jax.Array
+SEQUENTIAL = True
 # A float16 exponential is kept times this: without it, whatever is below 6e-8 would be lost.
 _FLOAT16_EXPONENTIAL = 32768.0
 _NO_LABEL = 2**31 - 1
+
+select = positions.select
 
 
 def refusal(static: Static, problem: Problem) -> str | None:
@@ -61,169 +58,129 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> MosaicPlan:
     return mosaic_spec.plan(problem, strategy, budget)
 
 
-def forward(static: Static, config: MosaicPlan, tensors: Tensors, needs: Needs) -> tuple[Outputs, Any]:
-    """The loss with its statistics, and what backward needs."""
-    run = partial(_forward, static, config)
-    return jax.custom_batching.sequential_vmap(run)(tensors)  # type: ignore[no-any-return]
+class Saved(NamedTuple):
+    """What forward leaves for backward."""
+
+    call: Call
+    stats: TokenStats
+    base: Array | None = None  # [P] float32: what exponentials are relative to
+    in_weight_grad: Array | None = None  # of the shape and dtype of weight: exponentials, see blocks.py
+    spare: Array | None = None  # more of them
+    in_scratch: Array | None = None  # those of more tokens
 
 
-def backward(
-    static: Static, config: MosaicPlan, residuals: Any, grad_loss: Array, needs: Needs
-) -> tuple[Array | None, Array | None, Array | None]:
-    """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
-    run = partial(_backward, static, config, needs)
-    return jax.custom_batching.sequential_vmap(run)(residuals, grad_loss)  # type: ignore[no-any-return]
-
-
-# -------------------------------------------------------------------------------------------------------------- parts
-
-
-def _head(static: Static, tensors: Tensors) -> Head:
+def _tiles(call: Call) -> dict[str, Any]:
+    """How each kernel is cut."""
     from onchip.kernels.mosaic.product import MosaicConfig
 
-    stored = stored_tiles(static, tensors, mosaic_spec.heuristic_tiles())
-    tiles = {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
-    return make_head(static, tensors, tiles)
-
-
-def _arguments(head: Head) -> dict[str, Any]:
-    return {"vocab_major": head.vocab_axis == 0, "bias": head.bias, "inner_scale": head.inner}
+    stored = stored_tiles(call, mosaic_spec.heuristic_tiles())
+    return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
 
 
 def _kernels() -> Any:
     """Pallas takes a second to import: only where it is used."""
-    from onchip.vocab.mosaic import kernels as mosaic_kernels
+    from onchip.vocab.mosaic import kernels
 
-    return mosaic_kernels
-
-
-def _settle() -> Any:
-    from onchip.vocab.mosaic import settle as mosaic_settle
-
-    return mosaic_settle
+    return kernels
 
 
-def _run_state(body: Callable[[Any], None], state: Any) -> Any:
-    """`state` after `body` has worked on references to it."""
-    from jax.experimental import pallas as pl
+def _rebase() -> Any:
+    from onchip.vocab.mosaic import rebase
 
-    return pl.run_state(body)(state)
+    return rebase
 
 
-def _places(head: Head, config: MosaicPlan) -> Any:
-    return _kernels().Places(config.chunk, split_at(head.vocab, config.chunk))
+def _pallas() -> Any:
+    from jax.experimental import pallas
+
+    return pallas
+
+
+def _logit_buffer(layer: Projection, plan: MosaicPlan) -> Any:
+    return _kernels().LogitBuffer(plan.chunk, split_at(layer.vocab, plan.chunk))
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
-def _forward(static: Static, config: MosaicPlan, tensors: Tensors) -> tuple[Outputs, Any]:
-    head = _head(static, tensors)
-    smoothing = tensors.label_smoothing is not None
-    take_softmax = partial(_softmax, static, config, head, smoothing=smoothing)
-    return jax_positions.forward(static, config, head, tensors, take_softmax)
+def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved | None]:
+    """The statistics of each position, and what backward needs."""
+    at, kernels, config = Positions.of(call), _kernels(), _tiles(call)["softmax_tiles"]
+    layer, padded, source = at.layer, at.label.shape[0], call.tokens.source
+    wants = {"smoothing": wanted.even, "stats": wanted.entropy, "config": config}
+    head = wants | {"vocab_major": layer.vocab_axis == 0, "bias": at.bias, "inner_scale": at.inner}
+    launch: Any = partial(kernels.softmax_tiles, None, **head)
+    run_state = _pallas().run_state
 
+    if plan.kept == 0:
+        made: list[Any] = []
+        done, parts = call.tokens.number, at.parts(plan)
+        # Several are traced and lowered once: a kernel takes a second.
+        launch = jax.jit(launch) if len(parts) > 1 else launch
+        for part in parts:
+            rows = at.rows(after(source[part], done))
+            partials = launch(rows, layer.weight, at.label[part], at.factor[part], at.count_in(part))
+            made.append(at.stats(partials, at.target_logit(rows, part), part))
+            done = made[-1].lse
+        stats = joined(made)
+        return stats, None if plan.strategy == "forward" else Saved(call, _few(stats))
 
-class _Kept(NamedTuple):
-    """Where the exponentials of some positions are kept: in all of `spare`, or with a `stash` as `places` says."""
-
-    part: slice
-    places: Any
-    stash: Array | None
-    spare: Array
-
-
-def _softmax(
-    static: Static,
-    config: MosaicPlan,
-    head: Head,
-    rows: Array,
-    label: Array,
-    factor: Array,
-    count: Array,
-    *,
-    smoothing: bool,
-) -> tuple[Softmax, tuple[Array | None, ...]]:
-    """The softmax of some positions; what their exponentials are relative to, and where those are kept."""
-    padded, kept, held = label.shape[0], config.kept, config.held
-    there = jnp.arange(padded) < count
-    target = target_logit(head, rows, label, factor)
-    options = {"smoothing": smoothing, "stats": static.return_stats, "config": head.tiles["softmax_tiles"]}
-
-    def take(part: slice, **keep: Any) -> Any:
-        some = (rows[part], head.weight, label[part], factor[part], _count(part, count))
-        return _kernels().softmax_tiles(*some, **_arguments(head), **options, **keep)
-
-    if kept == 0:
-        return merge(take(slice(0, padded)), target, label, there, head.vocab), ()
-    # float16's exponents don't reach: there all tokens are settled.
+    whole = slice(0, padded)
+    rows = at.rows(after(source, call.tokens.number))
+    target = at.target_logit(rows, whole)
+    # float16's exponents don't reach: there all tokens are rebased.
     far = rows.dtype == jnp.float16
-    shift = jnp.where(there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
-    made, rooms = [], []
-    for room in _rooms(head, config):
-        exponential = {"shift": shift[room.part], "exponential_scale": _exponential_scale(rows.dtype)}
-        partials, room = _take_and_keep(partial(take, room.part, places=room.places, **exponential), room)
-        made.append(partials)
-        rooms.append(room)
-    if held < padded:
-        made.append(take(slice(held, padded)))
+    shift = jnp.where(at.there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
+    made, rooms = [], _rooms(layer, plan)
+    for i, (part, buffer, kept) in enumerate(rooms):
+        vectors = {"label": at.label[part], "factor": at.factor[part], "count": at.count_in(part), "shift": shift[part]}
+        operands = {"rows": rows[part], "weight": layer.weight, "buffer": buffer}
+        options = head | {"exponential_scale": _exponential_scale(rows.dtype)}
+        empty = kernels.Partials.empty(layer.vocab, part.stop - part.start, **wants)
+        keep = partial(kernels.softmax_tiles, **operands, **vectors, **options)
+        kept = run_state(keep)(kept._replace(partials=empty))
+        made.append(kept.partials)
+        rooms[i] = part, buffer, kept._replace(partials=None)
+    if plan.held < padded:
+        part = slice(plan.held, padded)
+        made.append(launch(rows[part], layer.weight, at.label[part], at.factor[part], at.count_in(part)))
     partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *made)
-    softmax = merge(partials, target, label, there, head.vocab)
-    top = jnp.where(there, jnp.max(partials.maximum, 0), LOWEST)
-    base = jnp.where(top - shift > _kernels().REACH, softmax.max + softmax.log_total, shift)
-    rooms = [
-        _settled(head, room, x.maximum, shift[room.part], base[room.part], _count(room.part, count))
-        for room, x in zip(rooms, made, strict=False)
-    ]
-    return softmax, alone((base, rooms[0].stash, rooms[0].spare, rooms[1].spare if held > kept else None))
+    stats = at.stats(partials, target, whole)
+    top = jnp.where(at.there, jnp.max(partials.maximum, 0), LOWEST)
+    base = jnp.where(top - shift > kernels.REACH, stats.lse, shift)
+    for i, (part, buffer, kept) in enumerate(rooms):
+        vectors = {"maximum": made[i].maximum, "before": shift[part], "after": base[part], "count": at.count_in(part)}
+        options = {"vocab_major": layer.vocab_axis == 0, "vocab": layer.vocab, "buffer": buffer, "config": config}
+        rooms[i] = part, buffer, run_state(partial(_rebase().rebase_exponentials, **vectors, **options))(kept)
+    kept = rooms[0][2]
+    in_scratch = rooms[1][2].spare if len(rooms) > 1 else None
+    return stats, Saved(call, _few(stats), *alone((base, kept.in_weight_grad, kept.spare, in_scratch)))
 
 
-def _count(part: slice, count: Array) -> Array:
-    """[1]: how many of these positions are there."""
-    return jnp.clip(count - part.start, 0, part.stop - part.start).reshape(1)
+def _few(stats: TokenStats) -> TokenStats:
+    """Those that backward reads."""
+    return TokenStats(stats.lse, stats.log_prob)
 
 
-def _rooms(head: Head, config: MosaicPlan) -> list[_Kept]:
-    """Memory for exponentials: of the first positions in the weight's gradient, of the next in scratch."""
-    places, whole = _places(head, config), up(head.vocab, VOCAB_TILE)
+def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any, Any]]:
+    """Memory for exponentials: of the first positions in the weight's gradient, of the next in scratch.
+
+    Each for which positions, how laid out, and the memory.
+    """
+    kernels, buffer, whole = _kernels(), _logit_buffer(layer, plan), up(layer.vocab, VOCAB_TILE)
 
     def scratch(entries: int, tokens: int) -> Array:
-        shape = (entries, tokens) if head.vocab_axis == 0 else (tokens, entries)
-        empty: Array = lax.empty(shape, head.weight.dtype)
+        shape = (entries, tokens) if layer.vocab_axis == 0 else (tokens, entries)
+        empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    stash = lax.empty(head.weight.shape, head.weight.dtype)
-    rooms = [_Kept(slice(0, config.kept), places, stash, scratch(whole - places.split, config.kept))]
-    if config.overflow:
-        whole_vocab = _kernels().Places(shift=0, split=0)
-        rooms.append(_Kept(slice(config.kept, config.held), whole_vocab, None, scratch(whole, config.overflow)))
+    in_weight_grad = lax.empty(layer.weight.shape, layer.weight.dtype)
+    kept = kernels.Kept(None, in_weight_grad, scratch(whole - buffer.split, plan.kept))
+    rooms = [(slice(0, plan.kept), buffer, kept)]
+    if plan.overflow:
+        kept = kernels.Kept(None, None, scratch(whole, plan.overflow))
+        rooms.append((slice(plan.kept, plan.held), kernels.LogitBuffer(shift=0, split=0), kept))
     return rooms
-
-
-def _take_and_keep(take: Callable[..., Any], room: _Kept) -> tuple[Any, _Kept]:
-    """What `take(stash=..., spare=...)` returns, and the room after it."""
-    results = jax.eval_shape(take, spare=room.spare)
-    state = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), results)
-
-    def body(refs: Any) -> None:
-        out, stash, spare = refs
-        jax.tree.map(lambda ref, x: ref.__setitem__(..., x), out, take(stash=stash, spare=spare))
-
-    partials, stash, spare = _run_state(body, (state, room.stash, room.spare))
-    return partials, room._replace(stash=stash, spare=spare)
-
-
-def _settled(head: Head, room: _Kept, maximum: Array, before: Array, base: Array, count: Array) -> _Kept:
-    """The room with exponentials relative to `base`."""
-
-    def body(refs: Any) -> None:
-        _settle().settle_exponentials(
-            *refs, maximum, before, base, count, vocab_major=head.vocab_axis == 0, places=room.places,
-            vocab=head.vocab, config=head.tiles["softmax_tiles"],
-        )  # fmt: skip
-
-    stash, spare = _run_state(body, (room.stash, room.spare))
-    return room._replace(stash=stash, spare=spare)
 
 
 def _exponential_scale(dtype: Any) -> float:
@@ -233,112 +190,109 @@ def _exponential_scale(dtype: Any) -> float:
 # ----------------------------------------------------------------------------------------------------------- backward
 
 
-def _backward(
-    static: Static, config: MosaicPlan, needs: Needs, saved: Saved, grad_loss: Array
-) -> tuple[Array | None, Array | None, Array | None]:
-    kernels = _kernels()
-    stash, spare, overflow = alone((saved.stash, saved.spare, saved.overflow))
-    saved = saved._replace(stash=stash, spare=spare, overflow=overflow)
-    head, tokens = _head(static, saved.tensors), saved.tokens
-    hidden, weight = saved.tensors.hidden, head.weight
-    up_ = upstream(static, head, saved, grad_loss)
-    kept, held, padded, major = config.kept, config.held, saved.label.shape[0], head.vocab_axis == 0
-    again_rows = padded - held
+def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
+    """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
+    kernels, at, tiles = _kernels(), Positions.of(saved.call), _tiles(saved.call)
+    in_weight_grad, spare, in_scratch = alone((saved.in_weight_grad, saved.spare, saved.in_scratch))
+    above = Upstream.of(at, saved.stats, grad_loss)
+    layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
+    kept, held, padded, major = plan.kept, plan.held, at.label.shape[0], layer.vocab_axis == 0
+    recomputed_rows = padded - held
     tail = slice(held, None)
-    count = tokens.number.reshape(1)
-    rest = jnp.maximum(count - held, 0)
-    factor = logit_factor(head, tokens)
-    shrink = 1.0 if up_.shrink is None else up_.shrink
+    rest = jnp.maximum(at.number - held, 0)
 
-    out, grad_hidden, places = saved.stash, None, None
+    out, grad_hidden, buffer = in_weight_grad, None, None
     row_factor = jnp.ones(padded, jnp.float32)
     if kept:
         assert saved.base is not None
-        places = _places(head, config)
-        at = jnp.where(is_there(tokens), jnp.exp(saved.base - up_.lse), 0)[:held]
-        relative = up_.scale[:held] * at / _exponential_scale(hidden.dtype)
+        buffer = _logit_buffer(layer, plan)
+        from_base = jnp.where(at.there, jnp.exp(saved.base - above.lse), 0)[:held]
+        relative = above.factor[:held] * from_base / _exponential_scale(weight.dtype)
         row_factor = row_factor.at[:held].set(relative)
         if needs.hidden:
 
             def whole(state: Any) -> None:
                 kernels.hidden_product(
-                    weight, jnp.minimum(count, held), vocab_major=major, tokens=held, stash=state[0],
-                    spare=saved.spare, places=places, overflow=saved.overflow, scale=relative, add_to=state[1],
-                    halves=True, config=head.tiles["hidden_product"],
+                    weight, jnp.minimum(at.number, held), vocab_major=major, tokens=held, in_weight_grad=state[0],
+                    spare=spare, buffer=buffer, in_scratch=in_scratch, scale=relative, add_to=state[1], halves=True,
+                    config=tiles["hidden_product"],
                 )  # fmt: skip
 
-            out, sums = _run_state(whole, (out, jnp.zeros((held, hidden.shape[1]), jnp.float32)))
-            grad_hidden = gradient_of_first(head, saved, up_, sums, shrink)
+            out, sums = _pallas().run_state(whole)((out, jnp.zeros((held, layer.hidden.shape[1]), jnp.float32)))
+            grad_hidden = gradient_of_first(at, above, sums, targets=True)
     elif needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
 
     # Only now: hidden's float32 gradient is gone.
-    source = tokens.source if grad_hidden is None else after(tokens.source, grad_hidden)
-    rows = hidden_rows(saved.tensors, source)
+    source = source if grad_hidden is None else after(source, grad_hidden)
+    rows = at.rows(source)
     # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
-    rest_rows = hidden_rows(saved.tensors, source[tail])
+    rest_rows = at.rows(source[tail])
     rows = (rows.astype(jnp.float32) * row_factor[:, None]).astype(rows.dtype) if kept else rows
     # Where exponentials are kept, all targets' terms are added apart.
-    at_target = jnp.zeros_like(up_.at_target[tail]) if kept else up_.at_target
+    at_target = jnp.zeros_like(above.at_target[tail]) if kept else above.at_target
 
-    def made_again(state: dict[str, Any], begin: Array, size: int) -> Array:
-        again: Array = kernels.gradient_tiles(
-            rest_rows, weight, saved.label[tail], factor[tail], up_.lse[tail], up_.scale[tail], at_target, rest,
-            first=begin, size=size, even=None if up_.even is None else up_.even[tail],
-            config=head.tiles["gradient_tiles"], **_arguments(head),
+    def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
+        recomputed: Array = kernels.gradient_tiles(
+            rest_rows, weight, at.label[tail], at.factor[tail], above.lse[tail], above.factor[tail], at_target, rest,
+            first=begin, size=size, even=None if above.even is None else above.even[tail], vocab_major=major,
+            bias=at.bias, inner_scale=at.inner, config=tiles["gradient_tiles"],
         )  # fmt: skip
         if needs.hidden:
             kernels.hidden_product(
-                weight, rest, vocab_major=major, tokens=again_rows, again=again, first=begin, add_to=state["sums"],
-                second=state.get("second sums"), halves=config.halves, config=head.tiles["hidden_product"],
+                weight, rest, vocab_major=major, tokens=recomputed_rows, recomputed=recomputed, first=begin,
+                add_to=state["sums"], second=state.get("second sums"), halves=plan.halves,
+                config=tiles["hidden_product"],
             )  # fmt: skip
         if needs.bias:
-            state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], _column_sums(again, major), begin)
-        return again
+            sums = _column_sums(recomputed, major)
+            state["bias"][...] = lax.dynamic_update_slice(state["bias"][...], sums, begin)
+        return recomputed
 
     def walk_group(state: dict[str, Any], group: Group, number: Array) -> None:
         begin = group.first + number * group.size
-        again = made_again(state, begin, group.size) if again_rows else None
+        recomputed = recompute(state, begin, group.size) if recomputed_rows else None
         if not needs.weight:
             return
         skip = 0
         for size, times in group.chunks:
             product = partial(
-                kernels.weight_product, state["out"], rows, count, vocab_major=major, first=begin, size=size,
-                skip=skip, places=places, spare=saved.spare if group.in_spare else None, kept_tokens=kept,
-                overflow=saved.overflow, again=again, shrink=up_.shrink, after=grad_hidden if kept else None,
-                config=head.tiles["weight_product"],
+                kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
+                skip=skip, buffer=buffer, spare=spare if group.in_spare else None, kept_tokens=kept,
+                in_scratch=in_scratch, recomputed=recomputed, inverse_grad_scale=above.inverse_grad_scale,
+                after=grad_hidden if kept else None, config=tiles["weight_product"],
             )  # fmt: skip
             _repeat(times, product)
             skip += size * times
 
     def walk(state: dict[str, Any]) -> None:
-        for group in groups(head.vocab, config, again=again_rows > 0):
+        for group in groups(layer.vocab, plan, again=recomputed_rows > 0):
             _repeat(group.times, partial(walk_group, state, group))
         if kept:
-            _add_targets(head, saved, up_, state["out"], shrink)
+            # Each vocabulary entry's tokens together: positions are in the order of their labels, with those that have
+            # none behind.
+            label = jnp.where(at.there & (at.label >= 0), at.label, _NO_LABEL)
+            term = above.unscaled(above.at_target)
+            _rebase().add_targets(state["out"], layer.hidden, saved.call.tokens.source, label, term, vocab_major=major)
 
     state: dict[str, Any] = {}
     if needs.weight:
         state["out"] = out
-    if again_rows and needs.hidden:
-        names = ("sums", "second sums") if config.halves else ("sums",)
-        state |= dict.fromkeys(names, jnp.zeros((again_rows, hidden.shape[1]), jnp.float32))
+    if recomputed_rows and needs.hidden:
+        names = ("sums", "second sums") if plan.halves else ("sums",)
+        state |= dict.fromkeys(names, jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32))
     if needs.bias:
-        state["bias"] = jnp.zeros(up(head.vocab, VOCAB_TILE), jnp.float32)
-    state = _run_state(walk, state)
+        state["bias"] = jnp.zeros(up(layer.vocab, VOCAB_TILE), jnp.float32)
+    state = _pallas().run_state(walk)(state)
     if "sums" in state:
         sums = sum(state[name] for name in names)
         if grad_hidden is None:
-            grad_hidden = gradient_of_first(head, saved, up_, sums, shrink)
+            grad_hidden = gradient_of_first(at, above, sums, targets=False)
         else:
-            grad_hidden = gradient_with_last(grad_hidden, head, saved, up_, sums, shrink)
-    grad_bias = None
-    if needs.bias:
-        assert saved.tensors.bias is not None
-        grad_bias = (state["bias"][: head.vocab] * shrink).astype(saved.tensors.bias.dtype)
-    gradients: tuple[Array | None, Array | None, Array | None] = alone((grad_hidden, state.get("out"), grad_bias))
-    return gradients
+            grad_hidden = gradient_with_last(grad_hidden, at, above, sums)
+    grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
+    grad_hidden, grad_weight, grad_bias = alone((grad_hidden, state.get("out"), grad_bias))
+    return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
 
 
 def _repeat(times: int, do: Callable[..., None]) -> None:
@@ -349,19 +303,10 @@ def _repeat(times: int, do: Callable[..., None]) -> None:
         lax.fori_loop(0, times, lambda i, _: do(number=jnp.asarray(i, jnp.int32).reshape(1)), None)
 
 
-def _column_sums(again: Array, major: bool) -> Array:
+def _column_sums(recomputed: Array, major: bool) -> Array:
     """Sums over tokens of gradients of logits as `gradient_tiles` lays them out: [size] float32."""
     if not major:
-        return jnp.sum(again, 0, dtype=jnp.float32)
+        return jnp.sum(recomputed, 0, dtype=jnp.float32)
     # Blocks of 64 x 64, with tokens for rows inside.
-    size, tokens = again.shape
-    return jnp.sum(again.reshape(size // 64, 64, tokens // 64, 64), (1, 2), dtype=jnp.float32).reshape(size)
-
-
-def _add_targets(head: Head, saved: Saved, up_: Upstream, out: Any, shrink: Any) -> None:
-    """Add the targets' terms to the weight's gradient, each vocabulary entry's tokens together."""
-    # Positions are in the order of their labels, with those that have none behind.
-    label = jnp.where(is_there(saved.tokens) & (saved.label >= 0), saved.label, _NO_LABEL)
-    term = up_.at_target * shrink
-    vocab_major = head.vocab_axis == 0
-    _settle().add_targets(out, saved.tensors.hidden, saved.tokens.source, label, term, vocab_major=vocab_major)
+    size, tokens = recomputed.shape
+    return jnp.sum(recomputed.reshape(size // 64, 64, tokens // 64, 64), (1, 2), dtype=jnp.float32).reshape(size)

@@ -1,13 +1,16 @@
-"""The Triton kernels of linear_cross_entropy as functions of JAX arrays, through jax-triton.
+"""The Triton kernels of the vocabulary losses as functions of JAX arrays, through jax-triton.
 
 jax-triton gives a kernel its inputs in order, then its outputs, and what is a constant by name; an output can be an
-input's memory.  So each kernel has an entry here that takes its arguments in that order.  Sizes are constants: of
-numbers jax-triton doesn't say which are multiples of 16, without which no load is more than an element wide.  What may
-be traced is in arrays: `numbers` as in `Launch`, and `chunk`, the first tile of the vocabulary and how many follow.
+input's memory.  Kernels have their parameters in an order of their own, and take numbers where JAX may have traced
+ones, in arrays.  So `call` writes an entry, a kernel that calls the other by its parameters' names: they may be
+reordered, or get defaults, without a change here.  Sizes are constants: of numbers jax-triton doesn't say which are
+multiples of 16, without which no load is more than an element wide.
 """
 
+import linecache
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -15,182 +18,69 @@ import jax.numpy as jnp
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.vocab.triton import blocks as triton_blocks
-from onchip.vocab.triton import gradients as triton_gradients
-from onchip.vocab.triton import softmax as triton_softmax
+from onchip.vocab.mosaic.positions import Positions, Upstream
+from onchip.vocab.triton import blocks, gradients, softmax
+from onchip.vocab.xla.tiles import TokenStats, Wanted
 
 Array = jax.Array
-VOCAB_TILE: int = triton_blocks.VOCAB_TILE.value
+VOCAB_TILE: int = blocks.VOCAB_TILE.value
 
 
-# ------------------------------------------------------------------------------------------------------------ entries
+class Code(str):
+    """What an entry computes for a parameter, from its own arrays and constants."""
 
 
-@triton.jit
-def enter_softmax_tiles(
-    rows,
-    weight,
-    bias,
-    label,
-    factor,
-    count,
-    numbers,
-    maximum,
-    others,
-    offset_sum,
-    moment,
-    argmax,
-    T: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    STATS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    triton_softmax.softmax_tiles(
-        rows, weight, bias, label, factor, count, maximum, others, offset_sum, moment, argmax, None, None, 0, H, H, T,
-        H, V, T, 0, 0, 0, 0, 0, 0, tl.load(numbers), 1.0, BIAS, SOFTCAP, SMOOTHING, STATS, False, RAGGED,
-        BLOCK_T, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
-    )  # fmt: skip
+def call(
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    programs: int,
+    tile: Mapping[str, int],
+    arrays: Mapping[str, Array] | None = None,
+    in_place: Mapping[str, Array] | None = None,
+) -> dict[str, Array]:
+    """The kernel's outputs.
+
+    `arguments`, by the kernel's parameters, are arrays, constants, or `Code` over the names of `arrays` and of all that
+    the kernel is given.  Outputs of `in_place` have these arrays' memory, and their values to begin with.
+    """
+    inputs = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)} | dict(arrays or {})
+    before = {f"{name}_before": x for name, x in (in_place or {}).items()}
+    outputs = dict(outputs) | {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (in_place or {}).items()}
+    code = {name: x for name, x in arguments.items() if isinstance(x, Code) or x is None}
+    constants = {name: x for name, x in arguments.items() if name not in inputs and name not in code}
+    given = (*inputs, *before, *outputs)
+    made = triton_call(
+        *inputs.values(),
+        *before.values(),
+        kernel=_entry(kernel, given, tuple(constants), tuple(code.items())),
+        out_shape=list(outputs.values()),
+        grid=(programs,),
+        num_warps=tile["warps"],
+        num_stages=tile["stages"],
+        input_output_aliases={given.index(f"{name}_before"): list(outputs).index(name) for name in in_place or {}},
+        **constants,
+    )
+    return dict(zip(outputs, made, strict=True))
 
 
-@triton.jit
-def enter_gradient_tiles(
-    rows,
-    weight,
-    bias,
-    order,
-    label,
-    factor,
-    lse,
-    log_prob,
-    row,
-    count,
-    numbers,
-    chunk,
-    exponentials,
-    T: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    tiles = tl.load(chunk + 1)
-    triton_gradients.gradient_tiles(
-        rows, weight, bias, exponentials, order, count, label, factor, lse, log_prob, row, 0, tl.load(chunk),
-        tiles, tiles * T, 0, T, H, H, T, H, V, tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), True,
-        BIAS, SOFTCAP, SMOOTHING, Z_LOSS, BLOCK_T, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def enter_hidden_gradient(
-    exponentials,
-    weight,
-    count,
-    chunk,
-    sums,
-    out,
-    T: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """`out` is the memory of `sums`."""
-    tiles = tl.load(chunk + 1)
-    triton_gradients.hidden_gradient(
-        exponentials, weight, out, count, None, 0, T, T, 0, tl.load(chunk), tiles, tiles * T, 0, 0, 0, 0, 0, 0, T,
-        H, H, H, V, False, False, BLOCK_T, BLOCK_H, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def enter_weight_gradient(
-    exponentials,
-    rows,
-    count,
-    numbers,
-    chunk,
-    before,
-    out,
-    T: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    SHRINK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """`out` is the memory of `before`."""
-    first = tl.load(chunk)
-    tiles = tl.load(chunk + 1)
-    triton_gradients.weight_gradient(
-        exponentials, rows, out, count, numbers + 3, first, first, tiles, tiles * T, 0, 0, 0, 0, 0, 0, T, H, H, T, H, V,
-        SHRINK, False, BLOCK_V, BLOCK_H, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
-    )  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------------------- calls
-
-
-class Launch(NamedTuple):
-    """What the calls of one problem have in common."""
-
-    tiles: Mapping[str, Mapping[str, int]]
-    programs: int
-    weight: Array  # [V, H]
-    bias: Array | None  # [V or more] float32
-    number: Array  # [1] int32: how many positions there are
-    numbers: Array  # [4] float32: inner scale, label smoothing, z-loss, what products are multiplied by
-    softcap: bool
-    smoothing: bool
-    z_loss: bool
-    shrink: bool
-
-    def call(self, entry: Any, name: str, inputs: Any, outputs: Any, tokens: int, **more: Any) -> Any:
-        """The kernel's outputs; `tokens` is the number of positions, a multiple of 128."""
-        tile = self.tiles[name]
-        vocab, hidden = self.weight.shape
-        sizes = {"T": tokens, "H": hidden, "V": vocab}
-        cut = {"BLOCK_K": tile["depth"], "GROUP": tile["group"], "PROGRAMS": self.programs, "PARTS": tile["parts"]}
-        return triton_call(
-            *inputs,
-            kernel=entry,
-            out_shape=[jax.ShapeDtypeStruct(*x) for x in outputs],
-            grid=(self.programs,),
-            num_warps=tile["warps"],
-            num_stages=tile["stages"],
-            **sizes,
-            **cut,
-            **more,
-        )
-
-    @property
-    def logits(self) -> dict[str, bool]:
-        """What logits are made with."""
-        return {"BIAS": self.bias is not None, "SOFTCAP": self.softcap, "SMOOTHING": self.smoothing}
+@lru_cache
+def _entry(kernel: Any, arrays: tuple[str, ...], constants: tuple[str, ...], code: tuple[tuple[str, Any], ...]) -> Any:
+    """A kernel of these arrays and constants that calls `kernel`."""
+    known = {*arrays, *constants} & {*kernel.arg_names}
+    named = [*((name, name) for name in kernel.arg_names if name in known), *code]
+    assert {name for name, _ in code} <= {*kernel.arg_names}, kernel.arg_names
+    parameters = ", ".join([*arrays, *(f"{name}: tl.constexpr" for name in constants)])
+    arguments = ", ".join(f"{name}={value}" for name, value in named)
+    name = f"enter_{kernel.fn.__name__}"
+    source = f"def {name}({parameters}):\n    kernel({arguments})\n"
+    # Triton reads a kernel's source where Python's own tools find it.
+    file = f"<{name} {hash((arrays, constants, code)):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope = {"kernel": kernel, "tl": tl, "__name__": __name__}
+    exec(compile(source, file, "exec"), scope)
+    return triton.jit(scope[name])
 
 
 def triton_call(*arguments: Any, **options: Any) -> Any:
@@ -206,98 +96,192 @@ def triton_call(*arguments: Any, **options: Any) -> Any:
     return jax_triton.triton_call(*arguments, **options)
 
 
+# ----------------------------------------------------------------------------------------------------------- kernels
+
+
 class Partials(NamedTuple):
     """Per tile and position, [tiles, P]; None: not wanted."""
 
     maximum: Array
     others: Array
-    offset_sum: Array | None
-    moment: Array | None
-    argmax: Array | None
+    offset_sum: Array | None = None
+    moment: Array | None = None
+    argmax: Array | None = None
 
 
-def softmax_tiles(launch: Launch, rows: Array, label: Array, factor: Array, *, stats: bool) -> Partials:
-    """The softmax of each tile of the logits of `rows` [P, H]."""
-    shape = (-(-launch.weight.shape[0] // VOCAB_TILE), len(rows))
-    wanted = (True, True, launch.smoothing, stats, stats)
-    dtypes = (*[jnp.float32] * 4, jnp.int32)
-    made = launch.call(
-        enter_softmax_tiles,
-        "softmax_tiles",
-        (rows, launch.weight, _pointer(launch), label, factor, launch.number, launch.numbers),
-        # What isn't wanted is one number that nobody writes.
-        [(shape if want else (1,), dtype) for want, dtype in zip(wanted, dtypes, strict=True)],
-        len(rows),
-        BLOCK_T=launch.tiles["softmax_tiles"]["rows"],
-        STATS=stats,
-        RAGGED=launch.weight.shape[0] % VOCAB_TILE > 0,
-        **launch.logits,
-    )
-    found: list[Any] = [x if want else None for x, want in zip(made, wanted, strict=True)]
-    return Partials(*found)
+class Launch(NamedTuple):
+    """What the calls of one problem have in common."""
+
+    positions: Positions
+    tiles: Mapping[str, Mapping[str, int]]
+    programs: int
+
+    def options(self, name: str) -> dict[str, Any]:
+        return {"programs": self.programs, "tile": self.tiles[name]}
+
+    def cut(self, name: str) -> dict[str, Any]:
+        """Sizes of the weight, and tiles."""
+        tile, (vocab, hidden) = self.tiles[name], self.positions.layer.weight.shape
+        cut = {"GROUP": tile["group"], "PROGRAMS": self.programs, "BLOCK_K": tile["depth"], "PARTS": tile["parts"]}
+        return cut | {"H": hidden, "V": vocab, "TMA": False}
+
+    def logits(self, rows: Array, part: slice) -> tuple[dict[str, Any], dict[str, Array]]:
+        """What logits are made from: arguments, and arrays."""
+        at = self.positions
+        hidden = rows.shape[1]
+        inner = {} if at.inner is None else {"inner": at.inner}
+        return {
+            "rows": rows,
+            "weight": at.layer.weight,
+            "bias": at.bias,
+            "label": at.label[part],
+            "factor": at.factor[part],
+            "rows_stride": hidden,
+            "weight_stride": hidden,
+            "inner_scale": 0.0 if at.inner is None else Code("tl.load(inner)"),
+            "BIAS": at.bias is not None,
+            "SOFTCAP": at.inner is not None,
+        }, inner
 
 
-def gradient_tiles(
-    launch: Launch,
-    rows: Array,
-    label: Array,
-    factor: Array,
-    lse: Array,
-    log_prob: Array,
-    row: Array,
-    chunk: Array,
-    tiles: int,
-) -> Array:
-    """The logits' gradient for a chunk of so many tiles of the vocabulary: [tiles * P, 256], tile by tile; of positions
-    beyond the last token 0 up to a whole block, and then whatever was there.
+# Where exponentials would be kept.
+_NOWHERE = dict.fromkeys(("stash", "stash_stride", "stash_tokens", "overflow", "overflow_tokens"), 0)
+
+
+def softmax_tiles(launch: Launch, rows: Array, part: slice, wanted: Wanted) -> Partials:
+    """The softmax of each tile of the logits of `rows` [P, H], hidden states of the positions of `part`."""
+    tokens, vocab = len(rows), launch.positions.layer.vocab
+    wants = {"offset_sum": wanted.even, "moment": wanted.entropy, "argmax": wanted.argmax}
+    names = [name for name in Partials._fields if wants.get(name, True)]
+    shape = (-(-vocab // VOCAB_TILE), tokens)
+    outputs = {name: jax.ShapeDtypeStruct(shape, jnp.int32 if name == "argmax" else jnp.float32) for name in names}
+    given, arrays = launch.logits(rows, part)
+    arguments = {
+        **given,
+        **launch.cut("softmax_tiles"),
+        "T": tokens,
+        **_NOWHERE,
+        **{name: None for name in Partials._fields if name not in names},
+        "count": launch.positions.count_in(part),
+        "shift": None,
+        "exponentials": None,
+        "first": 0,
+        "partial_stride": tokens,
+        "exponential_rows": 0,
+        "exponential_scale": 1.0,
+        "SMOOTHING": wanted.even,
+        "STATS": wanted.entropy,
+        "KEEP": False,
+        "RAGGED": vocab % VOCAB_TILE > 0,
+        "BLOCK_T": launch.tiles["softmax_tiles"]["rows"],
+    }
+    return Partials(**call(softmax.softmax_tiles, arguments, outputs, arrays=arrays, **launch.options("softmax_tiles")))
+
+
+class Chunk(NamedTuple):
+    """A chunk of the vocabulary: its first tile, which may be traced, and how many there are."""
+
+    first: Any
+    tiles: int
+
+    def array(self) -> Array:
+        # The number too: chunks of all sizes are one compiled kernel.
+        return jnp.stack([jnp.asarray(x, jnp.int32) for x in self])
+
+    def arguments(self) -> dict[str, Any]:
+        tiles = "tl.load(chunk + 1)"
+        return {
+            "first_tile": Code("tl.load(chunk)"),
+            "chunk_tiles": Code(tiles),
+            "exponential_rows": Code(f"{tiles} * again_tokens"),
+        }
+
+
+def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Upstream, chunk: Chunk) -> Array:
+    """The logits' gradient for a chunk of the vocabulary: [tiles * P, 256], tile by tile; of positions beyond the last
+    token 0 up to a whole block, and then whatever was there.
     """
-    vectors = (jnp.arange(len(rows), dtype=jnp.int32), label, factor, lse, log_prob, row)
-    (made,) = launch.call(
-        enter_gradient_tiles,
-        "gradient_tiles",
-        (rows, launch.weight, _pointer(launch), *vectors, launch.number, launch.numbers, chunk),
-        [((tiles * len(rows), VOCAB_TILE), rows.dtype)],
-        len(rows),
-        Z_LOSS=launch.z_loss,
-        BLOCK_T=launch.tiles["gradient_tiles"]["rows"],
-        **launch.logits,
-    )
-    return made  # type: ignore[no-any-return]
+    at, tokens = launch.positions, len(rows)
+    loss = {name: x.reshape(1) for name, x in at.call.loss._asdict().items() if x is not None}
+    given, arrays = launch.logits(rows, slice(None))
+    arguments = {
+        **given,
+        **launch.cut("gradient_tiles"),
+        "T": tokens,
+        **chunk.arguments(),
+        "order": jnp.arange(tokens, dtype=jnp.int32),
+        "count": at.number,
+        "lse": stats.lse,
+        "log_prob": stats.log_prob[:, 0],
+        "row": upstream.row_scale,
+        "first": 0,
+        "again": 0,
+        "again_tokens": tokens,
+        "label_smoothing": Code("tl.load(smoothing)") if "label_smoothing" in loss else 0.0,
+        "z_loss": Code("tl.load(squares)") if "z_loss" in loss else 0.0,
+        "TARGETS": True,
+        "SMOOTHING": "label_smoothing" in loss,
+        "Z_LOSS": "z_loss" in loss,
+        "BLOCK_T": launch.tiles["gradient_tiles"]["rows"],
+    }
+    named = {"label_smoothing": "smoothing", "z_loss": "squares"}
+    arrays |= {named[name]: x for name, x in loss.items()} | {"chunk": chunk.array()}
+    outputs = {"exponentials": jax.ShapeDtypeStruct((chunk.tiles * tokens, VOCAB_TILE), rows.dtype)}
+    options = launch.options("gradient_tiles")
+    return call(gradients.gradient_tiles, arguments, outputs, arrays=arrays, **options)["exponentials"]
 
 
-def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Array) -> Array:
+def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chunk) -> Array:
     """`sums` [P, H] float32 with a chunk's product added, in place."""
-    tile = launch.tiles["hidden_gradient"]
-    (made,) = launch.call(
-        enter_hidden_gradient,
-        "hidden_gradient",
-        (exponentials, launch.weight, launch.number, chunk, sums),
-        [(sums.shape, sums.dtype)],
-        len(sums),
-        input_output_aliases={4: 0},
-        BLOCK_T=tile["rows"],
-        BLOCK_H=tile["columns"],
-    )
-    return made  # type: ignore[no-any-return]
+    tile, (tokens, hidden) = launch.tiles["hidden_gradient"], sums.shape
+    arguments = {
+        **launch.cut("hidden_gradient"),
+        **chunk.arguments(),
+        **_NOWHERE,
+        "exponentials": exponentials,
+        "weight": launch.positions.layer.weight,
+        "count": launch.positions.number,
+        "scale": None,
+        "first": 0,
+        "last": tokens,
+        "out_rows": tokens,
+        "half_rows": 0,
+        "again": 0,
+        "again_tokens": tokens,
+        "weight_stride": hidden,
+        "out_stride": hidden,
+        "SHARE": False,
+        "SCALE": False,
+        "BLOCK_T": tile["rows"],
+        "BLOCK_H": tile["columns"],
+    }
+    options = launch.options("hidden_gradient") | {"arrays": {"chunk": chunk.array()}, "in_place": {"out": sums}}
+    return call(gradients.hidden_gradient, arguments, {}, **options)["out"]
 
 
-def weight_gradient(launch: Launch, exponentials: Array, rows: Array, out: Array, chunk: Array) -> Array:
+def weight_gradient(
+    launch: Launch, exponentials: Array, rows: Array, out: Array, chunk: Chunk, upstream: Upstream
+) -> Array:
     """`out` [V, H] with a chunk's rows of the weight's gradient written, in place."""
-    tile = launch.tiles["weight_gradient"]
-    (made,) = launch.call(
-        enter_weight_gradient,
-        "weight_gradient",
-        (exponentials, rows, launch.number, launch.numbers, chunk, out),
-        [(out.shape, out.dtype)],
-        len(rows),
-        input_output_aliases={5: 0},
-        SHRINK=launch.shrink,
-        BLOCK_V=tile["rows"],
-        BLOCK_H=tile["columns"],
-    )
-    return made  # type: ignore[no-any-return]
-
-
-def _pointer(launch: Launch) -> Array:
-    """The bias, or another array of floats that is never read."""
-    return launch.numbers if launch.bias is None else launch.bias
+    tile, (tokens, hidden) = launch.tiles["weight_gradient"], rows.shape
+    arguments = {
+        **launch.cut("weight_gradient"),
+        "T": tokens,
+        **chunk.arguments(),
+        **_NOWHERE,
+        "exponentials": exponentials,
+        "rows": rows,
+        "count": launch.positions.number,
+        "shrink": upstream.inverse_grad_scale,
+        "again_from": Code("tl.load(chunk)"),
+        "again": 0,
+        "again_tokens": tokens,
+        "rows_stride": hidden,
+        "out_stride": hidden,
+        "SHRINK": upstream.inverse_grad_scale is not None,
+        "ADD": False,
+        "BLOCK_V": tile["rows"],
+        "BLOCK_H": tile["columns"],
+    }
+    options = launch.options("weight_gradient") | {"arrays": {"chunk": chunk.array()}, "in_place": {"out": out}}
+    return call(gradients.weight_gradient, arguments, {}, **options)["out"]

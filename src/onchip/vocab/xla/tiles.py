@@ -1,7 +1,15 @@
-"""What walks over the [tokens, vocab] matrix in JAX do with one tile: its tokens, its logits, their softmax and their
-gradient."""
+"""What walks over the [tokens, vocab] matrix in JAX are made of: the logits of a tile, their softmax, their gradient.
+
+The final logits z are those of a linear layer (`Projection`) or exist already (`Logits`), after a `Transform`.  From
+the ids of a token come its `TokenStats`; every gradient by z that the ops need is a `TokenGradient`::
+
+    p (factor + entropy (z - mean)) - even,   with p the softmax and mean = sum(p z),
+
+in which the entries at the ids are replaced by `at_ids`.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,41 +17,48 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Needs, Static, Tensors, vary_alike
-from onchip.vocab.chunks import Config
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike
 
 Array = jax.Array
 # Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min) / 4
+# exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
+VANISHED = -128.0
 # float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
-FLOAT16_ROW = 256.0
+_FLOAT16_ROW = 256.0
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
 class Tokens(NamedTuple):
-    """The n tokens that count, at the front of P rows (T rounded up to whole chunks); the rows behind weigh 0."""
+    """The n tokens that count, at the front of P rows (T rounded up to whole chunks)."""
 
     kept: Array  # [T] bool: not ignored
     place: Array  # [T] int32: the row of each token
     number: Array  # [] int32: n
     source: Array  # [P] int32: the token of each row, T for the rows behind
-    label: Array  # [P] int32 in [0, V)
-    bad: Array  # [P] bool: the label was out of range
-    weight: Array  # [P] float32: NaN for bad tokens
-    temperature: Array | None  # [P] or [] float32
-    inverse_count: Array  # [] float32: 1 / what the mean divides by
+
+    def take(self, x: Array, fill: float) -> Array:
+        """[T, ...] values as [P, ...].  Ignored tokens are never read, so that a NaN there can't leak."""
+        return x.at[self.source].get(mode="fill", fill_value=fill)
 
     def spread(self, rows: Array) -> Array:
         """[P, ...] values as [T, ...], with zeros for ignored tokens."""
         kept = self.kept.reshape(-1, *[1] * (rows.ndim - 1))
         return jnp.where(kept, rows.at[self.place].get(mode="clip"), jnp.zeros((), rows.dtype))
 
+    def there(self) -> Array:
+        """[P] bool: whether a token is in the row."""
+        return jnp.arange(self.source.shape[0]) < self.number
 
-def select_tokens(static: Static, tensors: Tensors, chunk: int, *, by_label: bool = False) -> Tokens:
-    """The tokens that count in their own order, or by ascending label with those out of range behind."""
-    labels = tensors.labels
+    def sum(self, rows: Array) -> Array:
+        # Where, not a product with a weight of 0: a row behind the kept tokens may hold an infinity.
+        return jnp.sum(jnp.where(self.there(), rows, 0))
+
+
+def select_tokens(labels: Array, chunk: int, *, by_label: bool = False) -> Tokens:
+    """The tokens whose label isn't IGNORED, in their own order, or by ascending label, those out of range behind."""
     total = labels.shape[0]
     padded = -(-total // chunk) * chunk
     kept = labels != IGNORED
@@ -54,68 +69,25 @@ def select_tokens(static: Static, tensors: Tensors, chunk: int, *, by_label: boo
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     place = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
     source = jnp.where(jnp.arange(total) < number, order, total)
-    source = jnp.pad(source, (0, padded - total), constant_values=total)
-
-    def take(x: Array, fill: float) -> Array:
-        return x.at[source].get(mode="fill", fill_value=fill)
-
-    label = take(labels, 0)
-    bad = label == OUT_OF_RANGE
-    weight = jnp.ones(padded, jnp.float32) if tensors.token_weight is None else take(tensors.token_weight, 0)
-    weight = jnp.where(jnp.arange(padded) < number, weight, 0)
-    temperature = tensors.temperature
-    if temperature is not None and temperature.ndim:
-        temperature = take(temperature, 1)
-    divisor = jnp.ones((), jnp.float32)
-    if static.reduction == "mean":
-        counted = number.astype(jnp.float32) if tensors.normalizer is None else tensors.normalizer
-        divisor = jnp.where(number > 0, counted, divisor)
-    return Tokens(
-        kept,
-        place,
-        number,
-        source,
-        jnp.where(bad, 0, label),
-        bad,
-        jnp.where(bad, jnp.nan, weight),
-        temperature,
-        1 / divisor,
-    )
-
-
-def sum_kept(rows: Array, tokens: Tokens) -> Array:
-    # Where, not a product with the weight's 0: a row behind the kept tokens may hold an infinity.
-    return jnp.sum(jnp.where(jnp.arange(rows.shape[0]) < tokens.number, rows, 0))
-
-
-class Rows(NamedTuple):
-    """A chunk of C tokens."""
-
-    start: Array | int
-    hidden: Array  # [C, H], zeros behind the kept tokens
-    label: Array  # [C] int32
-    temperature: Array | None  # [C, 1] or []
-
-    def cut(self, rows: Array) -> Array:
-        """The chunk's part of [P] values."""
-        return cut(rows, self.start, self.label.shape[0])
-
-
-def take_rows(tensors: Tensors, tokens: Tokens, start: Array | int, size: int) -> Rows:
-    temperature = tokens.temperature
-    if temperature is not None and temperature.ndim:
-        temperature = cut(temperature, start, size)[:, None]
-    # Ignored tokens are never read, so that a NaN there can't leak.
-    hidden = tensors.hidden.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)
-    return Rows(start, hidden, cut(tokens.label, start, size), temperature)
+    return Tokens(kept, place, number, jnp.pad(source, (0, padded - total), constant_values=total))
 
 
 def cut(x: Array, start: Array | int, size: int, axis: int = 0) -> Array:
     return x if size == x.shape[axis] else lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
+def cut_rows(rows: Any, start: Array | int, size: int) -> Any:
+    """A chunk of a tree of [P, ...] values."""
+    return jax.tree.map(lambda x: cut(x, start, size), rows)
+
+
 def write(x: Array, part: Array, start: Array | int, axis: int = 0) -> Array:
     return part if part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, part, start, axis)
+
+
+def write_rows(rows: Any, part: Any, start: Array | int) -> Any:
+    """The reverse of `cut_rows`."""
+    return jax.tree.map(lambda x, new: write(x, new, start), rows, part)
 
 
 def over_tokens(tokens: Tokens, chunk: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
@@ -124,12 +96,15 @@ def over_tokens(tokens: Tokens, chunk: int, step: Callable[[Any, Any], Any], car
     return lax.fori_loop(0, (tokens.number + chunk - 1) // chunk, lambda i, carry: step(i * chunk, carry), carry)
 
 
+# -------------------------------------------------------------------------------------------------------- vocabulary
+
+
 class Columns(NamedTuple):
     """A chunk of the vocabulary.  The last one starts early, so as to be full: its first entries were done before."""
 
     start: Array | int
     size: int
-    done: Array | int | None  # so many entries are not new; None where none ever is
+    done: Array | int | None = None  # so many entries are not new; None where none ever is
 
     def new(self, z: Array) -> Array | bool:
         """[C, size] bool: the entries to be counted."""
@@ -141,7 +116,7 @@ def over_vocab(vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carr
     carry = vary_alike(carry, like)
     chunks = -(-vocab // chunk)
     if chunks == 1:
-        return step(Columns(0, vocab, None), carry)
+        return step(Columns(0, vocab), carry)
 
     def body(i: Array, carry: Any) -> Any:
         start = jnp.minimum(i * chunk, vocab - chunk)
@@ -150,7 +125,87 @@ def over_vocab(vocab: int, chunk: int, step: Callable[[Columns, Any], Any], carr
     return lax.fori_loop(0, chunks, body, carry)
 
 
-# ------------------------------------------------------------------------------------------------- one tile at a time
+# ------------------------------------------------------------------------------------------------------------ logits
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["hidden", "weight", "bias"], meta_fields=["vocab_axis"])
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer: hidden [T, H], weight [V, H] or [H, V], and bias [V], all of one dtype.
+
+    Also its gradients, and for each of these whether it is needed.
+    """
+
+    hidden: Any
+    weight: Any
+    bias: Any = None
+    vocab_axis: int = 0
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[self.vocab_axis]  # type: ignore[no-any-return]
+
+    def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
+        """Hidden states of a chunk [C, H], zeros behind the kept tokens."""
+        return self.hidden.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)  # type: ignore[no-any-return]
+
+    def part(self, columns: Columns) -> "Projection":
+        """The layer for a chunk of the vocabulary."""
+        weight = cut(self.weight, columns.start, columns.size, self.vocab_axis)
+        return replace(self, weight=weight, bias=None if self.bias is None else cut(self.bias, *columns[:2]))
+
+    def logits(self, rows: Array) -> Array:
+        """[C, V] float32, not transformed."""
+        z = product(rows, self.weight, (1, 1 - self.vocab_axis))
+        return z if self.bias is None else z + self.bias.astype(jnp.float32)
+
+    def hidden_gradient(self, g: Array) -> Array:
+        """Of g [C, V], the gradient of the logits; float32."""
+        return product(g, self.weight, (1, self.vocab_axis))
+
+    def weight_gradient(self, g: Array, rows: Array) -> Array:
+        """In the weight's layout; float32."""
+        return product(g, rows, (0, 0)) if self.vocab_axis == 0 else product(rows, g, (0, 0))
+
+
+class Logits(NamedTuple):
+    """Logits [T, V] that exist already, of which a chunk has the whole vocabulary.
+
+    Rows of 16-bit floats are fetched and stored as integers of the same bits.  XLA's CPU backend would otherwise do
+    both in float32, and for that keep all of the logits and of the gradient in float32; so it keeps one copy as
+    integers.
+    """
+
+    bits: Array
+    dtype: Any
+
+    @staticmethod
+    def of(logits: Array) -> "Logits":
+        return Logits(_as_bits(logits), logits.dtype)
+
+    @property
+    def vocab(self) -> int:
+        return self.bits.shape[1]
+
+    def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
+        return self.bits.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)
+
+    def part(self, columns: Columns) -> "Logits":
+        return self
+
+    def logits(self, rows: Array) -> Array:
+        return self.floats(rows).astype(jnp.float32)
+
+    def floats(self, rows: Array) -> Array:
+        return lax.bitcast_convert_type(rows, self.dtype) if rows.dtype != self.dtype else rows
+
+    def stored(self, rows: Array) -> Array:
+        """Float32 rows as `bits` has them."""
+        return _as_bits(rows.astype(self.dtype))
+
+
+def _as_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -161,61 +216,120 @@ def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def weight_product(static: Static, g: Array, hidden: Array) -> Array:
-    """g.T @ hidden in the weight's layout."""
-    return product(g, hidden, (0, 0)) if static.vocab_axis == 0 else product(hidden, g, (0, 0))
+class Transform(NamedTuple):
+    """z = softcap * tanh(logits * logit_scale / softcap) / temperature.  What isn't used is None."""
+
+    logit_scale: Array | None = None  # [] float32, as the next
+    softcap: Array | None = None
+    temperature: Array | None = None  # [] float32, or one for each token [T], for each row [P]
+
+    def by_row(self, tokens: Tokens) -> "Transform":
+        each = self.temperature is not None and self.temperature.ndim > 0
+        return self._replace(temperature=tokens.take(self.temperature, 1)) if each else self  # type: ignore[arg-type]
+
+    def of_chunk(self, start: Array | int, size: int) -> "Transform":
+        each = self.temperature is not None and self.temperature.ndim > 0
+        return self._replace(temperature=cut(self.temperature, start, size)[:, None]) if each else self  # type: ignore[arg-type]
+
+    def apply(self, z: Array) -> tuple[Array, Array | None]:
+        """The final logits, and their derivative's softcap."""
+        slope = None
+        if self.logit_scale is not None:
+            z *= self.logit_scale
+        if self.softcap is not None:
+            tanh = jnp.tanh(z / self.softcap)
+            slope = 1 - tanh * tanh
+            z = self.softcap * tanh
+        if self.temperature is not None:
+            z /= self.temperature
+        return z, slope
+
+    def factor(self) -> Array | None:
+        """The derivative of the final logits but for the softcap: [] or [P]; None for 1."""
+        if self.temperature is None:
+            return self.logit_scale
+        return (1.0 if self.logit_scale is None else self.logit_scale) / self.temperature
 
 
-def vocab_rows(static: Static, tensors: Tensors, columns: Columns) -> Array:
-    return cut(tensors.weight, columns.start, columns.size, static.vocab_axis)
+# ----------------------------------------------------------------------------------------------------------- softmax
 
 
-def logits(static: Static, tensors: Tensors, rows: Rows, weight: Array, columns: Columns) -> tuple[Array, Array | None]:
-    """The final logits of the tokens over the vocabulary entries in `weight`, and their derivative's softcap."""
-    z = product(rows.hidden, weight, (1, 1 - static.vocab_axis))
-    if tensors.bias is not None:
-        z += cut(tensors.bias, columns.start, columns.size).astype(jnp.float32)
-    return transform(z, tensors, rows)
+class Wanted(NamedTuple):
+    """Which statistics are wanted beside lse and log_prob."""
+
+    entropy: bool = False
+    argmax: bool = False
+    even: bool = False
 
 
-def transform(z: Array, tensors: Tensors, rows: Rows) -> tuple[Array, Array | None]:
-    """The logits after scale, softcap and temperature, and their derivative's softcap."""
-    slope = None
-    if tensors.logit_scale is not None:
-        z *= tensors.logit_scale
-    if tensors.softcap is not None:
-        tanh = jnp.tanh(z / tensors.softcap)
-        slope = 1 - tanh * tanh
-        z = tensors.softcap * tanh
-    if rows.temperature is not None:
-        z /= rows.temperature
-    return z, slope
+class TokenStats(NamedTuple):
+    """What is known of tokens once their softmax is complete, [P] float32; None is what wasn't wanted."""
+
+    lse: Array
+    log_prob: Array  # [P, K]: of the ids; 0 for IGNORED ones, NaN for those OUT_OF_RANGE
+    entropy: Array | None = None
+    mean: Array | None = None  # of the logits under their softmax, with the entropy
+    even_loss: Array | None = None  # the mean of lse - z over the vocabulary
+    argmax: Array | None = None  # int32, -1 where all logits are -inf
+
+    @staticmethod
+    def empty(ids: Array, wanted: Wanted) -> "TokenStats":
+        n = ids.shape[0]
+        zeros = jnp.zeros(n, jnp.float32)
+        entropy, even = zeros if wanted.entropy else None, zeros if wanted.even else None
+        argmax = jnp.full(n, -1, jnp.int32) if wanted.argmax else None
+        return TokenStats(zeros, jnp.zeros(ids.shape, jnp.float32), entropy, entropy, even, argmax)
+
+    @staticmethod
+    def make(
+        top: Array,
+        log_total: Array,
+        total: Array,
+        picked: Array,
+        ids: Array,
+        vocab: int,
+        offset_sum: Array | None,
+        moment: Array | None,
+        argmax: Array | None,
+    ) -> "TokenStats":
+        """From the maximum, the sum of exp(z - max) and its logarithm, and the sums of z - max that `Softmax` has."""
+        log_prob = (picked - top[:, None]) - log_total[:, None]
+        log_prob = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, log_prob))
+        entropy = mean = None
+        if moment is not None:
+            offset = moment / total
+            entropy, mean = log_total - offset, top + offset
+        even_loss = None if offset_sum is None else log_total - offset_sum / vocab
+        return TokenStats(top + log_total, log_prob, entropy, mean, even_loss, argmax)
 
 
 class Softmax(NamedTuple):
-    """The running softmax of C tokens over the vocabulary seen so far, each [C] float32 (argmax int32)."""
+    """The running softmax of C tokens over the vocabulary seen so far, [C] float32."""
 
     max: Array
-    label: Array  # the label's logit
-    others: Array  # sum of exp(z - max) over all but the label
+    total: Array  # sum of exp(z - max): 0 where all are -inf
+    below: Array  # the same without those that are 1
+    picked: Array  # [C, K]: the ids' logits
     offset_sum: Array | None  # sum of z - max, for label smoothing
     moment: Array | None  # sum of exp(z - max) * (z - max), for the entropy
-    argmax: Array | None
+    argmax: Array | None  # int32, the first
 
     @staticmethod
-    def empty(n: int, *, smoothing: bool, stats: bool) -> "Softmax":
+    def empty(ids: Array, wanted: Wanted) -> "Softmax":
+        n = ids.shape[0]
         zeros = jnp.zeros(n, jnp.float32)
         return Softmax(
             max=jnp.full(n, LOWEST, jnp.float32),
-            label=zeros,
-            others=zeros,
-            offset_sum=zeros if smoothing else None,
-            moment=zeros if stats else None,
-            argmax=jnp.full(n, -1, jnp.int32) if stats else None,
+            total=zeros,
+            below=zeros,
+            picked=jnp.zeros(ids.shape, jnp.float32),
+            offset_sum=zeros if wanted.even else None,
+            moment=zeros if wanted.entropy else None,
+            argmax=jnp.full(n, -1, jnp.int32) if wanted.argmax else None,
         )
 
-    def absorb(self, z: Array, columns: Columns, label: Array) -> "Softmax":
-        """Take in the logits [C, size] of a chunk of the vocabulary."""
+    def absorb(self, z: Array, columns: Columns, ids: Array) -> "Softmax":
+        """Take in the logits [C, size] of a chunk of the vocabulary, of tokens with these ids [C, K]."""
         start, new = columns.start, columns.new(z)
         if columns.done is not None:
             z = jnp.where(new, z, -jnp.inf)
@@ -224,196 +338,98 @@ class Softmax(NamedTuple):
         new_max = jnp.maximum(self.max, top)
         drop = self.max - new_max
         decay = jnp.exp(drop)
-        column = label - start
-        inside = (label >= first) & (column < columns.size)
-        picked = jnp.take_along_axis(z, column[:, None], 1, mode="clip")[:, 0]
-        offset = z - new_max[:, None]
-        e = jnp.exp(offset)
+        inside = (ids >= first) & (ids < start + columns.size)
+        e = jnp.exp(z - new_max[:, None])
+        total, below = jnp.sum(e, 1), jnp.sum(jnp.where(e == 1, 0, e), 1)
+        # Not the same tile as that of e, or XLA's CPU backend would hold one more at a time.
+        offset = z - lax.optimization_barrier((new_max, total, below))[0][:, None]
         offset_sum, moment, argmax = self.offset_sum, self.moment, self.argmax
         if offset_sum is not None:
             offset_sum = offset_sum + drop * jnp.asarray(first, jnp.float32) + jnp.sum(jnp.where(new, offset, 0), 1)
-        if moment is not None and argmax is not None:
-            argmax = jnp.where(top > self.max, jnp.argmax(z, 1).astype(jnp.int32) + start, argmax)
-            total = self.others + jnp.where(label < first, jnp.exp(self.label - self.max), 0)
-            # p log p is 0 at p = 0, and 0 * -inf is not.
-            moment = (moment + drop * total) * decay + jnp.sum(e * jnp.maximum(offset, -1e30), 1)
+        if moment is not None:
+            added = jnp.sum(e * jnp.maximum(offset, VANISHED), 1)
+            moment = (moment + drop * self.total) * decay + added
+        if argmax is not None:
+            # True for NaN.
+            argmax = jnp.where(top <= self.max, argmax, jnp.argmax(z, 1).astype(jnp.int32) + start)
         return Softmax(
             max=new_max,
-            label=jnp.where(inside, picked, self.label),
-            others=self.others * decay + jnp.sum(jnp.where(_is_label(z, column), 0, e), 1),
+            total=self.total * decay + total,
+            below=jnp.where(drop < 0, self.total, self.below) * decay + below,
+            picked=jnp.where(inside, jnp.take_along_axis(z, ids - start, 1, mode="clip"), self.picked),
             offset_sum=offset_sum,
             moment=moment,
             argmax=argmax,
         )
 
-    @property
-    def total(self) -> Array:
-        return self.others + jnp.exp(self.label - self.max)
-
-    @property
-    def log_total(self) -> Array:
-        # log1p where the label leads: there the loss is small, and 1 + others would round it away.
-        return jnp.where(self.label == self.max, jnp.log1p(self.others), jnp.log(self.total))
+    def complete(self, ids: Array, vocab: int) -> TokenStats:
+        # Where one logit leads, the loss of its id is small, and 1 + others would round it away.
+        leads = (self.total > 0.5) & (self.total < 1.5)
+        log_total = jnp.where(leads, jnp.log1p(self.below), jnp.log(self.total))
+        sums = (self.offset_sum, self.moment, self.argmax)
+        return TokenStats.make(self.max, log_total, self.total, self.picked, ids, vocab, *sums)
 
 
-def _is_label(z: Array, column: Array) -> Array:
-    """[C, size] bool: the label's place in each row."""
-    return lax.broadcasted_iota(jnp.int32, z.shape, 1) == column[:, None]
+# ---------------------------------------------------------------------------------------------------------- gradient
 
 
-class PerToken(NamedTuple):
-    """What is known of tokens once their softmax is complete, [P] each; the loss is not yet weighted."""
+class TokenGradient(NamedTuple):
+    """What backward knows of each token before it sees a logit, [P] float32; see the module's docstring."""
 
-    loss: Array
-    lse: Array
-    log_prob: Array
-    entropy: Array | None
-    correct: Array | None
+    factor: Array
+    at_ids: Array  # [P, K]
+    entropy: Array | None = None
+    even: Array | None = None
 
-    @staticmethod
-    def empty(n: int, *, stats: bool) -> "PerToken":
-        zeros = jnp.zeros(n, jnp.float32)
-        return PerToken(zeros, zeros, zeros, zeros if stats else None, jnp.zeros(n, bool) if stats else None)
+    def times(self, x: Array | None) -> "TokenGradient":
+        """All of it times x, [P] or []; None for 1."""
+        if x is None:
+            return self
+        each = x[:, None] if x.ndim else x
+        factor, at_ids, *others = self.factor * x, self.at_ids * each, self.entropy, self.even
+        return TokenGradient(factor, at_ids, *(None if y is None else y * x for y in others))
 
-    def put(self, part: "PerToken", start: Array | int) -> "PerToken":
-        return jax.tree.map(lambda x, new: write(x, new, start), self, part)  # type: ignore[no-any-return]
+    def size(self) -> Array:
+        """[P]: no entry is much larger."""
+        size = jnp.abs(self.factor) + jnp.sum(jnp.abs(self.at_ids), 1)
+        return size if self.entropy is None else size + jnp.abs(self.entropy)
 
 
-def complete(softmax: Softmax, label: Array, tensors: Tensors, bad: Array, vocab: int) -> PerToken:
-    log_total = softmax.log_total
-    lse = softmax.max + log_total
-    log_prob = jnp.where(bad, jnp.nan, (softmax.label - softmax.max) - log_total)
-    loss = -log_prob
-    if tensors.label_smoothing is not None and softmax.offset_sum is not None:
-        eps = tensors.label_smoothing
-        even = log_total - softmax.offset_sum / vocab
-        # At 1 the label's logit doesn't count, at 0 a masked entry's doesn't, and 0 * inf is not 0.
-        loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + jnp.where(eps > 0, eps * even, 0)
-    if tensors.z_loss is not None:
-        loss += tensors.z_loss * jnp.square(lse)
-    entropy = correct = None
-    if softmax.moment is not None:
-        entropy = log_total - softmax.moment / softmax.total
-        correct = (softmax.argmax == label) & ~bad
-    return PerToken(loss, lse, log_prob, entropy, correct)
+def float16_scale(size: Array, dtype: Any) -> Array | None:
+    """What gradients with rows of about these sizes [P] are multiplied by before products in this dtype; None for 1."""
+    if dtype != jnp.float16:
+        return None
+    largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
+    # The smallest normal number: a power of 2 times anything below would overflow.
+    return jnp.where(largest > jnp.finfo(jnp.float32).tiny * _FLOAT16_ROW, _FLOAT16_ROW / largest, 1)
+
+
+def unscaled(x: Array, grad_scale: Array | None) -> Array:
+    return x if grad_scale is None else x / grad_scale
 
 
 def logits_gradient(
-    z: Array,
-    slope: Array | None,
-    shift: Array,
-    scale: Array,
-    row: Array,
-    per_token: PerToken,
-    label: Array,
-    columns: Columns,
-    tensors: Tensors,
-    vocab: int,
+    z: Array, slope: Array | None, stats: TokenStats, gradient: TokenGradient, ids: Array, columns: Columns
 ) -> Array:
-    """The gradient of the logits before softcap and scale: row * d(loss) / dz * slope; 0 for what was done before.
-
-    exp(z - shift) * scale are the probabilities, `row` is the upstream gradient with all factors, each [C].
-    """
-    # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-    at_label = jnp.expm1(per_token.log_prob)
-    if tensors.z_loss is not None:
-        more = 2 * tensors.z_loss * per_token.lse
-        scale *= 1 + more
-        at_label += more * jnp.exp(per_token.log_prob)
-    g = jnp.exp(z - shift[:, None]) * (row * scale)[:, None]
-    if tensors.label_smoothing is not None:
-        even = tensors.label_smoothing / vocab
-        g -= (row * even)[:, None]
-        at_label += tensors.label_smoothing - even
-    g = jnp.where(_is_label(z, label - columns.start), (row * at_label)[:, None], g)
+    """The gradient of the logits before scale and softcap, [C, size]; 0 for what was done before."""
+    if gradient.entropy is None:
+        g = jnp.exp(z - stats.lse[:, None]) * gradient.factor[:, None]
+    else:
+        assert stats.mean is not None
+        assert stats.entropy is not None
+        # Not from lse: z - mean has more digits where logits are small.
+        offset = z - stats.mean[:, None]
+        p = jnp.exp(offset - stats.entropy[:, None])
+        g = p * (gradient.factor[:, None] + gradient.entropy[:, None] * jnp.maximum(offset, VANISHED))
+    if gradient.even is not None:
+        g -= gradient.even[:, None]
+    column = ids - columns.start
+    if ids.shape[1] == 1:
+        g = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) == column, gradient.at_ids, g)
+    else:
+        # Ids that lie elsewhere are dropped; those that occur twice write the same number.
+        column = jnp.where(column < 0, columns.size, column)
+        g = g.at[jnp.arange(z.shape[0])[:, None], column].set(gradient.at_ids, mode="drop")
     if slope is not None:
         g *= slope
     return g if columns.done is None else jnp.where(columns.new(z), g, 0)
-
-
-def gradient_rows(tokens: Tokens, tensors: Tensors, upstream: Array) -> tuple[Array, Array | None]:
-    """The factor of each token's row of the gradient [P], and by what the products are then too large (None: nothing).
-
-    `upstream` is [P] or [].
-    """
-    row = tokens.weight * tokens.inverse_count * upstream
-    if tensors.logit_scale is not None:
-        row *= tensors.logit_scale
-    if tokens.temperature is not None:
-        row /= tokens.temperature
-    if tensors.hidden.dtype != jnp.float16:
-        return row, None
-    largest = jnp.max(jnp.where(jnp.isfinite(row), jnp.abs(row), 0))
-    # The smallest normal number: a power of 2 times anything below would overflow.
-    too_large = jnp.where(largest > jnp.finfo(jnp.float32).tiny * FLOAT16_ROW, FLOAT16_ROW / largest, 1)
-    return row * too_large, too_large
-
-
-def recompute_walk(
-    static: Static,
-    config: Config,
-    tensors: Tensors,
-    tokens: Tokens,
-    needs: Needs,
-    gradient: Callable[[Array, Array | None, Rows, Columns], Array],
-    too_large: Array | None,
-) -> tuple[Array | None, Array | None, Array | None]:
-    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, each chunk's logits computed again.
-
-    `gradient` makes that of the logits before softcap and scale, `too_large` times too large, of final logits and their
-    derivative's softcap.
-    """
-    dtype, size = tensors.hidden.dtype, tensors.hidden.shape[1]
-    vocab, padded = tensors.weight.shape[static.vocab_axis], tokens.source.shape[0]
-
-    def shrink(x: Array) -> Array:
-        return x if too_large is None else x / too_large
-
-    def put(x: Array, part: Array, columns: Columns, axis: int = 0) -> Array:
-        part = shrink(part).astype(dtype)
-        if columns.done is not None:
-            # What was done before is 0 in `part` and has its value in `x`, the rest is 0 there.
-            part += cut(x, columns.start, columns.size, axis)
-        return write(x, part, columns.start, axis)
-
-    def tile(start: Any, carry: Any, *, columns: Columns, weight: Array) -> Any:
-        """Add what the tokens from `start` on give with a chunk of the vocabulary."""
-        grad_hidden, weight_part, bias_part = carry
-        rows = take_rows(tensors, tokens, start, config.token_chunk)
-        z, slope = logits(static, tensors, rows, weight, columns)
-        g = gradient(z, slope, rows, columns)
-        if needs.bias:
-            bias_part += jnp.sum(g, 0)
-        g = g.astype(dtype)
-        if needs.hidden:
-            made = product(g, weight, (1, static.vocab_axis))
-            grad_hidden = write(grad_hidden, rows.cut(grad_hidden) + made, start)
-        if needs.weight:
-            weight_part += weight_product(static, g, rows.hidden)
-        return grad_hidden, weight_part, bias_part
-
-    def step(columns: Columns, carry: Any) -> Any:
-        grad_hidden, grad_weight, grad_bias = carry
-        weight = vocab_rows(static, tensors, columns)
-        parts = (
-            grad_hidden,
-            jnp.zeros(weight.shape, jnp.float32) if needs.weight else None,
-            jnp.zeros(columns.size, jnp.float32) if needs.bias else None,
-        )
-        add = partial(tile, columns=columns, weight=weight)
-        grad_hidden, weight_part, bias_part = over_tokens(tokens, config.token_chunk, add, parts)
-        if needs.weight:
-            grad_weight = put(grad_weight, weight_part, columns, static.vocab_axis)
-        if needs.bias:
-            grad_bias = put(grad_bias, bias_part, columns)
-        return grad_hidden, grad_weight, grad_bias
-
-    carry = (
-        jnp.zeros((padded, size), jnp.float32) if needs.hidden else None,
-        jnp.zeros(tensors.weight.shape, dtype) if needs.weight else None,
-        jnp.zeros(vocab, dtype) if needs.bias else None,
-    )
-    grad_hidden, grad_weight, grad_bias = over_vocab(vocab, config.vocab_chunk, step, carry, tokens.number)
-    if grad_hidden is not None:
-        grad_hidden = tokens.spread(shrink(grad_hidden)).astype(dtype)
-    return grad_hidden, grad_weight, grad_bias

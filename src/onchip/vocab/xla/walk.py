@@ -1,42 +1,60 @@
-"""The 'xla' backend: linear_cross_entropy in plain JAX, tile by tile, on any device.
+"""The walks over the [tokens, vocab] matrix in plain JAX, tile by tile, on any device; and the 'xla' backend.
 
-Three walks over the [tokens, vocab] matrix: without gradients, 'stash' and 'recompute'.  The tokens that are not
-ignored are moved to the front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
+`statistics` has no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `stash` makes
+ statistics and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
+front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
+
+A backend of linear_cross_entropy is a module with these functions and flags::
+
+    refusal(static, problem)       why it can't serve a call, or None
+    plan(problem, strategy, budget)     hashable, with a field `strategy`; raises ValueError
+    select(plan, labels)           the rows that tokens are put in
+    forward(plan, wanted, needs, call) -> (TokenStats, saved)
+    backward(plan, needs, saved, upstream) -> Projection of gradients
+    SEQUENTIAL                     whether vmap has to call it one by one
+
+`needs` says which gradients are wanted; where none is, `plan.strategy` is 'forward' and nothing is saved.  Gradients of
+ignored tokens are exact zeros.  Both functions run under jit, vmap and scan; T, H and V are at least 1.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from onchip.frontend.jax_call import Needs, Static, Tensors
+from onchip.frontend.jax_call import Static
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
-from onchip.vocab.xla import memory as jax_spec
-from onchip.vocab.xla.call import LinearCrossEntropyStats, Outputs
+from onchip.vocab.xla import memory
+from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import (
     Columns,
-    PerToken,
-    Rows,
+    Logits,
+    Projection,
     Softmax,
+    TokenGradient,
     Tokens,
-    complete,
-    gradient_rows,
-    logits,
+    TokenStats,
+    Transform,
+    Wanted,
+    cut,
+    cut_rows,
+    float16_scale,
     logits_gradient,
     over_tokens,
     over_vocab,
-    product,
-    recompute_walk,
     select_tokens,
-    sum_kept,
-    take_rows,
-    vocab_rows,
-    weight_product,
+    unscaled,
     write,
+    write_rows,
 )
 
 Array = jax.Array
+SEQUENTIAL = False
+
+
+# ------------------------------------------------------------------------------------------------------- the backend
 
 
 def refusal(static: Static, problem: Problem) -> str | None:
@@ -46,151 +64,173 @@ def refusal(static: Static, problem: Problem) -> str | None:
 
 def plan(problem: Problem, strategy: str, budget: int | None) -> Config:
     """The strategy and chunks; raises ValueError where the budget is too small."""
-    return jax_spec.plan(problem, jax_spec.choose_strategy(problem, strategy, budget), budget)
+    return memory.plan(problem, memory.choose_strategy(problem, strategy, budget), budget)
 
 
-class _Stashed(NamedTuple):
-    """What 'stash' keeps: gradients in float32 for an upstream gradient of 1, before division by `too_large`."""
-
-    hidden: Array | None  # [P, H], the kept tokens first
-    weight: Array | None  # as weight
-    bias: Array | None  # [V]
-    too_large: Array | None  # [] float32
-    kept: Array  # [T] bool
-    place: Array  # [T] int32
+def select(plan: Config, labels: Array) -> Tokens:
+    return select_tokens(labels, plan.token_chunk)
 
 
-class _Recomputed(NamedTuple):
-    """What 'recompute' keeps."""
-
-    tensors: Tensors
-    tokens: Tokens
-    lse: Array  # [P] float32
-    log_prob: Array  # [P] float32
-
-
-def forward(static: Static, config: Config, tensors: Tensors, needs: Needs) -> tuple[Outputs, Any]:
-    """The loss with its statistics, and what backward needs."""
-    tokens = select_tokens(static, tensors, config.token_chunk)
-    residuals: Any = None
-    if config.strategy == "stash":
-        per_token, residuals = _stash(static, config, tensors, tokens, needs)
-    else:
-        per_token = _forward_only(static, config, tensors, tokens)
-        if config.strategy == "recompute":
-            residuals = _Recomputed(tensors, tokens, per_token.lse, per_token.log_prob)
-    loss = per_token.loss * tokens.weight
-    loss = tokens.spread(loss) if static.reduction == "none" else sum_kept(loss, tokens) * tokens.inverse_count
-    stats = None
-    if per_token.entropy is not None and per_token.correct is not None:
-        columns = (per_token.lse, per_token.log_prob, per_token.entropy, per_token.correct)
-        stats = LinearCrossEntropyStats(*map(tokens.spread, columns))
-    return Outputs(loss, stats), residuals
+def forward(plan: Config, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Any]:
+    """With 'stash' the gradients are saved, else what they are made from."""
+    if plan.strategy == "stash":
+        return stash(plan.token_chunk, wanted, needs, call)
+    stats = statistics(plan, wanted, call.projection, call.transform, call.tokens, call.ids)
+    return stats, None if plan.strategy == "forward" else (call, TokenStats(stats.lse, stats.log_prob))
 
 
-def backward(
-    static: Static, config: Config, residuals: Any, grad_loss: Array, needs: Needs
-) -> tuple[Array | None, Array | None, Array | None]:
-    """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
-    if config.strategy == "stash":
-        return _scale_stash(static, residuals, grad_loss)
-    return _recompute(static, config, residuals, grad_loss, needs)
+def backward(plan: Config, needs: Projection, saved: Any, upstream: Array) -> Projection:
+    """The gradients of hidden, weight and bias; what isn't needed is None."""
+    if plan.strategy == "stash":
+        return saved.scaled(upstream.astype(jnp.float32))  # type: ignore[no-any-return]
+    call, stats = saved
+    gradient = call.gradient(stats, upstream, call.projection.vocab)
+    return gradients(plan, needs, call.projection, call.transform, call.tokens, call.ids, stats, gradient)
 
 
-# ---------------------------------------------------------------------------------------------------------- the walks
+# --------------------------------------------------------------------------------------------------------- the walks
 
 
-def _softmax(static: Static, config: Config, tensors: Tensors, rows: Rows) -> Softmax:
-    vocab = tensors.weight.shape[static.vocab_axis]
+def statistics(
+    plan: Config, wanted: Wanted, source: Projection | Logits, transform: Transform, tokens: Tokens, ids: Array
+) -> TokenStats:
+    """Of every row, for its ids [P, K]; one product."""
 
-    def step(columns: Columns, softmax: Softmax) -> Softmax:
-        z, _ = logits(static, tensors, rows, vocab_rows(static, tensors, columns), columns)
-        return softmax.absorb(z, columns, rows.label)
+    def step(start: Any, made: TokenStats) -> TokenStats:
+        rows, own = source.rows(tokens, start, plan.token_chunk), cut(ids, start, plan.token_chunk)
+        of_chunk = transform.of_chunk(start, plan.token_chunk)
 
-    empty = Softmax.empty(rows.label.shape[0], smoothing=tensors.label_smoothing is not None, stats=static.return_stats)
-    return over_vocab(vocab, config.vocab_chunk, step, empty, rows.label)  # type: ignore[no-any-return]
+        def absorb(columns: Columns, softmax: Softmax) -> Softmax:
+            z, _ = of_chunk.apply(source.part(columns).logits(rows))
+            return softmax.absorb(z, columns, own)
 
+        softmax = over_vocab(source.vocab, plan.vocab_chunk, absorb, Softmax.empty(own, wanted), own)
+        return write_rows(made, softmax.complete(own, source.vocab), start)  # type: ignore[no-any-return]
 
-def _forward_only(static: Static, config: Config, tensors: Tensors, tokens: Tokens) -> PerToken:
-    """The softmax of every token; one product."""
-    vocab = tensors.weight.shape[static.vocab_axis]
-
-    def step(start: Any, made: PerToken) -> PerToken:
-        rows = take_rows(tensors, tokens, start, config.token_chunk)
-        softmax = _softmax(static, config, tensors, rows)
-        return made.put(complete(softmax, rows.label, tensors, rows.cut(tokens.bad), vocab), start)
-
-    made = PerToken.empty(tokens.source.shape[0], stats=static.return_stats)
-    return over_tokens(tokens, config.token_chunk, step, made)  # type: ignore[no-any-return]
+    return over_tokens(tokens, plan.token_chunk, step, TokenStats.empty(ids, wanted))  # type: ignore[no-any-return]
 
 
-def _stash(static: Static, config: Config, tensors: Tensors, tokens: Tokens, needs: Needs) -> tuple[PerToken, _Stashed]:
-    """The softmax, and the gradients in float32 for an upstream gradient of 1, chunk by chunk of tokens."""
-    vocab, size = tensors.weight.shape[static.vocab_axis], tensors.hidden.shape[1]
-    padded, columns = tokens.source.shape[0], Columns(0, vocab, None)
-    factors, too_large = gradient_rows(tokens, tensors, jnp.ones((), jnp.float32))
+def gradients(
+    plan: Config,
+    needs: Projection,
+    projection: Projection,
+    transform: Transform,
+    tokens: Tokens,
+    ids: Array,  # [P, K]
+    stats: TokenStats,
+    gradient: TokenGradient,  # by the final logits
+) -> Projection:
+    """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed."""
+    dtype, axis, chunk = projection.hidden.dtype, projection.vocab_axis, plan.token_chunk
+    gradient = gradient.times(transform.factor())
+    grad_scale = float16_scale(gradient.size(), dtype)
+    of_rows = (stats, gradient.times(grad_scale), ids)
 
-    def step(start: Any, carry: Any) -> Any:
-        made, grad_hidden, grad_weight, grad_bias = carry
-        rows = take_rows(tensors, tokens, start, config.token_chunk)
-        z, slope = logits(static, tensors, rows, tensors.weight, columns)
-        softmax = Softmax.empty(z.shape[0], smoothing=tensors.label_smoothing is not None, stats=static.return_stats)
-        softmax = softmax.absorb(z, columns, rows.label)
-        part = complete(softmax, rows.label, tensors, rows.cut(tokens.bad), vocab)
-        scale, row = 1 / softmax.total, rows.cut(factors)
-        g = logits_gradient(z, slope, softmax.max, scale, row, part, rows.label, columns, tensors, vocab)
-        if needs.bias:
-            grad_bias += jnp.sum(g, 0)
-        g = g.astype(tensors.hidden.dtype)
-        if needs.hidden:
-            grad_hidden = write(grad_hidden, product(g, tensors.weight, (1, static.vocab_axis)), start)
+    def put(x: Array, part: Array, columns: Columns, axis: int = 0) -> Array:
+        part = unscaled(part, grad_scale).astype(dtype)
+        if columns.done is not None:
+            # What was done before is 0 in `part` and has its value in `x`, the rest is 0 there.
+            part += cut(x, columns.start, columns.size, axis)
+        return write(x, part, columns.start, axis)
+
+    def step(columns: Columns, carry: Any) -> Any:
+        grad_hidden, grad_weight, grad_bias = carry
+        part = projection.part(columns)
+
+        def tile(start: Any, carry: Any) -> Any:
+            """Add what the tokens from `start` on give."""
+            rows = projection.rows(tokens, start, chunk)
+            z, slope = transform.of_chunk(start, chunk).apply(part.logits(rows))
+            known, upstream, own = cut_rows(of_rows, start, chunk)
+            g = logits_gradient(z, slope, known, upstream, own, columns)
+            return accumulate(carry, part, g, rows, start, chunk)
+
+        zeros = (
+            grad_hidden,
+            jnp.zeros(part.weight.shape, jnp.float32) if needs.weight else None,
+            jnp.zeros(columns.size, jnp.float32) if needs.bias else None,
+        )
+        grad_hidden, weight_part, bias_part = over_tokens(tokens, chunk, tile, zeros)
         if needs.weight:
-            grad_weight += weight_product(static, g, rows.hidden)
-        return made.put(part, start), grad_hidden, grad_weight, grad_bias
+            grad_weight = put(grad_weight, weight_part, columns, axis)
+        if needs.bias:
+            grad_bias = put(grad_bias, bias_part, columns)
+        return grad_hidden, grad_weight, grad_bias
 
     carry = (
-        PerToken.empty(padded, stats=static.return_stats),
-        jnp.zeros((padded, size), jnp.float32) if needs.hidden else None,
-        jnp.zeros(tensors.weight.shape, jnp.float32) if needs.weight else None,
-        jnp.zeros(vocab, jnp.float32) if needs.bias else None,
+        jnp.zeros((ids.shape[0], projection.hidden.shape[1]), jnp.float32) if needs.hidden else None,
+        jnp.zeros(projection.weight.shape, dtype) if needs.weight else None,
+        jnp.zeros(projection.vocab, dtype) if needs.bias else None,
     )
-    made, grad_hidden, grad_weight, grad_bias = over_tokens(tokens, config.token_chunk, step, carry)
-    return made, _Stashed(grad_hidden, grad_weight, grad_bias, too_large, tokens.kept, tokens.place)
+    made = over_vocab(projection.vocab, plan.vocab_chunk, step, carry, tokens.number)
+    grad_hidden, grad_weight, grad_bias = made
+    if grad_hidden is not None:
+        grad_hidden = tokens.spread(unscaled(grad_hidden, grad_scale))
+    return Projection(grad_hidden, grad_weight, grad_bias, axis)
 
 
-def _scale_stash(
-    static: Static, stashed: _Stashed, grad_loss: Array
-) -> tuple[Array | None, Array | None, Array | None]:
-    dtype = jnp.dtype(static.dtype)
-    upstream = grad_loss.astype(jnp.float32)
-    grad_hidden = None
-    if stashed.too_large is not None:
-        upstream /= stashed.too_large
-    if stashed.hidden is not None:
-        factor = upstream[:, None] if static.reduction == "none" else upstream
-        rows = stashed.hidden.at[stashed.place].get(mode="clip")
-        grad_hidden = jnp.where(stashed.kept[:, None], rows * factor, 0).astype(dtype)
-    # With reduction "none" only hidden has a gradient here: choose_strategy sees to it.
-    grad_weight = None if stashed.weight is None else (stashed.weight * upstream).astype(dtype)
-    grad_bias = None if stashed.bias is None else (stashed.bias * upstream).astype(dtype)
+def accumulate(sums: Any, projection: Projection, g: Array, rows: Array, start: Any, chunk: int) -> Any:
+    """The float32 gradients of hidden [P, H], weight and bias, with what a tile's gradient of logits adds to each."""
+    grad_hidden, grad_weight, grad_bias = sums
+    if grad_bias is not None:
+        grad_bias += jnp.sum(g, 0)
+    g = g.astype(rows.dtype)
+    if grad_hidden is not None:
+        grad_hidden = write(grad_hidden, cut(grad_hidden, start, chunk) + projection.hidden_gradient(g), start)
+    if grad_weight is not None:
+        grad_weight += projection.weight_gradient(g, rows)
     return grad_hidden, grad_weight, grad_bias
 
 
-def _recompute(
-    static: Static, config: Config, residuals: _Recomputed, grad_loss: Array, needs: Needs
-) -> tuple[Array | None, Array | None, Array | None]:
-    """The gradients, chunk by chunk of the vocabulary, each chunk's logits computed again."""
-    tensors, tokens = residuals.tensors, residuals.tokens
-    vocab = tensors.weight.shape[static.vocab_axis]
-    upstream = grad_loss.astype(jnp.float32)
-    if static.reduction == "none":
-        upstream = upstream.at[tokens.source].get(mode="fill", fill_value=0)
-    factors, too_large = gradient_rows(tokens, tensors, upstream)
+class Stashed(NamedTuple):
+    """Gradients in float32 for an upstream gradient of 1, times `grad_scale`."""
 
-    def gradient(z: Array, slope: Array | None, rows: Rows, columns: Columns) -> Array:
-        lse, row = rows.cut(residuals.lse), rows.cut(factors)
-        part = PerToken(lse, lse, rows.cut(residuals.log_prob), None, None)
-        one = jnp.ones((), jnp.float32)
-        return logits_gradient(z, slope, lse, one, row, part, rows.label, columns, tensors, vocab)
+    gradients: Projection  # hidden's [P, H]
+    grad_scale: Array | None
+    tokens: Tokens
 
-    return recompute_walk(static, config, tensors, tokens, needs, gradient, too_large)
+    def scaled(self, upstream: Array) -> Projection:
+        """For an upstream gradient [], or [T] where only hidden has a gradient: choose_strategy sees to it."""
+        hidden, weight, bias = self.gradients.hidden, self.gradients.weight, self.gradients.bias
+        upstream = unscaled(upstream, self.grad_scale)
+        if hidden is not None:
+            rows = hidden.at[self.tokens.place].get(mode="clip")
+            rows *= upstream[:, None] if upstream.ndim else upstream
+            hidden = jnp.where(self.tokens.kept[:, None], rows, 0)
+        weight, bias = (None if x is None else x * upstream for x in (weight, bias))
+        return replace(self.gradients, hidden=hidden, weight=weight, bias=bias)
+
+
+def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Stashed]:
+    """The statistics, and the gradients for an upstream gradient of 1, chunk by chunk of tokens."""
+    projection, tokens, vocab = call.projection, call.tokens, call.projection.vocab
+    row_scale = call.reduction.row_scale(jnp.ones((), jnp.float32), tokens)
+    factor = call.transform.factor()
+    row_scale = row_scale if factor is None else row_scale * factor
+    grad_scale = float16_scale(jnp.abs(row_scale), projection.hidden.dtype)
+    row_scale = row_scale if grad_scale is None else row_scale * grad_scale
+    columns = Columns(0, vocab)
+
+    def step(start: Any, carry: Any) -> Any:
+        made, sums = carry
+        rows = projection.rows(tokens, start, chunk)
+        own, row = cut_rows((call.ids, row_scale), start, chunk)
+        z, slope = call.transform.of_chunk(start, chunk).apply(projection.logits(rows))
+        softmax = Softmax.empty(own, wanted).absorb(z, columns, own)
+        stats = softmax.complete(own, vocab)
+        gradient = call.loss.gradient(stats, row, vocab)
+        # The exponentials are those of the softmax: no second ones are computed.
+        relative = gradient._replace(factor=gradient.factor / softmax.total)
+        g = logits_gradient(z, slope, stats._replace(lse=softmax.max), relative, own, columns)
+        return write_rows(made, stats, start), accumulate(sums, projection, g, rows, start, chunk)
+
+    zeros = (
+        jnp.zeros((call.ids.shape[0], projection.hidden.shape[1]), jnp.float32) if needs.hidden else None,
+        jnp.zeros(projection.weight.shape, jnp.float32) if needs.weight else None,
+        jnp.zeros(vocab, jnp.float32) if needs.bias else None,
+    )
+    carry = (TokenStats.empty(call.ids, wanted), zeros)
+    stats, sums = over_tokens(tokens, chunk, step, carry)
+    grad_hidden, grad_weight, grad_bias = sums
+    made = Projection(grad_hidden, grad_weight, grad_bias, projection.vocab_axis)
+    return stats, Stashed(made, grad_scale, tokens)

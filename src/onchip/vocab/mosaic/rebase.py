@@ -1,6 +1,6 @@
 """Hopper kernels of linear_cross_entropy in Pallas Mosaic GPU that multiply no matrices, with their launchers.
 
-Both work in place on what the kernels of mosaic_kernels.py leave: kept exponentials, and the weight's gradient.  They
+Both work in place on what the kernels of kernels.py leave: kept exponentials, and the weight's gradient.  They
 are bound by device memory, with one warpgroup per program and several programs per multiprocessor.
 """
 
@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, ceil_div, load_block, multiprocessors, swizzled
 from onchip.kernels.mosaic.registers import Registers
-from onchip.vocab.mosaic.blocks import LOG2E, NO_LABEL, REACH, Places, vocab_of
+from onchip.vocab.mosaic.blocks import LOG2E, NO_LABEL, REACH, LogitBuffer, vocab_of
 
-_TOKENS = 128  # that are settled together
+_TOKENS = 128  # that are rebased together
 _THREADS = 128  # of a warpgroup
 _STRIP = 1024  # elements of a row that a program adds to at a time, at most
 _AHEAD = 8  # rows of hidden that are on their way at a time
@@ -50,16 +50,15 @@ def _kernel(
     return run
 
 
-def settle_exponentials(
-    stash: Any,  # reference to a matrix of the shape of weight; None: all are in `spare`, whole
-    spare: Any,  # reference to [entries from `split` on, T], or [T, those]
+def rebase_exponentials(
+    kept: Any,  # references as `softmax_tiles` has them
     maximum: Array,  # [parts, T] float32: of z, as of `softmax_tiles` with the same config
     before: Array,  # [T] float32: what the exponentials are relative to
     after: Array,  # [T] float32: what they are to be relative to
     count: Array,  # [1] int32
     *,
     vocab_major: bool,
-    places: Places,
+    buffer: LogitBuffer,
     vocab: int,
     config: MosaicConfig | None = None,
     interpret: Any = None,
@@ -69,6 +68,7 @@ def settle_exponentials(
     It costs next to nothing for 128 tokens of which none has moved.
     """
     c = config or MosaicConfig()
+    _, in_weight_grad, spare = kept
     (tokens,) = before.shape
     registers = Registers(interpret)
     assert tokens % _TOKENS == 0
@@ -82,14 +82,14 @@ def settle_exponentials(
     shape = (BOX, BOX)
 
     def body(*refs: Any) -> None:
-        *kept, maximum, before, after, any_moved, shared, full = refs
+        *matrices, maximum, before, after, any_moved, shared, full = refs
         program = lax.axis_index("program")
         mine = ceil_div(-(-vocab // BOX) - program, programs)
 
         def parts(ref: Any, t: Any) -> list[Any]:
             return [registers.load(ref.at[pl.ds(t + b * BOX, BOX)], 1) for b in range(boxes)]
 
-        def settle(t: Any) -> None:
+        def rebase(t: Any) -> None:
             old, new = parts(before, t), parts(after, t)
 
             def entries(number: Any, _: None) -> None:
@@ -110,11 +110,11 @@ def settle_exponentials(
                         plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
 
                 def where_kept(f: Callable[[Any, Any], None]) -> None:
-                    in_spare = lambda: f(kept[-1], v - places.split)  # noqa: E731
-                    if stash is None:
+                    in_spare = lambda: f(matrices[-1], v - buffer.split)  # noqa: E731
+                    if in_weight_grad is None:
                         in_spare()
                     else:
-                        lax.cond(v < places.split, lambda: f(kept[0], v + places.shift), in_spare)
+                        lax.cond(v < buffer.split, lambda: f(matrices[0], v + buffer.shift), in_spare)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
@@ -132,14 +132,14 @@ def settle_exponentials(
             lax.fori_loop(0, mine, entries, None)
 
         def tokens_from(block: Any, _: None) -> None:
-            pl.when(any_moved[block] != 0)(lambda: settle(block * _TOKENS))
+            pl.when(any_moved[block] != 0)(lambda: rebase(block * _TOKENS))
 
         lax.fori_loop(0, tokens // _TOKENS, tokens_from, None)
         plgpu.wait_smem_to_gmem(0)
 
     scratch = [swizzled((boxes, BOX, BOX), spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
-    run = _kernel(body, (programs,), ("program",), scratch, (), "settle_exponentials", interpret)
-    run(*([] if stash is None else [stash]), spare, maximum, before, after, any_moved)
+    run = _kernel(body, (programs,), ("program",), scratch, (), "rebase_exponentials", interpret)
+    run(*([] if in_weight_grad is None else [in_weight_grad]), spare, maximum, before, after, any_moved)
 
 
 def _strips(hidden: int) -> tuple[int, int]:

@@ -1,31 +1,42 @@
-"""Every way to call the JAX op wrongly: the exception's type, and that it names the argument.  All of it is seen while
+"""Every way to call the JAX ops wrongly: the exception's type, and that it names the argument.  All of it is seen while
 tracing, so each call is made under `jax.eval_shape` too."""
 
+import inspect
 import math
 import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from common_jax import small_problem
 
 from onchip.frontend.jax_inputs import platform
-from onchip.jax import linear_cross_entropy
+from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs
+from onchip.ops.cross_entropy import jax_op as ce_op
 from onchip.vocab.xla import walk as jax_xla
 from shared import assert_refused
 
+rng = np.random.default_rng(0)
+h, w, b = (jnp.float32(rng.standard_normal(shape)) for shape in ((2, 12, 16), (70, 16), 70))
+y = jnp.asarray(rng.integers(70, size=(2, 12)), jnp.int32)
+OPS = {
+    linear_cross_entropy: {"hidden": h, "weight": w, "labels": y, "bias": b},
+    linear_log_probs: {"hidden": h, "weight": w, "ids": y, "bias": b},
+    cross_entropy: {"logits": h @ w.T, "labels": y},
+}
 
-def call(**changes):
-    h, w, y, b = small_problem()
-    arguments = {"hidden": h, "weight": w, "labels": y, "bias": b} | changes
+
+def call(op=linear_cross_entropy, **changes):
+    arguments = OPS[op] | changes
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}
     rest = {name: x for name, x in arguments.items() if name not in arrays}
-    return arrays, lambda arrays: linear_cross_entropy(**arrays, **rest)
+    return arrays, lambda arrays: op(**arrays, **rest)
 
 
 ones = jnp.ones
-WRONG = {
+# What is said whatever the op, of the arguments that it has.
+EVERY = {
     # shapes
     "weight is transposed": ({"weight": ones((16, 70))}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]; or pass weight_layout='hv'"),
     "weight of another H": ({"weight": ones((70, 17))}, ValueError, "hidden has H=16 but weight has H=17; weight must be [V, H]"),
@@ -36,11 +47,12 @@ WRONG = {
     "H is 0": ({"hidden": ones((2, 12, 0)), "weight": ones((70, 0))}, ValueError, "V, H >= 1"),
     "hidden is 0-d": ({"hidden": ones(())}, ValueError, "hidden must be [..., H]"),
     "labels too short": ({"labels": jnp.zeros((2, 11), int)}, ValueError, "labels has shape [2, 11]"),
-    "labels are flat": ({"labels": jnp.zeros(24, int)}, ValueError, "labels must have hidden's leading dimensions, [2, 12]"),
+    "labels are flat": ({"labels": jnp.zeros(24, int)}, ValueError, "leading dimensions, [2, 12]"),
     "bias too long": ({"bias": ones(71)}, ValueError, "bias has shape [71] but weight has V=70"),
     "bias is 2-d": ({"bias": ones((1, 70))}, ValueError, "bias must be [V]"),
     "token_weight is flat": ({"token_weight": ones(24)}, ValueError, "token_weight has shape [24]; it must have labels' shape, [2, 12]"),
     "temperature is flat": ({"temperature": ones(24)}, ValueError, "temperature has shape [24]"),
+    "temperature is complex": ({"temperature": ones((2, 12), "complex64")}, TypeError, "temperature must be real"),
     "normalizer is 1-d": ({"normalizer": ones(1)}, ValueError, "normalizer must be a number or a 0-d array; got shape [1]"),
     "z_loss is 1-d": ({"z_loss": ones(24)}, ValueError, "z_loss must be a number or a 0-d array"),
     "label_smoothing is 2-d": ({"label_smoothing": ones((2, 12))}, ValueError, "label_smoothing must be a number or a 0-d array"),
@@ -76,7 +88,7 @@ WRONG = {
     "temperature 0": ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
     "normalizer 0": ({"normalizer": 0}, ValueError, "normalizer must be above 0"),
     "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
-    "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, H=16, V=70 in float32: the smallest chunk needs"),
+    "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
     # options
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
@@ -85,20 +97,30 @@ WRONG = {
     "weight_layout": ({"weight_layout": "nt"}, ValueError, "weight_layout must be one of 'vh', 'hv'; got 'nt'"),
     "weight_layout is a list": ({"weight_layout": ["vh"]}, ValueError, "weight_layout must be one of 'vh', 'hv'; got list"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
+    "logits is 0-d": ({"logits": ones(())}, ValueError, "logits must be [..., V]"),
+    "V is 0": ({"logits": ones((2, 12, 0))}, ValueError, "logits must be [..., V] with V >= 1"),
+    "logits is a list": ({"logits": [1.0]}, TypeError, "logits must be a jax.Array or numpy.ndarray; got list"),
+    "logits is int": ({"logits": ones((2, 12, 70), int)}, TypeError, "logits must be float32"),
+    "ids are flat": ({"ids": ones(24, int)}, ValueError, "ids has shape [24]"),
+    "no ids": ({"ids": ones((2, 12, 0), int)}, ValueError, "[..., K] needs K >= 1"),
+    "ids is None": ({"ids": None}, TypeError, "ids must be a jax.Array"),
+    "ids are float": ({"ids": ones((2, 12))}, TypeError, "ids must hold integers; got float32"),
+    "entropy is 1": ({"entropy": 1}, TypeError, "entropy must be True or False"),
 }  # fmt: skip
+WRONG = [(op, name) for op in OPS for name in EVERY if {*EVERY[name][0]} <= {*inspect.signature(op).parameters}]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_call(name):
-    changes, kind, message = WRONG[name]
-    arrays, function = call(**changes)
+@pytest.mark.parametrize(("op", "name"), WRONG, ids=lambda x: getattr(x, "__name__", x))
+def test_wrong_call(op, name):
+    changes, kind, message = EVERY[name]
+    arrays, function = call(op, **changes)
     for run in (function, lambda arrays: jax.eval_shape(function, arrays)):
-        assert_refused("linear_cross_entropy", partial(run, arrays), kind, message)
+        assert_refused(op.__name__, partial(run, arrays), kind, message)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "stash", "recompute"])
 def test_a_scratch_that_is_too_small_names_one_that_is_not(strategy):
-    h, w, y, _ = small_problem(tokens=200, vocab=3000)
+    h, w, y = jnp.ones((200, 16)), jnp.ones((3000, 16)), jnp.zeros(200, jnp.int32)
 
     def step(budget):
         op = lambda h, w: linear_cross_entropy(h, w, y, strategy=strategy, scratch_bytes=budget)  # noqa: E731
@@ -127,6 +149,12 @@ def test_a_refused_backend_says_why(monkeypatch):
         call(backend="xla")[1](arrays)
 
 
+def test_a_refused_backend_of_cross_entropy_says_why(monkeypatch):
+    monkeypatch.setattr(ce_op, "refusal", lambda problem: f"not in {problem.dtype}")
+    with pytest.raises(ValueError, match=re.escape("no backend can run this call (xla: not in float32)")):
+        cross_entropy(h @ w.T, y)
+
+
 def test_the_platform_is_the_default_devices():
     assert platform() == jax.default_backend()
     with jax.default_device(jax.devices("cpu")[0]):
@@ -134,7 +162,6 @@ def test_the_platform_is_the_default_devices():
 
 
 def test_traced_values_are_not_checked():
-    h, w, y, b = small_problem()
     shape = jax.eval_shape(
         lambda x: linear_cross_entropy(h, w, y, b, label_smoothing=x, normalizer=x, softcap=x, temperature=x), 2.0
     )

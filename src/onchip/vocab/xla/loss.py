@@ -1,0 +1,148 @@
+"""The per-token loss of linear_cross_entropy and cross_entropy, and how losses of tokens are summed up.
+
+It stands here and not in an op, since two ops have it and kernels' backends take its terms.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Static
+from onchip.frontend.jax_inputs import as_constant, as_constants, per_token_constant, plain_labels
+from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted
+
+Array = jax.Array
+
+
+class TokenLoss(NamedTuple):
+    """(1 - label_smoothing) * -log_prob + label_smoothing * (lse - mean(z)) + z_loss * lse**2, of one id a token."""
+
+    label_smoothing: Array | None = None  # [] float32; None for 0, as the next
+    z_loss: Array | None = None
+
+    def wanted(self, stats: bool) -> Wanted:
+        """The statistics that the loss needs, and those that the caller may have asked for."""
+        return Wanted(entropy=stats, argmax=stats, even=self.label_smoothing is not None)
+
+    def value(self, stats: TokenStats) -> Array:
+        """[P]; of rows without a token it may be anything."""
+        loss = -stats.log_prob[:, 0]
+        if self.label_smoothing is not None and stats.even_loss is not None:
+            eps = self.label_smoothing
+            # At 1 the label's logit doesn't count, at 0 a masked entry's doesn't, and 0 * inf is not 0.
+            loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + jnp.where(eps > 0, eps * stats.even_loss, 0)
+        return loss if self.z_loss is None else loss + self.z_loss * jnp.square(stats.lse)
+
+    def gradient(self, stats: TokenStats, row_scale: Array, vocab: int) -> TokenGradient:
+        """row_scale * d(loss) / dz."""
+        log_prob, factor, even = stats.log_prob[:, 0], row_scale, None
+        # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
+        at_label = jnp.expm1(log_prob)
+        if self.z_loss is not None:
+            more = 2 * self.z_loss * stats.lse
+            factor = row_scale * (1 + more)
+            at_label += more * jnp.exp(log_prob)
+        if self.label_smoothing is not None:
+            even = row_scale * (self.label_smoothing / vocab)
+            at_label += self.label_smoothing * (1 - 1 / vocab)
+        return TokenGradient(factor, (row_scale * at_label)[:, None], even=even)
+
+
+class Reduction(NamedTuple):
+    """What each token's loss is multiplied by."""
+
+    weight: Array  # [P] float32: 0 in rows without a token, NaN where the label is out of range
+    inverse_count: Array  # [] float32: 1 / what the mean divides by; 1 for a sum, and for one loss per token
+
+    @staticmethod
+    def of(
+        tokens: Tokens, label: Array, token_weight: Array | None, normalizer: Array | None, mean: bool
+    ) -> "Reduction":
+        """`label` is by row, `token_weight` by token."""
+        weight = jnp.ones(label.shape, jnp.float32) if token_weight is None else tokens.take(token_weight, 0)
+        weight = jnp.where(label == OUT_OF_RANGE, jnp.nan, jnp.where(tokens.there(), weight, 0))
+        divisor: Array = jnp.ones((), jnp.float32)
+        if mean:
+            divisor = jnp.maximum(tokens.number, 1).astype(jnp.float32)
+            # Without a token that counts the mean is 0, whatever the normalizer.
+            divisor = divisor if normalizer is None else jnp.where(tokens.number > 0, normalizer, divisor)
+        return Reduction(weight, 1 / divisor)
+
+    def reduced(self, loss: Array, tokens: Tokens, *, per_token: bool) -> Array:
+        """The mean or sum of losses by row, or each token's own."""
+        loss = loss * self.weight
+        return tokens.spread(loss) if per_token else tokens.sum(loss) * self.inverse_count
+
+    def row_scale(self, upstream: Array, tokens: Tokens) -> Array:
+        """[P]: the upstream gradient, [] or [T], of each row's loss."""
+        upstream = upstream.astype(jnp.float32)
+        upstream = tokens.take(upstream, 0) if upstream.ndim else upstream
+        return self.weight * self.inverse_count * upstream
+
+
+class Outputs(NamedTuple):
+    """What forward returns."""
+
+    loss: Array  # [] float32, or [T] with reduction "none"
+    stats: tuple[Array, ...] | None  # [T] lse, log_prob, entropy and correct, if asked for
+
+    @staticmethod
+    def of_nothing(static: Static) -> "Outputs":
+        """Of a call without tokens."""
+        none = jnp.zeros(0, jnp.float32)
+        loss = none if static.reduction == "none" else jnp.zeros((), jnp.float32)
+        return Outputs(loss, (none, none, none, jnp.zeros(0, bool)) if static.return_stats else None)
+
+
+class Constants(NamedTuple):
+    """The arrays of a call that get no gradient, by token."""
+
+    labels: Array  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
+    transform: Transform
+    loss: TokenLoss
+    token_weight: Array | None  # [T] float32
+    normalizer: Array | None  # [] float32
+
+    @staticmethod
+    def of(
+        labels: Any, vocab: int, ignore_index: int, token_weight: Any, normalizer: Any, numbers: Mapping[str, Any]
+    ) -> "Constants":
+        """From what a public function was given; `numbers` are the fields of `Transform` and `TokenLoss`."""
+        options = as_constants(numbers)
+        return Constants(
+            plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
+            Transform(*(options[name] for name in Transform._fields)),
+            TokenLoss(*(options[name] for name in TokenLoss._fields)),
+            per_token_constant(token_weight),
+            as_constant(normalizer),
+        )
+
+    def call(self, static: Static, projection: Any, tokens: Tokens) -> "Call":
+        ids = tokens.take(self.labels, IGNORED)
+        reduction = Reduction.of(tokens, ids, self.token_weight, self.normalizer, static.reduction == "mean")
+        return Call(projection, self.transform.by_row(tokens), tokens, ids[:, None], self.loss, reduction)
+
+
+class Call(NamedTuple):
+    """The arrays of a call as a backend takes them, by row."""
+
+    projection: Any  # a `Projection`, or None where backward doesn't read it
+    transform: Transform
+    tokens: Tokens
+    ids: Array  # [P, 1] int32 in [0, V), IGNORED or OUT_OF_RANGE
+    loss: TokenLoss
+    reduction: Reduction
+
+    def outputs(self, static: Static, stats: TokenStats) -> Outputs:
+        spread = self.tokens.spread
+        loss = self.reduction.reduced(self.loss.value(stats), self.tokens, per_token=static.reduction == "none")
+        if stats.entropy is None:
+            return Outputs(loss, None)
+        correct: Any = stats.argmax == self.ids[:, 0]
+        return Outputs(loss, tuple(map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct))))
+
+    def gradient(self, stats: TokenStats, upstream: Array, vocab: int) -> TokenGradient:
+        """By the final logits, for an upstream gradient [] or [T]."""
+        return self.loss.gradient(stats, self.reduction.row_scale(upstream, self.tokens), vocab)
