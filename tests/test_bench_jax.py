@@ -239,7 +239,7 @@ def test_options_are_for_no_bench_case() -> None:
 
 def test_a_named_backend_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = {"triton": "no Triton", "xla": None}
-    monkeypatch.setattr(benchmark, "plain_refusals", lambda platform, dtype, hidden, vocab: refusals)
+    monkeypatch.setattr(benchmark, "plain_refusals", lambda device, dtype, framework: refusals)
     reasons = {i.name: i.unavailable("cuda", "bfloat16") for i in benchmark.IMPLEMENTATIONS}
     assert [reasons[f"onchip {name}"] for name in ("auto", "triton", "xla")] == [None, "no Triton", None]
 

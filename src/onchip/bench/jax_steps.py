@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from onchip.bench.jax_peers import IGNORED
 from onchip.bench.peers import bounds
-from onchip.oracle.jax_checks import platform_of
+from onchip.oracle.jax import platform_of
 
 # ----------------------------------------------------------------------------------------------------------- inputs
 

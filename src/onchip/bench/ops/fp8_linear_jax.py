@@ -22,7 +22,7 @@ from onchip.bench.ops.fp8_linear_jax_peers import OWN, PEERS, PRODUCT
 from onchip.bench.peers import Implementation, Peer
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.ops.fp8_linear import cases
-from onchip.oracle.jax_checks import platform_of
+from onchip.oracle.jax import platform_of
 
 CASES = cases.BENCH_CASES
 DEFAULT_CASES = cases.DEFAULT_BENCH_CASES

@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 from onchip.bench.peers import always, optional
-from onchip.ops.fp8_linear.jax_checks import plain_refusals
+from onchip.ops.fp8_linear.checks import plain_refusals
 from onchip.ops.fp8_linear.jax_op import fp8_linear
-from onchip.oracle.jax_checks import platform_of
 
 Layer = Callable[[Any, Any], Any]
 """x [M, K] and weight [N, K] to [M, N]."""
@@ -23,7 +22,7 @@ def _product() -> Layer:
 
 
 def _refusal(backend: str, device: str, dtype: str) -> str | None:
-    return plain_refusals(platform_of(device), dtype)[backend]
+    return plain_refusals(device, dtype, "jax")[backend]
 
 
 # 'auto' is one of the two.

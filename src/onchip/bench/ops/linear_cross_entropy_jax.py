@@ -22,7 +22,7 @@ from onchip.bench.peers import Implementation
 from onchip.core.sizes import DTYPE_BYTES, MIB
 from onchip.frontend.jax_call import Static
 from onchip.ops.linear_cross_entropy import cases, jax_op
-from onchip.ops.linear_cross_entropy.jax_checks import plain_refusals
+from onchip.ops.linear_cross_entropy.checks import plain_refusals
 from onchip.ops.linear_cross_entropy.reference import linear_cross_entropy as oracle
 from onchip.oracle.cases import target_logit
 from onchip.vocab import memory
@@ -131,7 +131,7 @@ class Own:
     def unavailable(self, device: str, dtype: str) -> str | None:
         if device == "cpu":
             return self.not_on_cpu
-        return None if self.backend == "auto" else plain_refusals("gpu", dtype, 128, 1024)[self.backend]
+        return None if self.backend == "auto" else plain_refusals("cuda", dtype, "jax")[self.backend]
 
     def config(self, problem: Problem, mode: str) -> dict[str, Any]:
         p = problem.spec
