@@ -30,8 +30,7 @@ CHECKED = (*OPS, "fp8_linear")
 # Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
 CHECKS = {framework: {op: f"onchip.ops.{op}.checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
-    framework: {op: f"onchip.bench.ops.{op}{suffix}" for op in CHECKED}
-    for framework, suffix in (("torch", ""), ("jax", "_jax"))
+    framework: {op: f"onchip.bench.ops.{op}:{framework.upper()}" for op in CHECKED} for framework in ("torch", "jax")
 }
 TUNINGS = {
     "torch": {op: f"onchip.tune.{op}" for op in ("linear_cross_entropy", "fp8_linear")},

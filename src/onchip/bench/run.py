@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 from rich.console import Console
@@ -63,7 +63,7 @@ def run_bench(
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder; {out} is a file")
-    target = cast(harness.Op, import_module(module))
+    target = cast(harness.Op, resolve_name(module))
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")

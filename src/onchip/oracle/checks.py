@@ -125,7 +125,7 @@ def _compare_softmax(
     return compare(case.name, dtype, implementation, results, oracle, bounds, plain, choice=choice)
 
 
-# -------------------------------------------------------------------------------------------------------- the comparison
+# ------------------------------------------------------------------------------------------------------- the comparison
 
 
 def adapter(framework: str) -> Any:
@@ -152,7 +152,7 @@ class Checker:
     """
 
     names: Sequence[str]
-    """Inputs that are arguments of the op, in their order.  Those of floats are in the check's dtype and get gradients."""
+    """Inputs that are arguments of the op, in their order.  Those of floats get the check's dtype, and gradients."""
     inputs: Callable[[Any, str], Any]
     """The inputs of a case in a dtype: a named tuple of NumPy arrays, with `grad_<value>` for each of the `values`."""
     oracle: Callable[..., Any]

@@ -181,7 +181,7 @@ def _plain(
         if rest == "renormalised":
             ls, lt = fw.log_softmax(ls, -1), fw.log_softmax(lt, -1)
         elif rest == "tail":
-            ls, lt = (xp.concat([x, xp.log1p(-xp.exp(x).sum(-1)[..., None])], -1) for x in (ls, lt))
+            ls, lt = (xp.concatenate([x, xp.log1p(-xp.exp(x).sum(-1)[..., None])], -1) for x in (ls, lt))
     # Of entries that both models exclude, a difference would be NaN.
     least = float(xp.finfo(z.dtype).min) / 2
     loss = plain_divergence(ls.clip(min=least), lt.clip(min=least), beta)
@@ -220,7 +220,7 @@ CHECKER = Checker(
     plan=_plan,
     plain=_plain,
     keywords=_keywords,
-    defaults=dict.fromkeys(("torch", "jax"), {"backend": "auto"}),
+    defaults={"torch": {"backend": "auto"}, "jax": {"backend": "auto"}},
     label=_label,
     constant=lambda name, inputs, how: (
         name.startswith("teacher") and _constant_teacher(how, inputs.student_hidden, inputs.teacher_logits)
