@@ -75,7 +75,8 @@ class Benchmark:
         return tuple(Implementation(p, self.steps) if isinstance(p, Peer) else p for p in self.peers(self.fw))
 
     def make_problem(self, case: Any, device: str, dtype: str) -> Problem:
-        return self.make(self.fw, case, device, dtype)
+        with self.fw.default_device(device):
+            return self.make(self.fw, case, device, dtype)
 
     def steps(self, problem: Problem, peer: Peer) -> Mapping[str, Step]:
         steps: Mapping[str, Step] = self.fw.steps(self.function(problem, peer.load()), problem.arrays, len(self.leaves))
@@ -128,7 +129,8 @@ class Benchmark:
         def one(grad_weight: Any, h: Any, *rows: Any) -> tuple[Any, Any]:
             h = fw.wide(h)
             values, g = fw.gradient(lambda z: self.rows(fw, z, *rows, *fixed, **problem.options), h @ w.T)
-            return grad_weight + g.T @ h / count, (*values, g @ w / count)
+            g = g / count
+            return grad_weight + g.T @ h, (*values, g @ w)
 
         start = fw.xp.zeros_like(w)
         grad_weight, (*values, grad_hidden) = fw.scan_rows(one, start, (hidden, *by_row), 8 * len(w))

@@ -19,7 +19,7 @@ from jax import Array, lax
 from onchip.bench.peers import IGNORED
 from onchip.oracle.jax import NAME, default_device, linear, log_softmax, platform_of, take, xp
 
-__all__ = ["NAME", "linear", "log_softmax", "take", "xp"]
+__all__ = ["NAME", "default_device", "linear", "log_softmax", "take", "xp"]
 
 PLAIN = "XLA, 16-bit logits"
 # Rows that are drawn at a time: random bits of a whole matrix would take eight times its bytes in bfloat16.
@@ -47,16 +47,14 @@ def free_bytes(device: str) -> int | None:
 
 
 class Draws:
-    """Random inputs, the same ones each time, made on the device."""
+    """Random inputs, the same ones each time, made on the default device."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
         self.drawn = 0
 
     def _draw(self, draw: Callable[[Array], Array]) -> Array:
-        with default_device(self.device):
-            self.drawn += 1
-            made: Array = jax.jit(draw)(jax.random.fold_in(jax.random.key(0), self.drawn))
+        self.drawn += 1
+        made: Array = jax.jit(draw)(jax.random.fold_in(jax.random.key(0), self.drawn))
         return made
 
     def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Array:

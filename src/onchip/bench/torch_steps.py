@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from onchip.bench.peers import IGNORED
-from onchip.oracle.torch import NAME, dtype_name, linear, log_softmax, take, xp
+from onchip.oracle.torch import NAME, default_device, dtype_name, linear, log_softmax, take, xp
 
-__all__ = ["NAME", "dtype_name", "linear", "log_softmax", "take", "xp"]
+__all__ = ["NAME", "default_device", "dtype_name", "linear", "log_softmax", "take", "xp"]
 
 Step = Callable[[], Sequence[Tensor]]
 _CHUNK_BYTES = 1 << 29

@@ -159,8 +159,10 @@ class Checker:
     """`oracle(**arguments, **keywords, **upstream gradients)`."""
     call: Callable[..., Mapping[str, Any]]
     """`call(fw, how, **arguments, **keywords)` gives values under the names of the oracle's fields."""
-    plan: Callable[[Any, str], Iterable[tuple[Any, Any, Mapping[str, Any]]]]
-    """`plan(fw, device)` gives the case, the dtype and the `how` of each check."""
+    plan: Callable[[Any], Iterable[tuple[Any, Any, Mapping[str, Any]]]]
+    """`plan(fw)` gives the case, the dtype and the `how` of each check, backends left out."""
+    refusals: Callable[..., Mapping[str, str | None]]
+    """`refusals(device, dtype's name, framework, case, how)`: why each backend can't run a check, or None."""
     plain: Callable[..., Mapping[str, Any]] | None = None
     """As `call`, by the framework's own functions in the dtype of the arguments."""
     values: Sequence[str] = ("loss",)
@@ -181,8 +183,13 @@ class Checker:
 
     def planned_checks(self, device: str, framework: str) -> list[Callable[[], list[Check]]]:
         """All of the op's checks on "cpu" or "cuda", one by one."""
-        planned = self.plan(adapter(framework), device)
-        return [partial(self.check_case, case, dtype, device, **how) for case, dtype, how in planned]
+        fw = adapter(framework)
+        return [
+            partial(self.check_case, case, dtype, device, backend=backend, **how)
+            for case, dtype, how in self.plan(fw)
+            for backend, reason in self.refusals(device, fw.dtype_name(dtype), framework, case, how).items()
+            if reason is None
+        ]
 
     def as_arguments(self, case: Any, inputs: Any, dtype: Any, device: str = "cpu") -> tuple[list[Any], dict[str, Any]]:
         """The arguments in their order and the keyword arguments, the case's options among them."""

@@ -138,10 +138,11 @@ class Benchmark:
         needed, there = self.needed_bytes(case, dtype), self.fw.free_bytes(device)
         if there is not None and needed > there:
             raise MemoryError(f"it needs {needed} bytes of device memory; {there} are there")
-        draws = self.fw.Draws(device)
-        weight = self.fw.parameter(draws.normal(case.n, case.k, case.k**-0.5, dtype=dtype))
-        x = self.fw.leaf(draws.normal(case.m, case.k, dtype=dtype), dtype)
-        return Problem(x, weight, draws.normal(case.m, case.n, dtype=dtype))
+        with self.fw.default_device(device):
+            draws = self.fw.Draws(device)
+            weight = self.fw.parameter(draws.normal(case.n, case.k, case.k**-0.5, dtype=dtype))
+            x = self.fw.leaf(draws.normal(case.m, case.k, dtype=dtype), dtype)
+            return Problem(x, weight, draws.normal(case.m, case.n, dtype=dtype))
 
     def floor(self, problem: Problem, mode: str) -> Step | None:
         """The products of the unquantised numbers by the framework: one, or for the whole step three.

@@ -1,6 +1,6 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -32,15 +32,6 @@ def plain_refusals(
     return refusals(static, Problem(1, hidden, vocab, dtype=dtype, device=device, compacted=True))
 
 
-def _plan(fw: Any, device: str) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """With both strategies and each backend that can run them."""
-    for case, dtype, strategy in product(CHECK_CASES, fw.DTYPES, ("stash", "recompute")):
-        refusals = plain_refusals(device, fw.dtype_name(dtype), fw.NAME, case.hidden, case.vocab, strategy)
-        for backend, reason in refusals.items():
-            if reason is None:
-                yield case, dtype, {"strategy": strategy, "backend": backend}
-
-
 def _call(
     fw: Any, how: Mapping[str, Any], hidden: Any, weight: Any, target: Any, bias: Any, **keywords: Any
 ) -> dict[str, Any]:
@@ -60,7 +51,10 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(case),
     oracle=reference.linear_cross_entropy,
     call=_call,
-    plan=_plan,
+    plan=lambda fw: product(CHECK_CASES, fw.DTYPES, [{"strategy": x} for x in ("stash", "recompute")]),
+    refusals=lambda device, dtype, framework, case, how: plain_refusals(
+        device, dtype, framework, case.hidden, case.vocab, **how
+    ),
     plain=lambda fw, how, **given: {"loss": plain_linear_cross_entropy(**given)},
     label=lambda fw, how: f"{how['backend']} {how.get('strategy', 'auto')}",
 )

@@ -1,7 +1,7 @@
 """How the ops are compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -78,11 +78,6 @@ def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | N
     from onchip.ops.linear_jsd.triton_op import refusal_of
 
     return {"torch": None, "triton": refusal_of(device, None, [getattr(torch, dtype)])}
-
-
-def _plan(fw: Any, device: str) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    for case, dtype in product(CHECK_CASES, fw.DTYPES):
-        yield case, dtype, {}
 
 
 def _keywords(inputs: Inputs) -> dict[str, Any]:
@@ -217,7 +212,8 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(case),
     oracle=_oracle,
     call=_call,
-    plan=_plan,
+    plan=lambda fw: product(CHECK_CASES, fw.DTYPES, [{}]),
+    refusals=lambda device, dtype, framework, case, how: {"auto": None},
     plain=_plain,
     keywords=_keywords,
     defaults={"torch": {"backend": "auto"}, "jax": {"backend": "auto"}},

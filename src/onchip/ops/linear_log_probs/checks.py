@@ -1,6 +1,6 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,14 +18,6 @@ def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | N
     from onchip.ops.linear_log_probs.triton_op import refusal
 
     return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
-
-
-def _plan(fw: Any, device: str) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """With and without the entropy, with each backend that can run them."""
-    for case, dtype, entropy in product(CHECK_CASES, fw.DTYPES, (False, True)):
-        for backend, reason in plain_refusals(device, fw.dtype_name(dtype), fw.NAME).items():
-            if reason is None:
-                yield case, dtype, {"entropy": entropy, "backend": backend}
 
 
 def _call(
@@ -79,7 +71,8 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(case),
     oracle=reference.linear_log_probs,
     call=_call,
-    plan=_plan,
+    plan=lambda fw: product(CHECK_CASES, fw.DTYPES, [{"entropy": x} for x in (False, True)]),
+    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework),
     plain=lambda fw, how, **given: plain_linear_log_probs(**given, entropy=how.get("entropy", True))._asdict(),
     values=("log_prob", "entropy", "lse"),
     label=lambda fw, how: f"{how['backend']} with entropy" if how.get("entropy", True) else how["backend"],
