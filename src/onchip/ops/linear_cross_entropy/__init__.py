@@ -34,9 +34,7 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     jax_op.py         JAX: the public function, and the choice of a backend; the backends are in `onchip.vocab`
     jax_inputs.py     what the public function checks
     cases.py          named problems for tests, `onchip check` and `onchip bench`
-    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py         how large an error may be; no framework
-    benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
+    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
     tuning.py, jax_tuning.py   what `onchip tune` tries: the Triton and the Mosaic kernels
 
 What a walk does with one tile is in `onchip.vocab`; what the public functions check alike in `onchip.frontend`.
