@@ -167,8 +167,8 @@ class Operator(Generic[C, O]):
         op = self.op
         if torch.compiler.is_compiling() or not _plain(tensors := op.call.tensors_of(call)):
             made = self.forward_op(*op.call.pack(call))[:-1]
-        elif any(call.grads):  # type: ignore[attr-defined]
-            made = self._eager.apply(call, *[getattr(call, name) for name in op.differentiable])[:-1]
+        elif any(op.call.get(call, "grads")):
+            made = self._eager.apply(call, *[tensors[place] for place in self._places])[:-1]
         else:
             with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(tensors):
                 made = op.forward(call)
@@ -234,7 +234,7 @@ def _eager(op: _Op) -> Any:
 
     class _Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, call: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        def forward(ctx: Any, call: Any, *differentiable: Tensor | None) -> tuple[Tensor | None, ...]:
             first = op.call.tensors_of(call)
             # Below autograd, as an operator runs: or the caller couldn't change an output that is a view in place.
             with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(first):
@@ -242,7 +242,7 @@ def _eager(op: _Op) -> Any:
                 output = (*made, next(x for x in first if x is not None).new_empty(0, dtype=torch.float32))
             tensors, ctx.rest = op.kept.split(op.save(call, made))
             _keep(ctx, op, call, tensors, output)
-            ctx.edges = _edges([getattr(call, name) for name in op.differentiable], range(len(op.differentiable)))
+            ctx.edges = _edges(differentiable, range(len(differentiable)))
             return output
 
         @staticmethod
@@ -303,7 +303,7 @@ def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> tuple[Tensor,
 def _keep(ctx: Any, op: _Op, call: Any, tensors: Sequence[Tensor | None], output: Sequence[Tensor | None]) -> None:
     ctx.mark_non_differentiable(*[x for x in output[op.differentiable_outputs : -1] if x is not None])
     ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
-    ctx.grads = tuple(call.grads)
+    ctx.grads = tuple(op.call.get(call, "grads"))
     # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and that
     # is no mistake.
     theirs = op.adds_to.values()
@@ -382,6 +382,10 @@ class _Packing:
             for name, leaf in zip(self.tensors, self.of_tensors, strict=True)
         ]
         return ", ".join([*tensors, *_LISTS])
+
+    def get(self, x: Any, name: str) -> Any:
+        """The field of this name, wherever it is."""
+        return _get(x, next(leaf.path for leaf in self.of_rest if leaf.path[-1] == name))
 
     def tensors_of(self, x: Any) -> list[Tensor | None]:
         return [_get(x, leaf.path) for leaf in self.of_tensors]

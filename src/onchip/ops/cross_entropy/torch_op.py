@@ -21,6 +21,7 @@ from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import check_inplace, check_tensors
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows.arguments import Arguments
+from onchip.vocab.torch.loss import token_losses
 
 _DEVICES = ("cpu", "cuda", "meta")
 # Best first: the order in which "auto" asks them.
@@ -274,17 +275,17 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return loss, lse, log_prob, entropy, correct and the link; entropy and correct are empty unless asked for."""
     a = Arguments(*args)
     shape = a.target.shape
-    head, tokens = a.prepare(check_values=a.check_inputs)
-    softmax = torch_rows.forward(a.logits, head, tokens, a.chunk(tokens), stats=a.stats)
-    loss = tokens.spread(softmax.loss(head, tokens), shape)
+    transform, loss_of, tokens = a.prepare(check_values=a.check_inputs)
+    softmax = torch_rows.forward(a.logits, transform, loss_of, tokens, a.chunk(tokens), stats=a.stats)
+    loss = tokens.spread(token_losses(loss_of, softmax, tokens), shape)
     if a.reduction != "none":
         loss = loss.sum() * tokens.inverse_count
     return (
         loss,
         tokens.spread(softmax.lse, shape),
-        tokens.spread(softmax.log_prob(tokens), shape),
-        tokens.spread(softmax.entropy(), shape) if a.stats else loss.new_empty(0),
-        tokens.spread(softmax.correct(tokens), shape) if a.stats else loss.new_empty(0, dtype=torch.bool),
+        tokens.spread(softmax.log_prob, shape),
+        tokens.spread(softmax.entropy, shape) if softmax.entropy is not None else loss.new_empty(0),
+        tokens.spread(softmax.is_top1(tokens), shape) if a.stats else loss.new_empty(0, dtype=torch.bool),
         loss.new_empty(0),
     )
 
@@ -324,7 +325,7 @@ def _(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> Tensor:
 
 
 def _write_gradient(a: Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Tensor, out: Tensor) -> None:
-    head, tokens = a.prepare(check_values=False)
+    transform, loss_of, tokens = a.prepare(check_values=False)
     upstream = tokens.inverse_count
     if a.reduction == "none":
         tokens = replace(tokens, weight=tokens.weight * tokens.upstream(grad_loss))
@@ -332,7 +333,8 @@ def _write_gradient(a: Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Tens
         upstream = upstream * grad_loss
     torch_rows.backward(
         a.logits,
-        head,
+        transform,
+        loss_of,
         tokens,
         a.chunk(tokens),
         lse=lse.reshape(-1),

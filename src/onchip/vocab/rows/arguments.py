@@ -10,6 +10,7 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.rows.memory import Problem
 from onchip.vocab.torch import tiles as torch_tiles
+from onchip.vocab.torch.loss import Loss
 
 
 class Arguments(NamedTuple):
@@ -38,8 +39,8 @@ class Arguments(NamedTuple):
         """Whether the Triton backend makes the gradient in forward."""
         return self.grad and not self.inplace and self.reduction != "none"
 
-    def prepare(self, *, check_values: bool) -> tuple[torch_tiles.Head, torch_tiles.Tokens]:
-        """The options as those of a head without a product, and the tokens."""
+    def prepare(self, *, check_values: bool) -> tuple[torch_tiles.Transform, Loss, torch_tiles.Tokens]:
+        """What happens to the logits, what is added up of them, and the tokens."""
         vocab = self.logits.shape[-1]
         tokens = torch_tiles.select_tokens(
             "cross_entropy",
@@ -53,9 +54,7 @@ class Arguments(NamedTuple):
             temperature=self.temperature,
             check_values=check_values,
         )
-        no_weight = self.logits.new_empty((vocab, 0))
-        head = torch_tiles.Head(no_weight, None, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale)
-        return head, tokens
+        return torch_tiles.Transform(self.logit_scale, self.softcap), Loss(self.label_smoothing, self.z_loss), tokens
 
     def chunk(self, tokens: torch_tiles.Tokens) -> int:
         """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
