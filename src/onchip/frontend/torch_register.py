@@ -188,14 +188,16 @@ class Operator(Generic[C, O]):
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
         return _filled((*self.op.fake(self.op.call.unpack(args)), None), args)
 
-    def _gradients(self, *args: Any) -> tuple[Tensor, ...]:
+    def _gradients(self, *args: Any) -> Any:
         kept, upstream, wanted = self._unpack_gradients(args)
         with _alone(args):
-            return _filled(self.op.gradients(kept, upstream, wanted), args)
+            made = _filled(self.op.gradients(kept, upstream, wanted), args)
+            return made if len(made) > 1 else made[0]
 
-    def _fake_gradients(self, *args: Any) -> tuple[Tensor, ...]:
+    def _fake_gradients(self, *args: Any) -> Any:
         assert self.op.fake_gradients is not None
-        return _filled(self.op.fake_gradients(*self._unpack_gradients(args)), args)
+        made = _filled(self.op.fake_gradients(*self._unpack_gradients(args)), args)
+        return made if len(made) > 1 else made[0]
 
     def _unpack_gradients(self, args: Sequence[Any]) -> tuple[Any, Made, Wanted]:
         count = self.op.differentiable_outputs
@@ -223,6 +225,7 @@ class Operator(Generic[C, O]):
                     made = op.gradients(kept, given, wanted)
             else:
                 made = self.backward_op(*given, *tensors, *ctx.rest, wanted)
+                made = [made] if isinstance(made, Tensor) else made
             made = _finish(op, kept, tensors, made, wanted, (*given, link))
             for place, grad in zip(self._places, made, strict=True):
                 grads[place] = grad
