@@ -51,7 +51,7 @@ def register(
 ) -> "Operator[C, O]":
     """Register `onchip::<name>` and `onchip::<name>_backward`; return what runs a call.
 
-    The types of the call, of the outputs (a NamedTuple) and of what is kept are read from the annotations of `forward`
+    The types of the call, of the outputs and of what is kept are read from the annotations of `forward`
     and `save`.  A field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of
     any number of one of the last four; or another such object.  The names of tensors are unique.  The call has a field
     `grads`, which tells for each of the `differentiable` tensors whether it needs a gradient.
@@ -101,7 +101,7 @@ def register(
             direct,
             _Packing(call_type),
             _Packing(hints["return"]),
-            _hints(forward)["return"],
+            _Packing(_hints(forward)["return"]),
         )
     )
 
@@ -131,7 +131,7 @@ class _Op(NamedTuple):
     direct: Callable[[Any], bool] | None
     call: "_Packing"
     kept: "_Packing"
-    outputs: Any
+    outputs: "_Packing"
 
 
 class Operator(Generic[C, O]):
@@ -140,7 +140,7 @@ class Operator(Generic[C, O]):
     def __init__(self, op: _Op) -> None:
         self.op = op
         self._places = [op.call.tensors.index(name) for name in op.differentiable]
-        count = len(op.outputs._fields) + 1
+        count = len(op.outputs.tensors) + 1
         self.forward_op = torch.library.custom_op(
             f"onchip::{op.name}",
             self._forward,
@@ -171,8 +171,8 @@ class Operator(Generic[C, O]):
             made = self._eager.apply(call, *[tensors[place] for place in self._places])[:-1]
         else:
             with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(tensors):
-                made = op.forward(call)
-        return cast(O, op.outputs(*made))
+                return cast(O, op.forward(call))
+        return cast(O, op.outputs.build(made, ()))
 
     def pack(self, call: C) -> tuple[Any, ...]:
         """The call as `forward_op` takes it."""
@@ -183,10 +183,10 @@ class Operator(Generic[C, O]):
     def _forward(self, *args: Any) -> tuple[Tensor, ...]:
         call = self.op.call.unpack(args)
         with _alone(args):
-            return _filled((*self.op.forward(call), None), args)
+            return _filled((*self.op.outputs.tensors_of(self.op.forward(call)), None), args)
 
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
-        return _filled((*self.op.fake(self.op.call.unpack(args)), None), args)
+        return _filled((*self.op.outputs.tensors_of(self.op.fake(self.op.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
         kept, upstream, wanted = self._unpack_gradients(args)
@@ -206,7 +206,7 @@ class Operator(Generic[C, O]):
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         op = self.op
         call = op.call.unpack(inputs)
-        tensors, rest = op.kept.split(op.save(call, op.outputs(*output[:-1])))
+        tensors, rest = op.kept.split(op.save(call, op.outputs.build(output[:-1], ())))
         _keep(ctx, op, call, tensors, output)
         ctx.rest = op.kept.encode(rest)
         ctx.edges = _edges(inputs, self._places)
@@ -242,7 +242,10 @@ def _eager(op: _Op) -> Any:
             # Below autograd, as an operator runs: or the caller couldn't change an output that is a view in place.
             with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(first):
                 made = op.forward(call)
-                output = (*made, next(x for x in first if x is not None).new_empty(0, dtype=torch.float32))
+                output = (
+                    *op.outputs.tensors_of(made),
+                    next(x for x in first if x is not None).new_empty(0, dtype=torch.float32),
+                )
             tensors, ctx.rest = op.kept.split(op.save(call, made))
             _keep(ctx, op, call, tensors, output)
             ctx.edges = _edges(differentiable, range(len(differentiable)))

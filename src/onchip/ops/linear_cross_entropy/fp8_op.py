@@ -87,27 +87,26 @@ class Fp8Call(NamedTuple):
         return WeightCopies(*self.given)
 
 
-class Fp8Outputs(NamedTuple):
-    """`Outputs`, and what backward needs, for an upstream gradient of 1; what isn't asked for is empty."""
+class Parts(NamedTuple):
+    """Of what the gradients are made, for an upstream gradient of 1; what isn't asked for is empty."""
 
-    loss: Tensor
-    lse: Tensor
-    log_prob: Tensor
-    entropy: Tensor | None
-    correct: Tensor | None
     grad_hidden: Tensor  # float32
     columns: Tensor  # the logits' gradient, transposed in FP8
     column_scales: Tensor
     grad_bias: Tensor  # float32
 
 
+class Fp8Outputs(NamedTuple):
+    """What the operator returns."""
+
+    out: Outputs
+    parts: Parts
+
+
 class Kept(NamedTuple):
     """What backward is given: not the weight, of which all that it needs was multiplied in forward."""
 
-    grad_hidden: Tensor
-    columns: Tensor
-    column_scales: Tensor
-    grad_bias: Tensor
+    parts: Parts
     hidden: Tensor | None  # where weight needs a gradient
     target: Tensor
     weight_grad_out: Tensor | None
@@ -129,26 +128,26 @@ def _forward(told: Fp8Call) -> Fp8Outputs:
     softmax = Softmax.empty(call.target.numel(), call.hidden, stats=options.return_stats)
     logits_call = _logits_call(call)
     kept = _walk(told, logits_call, fp8_spec.plan(problem, call.budget), softmax)
-    return Fp8Outputs(
+    out = Outputs(
         softmax.loss.view(shape) if options.reduction == "none" else softmax.loss.sum() / logits_call.divisor,
         softmax.lse.view(shape),
         softmax.log_prob.view(shape),
         None if softmax.entropy is None else softmax.entropy.view(shape),
         None if softmax.correct is None else softmax.correct.view(shape),
-        *kept,
     )
+    return Fp8Outputs(out, kept)
 
 
 def _fake(told: Fp8Call) -> Fp8Outputs:
-    return Fp8Outputs(*empty_outputs(told.call), *_empty_kept(told.call))
+    return Fp8Outputs(empty_outputs(told.call), _empty_parts(told.call))
 
 
-def _empty_kept(call: Call) -> tuple[Tensor, ...]:
+def _empty_parts(call: Call) -> Parts:
     """Memory for what backward needs."""
     vocab, hidden = call.weight.shape[0], call.hidden
     grad_hidden, grad_weight, grad_bias = call.grads
     columns = empty_rows(vocab, call.target.numel(), "e4m3", hidden) if grad_weight else torch_quantize.nothing(hidden)
-    return (
+    return Parts(
         hidden.new_empty(hidden.shape if grad_hidden else 0, dtype=torch.float32),
         *columns,
         hidden.new_empty(vocab if grad_bias else 0, dtype=torch.float32),
@@ -204,12 +203,12 @@ def _backend(name: str, device: torch.device) -> _Backend:
     )
 
 
-def _walk(told: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softmax) -> tuple[Tensor, ...]:
+def _walk(told: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softmax) -> Parts:
     """Fill `softmax`, chunk by chunk, and return what backward needs."""
     a = told.call
     tokens, (vocab, size) = a.target.numel(), a.weight.shape
     backend = _backend(told.backend, a.hidden.device)
-    kept = _empty_kept(a)
+    kept = _empty_parts(a)
     grad_hidden, columns, column_scales, grad_bias = kept
     wanted = any(a.grads)
     weight, transposed = weight_operands(
@@ -248,7 +247,7 @@ def _walk(told: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softm
 def _save(told: Fp8Call, made: Fp8Outputs) -> Kept:
     call, options = told.call, told.call.options
     return Kept(
-        *made[5:],
+        made.parts,
         call.hidden if call.grads[1] else None,
         call.target,
         call.weight_grad_out,
@@ -268,8 +267,8 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     if kept.reduction == "none":
         upstream = upstream.masked_fill(~counted, 0)[..., None]
     if wanted[0]:
-        out = torch.empty_like(kept.grad_hidden, dtype=kept.hidden_dtype)
-        grad_hidden = torch.mul(kept.grad_hidden, upstream, out=out)
+        out = torch.empty_like(kept.parts.grad_hidden, dtype=kept.hidden_dtype)
+        grad_hidden = torch.mul(kept.parts.grad_hidden, upstream, out=out)
     if wanted[1]:
         assert kept.hidden is not None
         backend = _backend(kept.backend, kept.hidden.device)
@@ -279,17 +278,17 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
             h = h * upstream
         h = h.reshape(-1, h.shape[-1])
         if len(h) == 0:
-            grad_weight = grad_loss.new_zeros((len(kept.columns), h.shape[1]), dtype=kept.weight_dtype)
+            grad_weight = grad_loss.new_zeros((len(kept.parts.columns), h.shape[1]), dtype=kept.weight_dtype)
         else:
             _, turned = backend.quantize_weight(h, SCALE, rows=False, transposed=True)
             if kept.reduction != "none":
                 turned.scales.mul_(upstream)
-            columns = Quantized(kept.columns, kept.column_scales)
+            columns = Quantized(kept.parts.columns, kept.parts.column_scales)
             grad_weight = backend.product(columns, turned, True, None, kept.weight_dtype, kept.weight_grad_out)
         if kept.weight_grad_out is not None:
             grad_weight = None
     if wanted[2]:
-        grad_bias = (kept.grad_bias * upstream).to(kept.bias_dtype)
+        grad_bias = (kept.parts.grad_bias * upstream).to(kept.bias_dtype)
     return grad_hidden, grad_weight, grad_bias
 
 
@@ -297,11 +296,11 @@ def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     like = kept.target
     grad_weight = None
     if wanted[1] and kept.weight_grad_out is None and kept.hidden is not None:
-        grad_weight = like.new_empty((kept.columns.shape[0], kept.hidden.shape[-1]), dtype=kept.weight_dtype)
+        grad_weight = like.new_empty((kept.parts.columns.shape[0], kept.hidden.shape[-1]), dtype=kept.weight_dtype)
     return (
-        like.new_empty(kept.grad_hidden.shape, dtype=kept.hidden_dtype) if wanted[0] else None,
+        like.new_empty(kept.parts.grad_hidden.shape, dtype=kept.hidden_dtype) if wanted[0] else None,
         grad_weight,
-        like.new_empty(kept.grad_bias.shape, dtype=kept.bias_dtype) if wanted[2] else None,
+        like.new_empty(kept.parts.grad_bias.shape, dtype=kept.bias_dtype) if wanted[2] else None,
     )
 
 
@@ -322,5 +321,4 @@ def run(call: Call, quantized: QuantizedWeight | None, backend: str) -> Outputs:
     """The loss and statistics of a call."""
     check_options(call.options, grad_bias=call.grads[2])
     copies = Copies(None, None, None, None) if quantized is None else Copies(*quantized[1:5])
-    made = LOSS(Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device))))
-    return Outputs(*made[:5])
+    return LOSS(Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device)))).out

@@ -197,8 +197,8 @@ def linear_cross_entropy(
     if precision == "fp8":
         if quantized is not None:
             check_quantized_weight(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
-        loss, *stats = fp8_op.run(call, quantized, backend)
-        return (loss, LinearCrossEntropyStats._make(stats)) if return_stats else loss
+        made = fp8_op.run(call, quantized, backend)
+        return (made.loss, LinearCrossEntropyStats._make(made[1:])) if return_stats else made.loss
     refusals = {
         "triton": planning.refusal(device, hidden.device.index, dtype),
         "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
@@ -206,13 +206,13 @@ def linear_cross_entropy(
     order = ("triton", "torch") if device == "cuda" else ("torch", "triton")
     if choose_backend(OP, backend, {name: refusals[name] for name in order}) == "triton":
         call = call._replace(copied=call.copied + copied_weight(matrix, dtype))
-        loss, *stats = triton_op.LOSS(triton_op.TritonCall(call, torch.compiler.is_compiling()))
+        made = triton_op.LOSS(triton_op.TritonCall(call, torch.compiler.is_compiling())).out
     else:
         # Before the targets are read, the worst case.
         problem = call.problem(_kind(hidden), compacted=device == "cpu")
         strategy = memory.choose_strategy(problem, options.strategy, call.budget)
-        loss, *stats = (STASHED if strategy == "stash" else RECOMPUTED)(call)
-    return (loss, LinearCrossEntropyStats._make(stats[:4])) if return_stats else loss
+        made = STASHED(call).out if strategy == "stash" else RECOMPUTED(call)
+    return (made.loss, LinearCrossEntropyStats._make(made[1:])) if return_stats else made.loss
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -398,25 +398,25 @@ RECOMPUTED = register(
 # 'stash'.
 
 
-class Stashed(NamedTuple):
-    """`Outputs`, and the gradients in float32 for an upstream gradient of 1."""
+class Stash(NamedTuple):
+    """The gradients in float32 for an upstream gradient of 1."""
 
-    loss: Tensor
-    lse: Tensor
-    log_prob: Tensor
-    entropy: Tensor | None
-    correct: Tensor | None
     grad_hidden: Tensor | None
     grad_weight: Tensor | None
     grad_bias: Tensor | None
+
+
+class Stashed(NamedTuple):
+    """What 'stash' returns."""
+
+    out: Outputs
+    stash: Stash
 
 
 class KeptStash(NamedTuple):
     """What 'stash' keeps for backward: neither hidden nor weight, but the target to tell ignored tokens by."""
 
-    grad_hidden: Tensor | None
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
+    stash: Stash
     target: Tensor
     weight_grad_out: Tensor | None
     hidden_dtype: torch.dtype
@@ -446,7 +446,7 @@ def _stash(call: Call) -> Stashed:
         uniform=loss.uniform,
     )
     grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
-    return Stashed(*_outputs(call, tokens, stats), grad_hidden, grad_weight, grad_bias)
+    return Stashed(_outputs(call, tokens, stats), Stash(grad_hidden, grad_weight, grad_bias))
 
 
 def _fake_stash(call: Call) -> Stashed:
@@ -454,12 +454,12 @@ def _fake_stash(call: Call) -> Stashed:
         return x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None
 
     parameters = (call.hidden, call.weight, call.bias)
-    return Stashed(*empty_outputs(call), *[make(x, w) for x, w in zip(parameters, call.grads, strict=True)])
+    return Stashed(empty_outputs(call), Stash(*[make(x, w) for x, w in zip(parameters, call.grads, strict=True)]))
 
 
 def _save_stash(call: Call, made: Stashed) -> KeptStash:
     return KeptStash(
-        *made[5:], call.target, call.weight_grad_out, *call.dtypes, call.options.reduction, call.options.ignore_index
+        made.stash, call.target, call.weight_grad_out, *call.dtypes, call.options.reduction, call.options.ignore_index
     )
 
 
@@ -474,7 +474,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Sequence[T
         factor = None
     made: list[Tensor | None] = [None] * 3
     dtypes = (kept.hidden_dtype, kept.weight_dtype, kept.bias_dtype)
-    for i, (stashed, dtype) in enumerate(zip(kept[:3], dtypes, strict=True)):
+    for i, (stashed, dtype) in enumerate(zip(kept.stash, dtypes, strict=True)):
         if not wanted[i] or stashed is None:
             continue
         if i == 1 and kept.weight_grad_out is not None:

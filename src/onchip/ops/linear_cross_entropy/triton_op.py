@@ -5,16 +5,14 @@ logits in the weight's, the tokens' hidden states in hidden's.  `_gradients` tur
 What is launched is in `vocab.triton.walks`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.ops.linear_cross_entropy.spec import OP
-from onchip.ops.linear_cross_entropy.torch_call import Call, empty_gradients, empty_outputs
-from onchip.vocab.torch.tiles import Head
-from onchip.vocab.triton import memory as triton_spec
+from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_gradients, empty_outputs
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonConfig
@@ -33,82 +31,49 @@ class TritonCall(NamedTuple):
         call = self.call
         return planning.plan(call.problem("cuda"), call.options.strategy, call.budget, compiled=self.compiled)
 
-    @property
-    def head(self) -> Head:
-        call, options = self.call, self.call.options
-        return Head(
-            setup.product_weight(call.weight, call.dtype),
-            # In the products' dtype first, as F.linear does under autocast.
-            None if call.bias is None else call.bias.to(call.dtype).float(),
-            float(options.label_smoothing),
-            float(options.z_loss),
-            None if options.softcap is None else float(options.softcap),
-            float(options.logit_scale),
-        )
-
-    def saved(self, config: TritonConfig, *, fake: bool = False) -> Saved:
-        call = self.call
-        return setup.make_saved(
-            call.hidden,
-            call.weight,
-            call.dtype,
-            config,
-            call.target.numel(),
-            grad_hidden=call.grads[0],
-            any_grad=any(call.grads),
-            fake=fake,
-        )
+    def run(self) -> Any:
+        """The call as walks take it."""
+        options = self.call.options
+        head = planning.head_of(self.call, options.label_smoothing, options.z_loss)
+        return setup.make_run(head, self.call.target.numel(), self.call.weight_grad_out)
 
 
 class TritonOutputs(NamedTuple):
-    """`Outputs` and `Saved`."""
+    """What the operator returns."""
 
-    loss: Tensor
-    lse: Tensor
-    log_prob: Tensor
-    entropy: Tensor | None
-    correct: Tensor | None
-    hidden_memory: Tensor
-    weight_memory: Tensor
-    overflow: Tensor
-    vectors: Tensor
+    out: Outputs
+    saved: Saved
 
 
 class Kept(NamedTuple):
     """What backward is given."""
 
-    call: TritonCall
+    told: TritonCall
     lse: Tensor
     log_prob: Tensor
-    hidden_memory: Tensor
-    weight_memory: Tensor
-    overflow: Tensor
-    vectors: Tensor
+    saved: Saved
 
 
 def _forward(told: TritonCall) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
     call, config, options = told.call, told.config, told.call.options
-    shape, tokens = call.target.shape, call.target.numel()
+    shape = call.target.shape
     if options.check_inputs:
         call.tokens(check_values=True)
-    run = setup.make_run(told.head, tokens, call.weight_grad_out)
-    hidden = call.hidden.reshape(-1, run.hidden)
+    run = told.run()
     per_token = None if call.token_temperature is None else setup.flat(call.token_temperature.expand(shape))
-    saved = told.saved(config)
-    any_grad = any(call.grads)
+    saved = planning.saved_of(call, config)
+    rows, exponentials = planning.rows_and_exponentials(call, config, saved)
     out, vectors = walks.forward(
         run,
-        hidden,
+        call.hidden.reshape(-1, run.hidden),
         call.target.reshape(-1).to(torch.int64).contiguous(),
         setup.flat(call.token_weight),
         float(options.temperature) if per_token is None else per_token,
         int(options.ignore_index),
-        setup.rows_in(saved.hidden_memory, tokens, run.hidden, call.dtype)
-        if any_grad
-        else hidden.new_empty((min(config.token_chunk, tokens), run.hidden), dtype=call.dtype),
-        setup.kept_exponentials(saved, call.weight, call.dtype, config) if any_grad and config.held > 0 else None,
+        rows,
+        exponentials,
         stats=options.return_stats,
     )
     assert out.loss is not None
@@ -116,34 +81,34 @@ def _forward(told: TritonCall) -> TritonOutputs:
     if options.reduction != "none":
         loss = out.loss.sum() / call.divisor(vectors.number)
     return TritonOutputs(
-        loss,
-        out.lse.view(shape),
-        out.log_prob.view(shape),
-        None if out.entropy is None else out.entropy.view(shape),
-        None if out.correct is None else out.correct.view(shape),
-        *(saved._replace(vectors=vectors.packed) if any_grad else saved),
+        Outputs(
+            loss,
+            out.lse.view(shape),
+            out.log_prob.view(shape),
+            None if out.entropy is None else out.entropy.view(shape),
+            None if out.correct is None else out.correct.view(shape),
+        ),
+        saved._replace(vectors=vectors.packed) if any(call.grads) else saved,
     )
 
 
 def _fake(told: TritonCall) -> TritonOutputs:
-    return TritonOutputs(*empty_outputs(told.call), *told.saved(told.config, fake=True))
+    return TritonOutputs(empty_outputs(told.call), planning.saved_of(told.call, told.config, fake=True))
 
 
 def _save(told: TritonCall, made: TritonOutputs) -> Kept:
-    return Kept(told, made.lse, made.log_prob, *made[5:])
+    return Kept(told, made.out.lse, made.out.log_prob, made.saved)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's memory if there is any,
-    and made here where nothing was kept in its own.
-    """
+    """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's if there is any."""
     from onchip.vocab.triton import launches, walks
 
-    call, config, grad_loss = kept.call.call, kept.call.config, upstream[0]
+    call, config, saved, grad_loss = kept.told.call, kept.told.config, kept.saved, upstream[0]
     assert grad_loss is not None
     tokens, add = call.target.numel(), call.weight_grad_out is not None
-    run = setup.make_run(kept.call.head, tokens, call.weight_grad_out)
-    vectors = launches.Vectors.unpack(kept.vectors, tokens)
+    run = kept.told.run()
+    vectors = launches.Vectors.unpack(saved.vectors, tokens)
     row = vectors.factor * (run.head.logit_scale / run.outer_scale)
     if call.options.reduction == "none":
         row = row * grad_loss.reshape(-1).float()[vectors.order]
@@ -155,49 +120,29 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     row = row.masked_fill(vectors.label < 0, float("nan"))
     too_large = walks.scale_for_float16(row, vectors, call.dtype)
     row = row if too_large is None else row * too_large
-    grad_bias = call.weight.new_zeros(run.vocab, dtype=torch.float32) if wanted[2] else None
-    grad_weight, made = call.weight_grad_out if wanted[1] else None, None
-    if wanted[1] and grad_weight is None:
-        grad_weight = kept.weight_memory[: run.vocab]
-        if kept.weight_memory.numel() == 0:
-            grad_weight = made = torch.empty(call.weight.shape, dtype=call.weight.dtype, device=call.weight.device)
-        if tokens == 0:
-            grad_weight.zero_()
+    memory = planning.backward_memory(call, config, saved, (wanted[0], wanted[1] and not add, wanted[2]))
     if tokens > 0:
-        again = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - config.stashed - config.overflow
-        walks.backward(
-            run,
-            vectors,
-            launches.Upstream(
-                kept.lse.reshape(-1),
-                kept.log_prob.reshape(-1),
-                row,
-                row.clone(),
-                torch.empty_like(row),
-                None if too_large is None else 1 / too_large,
-                vectors.label,
-            ),
-            setup.rows_in(kept.hidden_memory, tokens, run.hidden, call.dtype),
-            call.hidden.reshape(-1, run.hidden),
-            setup.kept_exponentials(Saved(*kept[3:]), call.weight, call.dtype, config, again_tokens=again),
-            (config.vocab_chunk // triton_spec.VOCAB_TILE, config.weight_chunk // triton_spec.VOCAB_TILE),
-            config.halves,
-            grad_hidden=kept.hidden_memory.view(tokens, run.hidden) if wanted[0] else None,
-            grad_weight=grad_weight,
-            grad_bias=grad_bias,
-            add=add,
+        of_loss = launches.Upstream(
+            kept.lse.reshape(-1),
+            kept.log_prob.reshape(-1),
+            row,
+            row.clone(),
+            torch.empty_like(row),
+            None if too_large is None else 1 / too_large,
+            vectors.label,
         )
-    return None, made, None if grad_bias is None else grad_bias.to(call.dtypes[2])
+        into = {"grad_weight": call.weight_grad_out} if add and wanted[1] else {}
+        walks.backward(run, vectors, of_loss, **memory | into, add=add)
+    return planning.new_gradients(call, saved, memory)
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    return empty_gradients(kept.call.call, (False, wanted[1] and kept.weight_memory.numel() == 0, wanted[2]))
+    new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
+    return empty_gradients(kept.told.call, (False, new_weight, wanted[2]))
 
 
 def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
-    in_memory = kept.weight_memory.numel() > 0
-    grad_weight = kept.weight_memory[: kept.call.call.weight.shape[0]] if in_memory else made[1]
-    return kept.hidden_memory, grad_weight, made[2]
+    return planning.all_gradients(kept.told.call, kept.saved, made)
 
 
 LOSS = register(
@@ -212,5 +157,5 @@ LOSS = register(
     adds_to={"weight": "weight_grad_out"},
     consumed=("hidden_memory", "weight_memory"),
     collect=_collect,
-    clone=lambda x: setup.aligned(x, x.shape, x.dtype).copy_(x),
+    clone=planning.clone,
 )

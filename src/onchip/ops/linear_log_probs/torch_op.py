@@ -153,28 +153,24 @@ def linear_log_probs(
     )
     if choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS}) == "triton":
         call = call._replace(copied=call.copied + copied_weight(weight, dtype))
-        made = triton_op.LOG_PROBS(triton_op.TritonCall(call, torch.compiler.is_compiling()))
-        log_prob, entropies, lses, argmax = made[:4]
+        made = triton_op.LOG_PROBS(triton_op.TritonCall(call, torch.compiler.is_compiling())).out
     else:
         spec.require_scratch(call.problem(compacted=device == "cpu"), call.budget)
-        log_prob, entropies, lses, argmax, _ = LOG_PROBS(call)
+        made = LOG_PROBS(call).out
     if not (entropy or lse or top1):
-        return log_prob
-    return LogProbs(log_prob, entropies if entropy else None, lses if lse else None, argmax if top1 else None)
+        return made.log_prob
+    asked = (True, entropy, lse, top1)
+    return LogProbs._make(x if wanted else None for x, wanted in zip(made, asked, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- registered operator
 
 
 class TorchOutputs(NamedTuple):
-    """`Outputs`, and for backward the mean of the logits under their softmax; entropy and mean where that is asked
-    for."""
+    """What the operator returns."""
 
-    log_prob: Tensor
-    entropy: Tensor | None
-    lse: Tensor
-    top1: Tensor
-    mean: Tensor | None
+    out: Outputs
+    mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
 
 
 class Kept(NamedTuple):
@@ -196,23 +192,23 @@ def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = spec.plan(call.problem(compacted=tokens.index is not None), "forward", call.budget)
     stats = walk.forward(_layer(call), Transform.of(call.options), tokens, config, entropy=call.options.entropy)
-    return TorchOutputs(
+    out = Outputs(
         tokens.spread(stats.log_prob, call.ids.shape),
         None if stats.entropy is None else tokens.spread(stats.entropy, shape),
         tokens.spread(stats.lse, shape),
         tokens.spread(stats.argmax, shape, -1),
-        None if stats.mean is None else tokens.spread(stats.mean, shape),
     )
+    return TorchOutputs(out, None if stats.mean is None else tokens.spread(stats.mean, shape))
 
 
 def _fake(call: Call) -> TorchOutputs:
-    made: Outputs = empty_outputs(call, call.options.entropy)
-    mean = None if made.entropy is None else torch.empty_like(made.entropy)
-    return TorchOutputs(made.log_prob, made.entropy, made.lse, torch.empty_like(made.lse, dtype=torch.int64), mean)
+    out = empty_outputs(call, call.options.entropy)
+    mean = None if out.entropy is None else torch.empty_like(out.entropy)
+    return TorchOutputs(out._replace(top1=torch.empty_like(out.lse, dtype=torch.int64)), mean)
 
 
 def _save(call: Call, made: TorchOutputs) -> Kept:
-    return Kept(call, made.log_prob, made.entropy, made.lse, made.mean)
+    return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

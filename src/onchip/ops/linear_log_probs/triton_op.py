@@ -13,9 +13,9 @@ from torch import Tensor
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.ops.linear_log_probs import triton_spec
 from onchip.ops.linear_log_probs.spec import OP, Problem
-from onchip.ops.linear_log_probs.torch_call import Call, empty_gradients, empty_outputs
-from onchip.vocab.torch.tiles import Head
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs, empty_gradients, empty_outputs
 from onchip.vocab.triton import memory as head_spec
+from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonConfig
 from onchip.vocab.triton.setup import Saved
@@ -53,121 +53,78 @@ class TritonCall(NamedTuple):
         k = call.ids.shape[-1] if call.ids.ndim == call.hidden.ndim else 1
         return call.ids.reshape(call.number, k).to(torch.int64).contiguous()
 
-    @property
-    def head(self) -> Head:
-        call, options = self.call, self.call.options
-        # The bias in the products' dtype first, as F.linear does under autocast.
-        bias = None if call.bias is None else call.bias.to(call.dtype).float()
-        softcap = None if options.softcap is None else float(options.softcap)
-        weight = setup.product_weight(call.weight, call.dtype)
-        return Head(weight, bias, 0.0, 0.0, softcap, float(options.logit_scale))
-
-    def saved(self, config: TritonConfig, *, fake: bool = False) -> Saved:
-        call = self.call
-        return setup.make_saved(
-            call.hidden,
-            call.weight,
-            call.dtype,
-            config,
-            call.number,
-            grad_hidden=call.grads[0],
-            any_grad=any(call.grads),
-            fake=fake,
-        )
-
 
 class TritonOutputs(NamedTuple):
-    """`Outputs` and `Saved`."""
+    """What the operator returns."""
 
-    log_prob: Tensor
-    entropy: Tensor | None
-    lse: Tensor
-    top1: Tensor | None
-    hidden_memory: Tensor
-    weight_memory: Tensor
-    overflow: Tensor
-    vectors: Tensor
+    out: Outputs
+    saved: Saved
 
 
 class Kept(NamedTuple):
     """What backward is given."""
 
-    call: TritonCall
+    told: TritonCall
     log_prob: Tensor
     entropy: Tensor | None
     lse: Tensor
-    hidden_memory: Tensor
-    weight_memory: Tensor
-    overflow: Tensor
-    vectors: Tensor
+    saved: Saved
 
 
 def _forward(told: TritonCall) -> TritonOutputs:
     from onchip.ops.linear_log_probs import triton_walks as walks
 
     call, config, options = told.call, told.config, told.call.options
-    shape, tokens = call.hidden.shape[:-1], call.number
+    shape = call.hidden.shape[:-1]
     if options.check_inputs:
         call.tokens(check_values=True)
-    run = setup.make_run(told.head, tokens)
-    hidden = call.hidden.reshape(tokens, run.hidden)
+    run = setup.make_run(planning.head_of(call), call.number)
     per_token = None if call.token_temperature is None else setup.flat(call.token_temperature.expand(shape))
-    saved = told.saved(config)
-    any_grad = any(call.grads)
+    saved = planning.saved_of(call, config)
+    rows, exponentials = planning.rows_and_exponentials(call, config, saved)
     out, vectors = walks.forward(
         run,
-        hidden,
+        call.hidden.reshape(call.number, run.hidden),
         told.ids,
         float(options.temperature) if per_token is None else per_token,
         int(options.ignore_index),
-        setup.rows_in(saved.hidden_memory, tokens, run.hidden, call.dtype)
-        if any_grad
-        else hidden.new_empty((min(config.token_chunk, tokens), run.hidden), dtype=call.dtype),
-        setup.kept_exponentials(saved, call.weight, call.dtype, config) if any_grad and config.held > 0 else None,
+        rows,
+        exponentials,
         stats=told.stats,
     )
     return TritonOutputs(
-        out.log_prob.view(call.ids.shape),
-        None if out.entropy is None else out.entropy.view(shape),
-        out.lse.view(shape),
-        None if out.top1 is None else out.top1.view(shape),
-        *(saved._replace(vectors=vectors.packed) if any_grad else saved),
+        Outputs(
+            out.log_prob.view(call.ids.shape),
+            None if out.entropy is None else out.entropy.view(shape),
+            out.lse.view(shape),
+            None if out.top1 is None else out.top1.view(shape),
+        ),
+        saved._replace(vectors=vectors.packed) if any(call.grads) else saved,
     )
 
 
 def _fake(told: TritonCall) -> TritonOutputs:
-    return TritonOutputs(*empty_outputs(told.call, told.stats), *told.saved(told.config, fake=True))
+    return TritonOutputs(empty_outputs(told.call, told.stats), planning.saved_of(told.call, told.config, fake=True))
 
 
 def _save(told: TritonCall, made: TritonOutputs) -> Kept:
-    return Kept(told, made.log_prob, made.entropy, made.lse, *made[4:])
+    return Kept(told, made.out.log_prob, made.out.entropy, made.out.lse, made.saved)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    """Turn hidden's and weight's memory into their gradients, and use up the overflow; weight's is made here where
-    nothing was kept in its own.
-    """
+    """Turn hidden's and weight's memory into their gradients, and use up the overflow."""
     from onchip.ops.linear_log_probs import triton_walks as walks
     from onchip.vocab.triton import launches
 
-    told, call, config = kept.call, kept.call.call, kept.call.config
-    tokens, ids = call.number, told.ids
-    run = setup.make_run(told.head, tokens)
-    grad_bias = call.weight.new_zeros(run.vocab, dtype=torch.float32) if wanted[2] else None
-    grad_weight, made = None, None
-    if wanted[1]:
-        grad_weight = kept.weight_memory[: run.vocab]
-        if kept.weight_memory.numel() == 0:
-            grad_weight = made = torch.empty(call.weight.shape, dtype=call.weight.dtype, device=call.weight.device)
-        if tokens == 0:
-            grad_weight.zero_()
-    if tokens > 0:
-        again = head_spec.up(tokens, head_spec.TOKEN_TILE) - config.stashed - config.overflow
+    told, call, saved = kept.told, kept.told.call, kept.saved
+    ids = told.ids
+    memory = planning.backward_memory(call, told.config, saved, wanted)
+    if call.number > 0:
         log_probs = setup.flat(upstream[0])
         entropy = kept.lse[:0] if kept.entropy is None else kept.entropy
         walks.backward(
-            run,
-            launches.Vectors.unpack(kept.vectors, tokens),
+            setup.make_run(planning.head_of(call), call.number),
+            launches.Vectors.unpack(saved.vectors, call.number),
             ids,
             int(call.options.ignore_index),
             walks.LogProbs(kept.log_prob.reshape(ids.shape), kept.lse.reshape(-1), entropy.reshape(-1), None),
@@ -176,26 +133,18 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
                 setup.flat(upstream[2]),
                 setup.flat(upstream[1]) if told.stats else None,
             ),
-            setup.kept_exponentials(Saved(*kept[4:]), call.weight, call.dtype, config, again_tokens=again),
-            rows=setup.rows_in(kept.hidden_memory, tokens, run.hidden, call.dtype),
-            hidden=call.hidden.reshape(tokens, run.hidden),
-            chunk_tiles=(config.vocab_chunk // head_spec.VOCAB_TILE, config.weight_chunk // head_spec.VOCAB_TILE),
-            halves=config.halves,
-            grad_hidden=kept.hidden_memory.view(tokens, run.hidden) if wanted[0] else None,
-            grad_weight=grad_weight,
-            grad_bias=grad_bias,
+            **memory,
         )
-    return None, made, None if grad_bias is None else grad_bias.to(call.dtypes[2])
+    return planning.new_gradients(call, saved, memory)
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    return empty_gradients(kept.call.call, (False, wanted[1] and kept.weight_memory.numel() == 0, wanted[2]))
+    new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
+    return empty_gradients(kept.told.call, (False, new_weight, wanted[2]))
 
 
 def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
-    in_memory = kept.weight_memory.numel() > 0
-    grad_weight = kept.weight_memory[: kept.call.call.weight.shape[0]] if in_memory else made[1]
-    return kept.hidden_memory, grad_weight, made[2]
+    return planning.all_gradients(kept.told.call, kept.saved, made)
 
 
 LOG_PROBS = register(
@@ -210,5 +159,5 @@ LOG_PROBS = register(
     differentiable_outputs=3,
     consumed=("hidden_memory", "weight_memory", "overflow"),
     collect=_collect,
-    clone=lambda x: setup.aligned(x, x.shape, x.dtype).copy_(x),
+    clone=planning.clone,
 )
