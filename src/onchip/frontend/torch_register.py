@@ -51,7 +51,7 @@ def register(
 ) -> "Operator[C, O]":
     """Register `onchip::<name>` and `onchip::<name>_backward`; return what runs a call.
 
-    The types of the call, of the outputs (a NamedTuple) and of what is kept are read from the annotations of `forward`
+    The types of the call, of the outputs and of what is kept are read from the annotations of `forward`
     and `save`.  A field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of
     any number of one of the last four; or another such object.  The names of tensors are unique.  The call has a field
     `grads`, which tells for each of the `differentiable` tensors whether it needs a gradient.
@@ -101,7 +101,7 @@ def register(
             direct,
             _Packing(call_type),
             _Packing(hints["return"]),
-            _hints(forward)["return"],
+            _Packing(_hints(forward)["return"]),
         )
     )
 
@@ -131,7 +131,7 @@ class _Op(NamedTuple):
     direct: Callable[[Any], bool] | None
     call: "_Packing"
     kept: "_Packing"
-    outputs: Any
+    outputs: "_Packing"
 
 
 class Operator(Generic[C, O]):
@@ -140,7 +140,7 @@ class Operator(Generic[C, O]):
     def __init__(self, op: _Op) -> None:
         self.op = op
         self._places = [op.call.tensors.index(name) for name in op.differentiable]
-        count = len(op.outputs._fields) + 1
+        count = len(op.outputs.tensors) + 1
         self.forward_op = torch.library.custom_op(
             f"onchip::{op.name}",
             self._forward,
@@ -167,12 +167,12 @@ class Operator(Generic[C, O]):
         op = self.op
         if torch.compiler.is_compiling() or not _plain(tensors := op.call.tensors_of(call)):
             made = self.forward_op(*op.call.pack(call))[:-1]
-        elif any(call.grads):  # type: ignore[attr-defined]
-            made = self._eager.apply(call, *[getattr(call, name) for name in op.differentiable])[:-1]
+        elif any(op.call.get(call, "grads")):
+            made = self._eager.apply(call, *[tensors[place] for place in self._places])[:-1]
         else:
             with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(tensors):
-                made = op.forward(call)
-        return cast(O, op.outputs(*made))
+                return cast(O, op.forward(call))
+        return cast(O, op.outputs.build(made, ()))
 
     def pack(self, call: C) -> tuple[Any, ...]:
         """The call as `forward_op` takes it."""
@@ -183,10 +183,10 @@ class Operator(Generic[C, O]):
     def _forward(self, *args: Any) -> tuple[Tensor, ...]:
         call = self.op.call.unpack(args)
         with _alone(args):
-            return _filled((*self.op.forward(call), None), args)
+            return _filled((*self.op.outputs.tensors_of(self.op.forward(call)), None), args)
 
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
-        return _filled((*self.op.fake(self.op.call.unpack(args)), None), args)
+        return _filled((*self.op.outputs.tensors_of(self.op.fake(self.op.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
         kept, upstream, wanted = self._unpack_gradients(args)
@@ -206,7 +206,7 @@ class Operator(Generic[C, O]):
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         op = self.op
         call = op.call.unpack(inputs)
-        tensors, rest = op.kept.split(op.save(call, op.outputs(*output[:-1])))
+        tensors, rest = op.kept.split(op.save(call, op.outputs.build(output[:-1], ())))
         _keep(ctx, op, call, tensors, output)
         ctx.rest = op.kept.encode(rest)
         ctx.edges = _edges(inputs, self._places)
@@ -237,15 +237,18 @@ def _eager(op: _Op) -> Any:
 
     class _Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, call: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        def forward(ctx: Any, call: Any, *differentiable: Tensor | None) -> tuple[Tensor | None, ...]:
             first = op.call.tensors_of(call)
             # Below autograd, as an operator runs: or the caller couldn't change an output that is a view in place.
             with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(first):
                 made = op.forward(call)
-                output = (*made, next(x for x in first if x is not None).new_empty(0, dtype=torch.float32))
+                output = (
+                    *op.outputs.tensors_of(made),
+                    next(x for x in first if x is not None).new_empty(0, dtype=torch.float32),
+                )
             tensors, ctx.rest = op.kept.split(op.save(call, made))
             _keep(ctx, op, call, tensors, output)
-            ctx.edges = _edges([getattr(call, name) for name in op.differentiable], range(len(op.differentiable)))
+            ctx.edges = _edges(differentiable, range(len(differentiable)))
             return output
 
         @staticmethod
@@ -306,7 +309,7 @@ def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> tuple[Tensor,
 def _keep(ctx: Any, op: _Op, call: Any, tensors: Sequence[Tensor | None], output: Sequence[Tensor | None]) -> None:
     ctx.mark_non_differentiable(*[x for x in output[op.differentiable_outputs : -1] if x is not None])
     ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
-    ctx.grads = tuple(call.grads)
+    ctx.grads = tuple(op.call.get(call, "grads"))
     # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and that
     # is no mistake.
     theirs = op.adds_to.values()
@@ -385,6 +388,10 @@ class _Packing:
             for name, leaf in zip(self.tensors, self.of_tensors, strict=True)
         ]
         return ", ".join([*tensors, *_LISTS])
+
+    def get(self, x: Any, name: str) -> Any:
+        """The field of this name, wherever it is."""
+        return _get(x, next(leaf.path for leaf in self.of_rest if leaf.path[-1] == name))
 
     def tensors_of(self, x: Any) -> list[Tensor | None]:
         return [_get(x, leaf.path) for leaf in self.of_tensors]

@@ -28,7 +28,8 @@ from onchip.ops.cross_entropy.torch_inputs import (
 )
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch.tiles import Head, Tokens
+from onchip.vocab.torch.loss import Loss, token_losses
+from onchip.vocab.torch.tiles import Tokens, Transform
 
 _DEVICES = ("cpu", "cuda", "meta")
 # Best first: the order in which "auto" asks them.
@@ -248,15 +249,17 @@ class CrossEntropyLoss(torch.nn.Module):
 
 def _forward(call: Call) -> Outputs:
     options, shape = call.options, call.target.shape
-    head, tokens = _head(call), call.tokens(check_values=options.check_inputs)
-    softmax = torch_rows.forward(call.logits, head, tokens, _chunk(call, tokens), stats=options.return_stats)
-    loss = tokens.spread(softmax.loss(head, tokens), shape)
+    transform, loss_of, tokens = Transform.of(options), Loss.of(options), call.tokens(check_values=options.check_inputs)
+    stats = torch_rows.forward(
+        call.logits, transform, loss_of, tokens, _chunk(call, tokens), stats=options.return_stats
+    )
+    loss = tokens.spread(token_losses(loss_of, stats, tokens), shape)
     return Outputs(
         loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
-        tokens.spread(softmax.lse, shape),
-        tokens.spread(softmax.log_prob(tokens), shape),
-        tokens.spread(softmax.entropy(), shape) if options.return_stats else None,
-        tokens.spread(softmax.correct(tokens), shape) if options.return_stats else None,
+        tokens.spread(stats.lse, shape),
+        tokens.spread(stats.log_prob, shape),
+        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
+        tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
     )
 
 
@@ -269,7 +272,8 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         grad_loss = tokens.upstream(grad_loss)
     torch_rows.backward(
         call.logits,
-        _head(call),
+        Transform.of(call.options),
+        Loss.of(call.options),
         tokens,
         _chunk(call, tokens),
         lse=kept.lse.reshape(-1),
@@ -278,12 +282,6 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         out=out,
     )
     return [out]
-
-
-def _head(call: Call) -> Head:
-    o = call.options
-    no_weight = call.logits.new_empty((call.logits.shape[-1], 0))
-    return Head(no_weight, None, o.label_smoothing, o.z_loss, o.softcap, o.logit_scale)
 
 
 def _chunk(call: Call, tokens: Tokens) -> int:
