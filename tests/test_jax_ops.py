@@ -14,7 +14,7 @@ from onchip.ops.cross_entropy import jax_op as ce_op
 from onchip.ops.linear_cross_entropy import jax_op as lce_op
 from onchip.ops.linear_jsd import jax_op as jsd_op
 from onchip.ops.linear_log_probs import jax_op as llp_op
-from onchip.ops.linear_log_probs.jax_checks import plain_linear_log_probs
+from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
 from shared_jax import assert_same, plain_loss, quick_compilation  # noqa: F401
 
 

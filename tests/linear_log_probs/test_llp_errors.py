@@ -91,13 +91,3 @@ def test_a_device_without_a_backend_says_why(monkeypatch):
     monkeypatch.setattr(torch_op, "_DEVICES", ("cuda",))
     with pytest.raises(ValueError, match=r"no backend can run this call .*; torch: it runs on cuda tensors"):
         call()
-
-
-def test_transforms_and_forward_mode_raise():
-    h, w, ids, _ = small_problem()
-    with pytest.raises(RuntimeError, match=r"linear_log_probs: torch\.func transforms .* use torch\.autograd"):
-        torch.func.grad(lambda h: linear_log_probs(h, w, ids).sum())(h)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(h, torch.ones_like(h))
-        with pytest.raises(RuntimeError, match="linear_log_probs: forward-mode differentiation is not supported"):
-            linear_log_probs(dual, w, ids)

@@ -12,7 +12,7 @@ from common_llp import assert_right, small_problem
 
 from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
-from onchip.ops.linear_log_probs import triton_op, triton_spec
+from onchip.ops.linear_log_probs import triton_spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
 from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
 from onchip.ops.linear_log_probs.spec import Problem
@@ -309,7 +309,7 @@ def test_every_device_whichever_is_current():
 
 
 @pytest.mark.parametrize("ids", [None, 3])
-def test_compile_and_opcheck(ids):
+def test_compile(ids):
     h, w, y, b = (x.detach().cuda() for x in small_problem(ids, vocab=1000, dtype=torch.bfloat16))
     leaves = [x.requires_grad_() for x in (h, w, b)]
 
@@ -320,11 +320,6 @@ def test_compile_and_opcheck(ids):
     compiled = torch.compile(loss, fullgraph=True)
     for p, q in zip(*(torch.autograd.grad(f(h, w, y, b), leaves) for f in (compiled, loss)), strict=True):
         assert float((p - q).norm() / q.norm()) < 1e-2
-    numbers = (torch.bfloat16, -100, None, 1.0, 1.0, False)
-    plan = triton_op.plan(Problem(24, 16, 1000, ids or 1, "bfloat16", device="cuda", grad_bias=True), None)
-    arguments = triton_op.pack(triton_op.Arguments(h, w, b, y, None, *numbers, *plan, True, True, True, True))
-    # What it leaves for backward is not filled in everywhere, so two runs differ there.
-    torch.library.opcheck(triton_op._forward_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_bad_ids_are_nan_without_synchronisation():

@@ -14,6 +14,7 @@ from onchip.frontend.options import (
     require_one_of,
     require_positive,
     require_positive_int,
+    to_python_numbers,
 )
 from onchip.vocab.chunks import DEFAULT_SCRATCH
 
@@ -86,6 +87,12 @@ class Options:
         require_one_of(op, "reduction", self.reduction, REDUCTIONS)
         require_positive_int(op, "vocab", self.vocab)
         require_positive_int(op, "scratch_bytes", self.scratch_bytes)
+        to_python_numbers(self)
+
+    @property
+    def soft_factor(self) -> float:
+        """What the divergence is multiplied by."""
+        return (1 - self.hard_weight) * (self.temperature**2 if self.temperature_squared else 1.0)
 
 
 # ------------------------------------------------------------------------------------------------ what fits together

@@ -1,24 +1,23 @@
-"""linear_jsd and jsd for PyTorch: the public functions, torch.library and autograd.
+"""linear_jsd and jsd for PyTorch: the public functions, and the operators of backend "torch".
 
-Read from the top: a public function has its inputs checked (torch_inputs.py) and calls one registered operator,
-`_forward_op`, which walks chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number,
-that walk makes the gradients too, and backward scales them.  Otherwise backward walks again, in `_backward_op`.  The
-maths is in the package's docstring.
+Read from the top: a public function checks its inputs (torch_call.py) and calls an operator, whose `_forward` walks
+over chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number, that walk makes the
+gradients too, and backward scales them.  Otherwise backward walks again, in `_gradients`.  The maths is in the
+package's docstring.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.torch_autograd import differentiable_once, is_plain_one, scale_stash
-from onchip.frontend.torch_inputs import check_normalizer
+from onchip.frontend.torch_autograd import is_plain_one, scale_stash
+from onchip.frontend.torch_inputs import check_normalizer, dtype_name
+from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.linear_jsd import spec, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
-from onchip.ops.linear_jsd.torch_arguments import PARTS, SCHEMA, TENSORS, Arguments
-from onchip.ops.linear_jsd.torch_inputs import check_tensors
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
 from onchip.vocab.torch.tiles import Tokens
 
@@ -229,159 +228,145 @@ def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer
     first = named["student_hidden"] if op == OP else named["student_logits"]
     device = first.device
     normalizer = check_normalizer(op, normalizer, options.reduction, "the student", device)
-    tensors: list[Any] = [named.get(f"{who}_{part}") for who in ("student", "teacher") for part in PARTS]
-    if not options.teacher_grad:
-        tensors[4:] = [None if x is None else x.detach() for x in tensors[4:]]
-    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+    parameters: dict[str, Any] = {name: named.get(name) for name in PARAMETERS}
+    for name, x in parameters.items():
+        if x is not None and name.startswith("teacher") and not options.teacher_grad:
+            parameters[name] = x.detach()
+    grads = needed(*parameters.values())
     refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
-    refusals = {"torch": refused, "triton": triton_op.refusal(tensors, grads, dtypes, topk is not None)}
+    refusals = {"torch": refused, "triton": triton_op.refusal([*parameters.values()], grads, dtypes, topk is not None)}
     chosen = choose_backend(op, backend, {name: refusals[name] for name in BACKENDS})
 
     stash = any(grads) and options.reduction != "none" and not (grads[3] or grads[7])
-    arguments = Arguments._make(
-        (
-            *tensors,
-            *((None, None) if topk is None else (topk.indices, topk.values)),
-            named["target"],
-            named["token_weight"],
-            normalizer,
-            *dtypes,
-            op,
-            list(shape),
-            size,
-            *(("", "") if topk is None else (topk.kind, topk.rest)),
-            float(options.beta),
-            float(options.temperature),
-            options.temperature_squared,
-            int(options.ignore_index),
-            options.reduction,
-            float(options.hard_weight),
-            options.check_inputs,
-            None if options.scratch_bytes is None else int(options.scratch_bytes),
-            stash,
-            grads,
-        )
-    )
+    indices, values, kind, rest = topk or (None, None, "", "")
+    call = Call(
+        **parameters, indices=indices, values=values, target=named["target"], token_weight=named["token_weight"],
+        normalizer=normalizer, student_dtype=dtypes[0], teacher_dtype=dtypes[1], shape=tuple(shape), size=size,
+        topk_kind=kind, topk_rest=rest, options=options, stash=stash, grads=grads,
+    )  # fmt: skip
     if chosen == "triton":
-        return triton_op.forward(arguments)
-    _plan(arguments)  # a budget that is too small shows here
-    return _forward_op(*arguments)[0]  # type: ignore[no-any-return]
+        return triton_op.run(call)
+    _plan(call)  # a budget that is too small shows here
+    return (_STASHING if stash else OPERATORS[op])(call).loss
 
 
-# ------------------------------------------------------------------------------------------------ registered operators
+# ------------------------------------------------------------------------------------------------------- the operators
 
 
-def _plan(a: Arguments, tokens: Tokens | None = None) -> int:
+class Outputs(NamedTuple):
+    """The loss, and with `stash` the gradients in float32 for an upstream gradient of 1."""
+
+    loss: Tensor
+    student_hidden: Tensor | None = None
+    student_weight: Tensor | None = None
+    student_bias: Tensor | None = None
+    student_logits: Tensor | None = None
+    teacher_hidden: Tensor | None = None
+    teacher_weight: Tensor | None = None
+    teacher_bias: Tensor | None = None
+    teacher_logits: Tensor | None = None
+
+
+class Stash(NamedTuple):
+    """What backward scales.  No input is kept alive."""
+
+    student_hidden: Tensor | None
+    student_weight: Tensor | None
+    student_bias: Tensor | None
+    student_logits: Tensor | None
+    teacher_hidden: Tensor | None
+    teacher_weight: Tensor | None
+    teacher_bias: Tensor | None
+    teacher_logits: Tensor | None
+    dtypes: tuple[str, ...]  # of these parameters
+
+
+def _plan(call: Call, tokens: Tokens | None = None) -> int:
     """Tokens of a chunk; without `tokens` in the worst case."""
-    return spec.plan(a.problem(tokens), a.scratch_bytes, a.op)
+    return spec.plan(call.problem(tokens), call.options.scratch_bytes, call.options.op)
 
 
-def _walk(a: Arguments, tokens: Tokens, row: Tensor, grads: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
+def _walk(call: Call, tokens: Tokens, row: Tensor, grads: Wanted) -> tuple[Tensor, list[Tensor | None]]:
     """The computed tokens' losses, and the eight gradients that are wanted."""
-    student = a.model(0, grads)
+    student, teacher = call.model(0, grads), call.topk or call.model(1, grads)
     assert student is not None
-    topk = None
-    if a.indices is not None and a.values is not None:
-        k = a.indices.shape[-1]
-        topk = (a.indices.reshape(-1, k), a.values.reshape(-1, k))
-    losses, *made = walk(
-        a.loss, student, a.model(1, grads), topk, tokens, row=row, vocab=a.size, chunk=_plan(a, tokens)
+    assert teacher is not None
+    losses, made = walk(call.options, student, teacher, tokens, row=row, vocab=call.size, chunk=_plan(call, tokens))
+    made += [None] * (len(PARAMETERS) - len(made))
+    shaped = zip(made, call.parameters, strict=True)
+    return losses, [None if x is None or like is None else x.view(like.shape) for x, like in shaped]
+
+
+def _forward(call: Call) -> Outputs:
+    tokens = call.tokens(check=True)
+    grads = call.grads if call.stash else [False] * len(PARAMETERS)
+    losses, made = _walk(call, tokens, tokens.weight * tokens.inverse_count, grads)
+    loss = tokens.spread(losses * tokens.weight, call.shape)
+    return Outputs(loss if call.options.reduction == "none" else loss.sum() * tokens.inverse_count, *made)
+
+
+def _fake(call: Call) -> Outputs:
+    made = (
+        None if x is None or not (call.stash and wanted) else x.new_empty(x.shape, dtype=torch.float32)
+        for x, wanted in zip(call.parameters, call.grads, strict=True)
     )
-    return losses, made[0] + made[1]
+    return Outputs(call.new_loss(), *made)
 
 
-@torch.library.custom_op(
-    "onchip::linear_jsd_torch", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 10)})"
-)
-def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return the loss, and with `stash` the gradients in float32 for an upstream gradient of 1; what isn't asked for is
-    empty, and so is the last, the link."""
-    a = Arguments(*args)
-    # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
-    with torch.autocast(a.first.device.type, enabled=False):
-        tokens = a.tokens(check=True)
-        grads = a.grads if a.stash else [False] * 8
-        losses, made = _walk(a, tokens, tokens.weight * tokens.inverse_count, grads)
-        loss = tokens.spread(losses * tokens.weight, a.shape)
-        if a.reduction != "none":
-            loss = loss.sum() * tokens.inverse_count
-        stashed = (_shaped(x, like, a.first) for x, like in zip(made, a.parameters, strict=True))
-        return loss, *stashed, loss.new_empty(0)
+def _save(call: Call, made: Outputs) -> Call:
+    return call
 
 
-def _shaped(x: Tensor | None, like: Tensor | None, first: Tensor) -> Tensor:
-    return first.new_empty(0, dtype=torch.float32) if x is None or like is None else x.view(like.shape)
+def _save_stash(call: Call, made: Outputs) -> Stash:
+    return Stash(*made[1:], tuple("" if x is None else dtype_name(x.dtype) for x in call.parameters))
 
 
-@_forward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    a = Arguments(*args)
-    loss = a.first.new_empty(a.shape if a.reduction == "none" else (), dtype=torch.float32)
-    stashed = [
-        a.first.new_empty(x.shape if x is not None and a.stash and wanted else 0, dtype=torch.float32)
-        for x, wanted in zip(a.parameters, a.grads, strict=True)
+def _gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
+    (grad_loss,) = upstream
+    assert grad_loss is not None
+    tokens = call.tokens(check=False)
+    row = tokens.weight * tokens.inverse_count
+    row = row * (tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss)
+    _, made = _walk(call, tokens, row, wanted)
+    pairs = zip(made, call.parameters, strict=True)
+    return [None if x is None or like is None else x.to(like.dtype) for x, like in pairs]
+
+
+def _fake_gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
+    pairs = zip(call.parameters, wanted, strict=True)
+    return [x.new_empty(x.shape) if x is not None and want else None for x, want in pairs]
+
+
+def _scale(stash: Stash, upstream: Made, wanted: Wanted) -> Made:
+    (grad_loss,) = upstream
+    assert grad_loss is not None
+    factor = None if is_plain_one(grad_loss) else grad_loss
+    return [
+        scale_stash(x, factor, getattr(torch, dtype)) if want and x is not None else None
+        for x, dtype, want in zip(stash[:-1], stash.dtypes, wanted, strict=True)
     ]
-    return loss, *stashed, loss.new_empty(0)
 
 
-@torch.library.custom_op(
-    "onchip::linear_jsd_torch_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_loss, {SCHEMA}) -> ({', '.join(['Tensor'] * 8)})",
-)
-def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients in their parameters' dtypes; what isn't asked for is empty."""
-    a = Arguments(*args)
-    with torch.autocast(a.first.device.type, enabled=False):
-        tokens = a.tokens(check=False)
-        row = tokens.weight * tokens.inverse_count
-        row = row * (tokens.upstream(grad_loss) if a.reduction == "none" else grad_loss)
-        _, made = _walk(a, tokens, row, a.grads)
-        return tuple(
-            a.first.new_empty(0) if x is None or like is None else x.view(like.shape).to(like.dtype)
-            for x, like in zip(made, a.parameters, strict=True)
-        )
-
-
-@_backward_op.register_fake
-def _(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    a = Arguments(*args)
-    return tuple(
-        x.new_empty(x.shape) if x is not None and wanted else a.first.new_empty(0)
-        for x, wanted in zip(a.parameters, a.grads, strict=True)
+OPERATORS = {
+    op: register(
+        f"{op}_by_torch",
+        op=op,
+        forward=_forward,
+        fake=_fake,
+        save=_save,
+        gradients=_gradients,
+        fake_gradients=_fake_gradients,
+        differentiable=PARAMETERS,
     )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = Arguments(*inputs)
-    ctx.mark_non_differentiable(*output[1:-1])
-    ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
-    ctx.stash, ctx.grads, ctx.op = a.stash, a.grads, a.op
-    if a.stash:
-        # No input is kept alive: the stash is enough.
-        ctx.dtypes = [None if x is None else x.dtype for x in a.parameters]
-        ctx.save_for_backward(*output[1:])
-    else:
-        ctx.options = a[TENSORS:]
-        ctx.save_for_backward(*a[:TENSORS], output[-1])
-
-
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (len(Arguments._fields) - 8)
-    if grad_loss is None:
-        return (*[None] * 8, *nothing)
-    grads: list[Tensor | None]
-    *saved, link = ctx.saved_tensors
-    if ctx.stash:
-        factor = None if is_plain_one(grad_loss) else grad_loss
-        grads = [
-            scale_stash(x, factor, dtype) if wanted else None
-            for x, dtype, wanted in zip(saved, ctx.dtypes, ctx.grads, strict=True)
-        ]
-    else:
-        made = _backward_op(grad_loss, *saved, *ctx.options)
-        grads = [x if wanted else None for x, wanted in zip(made, ctx.grads, strict=True)]
-    return (*differentiable_once(ctx.op, grads, grad_loss, link), *nothing)
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+    for op in (OP, LOGITS_OP)
+}
+_STASHING = register(
+    f"{OP}_by_torch_stashing",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save_stash,
+    gradients=_scale,
+    fake_gradients=None,
+    differentiable=PARAMETERS,
+)

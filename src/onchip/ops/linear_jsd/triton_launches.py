@@ -22,7 +22,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_rows
-from onchip.ops.linear_jsd.torch_rows import Loss
+from onchip.ops.linear_jsd.spec import Options
 from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
 from onchip.vocab.triton.launches import (
     Exponentials,
@@ -87,7 +87,7 @@ class LogitTiles(NamedTuple):
 class Call:
     """One call of the op."""
 
-    loss: Loss
+    loss: Options
     tokens: int
     vocab: int
     student: Side

@@ -1,8 +1,8 @@
-"""linear_jsd and jsd for PyTorch on the Triton kernels: two registered operators and autograd between them.
+"""linear_jsd and jsd for PyTorch on the Triton kernels: what their operators compute, forward and backward.
 
-`_forward_op` computes the loss, and leaves what gradients need in the memory that they will take: the gradient by each
-model's logits in its weight's, the tokens' hidden states in hidden's.  `_backward_op` turns these into the gradients,
-in place; autograd clones them first where the graph is retained.  What is launched is in triton_launches.py.
+`_forward` computes the loss, and leaves what gradients need in the memory that they will take: the gradient by each
+model's logits in its weight's, the tokens' hidden states in hidden's.  `_gradients` turns these into the gradients,
+in place; they are cloned first where the graph is retained.  What is launched is in triton_launches.py.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_autograd import differentiable_once, graph_is_kept
 from onchip.frontend.torch_inputs import copied_rows, copied_weight
-from onchip.kernels.triton.launch import device_of
+from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.ops.linear_jsd import triton_spec as jsd_spec
-from onchip.ops.linear_jsd.torch_arguments import SCHEMA, TENSORS, Arguments
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
 from onchip.vocab.torch.tiles import Head, divisor
 from onchip.vocab.triton import memory as triton_spec
@@ -29,7 +29,7 @@ _WEIGHT, _LOGITS = 1, 3  # among the parts of a model
 def refusal(
     tensors: Sequence[Tensor | None], grads: Sequence[bool], dtypes: Sequence[torch.dtype], topk: bool
 ) -> str | None:
-    """Why the kernels can't serve a call, or None.  `tensors` and `grads` are those of `Arguments.parameters`."""
+    """Why the kernels can't serve a call, or None.  `tensors` and `grads` are those of `Call.parameters`."""
     first = next(x for x in tensors if x is not None)
     heads = [k for k in (0, 1) if tensors[4 * k] is not None]
     # Logits are read in any dtype: without a product, one is asked about that suits.
@@ -47,136 +47,160 @@ def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) ->
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _plan(a: Arguments) -> TritonConfig:
+def _plan(a: Call) -> TritonConfig:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
     copied = copied_rows(*a.parameters[::4]) + copied_rows(*a.parameters[_LOGITS::4], columns_apart=False)
     for weight, dtype in ((a.student_weight, a.student_dtype), (a.teacher_weight, a.teacher_dtype)):
         copied += 0 if weight is None else copied_weight(weight[: a.size], dtype)
     p = replace(a.problem(), copied=copied)
     if a.student_hidden is None:
-        jsd_spec.require_scratch(p, jsd_spec.scratch_bytes(p, TritonConfig(0)), a.scratch_bytes, a.op)
+        jsd_spec.require_scratch(p, jsd_spec.scratch_bytes(p, TritonConfig(0)), a.options.scratch_bytes, a.options.op)
         return TritonConfig(0)
     heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
     p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))
-    return jsd_spec.plan(p, a.scratch_bytes)
+    return jsd_spec.plan(p, a.options.scratch_bytes)
 
 
-class Saved(NamedTuple):
-    """What forward leaves for backward; empty where nothing is needed."""
+class Outputs(NamedTuple):
+    """The loss, and what forward leaves for backward; empty where nothing is needed."""
 
+    loss: Tensor
     stats: Tensor  # float32, by position
     vectors: Tensor  # int32: `Vectors.packed`
-    student_hidden: Tensor  # [..., H]: hidden states by position
-    student_weight: Tensor  # [V or more, H]: the gradient by the logits of the first positions
-    student_overflow: Tensor  # that of the next ones
-    teacher_hidden: Tensor
-    teacher_weight: Tensor
-    teacher_overflow: Tensor
+    student_rows: Tensor  # [..., H]: hidden states by position
+    student_memory: Tensor  # [V or more, H]: the gradient by the logits of the first positions
+    student_scratch: Tensor  # that of the next ones
+    teacher_rows: Tensor
+    teacher_memory: Tensor
+    teacher_scratch: Tensor
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: Call
+    stats: Tensor
+    vectors: Tensor
+    student_rows: Tensor
+    student_memory: Tensor
+    student_scratch: Tensor
+    teacher_rows: Tensor
+    teacher_memory: Tensor
+    teacher_scratch: Tensor
 
     def of(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self[2 + 3 * side : 5 + 3 * side]  # type: ignore[return-value]
+        """Rows, memory and scratch of the student (0) or the teacher (1)."""
+        return self[3 + 3 * side : 6 + 3 * side]  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------------------------------------------ registered operators
+# ------------------------------------------------------------------------------------------------------- the operators
 
 
-@torch.library.custom_op(
-    "onchip::linear_jsd_triton", mutates_args=(), schema=f"({SCHEMA}) -> ({', '.join(['Tensor'] * 10)})"
-)
-def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return the loss, `Saved` and the link."""
+def _forward(a: Call) -> Outputs:
     from onchip.ops.linear_jsd import triton_launches as launches
 
-    a = Arguments(*args)
-    with device_of(a.first), torch.autocast(a.first.device.type, enabled=False):
-        if a.check_inputs or a.first.device.type == "cpu":
-            a.tokens(check=True)  # for its checks alone
-        config = _plan(a)
-        saved = _saved(a, config)
-        target, ignore_index = _target(a)
-        call = _call(a, saved, config)
-        if a.student_hidden is None:
-            _number(a, call, target, ignore_index)
-        losses = launches.forward(call, target, ignore_index, _flat(a.token_weight), config.token_chunk, config.held)
-        loss = losses.view(a.shape)
-        if a.reduction != "none":
-            loss = losses.sum() / _divisor(a, call.vectors)
-        return loss, *saved._replace(vectors=call.vectors.packed), loss.new_empty(0)
+    if a.options.check_inputs or a.first.device.type == "cpu":
+        a.tokens(check=True)  # for its checks alone
+    plan = _plan(a)
+    made = _memory(a, plan)
+    target, ignore_index = _target(a)
+    call = _call(_save(a, made), plan)
+    if a.student_hidden is None:
+        _number(a, call, target, ignore_index)
+    losses = launches.forward(call, target, ignore_index, _flat(a.token_weight), plan.token_chunk, plan.held)
+    reduced = losses.view(a.shape) if a.options.reduction == "none" else losses.sum() / _divisor(a, call.vectors)
+    return made._replace(loss=reduced, vectors=call.vectors.packed)
 
 
-@_forward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    a = Arguments(*args)
-    loss = a.first.new_empty(a.shape if a.reduction == "none" else (), dtype=torch.float32)
-    return loss, *_saved(a, _plan(a), fake=True), loss.new_empty(0)
+def _fake(a: Call) -> Outputs:
+    return _memory(a, _plan(a), fake=True)
 
 
-@torch.library.custom_op(
-    "onchip::linear_jsd_triton_backward",
-    mutates_args=("student_hidden_memory", "student_weight_memory", "teacher_hidden_memory", "teacher_weight_memory"),
-    schema=(
-        "(Tensor grad_loss, Tensor stats, Tensor vectors, "
-        "Tensor(a!) student_hidden_memory, Tensor(b!) student_weight_memory, Tensor student_overflow, "
-        "Tensor(c!) teacher_hidden_memory, Tensor(d!) teacher_weight_memory, Tensor teacher_overflow, "
-        f"{SCHEMA}) -> ({', '.join(['Tensor'] * 4)})"
-    ),
-)
-def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Turn the memories into the gradients of hidden states and weights; return those of both biases, and of logits."""
+def _save(call: Call, made: Outputs) -> Kept:
+    return Kept(call, *made[1:])
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    """Turn the memories into the gradients of hidden states and weights; return those of biases and logits."""
     from onchip.ops.linear_jsd import triton_launches as launches
 
-    saved, a = Saved(*args[:8]), Arguments(*args[8:])
-    with device_of(a.first), torch.autocast(a.first.device.type, enabled=False):
-        config = _plan(a)
-        call = _call(a, saved, config, again=True)
-        target, _ = _target(a)
-        row = _row(a, grad_loss, call.vectors)
-        bias: list[Any] = [_zeros(a, 4 * k + 2, torch.float32) for k in (0, 1)]
-        logits: list[Any] = [_zeros(a, 4 * k + 3, None) for k in (0, 1)]
-        if a.student_hidden is None:
-            launches.gradients_of_logits(call, row, _rows_of_logits(a, logits))
-            return *(_blank(a) for _ in bias), *(_blank(a) if x is None else x for x in logits)
-        weights = []
-        for k in (0, 1):
-            memory = saved.of(k)[1] if a.grads[4 * k + _WEIGHT] else None
-            weights.append(None if memory is None else memory[: a.size])
-            if memory is not None and call.tokens == 0:
-                memory.zero_()
-        if call.tokens > 0:
-            launches.backward(
-                call,
-                target,
-                row,
-                config.held,
-                config.vocab_chunk,
-                config.weight_chunk,
-                grad_hidden=[saved.of(k)[0].view(call.tokens, -1) if a.grads[4 * k] else None for k in (0, 1)],
-                grad_weight=weights,
-                grad_bias=bias,
-            )
-        for k in (0, 1):
-            if a.grads[4 * k + _WEIGHT]:
-                saved.of(k)[1][a.size :].zero_()  # padding
-        biases = (
-            _blank(a) if x is None or like is None else x.to(like.dtype)
-            for x, like in zip(bias, a.parameters[2::4], strict=True)
+    a, (grad_loss,) = kept.call, upstream
+    assert grad_loss is not None
+    plan = _plan(a)
+    call = _call(kept, plan, again=True)
+    target, _ = _target(a)
+    row = _row(a, grad_loss, call.vectors)
+    bias, logits = ([_zeros(a, 4 * k + i, dtype) for k in (0, 1)] for i, dtype in ((2, torch.float32), (_LOGITS, None)))
+    if a.student_hidden is None:
+        student, teacher = (None if g is None else g.view(-1, g.shape[-1]) for g in logits)
+        launches.gradients_of_logits(call, row, (student, teacher))
+        return [None, None, None, logits[0], None, None, None, logits[1]]
+    memories = [kept.of(k)[1] if a.grads[4 * k + _WEIGHT] else None for k in (0, 1)]
+    if call.tokens > 0:
+        launches.backward(
+            call,
+            target,
+            row,
+            plan.held,
+            plan.vocab_chunk,
+            plan.weight_chunk,
+            grad_hidden=[kept.of(k)[0].view(call.tokens, -1) if a.grads[4 * k] else None for k in (0, 1)],
+            grad_weight=[None if memory is None else memory[: a.size] for memory in memories],
+            grad_bias=bias,
         )
-        return *biases, *(_blank(a) for _ in logits)
+    for memory in memories:
+        if memory is not None:
+            memory[a.size if call.tokens else 0 :].zero_()  # padding
+    made: list[Tensor | None] = [None] * len(PARAMETERS)
+    for i, x in zip((2, 6), bias, strict=True):
+        like = a.parameters[i]
+        made[i] = None if x is None or like is None else x.to(like.dtype)
+    return made
 
 
-@_backward_op.register_fake
-def _(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    a = Arguments(*args[8:])
-    return tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and wanted else _blank(a)
-        for x, wanted in ((a.parameters[i], a.grads[i]) for i in (2, 6, 3, 7))
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    return [_zeros(kept.call, i, None) if i % 4 in (2, _LOGITS) else None for i in range(len(PARAMETERS))]
+
+
+def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
+    grads = list(made)
+    for k in (0, 1):
+        weight = kept.call.parameters[4 * k + _WEIGHT]
+        if weight is not None:
+            rows, memory, _ = kept.of(k)
+            grads[4 * k : 4 * k + 2] = rows, memory[: weight.shape[0]]
+    return grads
+
+
+OPERATORS = {
+    op: register(
+        f"{op}_by_triton",
+        op=op,
+        forward=_forward,
+        fake=_fake,
+        save=_save,
+        gradients=_gradients,
+        fake_gradients=_fake_gradients,
+        differentiable=PARAMETERS,
+        consumed=("student_rows", "student_memory", "teacher_rows", "teacher_memory"),
+        collect=_collect,
+        clone=lambda x: setup.aligned(x, x.shape, x.dtype).copy_(x),
     )
+    for op in (OP, LOGITS_OP)
+}
+
+
+def run(call: Call) -> Tensor:
+    """The loss."""
+    if not torch.compiler.is_compiling():
+        _plan(call)  # a budget that is too small shows here
+    return OPERATORS[call.options.op](call).loss
 
 
 # ------------------------------------------------------------------------------------------------------- their parts
 
 
-def _blank(a: Arguments) -> Tensor:
+def _blank(a: Call) -> Tensor:
     return a.first.new_empty(0)
 
 
@@ -184,7 +208,7 @@ def _flat(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
 
 
-def _zeros(a: Arguments, index: int, dtype: torch.dtype | None) -> Tensor | None:
+def _zeros(a: Call, index: int, dtype: torch.dtype | None) -> Tensor | None:
     """Zeros like a parameter that wants a gradient."""
     x = a.parameters[index]
     if x is None or not a.grads[index]:
@@ -192,29 +216,29 @@ def _zeros(a: Arguments, index: int, dtype: torch.dtype | None) -> Tensor | None
     return torch.zeros_like(x, dtype=dtype or x.dtype, memory_format=torch.contiguous_format)
 
 
-def _target(a: Arguments) -> tuple[Tensor, int]:
+def _target(a: Call) -> tuple[Tensor, int]:
     """Targets [T] int64 and what is ignored of them; all are kept where there are none."""
     if a.target is None:
         return torch.zeros(a.tokens_in_all, dtype=torch.int64, device=a.first.device), -1
-    return a.target.reshape(-1).to(torch.int64).contiguous(), a.ignore_index
+    return a.target.reshape(-1).to(torch.int64).contiguous(), a.options.ignore_index
 
 
-def _divisor(a: Arguments, vectors: Any) -> Tensor:
-    return divisor(a.op, a.reduction, a.normalizer, vectors.number)
+def _divisor(a: Call, vectors: Any) -> Tensor:
+    return divisor(a.options.op, a.options.reduction, a.normalizer, vectors.number)
 
 
-def _row(a: Arguments, grad_loss: Tensor, vectors: Any) -> Tensor:
+def _row(a: Call, grad_loss: Tensor, vectors: Any) -> Tensor:
     """The factor of each position's gradients."""
     weights = _flat(a.token_weight)
     row = torch.ones_like(vectors.order, dtype=torch.float32) if weights is None else weights[vectors.order]
-    if a.reduction == "none":
+    if a.options.reduction == "none":
         row = row * grad_loss.reshape(-1).float()[vectors.order]
     else:
         row = row * (grad_loss / _divisor(a, vectors))
     return row.masked_fill(vectors.label < 0, float("nan"))
 
 
-def _number(a: Arguments, call: Any, target: Tensor, ignore_index: int) -> None:
+def _number(a: Call, call: Any, target: Tensor, ignore_index: int) -> None:
     """Fill in the vectors of tokens that stay where they are: those of logits."""
     vectors = call.vectors
     kept = target != ignore_index
@@ -225,8 +249,8 @@ def _number(a: Arguments, call: Any, target: Tensor, ignore_index: int) -> None:
     vectors.number.copy_(kept.sum().to(torch.int32))
 
 
-def _saved(a: Arguments, config: TritonConfig, *, fake: bool = False) -> Saved:
-    """The tensors of `Saved`, not yet filled."""
+def _memory(a: Call, plan: TritonConfig, *, fake: bool = False) -> Outputs:
+    """The outputs, not yet filled."""
     empty = setup.empty if fake else setup.aligned
     pieces = []
     for k in (0, 1):
@@ -237,47 +261,48 @@ def _saved(a: Arguments, config: TritonConfig, *, fake: bool = False) -> Saved:
         head = a.head(k)
         dtype = (a.student_dtype, a.teacher_dtype)[k]
         columns = triton_spec.up(a.size, jsd_spec.VOCAB_TILE)
-        wanted = a.grads[4 * k + _WEIGHT]
+        rows = jsd_spec.memory_rows(head, a.size, plan)
         pieces += [
             hidden.new_empty(hidden.shape, dtype=hidden.dtype if a.grads[4 * k] else dtype),
-            empty(weight, (jsd_spec.memory_rows(head, a.size, config), weight.shape[1]), weight.dtype)
-            if wanted
-            else _blank(a),
-            empty(hidden, (columns * (config.held - jsd_spec.stashed(head, config)),), dtype),
+            empty(weight, (rows, weight.shape[1]), weight.dtype) if a.grads[4 * k + _WEIGHT] else _blank(a),
+            empty(hidden, (columns * (plan.held - jsd_spec.stashed(head, plan)),), dtype),
         ]
     device = a.first.device
-    return Saved(
+    return Outputs(
+        a.new_loss(),
         torch.empty(jsd_spec.vector_elements(a.tokens_in_all), dtype=torch.float32, device=device),
         torch.empty(triton_spec.vector_elements(a.tokens_in_all), dtype=torch.int32, device=device),
         *pieces,
     )
 
 
-def _call(a: Arguments, saved: Saved, config: TritonConfig, *, again: bool = False) -> Any:
+def _call(kept: Kept, plan: TritonConfig, *, again: bool = False) -> Any:
     """The call as the walks take it; `again`: with places for what is computed again, for backward."""
     from onchip.ops.linear_jsd import triton_launches as launches
     from onchip.vocab.triton import launches as ce
 
+    a = kept.call
     tokens = a.tokens_in_all
     # Backward's launches write to some of the vectors.
-    vectors = ce.Vectors.unpack(saved.vectors.clone(), tokens) if again else ce.Vectors.empty(tokens, a.first.device)
-    more = max(0, triton_spec.up(tokens, jsd_spec.TOKEN_TILE) - config.held) if again else 0
+    vectors = ce.Vectors.unpack(kept.vectors.clone(), tokens) if again else ce.Vectors.empty(tokens, a.first.device)
+    more = max(0, triton_spec.up(tokens, jsd_spec.TOKEN_TILE) - plan.held) if again else 0
     return launches.Call(
-        a.loss,
+        a.options,
         tokens,
         a.size,
-        _side(a, 0, saved, config, more),
-        _side(a, 1, saved, config, more),
+        _side(kept, 0, plan, more),
+        _side(kept, 1, plan, more),
         vectors,
         torch.empty(tokens, dtype=torch.float32, device=a.first.device),
-        saved.stats.view(-1, tokens) if tokens else saved.stats,
+        kept.stats.view(-1, tokens) if tokens else kept.stats,
     )
 
 
-def _side(a: Arguments, side: int, saved: Saved, config: TritonConfig, again: int) -> Any:
+def _side(kept: Kept, side: int, plan: TritonConfig, again: int) -> Any:
     from onchip.ops.linear_jsd import triton_launches as launches
     from onchip.vocab.triton import launches as ce
 
+    a = kept.call
     hidden, weight, _, logits = a.parameters[4 * side : 4 * side + 4]
     grads = tuple(a.grads[4 * side : 4 * side + 4])
     if logits is not None:
@@ -289,25 +314,25 @@ def _side(a: Arguments, side: int, saved: Saved, config: TritonConfig, again: in
     run = _run(a, side)
     dtype = run.head.weight.dtype
     rows = places = None
-    hidden_memory, weight_memory, overflow = saved.of(side)
+    hidden_memory, weight_memory, scratch = kept.of(side)
     if any(grads):
         rows = hidden_memory.view(-1).view(dtype)[: run.tokens * run.hidden].view(run.tokens, run.hidden)
-        stashed = jsd_spec.stashed(a.head(side), config)
-        if config.held or again:
+        stashed = jsd_spec.stashed(a.head(side), plan)
+        if plan.held or again:
             places = ce.exponentials(
-                weight_memory.view(-1).view(dtype) if stashed else overflow[:0],
-                config.weight_chunk // jsd_spec.VOCAB_TILE,
+                weight_memory.view(-1).view(dtype) if stashed else scratch[:0],
+                plan.weight_chunk // jsd_spec.VOCAB_TILE,
                 run.hidden * weight.element_size() // dtype.itemsize,
                 stashed,
-                overflow,
-                config.held - stashed,
-                setup.aligned(overflow, (again * config.vocab_chunk,), dtype),
+                scratch,
+                plan.held - stashed,
+                setup.aligned(scratch, (again * plan.vocab_chunk,), dtype),
                 again,
             )
     return launches.Side(run, hidden.reshape(-1, run.hidden), None, rows, places, grads)  # type: ignore[arg-type]
 
 
-def _run(a: Arguments, side: int) -> Any:
+def _run(a: Call, side: int) -> Any:
     """A model's last layer over the entries that count, and its kernels' tiles from the stored configs."""
     _, weight, bias, _ = a.parameters[4 * side : 4 * side + 4]
     assert weight is not None
@@ -317,52 +342,3 @@ def _run(a: Arguments, side: int) -> Any:
     # The products are linear_cross_entropy's, and tiles that suit them there do here.
     weight = setup.product_weight(weight[: a.size], dtype)
     return setup.make_run(Head(weight, bias, 0.0, 0.0, None, 1.0), a.tokens_in_all)
-
-
-def _rows_of_logits(a: Arguments, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    student, teacher = (None if g is None else g.view(-1, g.shape[-1]) for g in grads)
-    return student, teacher
-
-
-# ---------------------------------------------------------------------------------------------------------- autograd
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = Arguments(*inputs)
-    ctx.mark_non_differentiable(*output[1:-1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:], *a[:TENSORS])
-    ctx.options = a[TENSORS:]
-
-
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (len(Arguments._fields) - 8)
-    if grad_loss is None:
-        return (*[None] * 8, *nothing)
-    saved, link = Saved(*ctx.saved_tensors[:8]), ctx.saved_tensors[8]
-    a = Arguments(*ctx.saved_tensors[9:], *ctx.options)
-    if graph_is_kept():
-        memories: dict[str, Tensor] = saved._asdict()
-        for name in ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"):
-            memory = memories[name]
-            memories[name] = setup.aligned(memory, memory.shape, memory.dtype).copy_(memory)
-        saved = Saved(**memories)
-    biases_and_logits = _backward_op(grad_loss, *saved, *a)
-    grads: list[Tensor | None] = []
-    for k in (0, 1):
-        hidden, weight, _overflow = saved.of(k)
-        parameter = a.parameters[4 * k + _WEIGHT]
-        rows = 0 if parameter is None else parameter.shape[0]
-        grads += [hidden, weight[:rows], biases_and_logits[k], biases_and_logits[2 + k]]
-    wanted = [x if is_wanted else None for x, is_wanted in zip(grads, a.grads, strict=True)]
-    return (*differentiable_once(a.op, wanted, grad_loss, link), *nothing)
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def forward(a: Arguments) -> Tensor:
-    """The loss."""
-    if not torch.compiler.is_compiling():
-        _plan(a)  # a budget that is too small shows here
-    return _forward_op(*a)[0]  # type: ignore[no-any-return]

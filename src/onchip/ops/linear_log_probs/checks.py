@@ -15,7 +15,7 @@ def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | N
         return {"xla": None}
     import torch
 
-    from onchip.ops.linear_log_probs.triton_op import refusal
+    from onchip.vocab.triton.plan import refusal
 
     return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
 
