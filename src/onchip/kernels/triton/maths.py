@@ -53,5 +53,6 @@ def gradient_terms(lse, log_prob, row_factor, label_smoothing, z_loss, V, SMOOTH
     even = row_factor * (label_smoothing / V)
     at_target = row_factor * target_gradient(lse, log_prob, z_loss)
     if SMOOTHING:
-        at_target = at_target + (row_factor * label_smoothing - even)
+        # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
+        at_target = at_target + row_factor * (label_smoothing - label_smoothing / V)
     return lse * LOG2E, row_factor * (1 + 2 * z_loss * lse), even, at_target

@@ -243,6 +243,7 @@ def merge_tiles(
             index = tl.where(best > top, found, index)
         top = tl.maximum(top, best)
     far = top - tl.load(shift + at, mask=mine, other=0.0) > REACH
+    of_tiles = top
     top = tl.maximum(top, z)  # computed apart: the last digit may differ
     rest = tl.zeros((BLOCK_T,), tl.float32)
     offsets = tl.zeros((BLOCK_T,), tl.float32)
@@ -269,12 +270,16 @@ def merge_tiles(
     total = rest + own
     # log1p where the target leads: there the loss is small, and 1 + others would round it away.
     log_total = tl.where(z >= top, log1p(rest), tl.log(total))
+    # Where nothing else has a probability the target's is 1, whatever that last digit is.
+    alone = (rest == 0) & (own > 0)
+    log_total = tl.where(alone, 0.0, log_total)
     value_lse = top + log_total
-    value_log_prob = (z - top) - log_total
+    value_log_prob = tl.where(alone, 0.0, (z - top) - log_total)
     value_log_prob = tl.where(y < 0, float("nan"), value_log_prob)
     if LOSS:
         value = -(1 - label_smoothing) * value_log_prob + z_loss * value_lse * value_lse
         if SMOOTHING:
+            offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
             value += label_smoothing * (log_total - offsets / V)
         if TOKEN_WEIGHT:
             value *= tl.load(token_weight + t, mask=mine, other=0.0)
@@ -286,7 +291,7 @@ def merge_tiles(
     tl.store(lse + t, tl.where(mine, value_lse, 0.0), mask=store)
     tl.store(log_prob + t, tl.where(mine, value_log_prob, 0.0), mask=store)
     if STATS:
-        tl.store(entropy + t, tl.where(mine, log_total - moments / total, 0.0), mask=store)
+        tl.store(entropy + t, tl.where(mine & ~alone, log_total - moments / total, 0.0), mask=store)
         if LOSS:
             tl.store(correct + t, mine & (index == y), mask=store)
         else:
