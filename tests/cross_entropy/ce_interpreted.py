@@ -189,6 +189,17 @@ def a_bad_label(reduction):
 
 
 @check()
+def what_saved_the_logits_raises_once_they_are_overwritten():
+    x, y = small_problem(tokens=4)
+    logits = computed(x)
+    first = op(logits, y, inplace_backward=True)
+    other = logits.square().sum()
+    first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+@check()
 def tanh_at_any_size():
     assert_is_tanh(partial(triton_tanh, device="cpu"))
 

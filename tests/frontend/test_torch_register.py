@@ -163,7 +163,7 @@ def test_operators_check():
     torch.library.opcheck(
         OP.forward_op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )
-    kept = OP.op.kept.pack(Kept(x.detach(), y.detach(), None, torch.ones(3, 4), OPTIONS))
+    kept = OP.kept.pack(Kept(x.detach(), y.detach(), None, torch.ones(3, 4), OPTIONS))
     torch.library.opcheck(OP.backward_op, (torch.ones(3, 4), None, *kept, [True, True]))
 
 

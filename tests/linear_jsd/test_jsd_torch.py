@@ -16,6 +16,8 @@ from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.spec import Head, Problem, TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
+from onchip.ops.linear_jsd.torch_walk import Model, walk
+from onchip.vocab.torch.tiles import NOWHERE, Tokens
 from shared import assert_within_bounds
 
 SMALL = [c for c in CHECK_CASES if c.vocab < 10_000]
@@ -173,6 +175,31 @@ def test_hard_weight_of_one_is_cross_entropy():
     loss = linear_jsd(h, w, x, v, target=y, hard_weight=1.0, temperature=3.0)
     plain = torch.nn.functional.cross_entropy((h @ w.T).flatten(0, 1), y.flatten())
     assert_same(gradients(loss, (h, w)), gradients(plain, (h, w)))
+
+
+@pytest.mark.parametrize("given", ["logits", "top-k"])
+def test_ignored_tokens_may_be_computed_all_the_same(given):
+    """As on a GPU, where leaving them out would synchronise: the walk that masks them makes what the other does."""
+    z, u = torch.randn(2, 6, 9).unbind()
+    topk = TopK(*reversed(u.log_softmax(1).topk(3)), "log_probs", "tail")
+    label, weight = torch.tensor([3, NOWHERE, 0, 8, NOWHERE, 1])[:, None], torch.rand(6)
+    kept = label[:, 0] != NOWHERE
+    index, one = kept.nonzero()[:, 0], torch.ones(())
+    made = []
+    for tokens in (
+        Tokens(index, None, label[index], None, 1.0, 6, weight[index], one),
+        Tokens(None, kept, label, torch.zeros(6, 1, dtype=torch.bool), 1.0, 6, weight.masked_fill(~kept, 0), one),
+    ):
+        models = [Model(None, None, None, x.clone(), (False, False, False, True)) for x in (z, u)]
+        for model in models:
+            model.logits[~kept] = math.nan
+        losses, grads = walk(
+            spec.Options(hard_weight=0.3), models[0], topk if given == "top-k" else models[1], tokens,
+            row=tokens.weight, vocab=9, chunk=4,
+        )  # fmt: skip
+        made.append([tokens.spread(losses, (6,)), *(g for g in grads if g is not None)])
+    assert len(made[0]) == (2 if given == "top-k" else 3)
+    assert_same(*made)
 
 
 @pytest.mark.parametrize("kind", ["log_probs", "logits"])

@@ -32,24 +32,14 @@ Made = Sequence[Tensor | None]
 """The gradients, in the same order."""
 
 
-def register(
-    name: str,
-    *,
-    op: str,
-    forward: Callable[[C], O],
-    fake: Callable[[C], O],
-    save: Callable[[C, O], K],
-    gradients: Callable[[K, Made, Wanted], Made],
-    fake_gradients: Callable[[K, Made, Wanted], Made] | None,
-    differentiable: Sequence[str],
-    differentiable_outputs: int = 1,
-    consumed: Sequence[str] = (),
-    adds_to: Mapping[str, str] | None = None,
-    collect: Callable[[K, Made, Wanted], Made] | None = None,
-    clone: Callable[[Tensor], Tensor] = torch.clone,
-    direct: Callable[[K], bool] | None = None,
-) -> "Operator[C, O]":
-    """Register `onchip::<name>` and `onchip::<name>_backward`; return what runs a call.
+def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Whether each needs a gradient: a call's `grads`."""
+    enabled = torch.is_grad_enabled()
+    return tuple([enabled and x is not None and x.requires_grad for x in tensors])
+
+
+class Operator(Generic[C, O]):
+    """An op, registered as `onchip::<name>` and `onchip::<name>_backward`; to call it runs a call.
 
     The types of the call, of the outputs and of what is kept are read from the annotations of `forward`
     and `save`.  A field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of
@@ -81,188 +71,139 @@ def register(
         clone: how a consumed tensor is cloned.
         direct: whether `gradients` is to run unregistered for this call, so that autograd sees what it changes.
     """
-    call_type = next(iter(_hints(forward).values()))
-    hints = _hints(save)
-    return Operator(
-        _Op(
-            name,
-            op,
-            forward,
-            fake,
-            save,
-            gradients,
-            fake_gradients,
-            tuple(differentiable),
-            differentiable_outputs,
-            tuple(consumed),
-            dict(adds_to or {}),
-            collect,
-            clone,
-            direct,
-            _Packing(call_type),
-            _Packing(hints["return"]),
-            _Packing(_hints(forward)["return"]),
-        )
-    )
 
-
-def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Whether each needs a gradient: a call's `grads`."""
-    enabled = torch.is_grad_enabled()
-    return tuple([enabled and x is not None and x.requires_grad for x in tensors])
-
-
-class _Op(NamedTuple):
-    """What `register` was told."""
-
-    name: str
-    op: str
-    forward: Callable[[Any], Any]
-    fake: Callable[[Any], Any]
-    save: Callable[[Any, Any], Any]
-    gradients: Callable[[Any, Made, Wanted], Made]
-    fake_gradients: Callable[[Any, Made, Wanted], Made] | None
-    differentiable: tuple[str, ...]
-    differentiable_outputs: int
-    consumed: tuple[str, ...]
-    adds_to: dict[str, str]
-    collect: Callable[[Any, Made, Wanted], Made] | None
-    clone: Callable[[Tensor], Tensor]
-    direct: Callable[[Any], bool] | None
-    call: "_Packing"
-    kept: "_Packing"
-    outputs: "_Packing"
-
-
-class Operator(Generic[C, O]):
-    """A registered op, which runs calls; `forward_op` and `backward_op` are its operators."""
-
-    def __init__(self, op: _Op) -> None:
-        self.op = op
-        self._places = [op.call.tensors.index(name) for name in op.differentiable]
-        count = len(op.outputs.tensors) + 1
+    def __init__(
+        self,
+        name: str,
+        *,
+        op: str,
+        forward: Callable[[C], O],
+        fake: Callable[[C], O],
+        save: Callable[[C, O], K],
+        gradients: Callable[[K, Made, Wanted], Made],
+        fake_gradients: Callable[[K, Made, Wanted], Made] | None,
+        differentiable: Sequence[str],
+        differentiable_outputs: int = 1,
+        consumed: Sequence[str] = (),
+        adds_to: Mapping[str, str] | None = None,
+        collect: Callable[[K, Made, Wanted], Made] | None = None,
+        clone: Callable[[Tensor], Tensor] = torch.clone,
+        direct: Callable[[K], bool] | None = None,
+    ) -> None:
+        self.op, self.forward, self.fake, self.save = op, forward, fake, save
+        self.gradients, self.fake_gradients, self.collect = gradients, fake_gradients, collect
+        self.differentiable, self.differentiable_outputs = tuple(differentiable), differentiable_outputs
+        self.consumed, self.adds_to, self.clone, self.direct = tuple(consumed), dict(adds_to or {}), clone, direct
+        of_forward, of_save = get_type_hints(forward), get_type_hints(save)
+        self.call, self.outputs = _Packing(next(iter(of_forward.values()))), _Packing(of_forward["return"])
+        self.kept = _Packing(of_save["return"])
+        self._places = [self.call.tensors.index(x) for x in self.differentiable]
+        count = len(self.outputs.tensors) + 1
         self.forward_op = torch.library.custom_op(
-            f"onchip::{op.name}",
+            f"onchip::{name}",
             self._forward,
             mutates_args=(),
-            schema=f"({op.call.schema()}) -> ({', '.join(['Tensor'] * count)})",
+            schema=f"({self.call.schema()}) -> ({', '.join(['Tensor'] * count)})",
         )
         self.forward_op.register_fake(self._fake)
         self.forward_op.register_autograd(self._backward, setup_context=self._setup_context)
         self.backward_op: Any = None
-        if op.fake_gradients is not None:
-            mutated = [x for x in (*op.consumed, *op.adds_to.values()) if x in op.kept.tensors]
-            upstream = "".join(f"Tensor? upstream_{i}, " for i in range(op.differentiable_outputs))
-            made = ", ".join(["Tensor"] * len(op.differentiable))
+        if fake_gradients is not None:
+            mutated = [x for x in (*self.consumed, *self.adds_to.values()) if x in self.kept.tensors]
+            upstream = "".join(f"Tensor? upstream_{i}, " for i in range(differentiable_outputs))
+            made = ", ".join(["Tensor"] * len(self.differentiable))
             self.backward_op = torch.library.custom_op(
-                f"onchip::{op.name}_backward",
+                f"onchip::{name}_backward",
                 self._gradients,
                 mutates_args=mutated,
-                schema=f"({upstream}{op.kept.schema(mutated)}, bool[] wanted) -> ({made})",
+                schema=f"({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
             )
             self.backward_op.register_fake(self._fake_gradients)
-        self._eager = _eager(op)
+        self._eager = _eager(self, name)
 
     def __call__(self, call: C) -> O:
-        op = self.op
-        if torch.compiler.is_compiling() or not _plain(tensors := op.call.tensors_of(call)):
-            made = self.forward_op(*op.call.pack(call))[:-1]
-        elif any(op.call.get(call, "grads")):
+        if torch.compiler.is_compiling() or not _plain(tensors := self.call.tensors_of(call)):
+            made = self.forward_op(*self.call.pack(call))[:-1]
+        elif any(self.call.get(call, "grads")):
             made = self._eager.apply(call, *[tensors[place] for place in self._places])[:-1]
         else:
             with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(tensors):
-                return cast(O, op.forward(call))
-        return cast(O, op.outputs.build(made, ()))
+                return self.forward(call)
+        return cast(O, self.outputs.build(made, ()))
 
     def pack(self, call: C) -> tuple[Any, ...]:
         """The call as `forward_op` takes it."""
-        return self.op.call.pack(call)
+        return self.call.pack(call)
 
     # What the registered operators run: the op's functions on unpacked arguments.
 
     def _forward(self, *args: Any) -> tuple[Tensor, ...]:
-        call = self.op.call.unpack(args)
+        call = self.call.unpack(args)
         with _alone(args):
-            return _filled((*self.op.outputs.tensors_of(self.op.forward(call)), None), args)
+            return _filled((*self.outputs.tensors_of(self.forward(call)), None), args)
 
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
-        return _filled((*self.op.outputs.tensors_of(self.op.fake(self.op.call.unpack(args))), None), args)
+        return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
         kept, upstream, wanted = self._unpack_gradients(args)
         with _alone(args):
-            made = _filled(self.op.gradients(kept, upstream, wanted), args)
+            made = _filled(self.gradients(kept, upstream, wanted), args)
             return made if len(made) > 1 else made[0]
 
     def _fake_gradients(self, *args: Any) -> Any:
-        assert self.op.fake_gradients is not None
-        made = _filled(self.op.fake_gradients(*self._unpack_gradients(args)), args)
+        assert self.fake_gradients is not None
+        made = _filled(self.fake_gradients(*self._unpack_gradients(args)), args)
         return made if len(made) > 1 else made[0]
 
     def _unpack_gradients(self, args: Sequence[Any]) -> tuple[Any, Made, Wanted]:
-        count = self.op.differentiable_outputs
-        return self.op.kept.unpack(args[count:-1]), args[:count], args[-1]
+        count = self.differentiable_outputs
+        return self.kept.unpack(args[count:-1]), args[:count], args[-1]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        op = self.op
-        call = op.call.unpack(inputs)
-        tensors, rest = op.kept.split(op.save(call, op.outputs.build(output[:-1], ())))
-        _keep(ctx, op, call, tensors, output)
-        ctx.rest = op.kept.encode(rest)
+        call = self.call.unpack(inputs)
+        tensors, rest = self.kept.split(self.save(call, self.outputs.build(output[:-1], ())))
+        _keep(ctx, self, call, tensors, output)
+        ctx.rest = self.kept.encode(rest)
         ctx.edges = _edges(inputs, self._places)
 
     def _backward(self, ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        op = self.op
-        grads: list[Any] = [None] * (len(op.call.tensors) + len(_LISTS))
-        given = upstream[: op.differentiable_outputs]
-        if any(x is not None for x in given):
-            wanted = asked_for(ctx, ctx.grads, ctx.edges)
-            tensors, link = _taken(ctx, op)
+        def run(given: Made, kept: Any, tensors: Sequence[Tensor | None], wanted: Wanted) -> Made:
+            made = self.backward_op(*given, *tensors, *ctx.rest, wanted)
+            return [made] if isinstance(made, Tensor) else made
+
+        def build(tensors: Sequence[Tensor | None]) -> Any:
             # Compiled autograd would trace this: what needn't be built is left packed.
-            kept = op.kept.unpack((*tensors, *ctx.rest)) if op.direct or op.collect or not self.backward_op else None
-            if self.backward_op is None or (op.direct is not None and op.direct(kept)):
-                with torch.no_grad():
-                    made = op.gradients(kept, given, wanted)
-            else:
-                made = self.backward_op(*given, *tensors, *ctx.rest, wanted)
-                made = [made] if isinstance(made, Tensor) else made
-            made = _finish(op, kept, tensors, made, wanted, (*given, link))
-            for place, grad in zip(self._places, made, strict=True):
-                grads[place] = grad
+            if self.direct or self.collect or self.backward_op is None:
+                return self.kept.unpack((*tensors, *ctx.rest))
+            return None
+
+        grads: list[Any] = [None] * (len(self.call.tensors) + len(_LISTS))
+        for place, grad in zip(self._places, _gradients_of(self, ctx, upstream, build, run), strict=True):
+            grads[place] = grad
         return tuple(grads)
 
 
-def _eager(op: _Op) -> Any:
+def _eager(op: Operator[Any, Any], name: str) -> Any:
     """The op as a Function of autograd.  (A `setup_context` would cost an inspection of forward each time.)"""
 
     class _Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: Any, *differentiable: Tensor | None) -> tuple[Tensor | None, ...]:
-            first = op.call.tensors_of(call)
+            given = op.call.tensors_of(call)
             # Below autograd, as an operator runs: or the caller couldn't change an output that is a view in place.
-            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(first):
+            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(given):
                 made = op.forward(call)
-                output = (
-                    *op.outputs.tensors_of(made),
-                    next(x for x in first if x is not None).new_empty(0, dtype=torch.float32),
-                )
+                link = next(x for x in given if x is not None).new_empty(0, dtype=torch.float32)
             tensors, ctx.rest = op.kept.split(op.save(call, made))
+            output = (*op.outputs.tensors_of(made), link)
             _keep(ctx, op, call, tensors, output)
             ctx.edges = _edges(differentiable, range(len(differentiable)))
             return output
 
         @staticmethod
         def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-            given = upstream[: op.differentiable_outputs]
-            if all(x is None for x in given):
-                return (None,) * (1 + len(op.differentiable))
-            wanted = asked_for(ctx, ctx.grads, ctx.edges)
-            tensors, link = _taken(ctx, op)
-            kept = op.kept.build(tensors, ctx.rest)
-            if op.fake_gradients is None or (op.direct is not None and op.direct(kept)):
-                with torch.no_grad():
-                    made = op.gradients(kept, given, wanted)
-            else:
+            def run(given: Made, kept: Any, tensors: Sequence[Tensor | None], wanted: Wanted) -> Made:
                 with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(given):
                     made = op.gradients(kept, given, wanted)
                 # Nobody saw that it was written to.
@@ -270,10 +211,41 @@ def _eager(op: _Op) -> Any:
                     x = tensors[op.kept.tensors.index(memory)]
                     if x is not None and wanted[op.differentiable.index(of)]:
                         torch.autograd.graph.increment_version(x)
-            return (None, *_finish(op, kept, tensors, made, wanted, (*given, link)))
+                return made
 
-    _Eager.__name__ = _Eager.__qualname__ = op.name
+            return (None, *_gradients_of(op, ctx, upstream, lambda tensors: op.kept.build(tensors, ctx.rest), run))
+
+    _Eager.__name__ = _Eager.__qualname__ = name
     return _Eager
+
+
+def _gradients_of(
+    op: Operator[Any, Any],
+    ctx: Any,
+    upstream: Sequence[Tensor | None],
+    build: Callable[[Sequence[Tensor | None]], Any],
+    run: Callable[[Made, Any, Sequence[Tensor | None], Wanted], Made],
+) -> Made:
+    """What autograd takes: `build` makes what was kept of its tensors, and `run` calls `gradients`."""
+    given = upstream[: op.differentiable_outputs]
+    if all(x is None for x in given):
+        return [None] * len(op.differentiable)
+    wanted = asked_for(ctx, ctx.grads, ctx.edges)
+    tensors, link = _taken(ctx, op)
+    kept = build(tensors)
+    if op.fake_gradients is None or (op.direct is not None and op.direct(kept)):
+        with torch.no_grad():
+            made = op.gradients(kept, given, wanted)
+    else:
+        made = run(given, kept, tensors, wanted)
+    if op.collect is not None:
+        made = op.collect(kept, made, wanted)
+    grads = [x if want else None for x, want in zip(made, wanted, strict=True)]
+    for of, memory in op.adds_to.items():
+        if tensors[op.kept.tensors.index(memory)] is not None:
+            grads[op.differentiable.index(of)] = None
+    # The link is an output that no caller has and that none can change in place (`loss /= 2`).
+    return differentiable_once(op.op, grads, *given, link)
 
 
 # ---------------------------------------------------------------------------------------------- what both ways share
@@ -306,7 +278,9 @@ def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> tuple[Tensor,
     return tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
 
 
-def _keep(ctx: Any, op: _Op, call: Any, tensors: Sequence[Tensor | None], output: Sequence[Tensor | None]) -> None:
+def _keep(
+    ctx: Any, op: Operator[Any, Any], call: Any, tensors: Sequence[Tensor | None], output: Sequence[Tensor | None]
+) -> None:
     ctx.mark_non_differentiable(*[x for x in output[op.differentiable_outputs : -1] if x is not None])
     ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
     ctx.grads = tuple(op.call.get(call, "grads"))
@@ -323,7 +297,7 @@ def _edges(args: Sequence[Any], places: Sequence[int]) -> list[int]:
     return [sum(isinstance(x, Tensor) for x in args[:place]) for place in places]
 
 
-def _taken(ctx: Any, op: _Op) -> tuple[list[Tensor | None], Tensor]:
+def _taken(ctx: Any, op: Operator[Any, Any]) -> tuple[list[Tensor | None], Tensor]:
     """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
     *saved, link = ctx.saved_tensors
     tensors = [a if b is None else b for a, b in zip(saved, ctx.theirs, strict=True)]
@@ -333,22 +307,6 @@ def _taken(ctx: Any, op: _Op) -> tuple[list[Tensor | None], Tensor]:
             if name in op.consumed and x is not None:
                 tensors[i] = op.clone(x)
     return tensors, link
-
-
-def _finish(
-    op: _Op, kept: Any, tensors: Sequence[Tensor | None], made: Made, wanted: Wanted, sources: Sequence[Tensor | None]
-) -> Made:
-    """The gradients as autograd takes them, such that differentiating them raises.
-
-    The last of `sources`, the link, is an output that no caller has and that none can change in place (`loss /= 2`).
-    """
-    if op.collect is not None:
-        made = op.collect(kept, made, wanted)
-    grads = [x if want else None for x, want in zip(made, wanted, strict=True)]
-    for of, memory in op.adds_to.items():
-        if tensors[op.kept.tensors.index(memory)] is not None:
-            grads[op.differentiable.index(of)] = None
-    return differentiable_once(op.op, grads, *sources)
 
 
 # ------------------------------------------------------------------------------------ objects as operators' arguments
@@ -453,13 +411,9 @@ class _Packing:
         return self.build(args[:count], self.decode(args[count:]))
 
 
-def _hints(of: Any) -> dict[str, Any]:
-    return get_type_hints(of)
-
-
 def _members(cls: Any, path: tuple[str, ...]) -> dict[str, Any]:
     """Each field by its name: a `_Leaf`, or for an object of fields its class and its own members."""
-    hints = _hints(cls)
+    hints = get_type_hints(cls)
     members: dict[str, Any] = {}
     for name in [field.name for field in fields(cls)] if is_dataclass(cls) else cls._fields:
         hint = hints[name]
@@ -502,3 +456,6 @@ def _get(x: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         x = getattr(x, name)
     return x
+
+
+register = Operator

@@ -25,12 +25,10 @@ Sources: generalised JSD for distillation: GKD (arXiv:2306.13649).  Temperature 
 
     spec.py           options, top-k teachers, memory formulas, plans; no framework
     reference.py      the contract in NumPy float64, with gradients
-    torch_op.py       PyTorch: the public functions `linear_jsd` and `jsd`, the operators of backend 'torch', autograd
-    torch_arguments.py  what the operators take
-    torch_inputs.py   what they check
-    torch_rows.py     loss and gradients of rows of logits
-    torch_walk.py     the walk over chunks of tokens
-    triton_op.py      PyTorch, backend 'triton': its operators and autograd
+    torch_op.py       PyTorch: the public functions `linear_jsd` and `jsd`, and the operators of backend 'torch'
+    torch_call.py     what they check, and the call that they make
+    torch_walk.py     the walk over chunks of tokens, and the loss and gradients of rows of logits
+    triton_op.py      PyTorch, backend 'triton': its operators
     triton_spec.py    its memory formulas, cost model and plans; no framework
     triton_launches.py  its launches and walks; triton_kernels.py and triton_rows.py, its kernels
     jax_op.py         JAX: the public functions and the walk; jax_inputs.py, what they check;

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.ops.linear_jsd.spec import BLOCKS, SLAB, Options, TopK
+from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.tiles import Tokens, product, spans
 
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
@@ -36,16 +37,6 @@ def _widen(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "cpu" or x.dtype == torch.float16 else x
 
 
-def _rows(x: Tensor, tokens: Tokens, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of the computed tokens, zeros for those that are ignored."""
-    if tokens.index is not None:
-        return x.index_select(0, tokens.index[start:stop])
-    if tokens.kept is not None:
-        # 0 * NaN is NaN: a zero gradient row alone would let an ignored token's NaN into the weight's gradient.
-        return x[start:stop].masked_fill(~tokens.kept[start:stop, None], 0)
-    return x[start:stop]
-
-
 class _Side:
     """One model during a walk: the rows of its hidden states, its logits' buffer, its gradients so far."""
 
@@ -67,9 +58,10 @@ class _Side:
         m = self.model
         if m.hidden is None:
             assert m.logits is not None
-            return out.copy_(_rows(m.logits[:, : self.vocab], self.tokens, start, stop))
+            Rows(m.logits[:, : self.vocab]).read(self.tokens, start, stop, out)
+            return out
         assert m.weight is not None
-        self.rows = _widen(_rows(m.hidden, self.tokens, start, stop))
+        self.rows = _widen(self.tokens.rows(m.hidden, start, stop))
         step = SLAB if self.rows.dtype != m.weight.dtype else self.vocab
         for v0, v1 in spans(self.vocab, step):
             product(out[:, v0:v1], self.rows, _widen(m.weight[v0:v1]).t())
@@ -83,10 +75,7 @@ class _Side:
         g = self.buffer[: stop - start]
         grad_hidden, grad_weight, grad_bias, grad_logits = self.made
         if grad_logits is not None:
-            if tokens.index is None:
-                grad_logits[start:stop, :vocab] = g
-            else:
-                grad_logits[:, :vocab].index_copy_(0, tokens.index[start:stop], g.to(grad_logits.dtype))
+            Rows(grad_logits[:, :vocab]).write(tokens, start, stop, g)
         if grad_bias is not None:
             grad_bias[:vocab] += g.sum(0)
         if grad_hidden is None and grad_weight is None:
@@ -117,7 +106,7 @@ def walk(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The losses of the computed tokens, without weights, and the gradients of both models' parameters that are wanted:
     of logits in their own dtype, of all else in float32."""
-    n = tokens.label.numel()
+    n, label = tokens.number, tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
     chunk = min(n, chunk)
     sides = [_Side(m, tokens, chunk, vocab) for m in (student, teacher) if isinstance(m, Model)]
     losses = row.new_empty(n)
@@ -129,7 +118,7 @@ def walk(
             t0, t1 = start + b0, start + b1
             given = filled[1][b0:b1] if isinstance(teacher, Model) else _topk_rows(teacher, tokens, t0, t1, vocab)
             value, *gradients = rows(
-                loss, filled[0][b0:b1], given, tokens.label[t0:t1], want_student=want[0], want_teacher=want[1]
+                loss, filled[0][b0:b1], given, label[t0:t1], want_student=want[0], want_teacher=want[1]
             )
             losses[t0:t1] = value
             for into, g in zip(filled, gradients, strict=False):
@@ -146,9 +135,12 @@ def walk(
 
 def _topk_rows(topk: TopK, tokens: Tokens, start: int, stop: int, vocab: int) -> TopK:
     """Those of the computed tokens [start, stop); NaN where an index is out of range: on the CPU that has raised."""
-    ids = _rows(topk.indices, tokens, start, stop).to(torch.int64)
+    ids, values = (
+        x[start:stop] if tokens.index is None else x.index_select(0, tokens.index[start:stop]) for x in topk[:2]
+    )
+    ids = ids.to(torch.int64)
     bad = (ids < 0) | (ids >= vocab)
-    values = _rows(topk.values, tokens, start, stop).float().masked_fill(bad, math.nan)
+    values = values.float().masked_fill(bad, math.nan)
     return topk._replace(indices=ids.masked_fill(bad, 0), values=values)
 
 

@@ -24,10 +24,10 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
 
     spec.py           options, memory formulas, choice of chunks; no framework
     reference.py      the contract in NumPy float64, with gradients
-    torch_op.py       PyTorch: the public function, its operators and autograd
+    torch_op.py       PyTorch: the public function; the operator of the 'torch' backend
     torch_inputs.py   what the public function checks
-    torch_walks.py    the walks over the logits, with PyTorch's own matrix products
-    triton_op.py      the operators and autograd of the 'triton' backend; triton_spec.py, its memory formulas and plans
+    torch_call.py     what the operators of both backends are told and return; torch_gradient.py, the logits' gradient
+    triton_op.py      the operator of the 'triton' backend; triton_spec.py, its memory formulas and plans
     triton_walks.py   what is launched, in which order; triton_kernels.py, the kernels of its own
     jax_op.py         JAX: the public function, and the gradients of its results by each token's logits
     jax_inputs.py     what the public function checks

@@ -1,1 +1,1 @@
-"""Tiles of logits with PyTorch's own products."""
+"""The engine in PyTorch's own products: tiles.py, softmax.py (statistics and gradients), walk.py, loss.py."""
