@@ -25,7 +25,7 @@ def test_arrows_go_one_way():
         ("onchip.torch", ["jax", "triton", "matplotlib", "typer"]),
         ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
-        ("onchip.plan.run", ["torch", "jax"]),
+        ("onchip.plan", ["torch", "jax"]),
         ("onchip.bench.ops.fp8_linear_sizes", ["torch", "jax"]),
         ("onchip.bench.ops.fp8_linear_jax", ["torch", "triton"]),
         ("onchip.vocab.xla.memory", ["torch", "jax", "numpy"]),

@@ -140,7 +140,7 @@ def plan(
 ) -> None:
     """Tell what an op costs before it runs: scratch, products and chunks per strategy and budget."""
     with _clear_errors():
-        from onchip.plan.run import plan_document, show_plan
+        from onchip.plan import plan_document, show_plan
 
         _known_op(op, OPS)
         document = plan_document(

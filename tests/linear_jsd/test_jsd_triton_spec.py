@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.core.sizes import MIB
-from onchip.ops.linear_jsd import triton_spec
-from onchip.ops.linear_jsd.spec import Head, Problem
-from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE, plan, scratch_bytes, up
+from onchip.ops.linear_jsd import triton_memory as triton_spec
+from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.triton_memory import TOKEN_TILE, VOCAB_TILE, plan, scratch_bytes, up
 from onchip.oracle.cases import MODELS
 
 heads = st.builds(

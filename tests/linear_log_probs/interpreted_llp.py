@@ -15,12 +15,13 @@ import torch
 from common_llp import assert_right, small_problem
 
 from interpreter import main
-from onchip.ops.linear_log_probs import triton_op, triton_spec
+from onchip.ops.linear_log_probs import triton_op
 from onchip.ops.linear_log_probs.cases import Case, make_inputs
-from onchip.ops.linear_log_probs.spec import Problem
 from onchip.ops.linear_log_probs.torch_checks import as_arguments, plain_linear_log_probs
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
+from onchip.vocab.memory import Problem
 from onchip.vocab.triton import memory as head_spec
+from onchip.vocab.triton import plan as planning
 
 CHECKS = {}
 op = partial(linear_log_probs, backend="triton")
@@ -87,9 +88,9 @@ def a_weight_whose_columns_lie_in_rows(option):
 def chunks_computed_again(option):
     """Ids in several chunks of the vocabulary, and none in some."""
     case = Case("chunks", 16, 24, 700, ids=2, options={"softcap": 5.0} if option == "softcap" else {})
-    problem = Problem(16, 24, 700, 2, "float16", softcap=option == "softcap", entropy=option == "entropy", top1=True)
-    least = triton_spec.least_scratch(problem)
-    assert triton_spec.plan(problem, least).vocab_chunk == 256
+    problem = Problem(16, 24, 700, "float16", device="cuda", softcap=option == "softcap", stats=True, ids=2)
+    least = head_spec.least_scratch(problem)
+    assert head_spec.plan(problem, "auto", least).vocab_chunk == 256
     right(case, entropy=option == "entropy", scratch_bytes=least)
     with pytest.raises(ValueError, match=f"the smallest chunk needs {least} bytes"):
         right(case, entropy=option == "entropy", scratch_bytes=least - 1)
@@ -293,7 +294,7 @@ def torch_compile_with_sizes_that_change():
 def the_schema_is_true(ids, entropy):
     """The operators change what they say they change, and alias nothing."""
     h, w, y, b = small_problem(ids, tokens=8, dtype=torch.float16)
-    plan = triton_op.plan(Problem(8, 16, 70, ids, "float16", grad_bias=True, entropy=entropy), None)
+    plan = planning.plan(Problem(8, 16, 70, "float16", grad_bias=True, stats=entropy, ids=ids), "auto", None)
     numbers = (torch.float16, -100, None, 1.0, 1.0, False)
     arguments = triton_op.pack(triton_op.Arguments(h, w, b, y, None, *numbers, *plan, entropy, True, True, True))
     for name in ("test_schema", "test_autograd_registration", "test_faketensor"):

@@ -12,12 +12,13 @@ from common_llp import assert_right, small_problem
 
 from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
-from onchip.ops.linear_log_probs import triton_op, triton_spec
+from onchip.ops.linear_log_probs import triton_op
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
-from onchip.ops.linear_log_probs.spec import Problem
 from onchip.ops.linear_log_probs.torch_checks import plain_linear_log_probs
 from onchip.torch import linear_log_probs
+from onchip.vocab.memory import Problem
 from onchip.vocab.triton import memory as head_spec
+from onchip.vocab.triton import plan as planning
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_log_probs, backend="triton")
@@ -151,8 +152,11 @@ def test_a_student_that_agrees_with_its_teacher():
     ids=str,
 )
 def test_the_memory_formula_holds(changes):
+    changes = dict(changes)
     tokens, hidden = 4096, 1024
-    p = Problem(tokens, hidden, dtype="bfloat16", device="cuda", **{"vocab": 50257} | changes)
+    wanted = {name: changes.pop(name, False) for name in ("entropy", "top1")}
+    sizes = {"vocab": 50257, "ids": 1} | changes
+    p = Problem(tokens, hidden, dtype="bfloat16", device="cuda", stats=any(wanted.values()), **sizes)
     dtypes = [getattr(torch, name) for name in (p.hidden_dtype, p.weight_dtype)]
     h, w, y = make(tokens, hidden, p.vocab, p.ids if p.ids > 1 else None)
     if "copied" in changes or "vocab" in changes:
@@ -161,13 +165,13 @@ def test_the_memory_formula_holds(changes):
     h.requires_grad_(p.grad_hidden)
     w.requires_grad_(p.grad_weight)
     leaves = [x for x in (h, w) if x.requires_grad]
-    budget = triton_spec.least_scratch(p) + 64 * MIB
-    formula = triton_spec.scratch_bytes(p, triton_spec.plan(p, budget))
+    budget = head_spec.least_scratch(p) + 64 * MIB
+    formula = head_spec.scratch_bytes(p, head_spec.plan(p, "auto", budget))
     options = {"softcap": 10.0} if p.softcap else {}
 
     def step():
         with torch.autocast("cuda", torch.bfloat16, enabled=p.hidden_dtype == "float32"):
-            out = op(h, w, y, entropy=p.entropy, top1=p.top1, lse=True, scratch_bytes=budget, **options)
+            out = op(h, w, y, **wanted, lse=True, scratch_bytes=budget, **options)
         results = [x for x in out if x is not None]
         floats = [x for x in results if x.requires_grad]
         grads = torch.autograd.grad(sum(x.sum() for x in floats), leaves) if leaves else ()
@@ -321,7 +325,7 @@ def test_compile_and_opcheck(ids):
     for p, q in zip(*(torch.autograd.grad(f(h, w, y, b), leaves) for f in (compiled, loss)), strict=True):
         assert float((p - q).norm() / q.norm()) < 1e-2
     numbers = (torch.bfloat16, -100, None, 1.0, 1.0, False)
-    plan = triton_op.plan(Problem(24, 16, 1000, ids or 1, "bfloat16", device="cuda", grad_bias=True), None)
+    plan = planning.plan(Problem(24, 16, 1000, "bfloat16", device="cuda", grad_bias=True, ids=ids or 1), "auto", None)
     arguments = triton_op.pack(triton_op.Arguments(h, w, b, y, None, *numbers, *plan, True, True, True, True))
     # What it leaves for backward is not filled in everywhere, so two runs differ there.
     torch.library.opcheck(triton_op._forward_op, arguments, test_utils=("test_schema", "test_faketensor"))

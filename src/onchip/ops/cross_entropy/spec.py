@@ -1,4 +1,4 @@
-"""What every front end of cross_entropy shares: options, memory formulas, the choice of chunks."""
+"""What every front end of cross_entropy shares: options and what shapes go together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,9 +56,3 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return True
         end += stride * (size - 1)
     return False
-
-
-# ------------------------------------------------------------------------------------------------- memory and plan
-
-
-# ------------------------------------------------------------------------------------------------ the Triton kernels

@@ -20,9 +20,10 @@ from onchip.core.backends import choose_backend
 from onchip.frontend import jax_call
 from onchip.frontend.jax_call import refuse_second_derivative, vary_alike
 from onchip.frontend.jax_inputs import as_constant, check_normalizer, per_token_constant, plain_labels, platform
-from onchip.ops.linear_jsd import jax_rows, spec
+from onchip.ops.linear_jsd import jax_rows, memory
 from onchip.ops.linear_jsd.jax_inputs import check_arrays
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
+from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
 from onchip.vocab.xla import tiles as jax_tiles
 
 BACKENDS = ("xla",)
@@ -332,8 +333,9 @@ def _plan(static: _Static, tensors: _Tensors) -> int:
         hard=static.loss.hard_weight > 0,
         device="cpu" if static.platform == "cpu" else "cuda",
         stash=static.stash,
+        op=static.op,
     )
-    return spec.plan(problem, static.scratch_bytes, static.op, spec.jax_scratch_bytes)
+    return memory.plan(problem, static.scratch_bytes, memory.JAX_PLANNER)
 
 
 # ------------------------------------------------------------------------------------------------- derivative rules

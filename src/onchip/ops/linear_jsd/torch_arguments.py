@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES, copied_rows
-from onchip.ops.linear_jsd.spec import Head, Problem
+from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.torch_inputs import check_indices
 from onchip.ops.linear_jsd.torch_rows import Loss
 from onchip.ops.linear_jsd.torch_walk import Model
@@ -138,6 +138,7 @@ class Arguments(NamedTuple):
             hard=self.hard_weight > 0,
             device=device,
             stash=self.stash,
+            op=self.op,
             compacted=device == "cpu" if tokens is None else tokens.index is not None,
             copied=copied_rows(*self.parameters[::4], *self.parameters[3::4]),
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.frontend.torch_autograd import differentiable_once, is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import check_normalizer
-from onchip.ops.linear_jsd import spec, triton_op
+from onchip.ops.linear_jsd import memory, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
 from onchip.ops.linear_jsd.torch_arguments import PARTS, SCHEMA, TENSORS, Arguments
 from onchip.ops.linear_jsd.torch_inputs import check_tensors
@@ -264,7 +264,7 @@ def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer
     )
     if chosen == "triton":
         return triton_op.forward(arguments)
-    _plan(arguments)  # a budget that is too small shows here
+    memory.PLANNER.require(arguments.problem(), "", arguments.scratch_bytes)  # shows before anything runs
     return _forward_op(*arguments)[0]  # type: ignore[no-any-return]
 
 
@@ -273,7 +273,7 @@ def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer
 
 def _plan(a: Arguments, tokens: Tokens | None = None) -> int:
     """Tokens of a chunk; without `tokens` in the worst case."""
-    return spec.plan(a.problem(tokens), a.scratch_bytes, a.op)
+    return memory.plan(a.problem(tokens), a.scratch_bytes)
 
 
 def _walk(a: Arguments, tokens: Tokens, row: Tensor, grads: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:

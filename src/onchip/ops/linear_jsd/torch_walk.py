@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.ops.linear_jsd import torch_rows
-from onchip.ops.linear_jsd.spec import BLOCKS, SLAB
+from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
 from onchip.vocab.torch.tiles import Tokens, product, spans
 
 

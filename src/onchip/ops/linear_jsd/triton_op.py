@@ -15,9 +15,9 @@ from torch import Tensor
 from onchip.frontend.torch_autograd import differentiable_once, graph_is_kept
 from onchip.frontend.torch_inputs import copied_rows, copied_weight
 from onchip.kernels.triton.launch import device_of
-from onchip.ops.linear_jsd import triton_spec as jsd_spec
+from onchip.ops.linear_jsd import triton_memory as jsd_spec
 from onchip.ops.linear_jsd.torch_arguments import SCHEMA, TENSORS, Arguments
-from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.ops.linear_jsd.triton_memory import TritonConfig
 from onchip.vocab.torch.tiles import Head, divisor
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import plan as planning
@@ -54,7 +54,7 @@ def _plan(a: Arguments) -> TritonConfig:
         copied += 0 if weight is None else copied_weight(weight[: a.size], dtype)
     p = replace(a.problem(), copied=copied)
     if a.student_hidden is None:
-        jsd_spec.require_scratch(p, jsd_spec.scratch_bytes(p, TritonConfig(0)), a.scratch_bytes, a.op)
+        jsd_spec.PLANNER.require(p, "", a.scratch_bytes)
         return TritonConfig(0)
     heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
     p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))

@@ -18,11 +18,13 @@ from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import IGNORED, Needs, Tensors, refuse_second_derivative, vary_alike
 from onchip.frontend.jax_call import Static as Call
 from onchip.frontend.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
-from onchip.ops.linear_log_probs import jax_xla, spec
+from onchip.ops.linear_log_probs import jax_xla
 from onchip.ops.linear_log_probs.jax_inputs import check_arrays
 from onchip.ops.linear_log_probs.jax_xla import Outputs, Residuals, Static
-from onchip.ops.linear_log_probs.spec import OP, Options, Problem
+from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.chunks import Config
+from onchip.vocab.memory import Problem
+from onchip.vocab.xla import memory
 
 BACKENDS = ("xla",)
 
@@ -168,12 +170,12 @@ def problem(static: Static, tensors: Tensors, ids: Any, needs: Needs) -> Problem
         ids=ids.shape[1],
         dtype=static.call.dtype,
         device="cpu" if static.call.platform == "cpu" else "cuda",
-        backend="xla",
         grad_hidden=needs.hidden,
         grad_weight=needs.weight,
         grad_bias=needs.bias,
         softcap=tensors.softcap is not None,
-        entropy=static.entropy,
+        stats=static.entropy,
+        op=OP,
         compacted=True,
     )
 
@@ -221,8 +223,7 @@ _op.defvjp(_op_forward, _op_backward, symbolic_zeros=True)
 
 def _plan(static: Static, tensors: Tensors, ids: Any, needs: Needs, strategy: str) -> Config:
     problem_ = problem(static, tensors, ids, needs)
-    spec.require_scratch(problem_, static.call.scratch_bytes)
-    return spec.plan(problem_, strategy, static.call.scratch_bytes)
+    return memory.plan(problem_, strategy, static.call.scratch_bytes)
 
 
 # A derivative of either would be a second derivative of the op: `custom_jvp` is there to say so.

@@ -15,10 +15,13 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.frontend.torch_autograd import differentiable_once
 from onchip.frontend.torch_inputs import DTYPES, copied_rows, copied_weight, temperature_tensor
-from onchip.ops.linear_log_probs import spec, torch_walks, triton_op
-from onchip.ops.linear_log_probs.spec import OP, Options, Problem
+from onchip.ops.linear_log_probs import torch_walks, triton_op
+from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.ops.linear_log_probs.torch_inputs import check_tensors
+from onchip.vocab import memory
+from onchip.vocab.memory import Problem
 from onchip.vocab.torch.tiles import Head, operand_dtype
+from onchip.vocab.triton import plan as planning
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
@@ -158,7 +161,8 @@ def linear_log_probs(
     if chosen == "triton":
         log_prob, entropies, lses, argmax = _forward_triton(arguments, top1)
     else:
-        spec.require_scratch(arguments.problem(compacted=device == "cpu"), arguments.scratch_bytes)
+        strategy = "recompute" if any(grads) else "forward"
+        memory.PLANNER.require(arguments.problem(compacted=device == "cpu"), strategy, arguments.scratch_bytes)
         log_prob, entropies, lses, argmax, _ = _forward_op(*arguments)
     if not (entropy or lse or top1):
         return log_prob
@@ -216,7 +220,8 @@ class _Arguments(NamedTuple):
             grad_weight=self.grad_weight,
             grad_bias=self.grad_bias,
             softcap=self.softcap is not None,
-            entropy=self.with_entropy if entropy is None else entropy,
+            stats=self.with_entropy if entropy is None else entropy,
+            op=OP,
             compacted=compacted,
             copied=copied_rows(self.hidden),
         )
@@ -242,7 +247,7 @@ class _Arguments(NamedTuple):
 def _forward_triton(a: _Arguments, top1: bool) -> tuple[Tensor, ...]:
     problem = a.problem(compacted=False)
     copied = problem.copied + copied_weight(a.weight, a.dtype)
-    config = triton_op.plan(replace(problem, top1=top1, copied=copied), a.scratch_bytes)
+    config = planning.plan(replace(problem, stats=a.with_entropy or top1, copied=copied), "auto", a.scratch_bytes)
     return triton_op.forward(*a[:11], *config, a.with_entropy or top1, *a.grads)
 
 
@@ -258,7 +263,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
     with torch.autocast(a.hidden.device.type, enabled=False):
         hidden, head, picks = a.prepare(check_values=a.check_inputs)
-        config = spec.plan(a.problem(compacted=picks.tokens.index is not None), "forward", a.scratch_bytes)
+        config = memory.plan(a.problem(compacted=picks.tokens.index is not None), "forward", a.scratch_bytes)
         softmax = torch_walks.forward(hidden, head, picks, config, entropy=a.with_entropy)
         entropy, mean = hidden.new_empty(0, dtype=torch.float32), hidden.new_empty(0, dtype=torch.float32)
         if a.with_entropy:
@@ -333,7 +338,7 @@ def _backward_op(
             hidden,
             head,
             picks,
-            spec.plan(problem, "recompute", a.scratch_bytes),
+            memory.plan(problem, "recompute", a.scratch_bytes),
             known,
             too_large,
             grads=a.grads,

@@ -4,16 +4,15 @@ As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in
 backward turns it into them, in place.  What is launched is in triton_walks.py.
 """
 
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.torch_autograd import differentiable_once, graph_is_kept
-from onchip.kernels.triton.launch import constant_to_compiler, device_of
-from onchip.ops.linear_log_probs import torch_walks, triton_spec
-from onchip.ops.linear_log_probs.spec import OP, Problem
+from onchip.kernels.triton.launch import device_of
+from onchip.ops.linear_log_probs import torch_walks
+from onchip.ops.linear_log_probs.spec import OP
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import memory as head_spec
 from onchip.vocab.triton import plan as planning
@@ -26,26 +25,6 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
     reason: str | None = planning.refusal(device, index, dtype)
     return reason
-
-
-def plan(problem: Problem, budget: int | None) -> tuple[Any, ...]:
-    """The plan as the operators take it.
-
-    Inside torch.compile sizes may be symbols: a budget makes numbers of them, and a graph for each.
-    """
-    if torch.compiler.is_compiling() and budget is None:
-        return planning.numbers(head_spec.plan_for_symbols(triton_spec.head_problem(problem), "auto"))
-    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
-    found: tuple[Any, ...] = _plan(budget, *[getattr(problem, name) for name in _FIELDS])
-    return found
-
-
-_FIELDS = tuple(field.name for field in fields(Problem))
-
-
-@constant_to_compiler  # or the search for a plan would be traced
-def _plan(budget: int | None, *of_problem: Any) -> tuple[Any, ...]:
-    return planning.numbers(triton_spec.plan(Problem(*of_problem), budget))
 
 
 # ------------------------------------------------------------------------------------------------ registered operators

@@ -27,7 +27,7 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> tuple[Any, ...]
     """
     if torch.compiler.is_compiling() and budget is None:
         return numbers(triton_spec.plan_for_symbols(problem, strategy))
-    problem = replace(problem, tokens=int(problem.tokens), copied=int(problem.copied))
+    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
     found: tuple[Any, ...] = _plan(strategy, budget, *[getattr(problem, name) for name in _FIELDS])
     return found
 
