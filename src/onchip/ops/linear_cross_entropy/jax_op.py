@@ -121,7 +121,7 @@ def linear_cross_entropy(
         NotImplementedError: differentiated twice.
 
     Memory: `onchip plan --framework jax` prints it; `scratch_parts` of `onchip.vocab.xla.memory`
-    ("xla") and `.mosaic_spec` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
+    ("xla") and `onchip.vocab.mosaic.memory` ("mosaic_gpu") are the formulas, for a jitted step.  In float32 it is about
     4 * token_chunk * vocab_chunk bytes for "recompute", and 4 * (chunk * V + V * H + T * H) for "stash".
     Under vmap each of its arrays gets the mapped dimension: give a batch as leading dimensions instead where you can.
 

@@ -107,7 +107,7 @@ def linear_jsd(
         ValueError: a wrong shape, range or option, not exactly one teacher, a scratch_bytes that is too small.
         NotImplementedError: differentiated twice.
 
-    Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.spec` is the formula, for a jitted step: about
+    Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula, for a jitted step: about
     48 * chunk * V bytes and 8 * V * Hs for the weight's gradient.
 
     Example:
@@ -182,7 +182,7 @@ def jsd(
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
-    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.spec`.
+    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
 
     Example:
         >>> import jax

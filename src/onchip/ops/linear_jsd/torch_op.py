@@ -106,9 +106,9 @@ def linear_jsd(
             On the GPU without check_inputs what is out of range makes its token's loss and gradients NaN.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_jsd.spec` is the formula: about 13 * chunk * V bytes, and with 16-bit
-    weights 4 * V * Hs for their gradient's float32 sum.  That of backend "triton" is in `.triton_spec`: by default at
-    most 512 MiB, about 4 * chunk * V bytes where T <= Hs.
+    Memory: `scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula: about 13 * chunk * V bytes, and with
+    16-bit weights 4 * V * Hs for their gradient's float32 sum.  That of backend "triton" is in `.triton_memory`:
+    by default at most 512 MiB, about 4 * chunk * V bytes where T <= Hs.
 
     Example:
         >>> import torch
@@ -186,8 +186,8 @@ def jsd(
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
-    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.spec`; between forward and backward
-    nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of logits is read twice
+    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; between forward and
+    backward nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of logits is read twice
     for the loss (and a third time for its softmax), and once for its gradient.
 
     Example:

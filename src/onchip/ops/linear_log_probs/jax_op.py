@@ -103,7 +103,7 @@ def linear_log_probs(
         ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest).
         NotImplementedError: differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_log_probs.spec` is the formula, for a jitted step.  In float32 on a
+    Memory: `scratch_parts` of `onchip.vocab.xla.memory` is the formula, for a jitted step.  In float32 on a
     CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and a chunk's weight gradient twice.
 
     Example:

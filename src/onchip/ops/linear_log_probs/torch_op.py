@@ -102,7 +102,7 @@ def linear_log_probs(
             are the gradients that its token enters.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_log_probs.spec` is the formula (of `.triton_spec` that of "triton");
+    Memory: `scratch_parts` of `onchip.vocab.memory` is the formula (of `onchip.vocab.triton.memory` that of "triton");
     in float32 about 4 * token_chunk * vocab_chunk bytes (twice that with entropy), and 4 * T * H for hidden's gradient
     in 16 bits.  Between forward and backward the op keeps log_prob, lse and with entropy=True two more floats per
     token; "triton" also the memory of the gradients that backward will return, with what they are made of.
