@@ -187,8 +187,8 @@ def jsd(
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
     Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; between forward and
-    backward nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of logits is read twice
-    for the loss (and a third time for its softmax), and once for its gradient.
+    backward nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of
+    logits is read twice for the loss (and a third time for its softmax), and once for its gradient.
 
     Example:
         >>> import torch
