@@ -35,8 +35,8 @@ class Row:
     dtype: str
     sizes: Mapping[str, int]
     status: str
-    """ "tuned", "stored before", "unfinished" if the time was up, or "failed"; of a comparison how the config was found:
-    "exact", "nearest", or "heuristic" if none was."""
+    """ "tuned", "stored before", "unfinished" if the time was up, or "failed"; of a comparison how the config was
+    found: "exact", "nearest", or "heuristic" if none was."""
     candidates: int
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """How many candidates were right, wrong, failing, or dropped for their shared memory."""
