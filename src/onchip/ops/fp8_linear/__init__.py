@@ -13,7 +13,7 @@ copies that the quantiser has transposed, since Hopper's FP8 instructions read o
 
 Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are those of arXiv:2209.05433.
 
-    spec.py            options, shapes, memory formulas; no framework
+    spec.py            shapes; no framework (options and memory formulas: onchip.fp8.numbers)
     reference.py       the contract in NumPy, with gradients
     torch_op.py        PyTorch: the public functions, the operators and autograd
     torch_module.py    Fp8Linear, and turning a model's linear layers into it
@@ -24,7 +24,7 @@ Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are
     torch_weights.py   the weight of a call in FP8: made there, or given
     torch_unchanged.py keeping the weights of a model in FP8 while they do not change
     triton_op.py       which calls the kernels serve
-    triton_spec.py     how they are cut, and their shared memory; no framework
+    onchip.fp8.triton_tiles how they are cut, and their shared memory; no framework
     triton_kernels.py, triton_words.py, triton_launches.py   the kernels, the quantiser that is taken, and each launch
     triton_configs.py  stored configs of the products
     tuning.py          what `onchip tune` tries

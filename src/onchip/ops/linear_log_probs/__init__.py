@@ -22,12 +22,12 @@ gradient, an id's own part is g (1 - p) with 1 - p = -expm1(log p).
 Sources: the running softmax is that of Milakov and Gimelshein (arXiv:1805.02867), the recomputation from the
 log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arXiv:2408.00118).
 
-    spec.py           options, memory formulas, choice of chunks; no framework
+    spec.py           options and shapes; no framework (memory and plans: onchip.vocab.memory)
     reference.py      the contract in NumPy float64, with gradients
     torch_op.py       PyTorch: the public function, its operators and autograd
     torch_inputs.py   what the public function checks
     torch_walks.py    the walks over the logits, with PyTorch's own matrix products
-    triton_op.py      the operators and autograd of the 'triton' backend; triton_spec.py, its memory formulas and plans
+    triton_op.py      the operators and autograd of the 'triton' backend
     triton_walks.py   what is launched, in which order; triton_kernels.py, the kernels of its own
     jax_op.py         JAX: the public function, and the gradients of its results by each token's logits
     jax_inputs.py     what the public function checks
