@@ -25,7 +25,7 @@ def test_arrows_go_one_way():
         ("onchip.torch", ["jax", "triton", "matplotlib", "typer"]),
         ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
-        ("onchip.plan.run", ["torch", "jax"]),
+        ("onchip.plan", ["torch", "jax"]),
         *((f"onchip.bench.ops.{op}", ["torch", "jax"]) for op in (*OPS, "fp8_linear")),
         ("onchip.vocab.xla.memory", ["torch", "jax", "numpy"]),
         *((f"onchip.ops.{op}.spec", ["torch", "jax", "numpy"]) for op in OPS),

@@ -8,12 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from onchip import cli
-from onchip.ops.linear_cross_entropy import fp8_op, jax_op, spec
-from onchip.ops.linear_jsd import spec as jsd_spec
-from onchip.ops.linear_jsd import triton_spec as jsd_triton
-from onchip.ops.linear_log_probs import spec as log_probs_spec
-from onchip.ops.linear_log_probs import triton_spec as log_probs_triton
-from onchip.plan import passes
+from onchip import plan as plan_command
+from onchip.ops.linear_cross_entropy import fp8_op, jax_op
+from onchip.ops.linear_jsd import memory as jsd_spec
+from onchip.ops.linear_jsd import triton_memory as jsd_triton
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_spec
 from onchip.vocab.mosaic import memory as mosaic_spec
@@ -54,86 +52,73 @@ def test_plan_fits_a_narrow_terminal():
         assert all(len(line.rstrip()) <= 80 for line in result.stdout.splitlines())
 
 
-def test_plan_json_is_what_the_torch_backend_will_do():
-    document = plan_json("--scratch-mib", "1024", "--backend", "torch")
-    assert document["backend"] == "torch"
-    assert document["logits_bytes"] == {"float32": 4 * 16384 * 128256, "bfloat16": 2 * 16384 * 128256}
-    problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+PLANNERS = {"torch": memory, "xla": jax_spec, "triton": triton_spec, "mosaic_gpu": mosaic_spec}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("where", [(), ("--dtype", "float32"), ("--device", "cpu")], ids=" ".join)
+def test_plan_json_is_what_a_backend_of_matrix_products_will_do(framework, where):
+    backend = "torch" if framework == "torch" else "xla"
+    document = plan_json("--scratch-mib", "1024", "--framework", framework, "--backend", backend, *where)
+    planner, dtype = PLANNERS[backend], document["dtype"]
+    problem = memory.Problem(16384, 4096, 128256, dtype=dtype, device=document["device"])
+    assert document["logits_bytes"]["float32"] == 4 * 16384 * 128256
     assert [(p["strategy"], p["budget_bytes"]) for p in document["plans"]] == [
         ("stash", None), ("recompute", None), ("stash", 1 << 30), ("recompute", 1 << 30),
     ]  # fmt: skip
     for plan in document["plans"]:
-        assert plan["products"] == {"stash": 3, "recompute": 4}[plan["strategy"]]
-        assert plan["auto"] == (memory.choose_strategy(problem, "auto", plan["budget_bytes"]) == plan["strategy"])
-        if plan["fits"]:
-            config = memory.plan(problem, plan["strategy"], plan["budget_bytes"])
-            assert (plan["token_chunk"], plan["vocab_chunk"]) == (config.token_chunk, config.vocab_chunk)
-            assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values()) == memory.scratch_bytes(problem, config)
-            assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
-        else:
-            assert plan["smallest_scratch_bytes"] > plan["budget_bytes"]
+        strategy, budget = plan["strategy"], plan["budget_bytes"]
+        assert plan["products"] == {"stash": 3, "recompute": 4}[strategy]
+        assert document["default_scratch_bytes"][strategy] == planner.default_scratch(problem, strategy)
+        if not plan["fits"]:
+            with pytest.raises(ValueError, match=f"{plan['smallest_scratch_bytes']} bytes for strategy"):
+                planner.choose_strategy(problem, strategy, budget)
+            continue
+        config = planner.plan(problem, strategy, budget)
+        assert plan["auto"] == (planner.choose_strategy(problem, "auto", budget) == strategy)
+        assert (plan["token_chunk"], plan["vocab_chunk"]) == (config.token_chunk, config.vocab_chunk)
+        assert plan["scratch_parts"] == planner.scratch_parts(problem, config)
+        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
+        assert budget is None or plan["scratch_bytes"] <= budget
 
 
-def test_plan_json_is_what_the_triton_backend_will_do():
-    document = plan_json()
-    assert document["backend"] == "triton"
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_plan_json_is_what_the_kernels_will_do(framework):
+    document = plan_json("--framework", framework)
+    assert document["backend"] == {"torch": "triton", "jax": "mosaic_gpu"}[framework]
+    planner = PLANNERS[document["backend"]]
     problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
     budgets = {plan["budget"]: plan["budget_bytes"] for plan in document["plans"]}
     assert list(budgets) == ["default", "64", "256", "320*", "1002**", "1024", "4096", "16384", "no bound"]
     assert budgets["320*"] == (64 << 20) + 4 * 16384 * 4096
     assert budgets["1002**"] == 4 * 16384 * 128256 // 8
+    for strategy, size in document["default_scratch_bytes"].items():
+        assert size == planner.default_scratch(problem, strategy)
     for plan in document["plans"]:
-        budget = 1 << 60 if plan["budget"] == "no bound" else plan["budget_bytes"]
+        budget = 1 << 62 if plan["budget"] == "no bound" else plan["budget_bytes"]
         if not plan["fits"]:
             with pytest.raises(ValueError, match=f"needs {plan['smallest_scratch_bytes']} bytes"):
-                triton_spec.plan(problem, plan["strategy"], budget)
+                planner.plan(problem, plan["strategy"], budget)
             continue
-        config = triton_spec.plan(problem, plan["strategy"], budget)
-        assert {name: plan[name] for name in vars(config)} == vars(config)
+        config = planner.plan(problem, plan["strategy"], budget)
+        if framework == "torch":
+            assert {name: plan[name] for name in vars(config)} == vars(config)
+        else:
+            assert (plan["vocab_chunk"], plan["weight_chunk"]) == (config.again_chunks * config.chunk, config.chunk)
+            assert (plan["stashed"], plan["overflow"], plan["halves"]) == (config.kept, config.overflow, config.halves)
+        assert plan["scratch_parts"] == planner.scratch_parts(problem, config)
         assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
         assert budget is None or plan["scratch_bytes"] <= budget
         assert plan["products"] == 3 + (16384 - config.held) / 16384
         assert plan["flops"] == 2 * 16384 * 4096 * 128256 * plan["products"]
-        assert plan["predicted_ms"] > document["three_products_ms"]
+        assert plan["predicted_ms"] == planner.predict(problem, config) > document["three_products_ms"]
+    assert {plan["fits"] for plan in document["plans"]} == {True, False}
     by_name = {(plan["budget"], plan["strategy"]): plan for plan in document["plans"]}
     assert by_name["no bound", "stash"]["products"] == 3
     assert by_name["no bound", "recompute"]["products"] == 4
     assert 3 < by_name["1024", "auto"]["products"] < 4
     forward = document["forward"]
     assert forward["scratch_bytes"] <= 64 << 20
-    assert forward["predicted_ms"] > forward["product_ms"] == pytest.approx(document["three_products_ms"] / 3)
-
-
-def test_default_scratch_is_that_of_the_plans():
-    problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
-    for backend, planner in {"triton": triton_spec, "mosaic_gpu": mosaic_spec, "xla": jax_spec, "torch": spec}.items():
-        framework = "torch" if backend in ("triton", "torch") else "jax"
-        document = plan_json("--framework", framework, "--backend", backend)
-        for strategy, size in document["default_scratch_bytes"].items():
-            assert size == planner.default_scratch(problem, strategy)
-
-
-def test_plan_json_is_what_the_mosaic_backend_will_do():
-    document = plan_json("--framework", "jax")
-    assert (document["framework"], document["backend"]) == ("jax", "mosaic_gpu")
-    problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
-    for plan in document["plans"]:
-        budget = 1 << 62 if plan["budget"] == "no bound" else plan["budget_bytes"]
-        if not plan["fits"]:
-            with pytest.raises(ValueError, match=f"needs {plan['smallest_scratch_bytes']} bytes"):
-                mosaic_spec.plan(problem, plan["strategy"], budget)
-            continue
-        config = mosaic_spec.plan(problem, plan["strategy"], budget)
-        assert (plan["vocab_chunk"], plan["weight_chunk"]) == (config.again_chunks * config.chunk, config.chunk)
-        assert (plan["stashed"], plan["overflow"], plan["halves"]) == (config.kept, config.overflow, config.halves)
-        assert plan["scratch_parts"] == mosaic_spec.scratch_parts(problem, config)
-        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
-        assert budget is None or plan["scratch_bytes"] <= budget
-        assert plan["products"] == 3 + (16384 - config.held) / 16384
-        assert plan["predicted_ms"] == mosaic_spec.predict(problem, config) > document["three_products_ms"]
-    assert {plan["fits"] for plan in document["plans"]} == {True, False}
-    forward = document["forward"]
-    assert forward["token_chunk"] == 4096
     assert forward["predicted_ms"] > forward["product_ms"] == pytest.approx(document["three_products_ms"] / 3)
 
 
@@ -144,35 +129,6 @@ def test_plan_of_the_mosaic_backend_prints_the_table_of_the_triton_backend():
     assert lines[3].split() == triton[3].split()
     assert lines[-9:-3] == triton[-9:-3]  # what the columns are
     assert lines[5].split()[:6] == ["default", "auto", "3.75", "4096", "0", "12288"]
-
-
-@pytest.mark.parametrize("sizes", [(4096, 2560, 262144), (2048, 8192, 512), (200, 128, 16)])
-@pytest.mark.parametrize("strategy", spec.STRATEGIES)
-def test_the_least_scratch_of_the_mosaic_backend_is_enough_and_less_is_not(sizes, strategy):
-    problem = memory.Problem(*sizes, dtype="bfloat16", device="cuda")
-    least = mosaic_spec.least_scratch(problem, strategy, 1)
-    assert mosaic_spec.scratch_bytes(problem, mosaic_spec.plan(problem, strategy, least)) <= least
-    for budget in (1, least // 2):
-        needed = mosaic_spec.least_scratch(problem, strategy, budget)
-        with pytest.raises(ValueError, match=f"needs {needed} bytes; raise scratch_bytes"):
-            mosaic_spec.plan(problem, strategy, min(budget, needed - 1))
-
-
-@pytest.mark.parametrize("where", [("--dtype", "float32"), ("--device", "cpu")], ids=" ".join)
-def test_plan_json_is_what_the_xla_backend_will_do(where):
-    document = plan_json("--framework", "jax", *where)
-    assert document["backend"] == "xla"
-    problem = memory.Problem(16384, 4096, 128256, dtype=document["dtype"], device=document["device"])
-    for plan in document["plans"]:
-        if not plan["fits"]:
-            with pytest.raises(ValueError, match=f"{plan['smallest_scratch_bytes']} bytes for strategy"):
-                jax_spec.choose_strategy(problem, plan["strategy"], plan["budget_bytes"])
-            continue
-        config = jax_spec.plan(problem, plan["strategy"], plan["budget_bytes"])
-        assert (plan["token_chunk"], plan["vocab_chunk"]) == (config.token_chunk, config.vocab_chunk)
-        assert plan["auto"] == (jax_spec.choose_strategy(problem, "auto", plan["budget_bytes"]) == plan["strategy"])
-        assert plan["scratch_parts"] == jax_spec.scratch_parts(problem, config)
-        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
 
 
 def test_plan_knows_the_backends_of_jax_in_their_order():
@@ -199,20 +155,8 @@ def test_plan_json_is_what_precision_fp8_will_do():
         assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
         assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
     backends = [plan["backend"] for plan in document["plans"]]
-    assert tuple(dict.fromkeys(backends)) == tuple(passes.FP8_PASSES) == fp8_op.BACKENDS
+    assert tuple(dict.fromkeys(backends)) == tuple(plan_command.FP8_PASSES) == fp8_op.BACKENDS
     assert {plan["fits"] for plan in document["plans"]} == {True, False}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("weight_grad_out", [True, False])
-def test_the_parts_of_fp8_are_the_larger_phase_and_what_is_kept(grad, weight_grad_out):
-    problem = memory.Problem(
-        4096, 1024, 32768, "bfloat16", grad_hidden=grad, grad_weight=grad, weight_grad_out=weight_grad_out
-    )
-    for chunk in (128, 4096):
-        forward, backward = fp8_spec.chunk_parts(problem, chunk), fp8_spec.backward_parts(problem)
-        kept = fp8_spec.weight_bytes(problem) + sum(fp8_spec.kept_parts(problem).values()) + 84 * 4096
-        assert fp8_spec.scratch_bytes(problem, chunk) == kept + max(sum(forward.values()), sum(backward.values()))
 
 
 def test_plan_of_fp8_prints_a_table():
@@ -305,7 +249,7 @@ def test_plan_of_many_tokens_fits_a_narrow_terminal(op):
 @pytest.mark.parametrize("op", ["cross_entropy", "linear_log_probs", "linear_jsd"])
 def test_plan_knows_the_backends_of_the_other_ops_in_their_order(op):
     module = import_module(f"onchip.ops.{op}.torch_op")
-    assert tuple(passes.PASSES[op]) == module.BACKENDS
+    assert tuple(plan_command.PASSES[op]) == module.BACKENDS
 
 
 @pytest.mark.parametrize("where", [("--device", "cpu"), ("--dtype", "float32")], ids=" ".join)
@@ -332,8 +276,8 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
 
     rows = row_memory.plan(row_memory.Problem(8192, 128256, "bfloat16", "cuda"))
     assert first("cross_entropy") == rows
-    log_probs = log_probs_spec.Problem(8192, 4096, 128256, dtype="bfloat16", device="cuda")
-    assert first("linear_log_probs") == log_probs_spec.plan(log_probs, "forward").token_chunk
+    log_probs = memory.Problem(8192, 4096, 128256, dtype="bfloat16", device="cuda", ids=1)
+    assert first("linear_log_probs") == memory.plan(log_probs, "forward").token_chunk
     student, teacher = (jsd_spec.Head(h, 128256, "bfloat16") for h in (4096, 2048))
     jsd = jsd_spec.Problem(8192, 128256, student, teacher, device="cuda")
     assert first("linear_jsd", "--teacher-hidden", "2048") == jsd_spec.plan(jsd)
@@ -341,9 +285,9 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
     for plan in plans("cross_entropy", "triton"):
         assert plan["forward, and backward"]["scratch_parts"] == {"vectors": 48 * 8192}
     for budget, plan in zip((None, 1 << 30), plans("linear_log_probs", "triton"), strict=True):
-        config = log_probs_triton.plan(log_probs, budget)
+        config = triton_spec.plan(log_probs, "auto", budget)
         assert plan["both passes"]["chunk"]["vocab_chunk"] == config.vocab_chunk
-        assert plan["both passes"]["scratch_bytes"] == log_probs_triton.scratch_bytes(log_probs, config)
+        assert plan["both passes"]["scratch_bytes"] == triton_spec.scratch_bytes(log_probs, config)
         assert plan["both passes"]["products"] == 3 + (8192 - config.held) / 8192
         assert (plan["forward"]["products"], plan["forward"]["again"]) == (1, 0)
         assert plan["both passes, entropy"]["products"] >= plan["both passes"]["products"]

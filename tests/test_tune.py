@@ -339,6 +339,20 @@ def test_a_config_that_was_right_before_the_kernel_changed_is_not_stored(
     assert row["outcomes"]["wrong"] == 3
 
 
+def test_comparing_times_what_a_launch_takes_against_the_heuristic_and_stores_nothing(toy: Toy, tmp_path: Path) -> None:
+    none = only_row(tune(toy, None, compare=True))
+    assert (none["status"], none["config"], none["gain"]) == ("heuristic", config(20), 1.0)
+    tune(toy, None)
+    before = read_entries(configs.user_folder(), "toy", "toy9")
+    toy.ran.clear()
+    row = only_row(tune(toy, None, compare=True, cases=["big"]))
+    assert (row["status"], row["config"], row["best_ms"], row["heuristic_ms"]) == ("nearest", config(1), 2, 21)
+    assert row["gain"] == 10.5
+    assert row["reason"].startswith("tokens=10 (")
+    assert toy.configs_that_ran() == {tuple(config(20).values()), tuple(config(1).values())}
+    assert read_entries(configs.user_folder(), "toy", "toy9") == before
+
+
 # ------------------------------------------------------------------------------------------------------ options
 
 
@@ -523,8 +537,8 @@ def test_candidates_of_linear_cross_entropy() -> None:
 # computes bfloat16 wrongly.  The vocabulary's last tile is not full, nor is the last block of tokens.
 INTERPRETED = """
 import json, torch
-from onchip.ops.linear_cross_entropy import tuning
 from onchip.ops.linear_cross_entropy.cases import Case
+from onchip.tune import linear_cross_entropy as tuning
 
 said = {}
 for kernel in tuning.KERNELS:

@@ -139,7 +139,7 @@ def plan(
 ) -> None:
     """Tell what an op costs before it runs: scratch, products and chunks per strategy and budget."""
     with _clear_errors():
-        from onchip.plan.run import plan_document, show_plan
+        from onchip.plan import plan_document, show_plan
 
         _known_op(op, OPS)
         document = plan_document(
@@ -254,6 +254,9 @@ def tune(
         float | None, typer.Option(help="Start nothing new after so long; the same command goes on from there.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what is stored or was measured before.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Only time what a launch takes against the heuristic's config.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest block sizes of an op's kernels on this GPU and store them for later runs."""
@@ -272,6 +275,7 @@ def tune(
             out=out,
             limit_seconds=limit_seconds,
             again=again,
+            compare=compare,
             console=_console(as_json),
         )
     if as_json:

@@ -71,20 +71,6 @@ def test_the_default_is_an_eighth_of_the_logits():
     assert jax_spec.choose_strategy(large) == "recompute"
 
 
-@pytest.mark.parametrize("strategy", ["stash", "recompute"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (63, 31, 7), (4097, 520, 50257), (1 << 17, 4096, 128256)], ids=str)
-def test_plans_fit_their_budget(shape, device, strategy):
-    problem = Problem(*shape, "bfloat16", device=device, compacted=True, softcap=True)
-    least = jax_spec.scratch_at_least(problem, strategy)
-    for budget in (least, least + 1, 2 * least, 1 << 33):
-        config = jax_spec.plan(problem, strategy, budget)
-        assert jax_spec.scratch_bytes(problem, config) <= max(budget, least)
-        assert 1 <= config.token_chunk <= shape[0]
-        assert 1 <= config.vocab_chunk <= shape[2]
-        assert strategy == "recompute" or config.vocab_chunk == shape[2]
-
-
 def test_stash_is_taken_where_it_fits():
     small = Problem(4096, 64, 4096, compacted=True)
     assert jax_spec.choose_strategy(small, budget=64 * MIB) == "stash"

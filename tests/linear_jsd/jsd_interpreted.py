@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from interpreter import main
-from onchip.ops.linear_jsd import triton_spec
+from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
-from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.ops.linear_jsd.triton_memory import TritonConfig
 from onchip.torch import TopK, linear_jsd
 
 CHECKS = {}

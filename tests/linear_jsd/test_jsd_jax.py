@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from onchip.core.sizes import MIB
-from onchip.ops.linear_jsd import spec
+from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
-from onchip.ops.linear_jsd.spec import Head, Problem, TopK
+from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.spec import TopK
 from shared import assert_within_bounds
 from shared_jax import quick_compilation  # noqa: F401
 
@@ -96,7 +97,7 @@ def test_chunks_change_nothing(reduction, monkeypatch):
         return jax.value_and_grad(lambda *a: f(*a).sum(), (0, 1, 2, 3))(h, w, x, v)
 
     whole = run()
-    monkeypatch.setattr(spec, "plan", lambda *_: 5)
+    monkeypatch.setattr(memory, "plan", lambda *_: 5)
     assert_same(run(), whole)
     jax.clear_caches()
 
@@ -113,7 +114,7 @@ def test_the_formula_holds(dtype):
         tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), Head(size, vocab, dtype, dtype, dtype),
         stash=True,
     )  # fmt: skip
-    budget = spec.jax_scratch_bytes(p, spec.SMALLEST) + 16 * MIB
+    budget = memory.JAX_PLANNER.least(p, "") + 16 * MIB
     step = jax.value_and_grad(partial(linear_jsd, scratch_bytes=budget, temperature=2.0), (0, 1))
     used = jax.jit(step).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-    assert used <= spec.jax_scratch_bytes(p, spec.plan(p, budget, scratch_bytes=spec.jax_scratch_bytes))
+    assert used <= memory.JAX_PLANNER.scratch_bytes(p, memory.plan(p, budget, memory.JAX_PLANNER))

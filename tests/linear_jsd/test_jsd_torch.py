@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from every_loss import check_operators
 from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
-from onchip.ops.linear_jsd import spec
+from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
-from onchip.ops.linear_jsd.spec import Head, Problem, TopK
+from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_walk import Model, walk
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
@@ -156,7 +157,7 @@ def test_chunk_sizes_change_nothing(chunk, beta, reduction, ignore):
 
     whole = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "plan", lambda *_: chunk)
+        patch.setattr(memory, "plan", lambda *_: chunk)
         assert_same(run(), whole)
 
 
@@ -284,8 +285,8 @@ def test_the_formula_holds(dtype, beta, hard):
     p = Problem(
         tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard, compacted=hard
     )
-    budget = spec.scratch_at_least(p) + 8 * MIB
-    formula = spec.scratch_bytes(p, spec.plan(p, budget))
+    budget = memory.PLANNER.least(p, "") + 8 * MIB
+    formula = memory.scratch_bytes(p, memory.plan(p, budget))
     y = torch.randint(vocab, (tokens,))
     y[::8] = -100
     options = {"target": y, "hard_weight": 0.3} if hard else {}

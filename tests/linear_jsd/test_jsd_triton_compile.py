@@ -6,7 +6,7 @@ import torch
 from jsd_ahead import KERNELS, jsd_launches, launches
 
 from linear_cross_entropy.ahead_of_time import compile_all, turned, weights_read
-from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.ops.linear_jsd.triton_memory import TritonConfig
 
 # Compute capability, and bytes of shared memory that a block may use: H100, A100.
 HOPPER, AMPERE = (90, 232448), (80, 166912)

@@ -14,11 +14,10 @@ import torch
 from common_llp import assert_right, small_problem
 
 from interpreter import main
-from onchip.ops.linear_log_probs import triton_spec
 from onchip.ops.linear_log_probs.cases import Case, make_inputs
 from onchip.ops.linear_log_probs.checks import as_arguments, plain_linear_log_probs
-from onchip.ops.linear_log_probs.spec import Problem
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
+from onchip.vocab.memory import Problem
 from onchip.vocab.triton import memory as head_spec
 
 CHECKS = {}
@@ -86,9 +85,9 @@ def a_weight_whose_columns_lie_in_rows(option):
 def chunks_computed_again(option):
     """Ids in several chunks of the vocabulary, and none in some."""
     case = Case("chunks", 16, 24, 700, ids=2, options={"softcap": 5.0} if option == "softcap" else {})
-    problem = Problem(16, 24, 700, 2, "float16", softcap=option == "softcap", entropy=option == "entropy", top1=True)
-    least = triton_spec.least_scratch(problem)
-    assert triton_spec.plan(problem, least).vocab_chunk == 256
+    problem = Problem(16, 24, 700, "float16", device="cuda", softcap=option == "softcap", stats=True, ids=2)
+    least = head_spec.least_scratch(problem)
+    assert head_spec.plan(problem, "auto", least).vocab_chunk == 256
     right(case, entropy=option == "entropy", scratch_bytes=least)
     with pytest.raises(ValueError, match=f"the smallest chunk needs {least} bytes"):
         right(case, entropy=option == "entropy", scratch_bytes=least - 1)

@@ -9,11 +9,13 @@ from common_llp import assert_right, assert_same, gradients, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.ops.linear_log_probs import reference, spec
+from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_log_probs.checks import as_arguments, plain_linear_log_probs, run_oracle
 from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
+from onchip.vocab import memory
 from onchip.vocab.chunks import Config
+from onchip.vocab.memory import Problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What the others below don't cover; `onchip check` runs all cases in all dtypes, with and without the entropy.
@@ -71,9 +73,9 @@ def test_many_chunks(dtype, entropy):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
     case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, ids=3, ignored_ids=0.2, options={"softcap": 5.0})
     name = str(dtype).removeprefix("torch.")
-    problem = spec.Problem(333, 40, 2500, 3, name, grad_bias=True, softcap=True, entropy=entropy, compacted=True)
-    budget = max(spec.scratch_at_least(problem, s) for s in ("forward", "recompute"))
-    config = spec.plan(problem, "recompute", budget)
+    problem = Problem(333, 40, 2500, name, grad_bias=True, softcap=True, stats=entropy, compacted=True, ids=3)
+    budget = memory.scratch_at_least(problem, "recompute")
+    config = memory.plan(problem, "recompute", budget)
     assert config.token_chunk < 333 / 2
     assert config.vocab_chunk < 2500 / 2
     assert_right(case, dtype, scratch_bytes=budget, entropy=entropy)
@@ -96,7 +98,7 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, softcap, masked):
     options = {"softcap": 4.0 if softcap else None}
     whole = run(h, w, ids, b, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "plan", lambda problem, strategy, budget: Config(strategy, token_chunk, vocab_chunk))
+        patch.setattr(memory, "plan", lambda problem, strategy, budget: Config(strategy, token_chunk, vocab_chunk))
         for x, y in zip(run(h, w, ids, b, **options), whole, strict=True):
             assert_same(x, y)
 
@@ -239,8 +241,8 @@ def test_masked_vocabulary(masked):
     bias = torch.zeros(2048)
     bias[masked] = -math.inf
     ids = bias.isfinite().nonzero()[torch.randint(500, (70, 2)), 0]
-    problem = spec.Problem(70, 8, 2048, 2, entropy=True, compacted=True)
-    budget = max(spec.scratch_at_least(problem, s) for s in ("forward", "recompute"))
+    problem = Problem(70, 8, 2048, stats=True, compacted=True, ids=2)
+    budget = memory.scratch_at_least(problem, "recompute")
     got = run(h, w, ids, bias, scratch_bytes=budget)
     upstream = [torch.linspace(-1, 2, x.numel()).view(x.shape) for x in got[:3]]
     named = dict(zip(("grad_log_prob", "grad_entropy", "grad_lse"), upstream, strict=True))

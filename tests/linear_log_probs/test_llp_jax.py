@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from common_llp_jax import small_problem
 
-from onchip.ops.linear_log_probs import reference, spec
+from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
 from onchip.ops.linear_log_probs.checks import check_case, plain_linear_log_probs
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
+from onchip.vocab.memory import Problem
+from onchip.vocab.xla import memory
 from shared import assert_within_bounds
 from shared_jax import assert_same, quick_compilation  # noqa: F401
 
@@ -56,11 +58,9 @@ def test_sizes(size):
 def test_many_chunks(layout, dtype):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
     case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, ids=3, ignored_ids=0.2, options={"softcap": 5.0})
-    problem = spec.Problem(
-        333, 40, 2500, 3, dtype, backend="xla", grad_bias=True, softcap=True, entropy=True, compacted=True
-    )
-    budget = max(spec.scratch_at_least(problem, s) for s in ("forward", "recompute"))
-    config = spec.plan(problem, "recompute", budget)
+    problem = Problem(333, 40, 2500, dtype, grad_bias=True, softcap=True, stats=True, compacted=True, ids=3)
+    budget = memory.scratch_at_least(problem, "recompute")
+    config = memory.plan(problem, "recompute", budget)
     assert config.token_chunk < 333 / 2
     assert config.vocab_chunk < 2500 / 2
     assert_right(case, dtype, scratch_bytes=budget, weight_layout=layout)
@@ -120,10 +120,9 @@ def test_what_is_returned():
 def test_the_memory_formula(options):
     jax.config.update("jax_disable_most_optimizations", False)
     h, w, ids = (jax.ShapeDtypeStruct(s, d) for s, d in (((512, 64), "float32"), ((8192, 64), "float32"), ((512,), "int32")))  # fmt: skip # noqa: E501
-    problem = spec.Problem(
-        512, 64, 8192, backend="xla", softcap="softcap" in options, entropy="entropy" in options, compacted=True
-    )
-    budget = spec.scratch_at_least(problem, "recompute") + (4 << 20)
+    wanted = {"softcap": "softcap" in options, "stats": "entropy" in options}
+    problem = Problem(512, 64, 8192, compacted=True, ids=1, **wanted)
+    budget = memory.scratch_at_least(problem, "recompute") + (4 << 20)
 
     def step(h, w, ids):
         out = linear_log_probs(h, w, ids, scratch_bytes=budget, lse=True, **options)
@@ -132,4 +131,4 @@ def test_the_memory_formula(options):
     temporary = jax.jit(jax.grad(step, (0, 1))).lower(h, w, ids).compile().memory_analysis().temp_size_in_bytes
     jax.config.update("jax_disable_most_optimizations", True)
     assert temporary <= budget
-    assert temporary >= spec.scratch_bytes(problem, spec.plan(problem, "recompute", budget)) / 3
+    assert temporary >= memory.scratch_bytes(problem, memory.plan(problem, "recompute", budget)) / 3

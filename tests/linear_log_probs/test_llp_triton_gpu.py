@@ -12,11 +12,10 @@ from common_llp import assert_right, small_problem
 
 from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
-from onchip.ops.linear_log_probs import triton_spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
 from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
-from onchip.ops.linear_log_probs.spec import Problem
 from onchip.torch import linear_log_probs
+from onchip.vocab.memory import Problem
 from onchip.vocab.triton import memory as head_spec
 
 pytestmark = pytest.mark.gpu
@@ -151,8 +150,11 @@ def test_a_student_that_agrees_with_its_teacher():
     ids=str,
 )
 def test_the_memory_formula_holds(changes):
+    changes = dict(changes)
     tokens, hidden = 4096, 1024
-    p = Problem(tokens, hidden, dtype="bfloat16", device="cuda", **{"vocab": 50257} | changes)
+    wanted = {name: changes.pop(name, False) for name in ("entropy", "top1")}
+    sizes = {"vocab": 50257, "ids": 1} | changes
+    p = Problem(tokens, hidden, dtype="bfloat16", device="cuda", stats=any(wanted.values()), **sizes)
     dtypes = [getattr(torch, name) for name in (p.hidden_dtype, p.weight_dtype)]
     h, w, y = make(tokens, hidden, p.vocab, p.ids if p.ids > 1 else None)
     if "copied" in changes or "vocab" in changes:
@@ -161,13 +163,13 @@ def test_the_memory_formula_holds(changes):
     h.requires_grad_(p.grad_hidden)
     w.requires_grad_(p.grad_weight)
     leaves = [x for x in (h, w) if x.requires_grad]
-    budget = triton_spec.least_scratch(p) + 64 * MIB
-    formula = triton_spec.scratch_bytes(p, triton_spec.plan(p, budget))
+    budget = head_spec.least_scratch(p) + 64 * MIB
+    formula = head_spec.scratch_bytes(p, head_spec.plan(p, "auto", budget))
     options = {"softcap": 10.0} if p.softcap else {}
 
     def step():
         with torch.autocast("cuda", torch.bfloat16, enabled=p.hidden_dtype == "float32"):
-            out = op(h, w, y, entropy=p.entropy, top1=p.top1, lse=True, scratch_bytes=budget, **options)
+            out = op(h, w, y, **wanted, lse=True, scratch_bytes=budget, **options)
         results = [x for x in out if x is not None]
         floats = [x for x in results if x.requires_grad]
         grads = torch.autograd.grad(sum(x.sum() for x in floats), leaves) if leaves else ()

@@ -1,1 +1,1 @@
-"""One folder per op: the contract (reference.py), the plan (spec.py), and one file per front end."""
+"""One folder per op: the contract (reference.py), the options (spec.py), and one file per front end."""

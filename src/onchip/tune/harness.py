@@ -5,7 +5,7 @@ An op hands in what is needed here as plain names at the top level of its `tunin
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from onchip.bench.measuring import measuring
@@ -77,6 +77,8 @@ class Tuned:
     results: Sequence[Result]
     finished: bool
     """False if the time was up before all candidates were measured; there is no best one then."""
+    times: Mapping[Any, float] = field(default_factory=dict)
+    """Of those in the final, by `config_key`."""
     best: Mapping[str, int] | None = None
     best_ms: float | None = None
     heuristic_ms: float | None = None
@@ -136,6 +138,7 @@ class Search:
         return Tuned(
             list(results.values()),
             finished=True,
+            times=times,
             best=dict(results[best].config) if best is not None else None,
             best_ms=times[best] if best is not None else None,
             heuristic_ms=times.get(config_key(self.candidates[0])),

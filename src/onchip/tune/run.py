@@ -35,7 +35,8 @@ class Row:
     dtype: str
     sizes: Mapping[str, int]
     status: str
-    """ "tuned", "stored before", "unfinished" if the time was up, or "failed"."""
+    """ "tuned", "stored before", "unfinished" if the time was up, or "failed"; of a comparison how the config was
+    found: "exact", "nearest", or "heuristic" if none was."""
     candidates: int
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """How many candidates were right, wrong, failing, or dropped for their shared memory."""
@@ -45,7 +46,7 @@ class Row:
     gain: float | None = None
     """The heuristic's time over the best one."""
     reason: str | None = None
-    """Why nothing was stored."""
+    """Why nothing was stored; of a comparison where the config comes from."""
 
 
 def run_tune(op: str, module: str, framework: str, *, console: Console, **options: Any) -> dict[str, Any]:
@@ -93,6 +94,7 @@ def tune_op(
     out: Path | None = None,
     limit_seconds: float | None = None,
     again: bool = False,
+    compare: bool = False,
     console: Console,
 ) -> dict[str, Any]:
     """Tune kernels on cases and write the winners to `<out>/<device>/<name>.json`, each as soon as it is known.
@@ -110,6 +112,7 @@ def tune_op(
         out: the folder of configs, made if need be; None for the user's own, which goes before the shipped one.
         limit_seconds: no candidate is started after so many seconds; None for no limit.
         again: measure anew what has a winner or is in the log.
+        compare: only time the config that a launch would get against the heuristic's, and store nothing.
         console: where progress and the table go.
 
     Returns:
@@ -146,6 +149,7 @@ def tune_op(
         log_path,
         versions=_versions(machine.framework),
         again=again,
+        compare=compare,
         deadline=time.monotonic() + (limit_seconds if limit_seconds is not None else math.inf),
     )
     rows = []
@@ -188,6 +192,7 @@ class _Run:
     log_path: Path
     versions: Mapping[str, str]
     again: bool
+    compare: bool
     deadline: float
 
     def tune(self, kernel: str, case: str, candidates: Sequence[Mapping[str, int]], tick: Callable[[str], None]) -> Row:
@@ -195,7 +200,11 @@ class _Run:
         sizes = dict(self.op.sizes(self.op.CASES[case]))
         row = Row(kernel, case, self.dtype, sizes, status="failed", candidates=len(candidates))
         stored = [e for e in self.entries() if e.is_for(kernel, self.dtype, sizes)]
-        if stored and stored[0].versions == self.versions and not self.again:
+        found = None
+        if self.compare and candidates:
+            found = configs.find_config(self.name, kernel, self.machine.slug, self.dtype, sizes, candidates[0])
+            candidates = [candidates[0], dict(found.config)]
+        elif stored and stored[0].versions == self.versions and not self.again:
             return replace(row, status="stored before", config=stored[0].config, best_ms=stored[0].ms)
         if not candidates:
             return replace(row, reason="the op has no candidates for it")
@@ -207,7 +216,7 @@ class _Run:
             self.dtype,
             self.machine,
             candidates,
-            known={} if self.again else log.read(self.log_path, problem),
+            known={} if self.again or self.compare else log.read(self.log_path, problem),
             record=functools.partial(log.append, self.log_path, problem),
             tick=tick,
             deadline=self.deadline,
@@ -223,6 +232,9 @@ class _Run:
             outcomes=dict(Counter(result.outcome for result in tuned.results)),
             heuristic_ms=tuned.heuristic_ms,
         )
+        if found and (ms := tuned.times.get(log.config_key(found.config))) and tuned.heuristic_ms:
+            row = replace(row, status=found.how, config=dict(found.config), best_ms=ms, gain=tuned.heuristic_ms / ms)
+            return replace(row, reason=found.source)
         if not tuned.finished:
             reason = f"the time was up after {len(tuned.results)} candidates; the same command goes on from there"
             return replace(row, status="unfinished", reason=reason)

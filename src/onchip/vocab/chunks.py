@@ -1,8 +1,15 @@
-"""How a [tokens, vocab] problem is cut into chunks.  No framework."""
+"""The planner: how a problem over a vocabulary is cut into chunks that fit a budget.  No framework.
 
+Each backend declares its memory formula, the plans that it can run and what they cost; the choice among them and the
+refusal of a budget that is too small are the same for all.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
-from onchip.core.sizes import MIB
+from onchip.core.sizes import MIB, up
 
 DEFAULT_SCRATCH = 256 * MIB
 # Chunks of tokens and of the vocabulary.  Below the smallest nothing is planned, whatever the budget: a matrix product
@@ -11,6 +18,8 @@ DEFAULT_SCRATCH = 256 * MIB
 # with chunks of 256 tokens, 41 with 512, 32 with 1024 and 29 with 2048, where 'recompute' in 256 MiB took 39.
 SMALLEST = (64, 512)
 USEFUL = {"cpu": (64, 512), "cuda": (1024, 4096)}
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
@@ -23,9 +32,81 @@ class Config:
     vocab_chunk: int
 
 
-def even_chunk(total: int, largest: int) -> int:
-    """The size, at most `largest`, of the fewest chunks of `total`, as even as whole multiples of 64 allow."""
-    if largest >= total:
+@dataclass(frozen=True)
+class Planner(Generic[Plan]):
+    """What a backend declares of its plans.  A problem is hashable and has `op`, what errors speak for."""
+
+    parts: Callable[[Any, Plan], dict[str, int]]
+    """Peak memory above inputs, results and returned gradients, in bytes, part by part."""
+    candidates: Callable[[Any, str, int], Iterable[Plan]]
+    """The plans of a strategy to choose among in a budget; they need not fit.  Of equal ones the first is taken."""
+    cost: Callable[[Any, Plan], float]
+    """Predicted time, in any unit."""
+    least: Callable[[Any, str], int]
+    """Bytes of scratch that a strategy needs to run at all."""
+    default: Callable[[Any, str], int]
+    """The budget of a call that gives none."""
+    needs: Callable[[Any, str], str]
+    """How the refusal of a budget goes on: the sizes, and what it is that needs more."""
+    advice: str = "raise scratch_bytes"
+    slack: float = 1.0
+    """Plans that cost up to so many times the least pass for equally fast: no model is better than that."""
+
+    def scratch_bytes(self, p: Any, c: Plan) -> int:
+        """Peak memory above inputs, results and returned gradients, in bytes."""
+        return sum(self.parts(p, c).values())
+
+    def require(self, p: Any, strategy: str, budget: int | None) -> None:
+        """Raise ValueError if the budget is too small for the strategy."""
+        if budget is not None and (least := self.least(p, strategy)) > budget:
+            raise ValueError(
+                f"{p.op}: scratch_bytes={budget} is too small for {self.needs(p, strategy)} {least} bytes; "
+                f"{self.advice}"
+            )
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - planners live as long as their modules
+    def plan(self, p: Any, strategy: str = "auto", budget: int | None = None) -> Plan:
+        """The plan of the least cost whose scratch fits the budget; of equally fast ones the smallest.
+
+        Raises:
+            ValueError: nothing fits; the message names the smallest budget that does.
+        """
+        if budget is None:
+            budget = self.default(p, strategy)
+        sized = [(self.scratch_bytes(p, c), c) for c in self.candidates(p, strategy, budget)]
+        fitting = [(size, self.cost(p, c), c) for size, c in sized if size <= budget]
+        if not fitting:
+            self.require(p, strategy, budget)
+        fastest = min(cost for _, cost, _ in fitting)
+        return min((x for x in fitting if x[1] <= self.slack * fastest), key=lambda x: x[:2])[2]
+
+
+def default_scratch(logits_bytes: int, useful: int, bound: int = DEFAULT_SCRATCH) -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what useful chunks need."""
+    return max(min(bound, logits_bytes // 8), useful)
+
+
+def largest(fits: Callable[[int], bool], smallest: int, total: int, unit: int = 64) -> int:
+    """`total`, or the largest multiple of `unit` that fits; at least `smallest`.  What fits at one size fits below."""
+    if total <= smallest:
+        return smallest
+    if fits(total):
         return total
-    even = -(-total // -(-total // largest))
-    return min(largest, -(-even // 64) * 64)
+    low, high = smallest // unit, -(-total // unit)  # in units: `high` is too large
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    return max(smallest, low * unit)
+
+
+def even_chunk(total: int, largest: int, unit: int = 64) -> int:
+    """The size, at most `largest`, of the fewest chunks of `total`, as even as whole multiples of `unit` allow."""
+    if largest >= total:
+        return max(1, total)
+    return min(largest, up(-(-total // -(-total // largest)), unit))
+
+
+def waves(tiles: int, programs: int, *, halves: bool = False) -> float:
+    """How often the programs take a tile, where those of the last wave may be cut in halves."""
+    whole, rest = divmod(tiles, programs)
+    return whole + (0.0 if rest == 0 else 0.5 if halves and 2 * rest <= programs else 1.0)

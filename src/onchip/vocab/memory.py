@@ -3,11 +3,12 @@
 No framework.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.vocab.chunks import DEFAULT_SCRATCH, SMALLEST, USEFUL, Config, even_chunk
+from onchip.vocab import chunks
+from onchip.vocab.chunks import DEFAULT_SCRATCH, SMALLEST, USEFUL, Config, Planner, even_chunk, largest
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Problem:
     softcap: bool = False
     smoothing: bool = False
     stats: bool = False
+    """Statistics of the softmax that take memory: the entropy, with 'triton' also the likeliest entry."""
     weight_grad_out: bool = False
     """The weight's gradient is added to a float32 tensor of the caller's."""
     op: str = "linear_cross_entropy"
@@ -38,6 +40,8 @@ class Problem:
     """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
     copied: int = 0
     """Bytes of the copies that are made of inputs whose strides don't suit."""
+    ids: int = 0
+    """Of linear_log_probs: K, ids per token.  0 where each token has a target."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):
@@ -52,10 +56,20 @@ class Problem:
         """16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their results."""
         return self.device == "cpu" and self.dtype != "float32"
 
+    @property
+    def sizes(self) -> str:
+        """As errors say it."""
+        return f"T={self.tokens}, H={self.hidden}, V={self.vocab} in {self.dtype}"
+
 
 def logits_bytes(p: Problem) -> int:
-    """Bytes of the float32 logits, which this op never stores."""
+    """Bytes of the float32 logits, which no op stores."""
     return 4 * p.tokens * p.vocab
+
+
+def vectors(p: Problem) -> int:
+    """Bytes of numbers per token, per id and per vocabulary entry."""
+    return (96 + 80 * p.ids) * p.tokens + 16 * p.vocab
 
 
 def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
@@ -63,8 +77,9 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     tokens, vocab, element = c.token_chunk, c.vocab_chunk, DTYPE_BYTES[p.dtype]
     narrow = p.device == "cuda" and p.dtype != "float32"
     backward = c.strategy != "forward"
-    # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read
-    copies = 1 + int(p.stats and c.strategy != "recompute") + int(p.softcap and backward)
+    # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read.  The
+    # gradient of linear_log_probs reads the entropy.
+    copies = 1 + int(p.stats and (p.ids > 0 or c.strategy != "recompute")) + int(p.softcap and backward)
     tile_bytes = 4 * copies + (2 if narrow and backward else 0)
     if p.device == "cuda":
         row_bytes = element if backward else 0  # ignored rows zeroed, so that a NaN there can't leak
@@ -90,33 +105,70 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         "copies of strided inputs": p.copied,
         "hidden gradient in float32": 4 * p.tokens * p.hidden if float32_hidden else 0,
         "weight gradient in float32": 4 * weight_rows * p.hidden if float32_weight else 0,
-        "vectors": 96 * p.tokens + 16 * p.vocab,
+        "vectors": vectors(p),
     }
 
 
-def scratch_bytes(p: Problem, c: Config) -> int:
-    """Peak memory above inputs, loss and returned gradients, in bytes."""
-    return sum(scratch_parts(p, c).values())
+def passes(p: Problem, c: Config) -> int:
+    """What plans are compared by: each chunk of tokens passes over all of the weight (and its gradient), each chunk of
+    the vocabulary over hidden."""
+    return -(-p.tokens // c.token_chunk) * p.vocab + -(-p.vocab // c.vocab_chunk) * p.tokens
+
+
+def needs(p: Problem, strategy: str) -> str:
+    """How the refusal of a budget goes on; linear_log_probs has no strategies to name."""
+    what = "the smallest chunk" if p.ids else f"strategy {strategy!r}"
+    return f"{p.sizes}: {what} needs"
 
 
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
     """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all."""
-    return scratch_bytes(p, Config(strategy, min(p.tokens, sizes[0]), min(p.vocab, sizes[1])))
+    return scratch_bytes(p, Config(strategy, max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])))
 
 
-AtLeast = Callable[[Problem, str, tuple[int, int]], int]
-
-
-"""Bytes of scratch that a strategy needs with chunks of [tokens, vocab] sizes."""
-
-
-def default_scratch(p: Problem, strategy: str, at_least: AtLeast = scratch_at_least) -> int:
+def default_scratch(p: Problem, strategy: str) -> int:
     """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), at_least(p, strategy, USEFUL[p.device]))
+    return chunks.default_scratch(logits_bytes(p), scratch_at_least(p, strategy, USEFUL[p.device]))
+
+
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
+    """With all of the vocabulary for 'stash', else of several sizes of a chunk of tokens: what fits beside it."""
+    least_tokens, least_vocab = max(1, min(p.tokens, SMALLEST[0])), min(p.vocab, SMALLEST[1])
+
+    def fits(tokens: int, vocab: int) -> bool:
+        return scratch_bytes(p, Config(strategy, tokens, vocab)) <= budget
+
+    def vocab_chunk(tokens: int) -> int:
+        return even_chunk(p.vocab, largest(lambda size: fits(tokens, size), least_vocab, p.vocab))
+
+    if strategy == "stash":
+        # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
+        slab = p.vocab
+        if p.widened:
+            slab = min(max(least_vocab, budget // 4 // (4 * p.hidden) // 64 * 64), vocab_chunk(least_tokens))
+        yield Config("stash", even_chunk(p.tokens, largest(lambda n: fits(n, slab), least_tokens, p.tokens)), slab)
+        return
+    yield from (Config(strategy, size, vocab_chunk(size)) for size in halved(p.tokens, least_tokens))
+
+
+def halved(total: int, smallest: int) -> Iterator[int]:
+    """`total`, a half of it, and so on, down to `smallest`."""
+    parts = 1
+    while (size := -(-total // parts)) > smallest:
+        yield size
+        parts *= 2
+    yield smallest
+
+
+PLANNER: Planner[Config] = Planner(scratch_parts, _candidates, passes, scratch_at_least, default_scratch, needs)
+plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
 
 
 def choose_strategy(
-    p: Problem, requested: str = "auto", budget: int | None = None, at_least: AtLeast = scratch_at_least
+    p: Problem,
+    requested: str = "auto",
+    budget: int | None = None,
+    at_least: Callable[[Problem, str, tuple[int, int]], int] = scratch_at_least,
 ) -> str:
     """The strategy that will run: 'forward' without gradients, else 'stash' or 'recompute'.
 
@@ -142,53 +194,6 @@ def choose_strategy(
             return strategy
     said = " and ".join(f"{need} bytes for strategy {s!r}" for s, need in needs.items())
     raise ValueError(
-        f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
-        f"the smallest chunk needs {said}; raise scratch_bytes"
+        f"{p.op}: scratch_bytes={budget} is too small for {p.sizes}: the smallest chunk needs {said}; "
+        "raise scratch_bytes"
     )
-
-
-def plan(p: Problem, strategy: str, budget: int | None = None) -> Config:
-    """Cut the problem into the fewest, most even chunks whose scratch fits the budget."""
-    if budget is None:
-        budget = default_scratch(p, strategy)
-    smallest_tokens, smallest_vocab = min(p.tokens, SMALLEST[0]), min(p.vocab, SMALLEST[1])
-    if strategy == "stash":
-        # The vocabulary is cut only where the weight's rows are widened to float32: a quarter of the budget for those.
-        slab = p.vocab
-        if p.widened:
-            slab = max(smallest_vocab, budget // 4 // (4 * p.hidden) // 64 * 64)
-            slab = min(slab, _fit(p, strategy, budget, token_chunk=smallest_tokens, smallest=smallest_vocab))
-        return Config("stash", _fit(p, strategy, budget, vocab_chunk=slab, smallest=smallest_tokens), slab)
-    best: tuple[int, Config] | None = None
-    n_tokens = 1
-    while True:
-        token_chunk = max(smallest_tokens, -(-p.tokens // n_tokens))
-        vocab_chunk = _fit(p, strategy, budget, token_chunk=token_chunk, smallest=smallest_vocab)
-        config = Config(strategy, token_chunk, vocab_chunk)
-        # Each chunk of tokens passes over all of the weight (and its gradient), each chunk of vocabulary over hidden.
-        cost = -(-p.tokens // max(1, token_chunk)) * p.vocab + -(-p.vocab // vocab_chunk) * p.tokens
-        if scratch_bytes(p, config) > budget:
-            cost += scratch_bytes(p, config) << 32  # over budget: only the smallest such config will do
-        if best is None or cost < best[0]:
-            best = cost, config
-        if token_chunk <= smallest_tokens:
-            return best[1]
-        n_tokens *= 2
-
-
-def _fit(
-    p: Problem, strategy: str, budget: int, *, smallest: int, token_chunk: int | None = None, vocab_chunk: int = 0
-) -> int:
-    """The chunk of the dimension left open: the fewest even chunks that fit, in multiples of 64 where that fits too.
-
-    Scratch is linear in either chunk.
-    """
-    total = p.tokens if token_chunk is None else p.vocab
-
-    def cost(size: int) -> int:
-        sizes = (size, vocab_chunk) if token_chunk is None else (token_chunk, size)
-        return scratch_bytes(p, Config(strategy, *sizes))
-
-    slope = max(1, cost(1) - cost(0))
-    largest = min(total, max(smallest, (budget - cost(0)) // slope))
-    return even_chunk(total, largest if largest >= total else max(smallest, largest // 64 * 64))

@@ -19,15 +19,5 @@ the caches.  The loss is that of linear_cross_entropy, and so is the arithmetic:
 Sources: that the log-sum-exp is all that backward needs, and that its gradient may take the logits' memory, are as in
 Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
 
-    spec.py           options, and what fits together; no framework
-    reference.py      the contract in NumPy float64, with gradients
-    torch_op.py       PyTorch: the public function and module, and the operators of both backends
-    torch_inputs.py   what the public function checks, and the call that it makes
-    triton_op.py      what the operator of the Triton backend computes
-    jax_op.py         JAX: the public function, and the computation in plain JAX, a chunk of rows at a time
-    jax_inputs.py     what the public function checks
-    cases.py          named problems for tests, `onchip check` and `onchip bench`
-    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
-
-What computes it, chunk by chunk or in Triton's kernels, and its memory formulas: onchip.vocab.rows.
+What computes it is in `onchip.vocab.rows`; docs/architecture.md shows what lives where.
 """

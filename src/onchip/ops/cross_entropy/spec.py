@@ -1,11 +1,14 @@
-"""What every front end of cross_entropy shares: its options, and what fits together."""
+"""What every front end of cross_entropy shares: options and what shapes go together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import check_leading, check_loss_options, check_per_token, require_bool, to_python_numbers
+from onchip.frontend.options import check_leading, check_loss_options, check_per_token, require_bool
 
 OP = "cross_entropy"
+
+
+# ---------------------------------------------------------------------------------------------------------- options
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,6 @@ class Options:
         check_loss_options(OP, self)
         for name in ("check_inputs", "return_stats", "inplace_backward"):
             require_bool(OP, name, getattr(self, name))
-        to_python_numbers(self)
 
 
 def check_shapes(

@@ -1,4 +1,4 @@
-"""What every front end of fp8_linear shares: options, formats, shapes, memory formulas."""
+"""What every front end of fp8_linear shares: what shapes go together."""
 
 from collections.abc import Sequence
 
@@ -16,6 +16,3 @@ def check_shapes(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | 
         raise ValueError(f"{OP}: x has K={x[-1]} but weight has K={weight[1]}; weight must be [N, K]")
     if bias is not None and tuple(bias) != weight[:1]:
         raise ValueError(f"{OP}: bias has shape {list(bias)} but weight has N={weight[0]}; bias must be [N]")
-
-
-# ------------------------------------------------------------------------------------------------------------- memory

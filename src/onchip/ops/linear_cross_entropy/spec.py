@@ -1,9 +1,8 @@
-"""What every front end of linear_cross_entropy shares: options, memory formulas, the choice of strategy and chunks."""
+"""What every front end of linear_cross_entropy shares: options and what shapes go together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.options import (
     check_head,
     check_leading,
@@ -12,8 +11,6 @@ from onchip.frontend.options import (
     require_bool,
     require_one_of,
 )
-from onchip.vocab.chunks import Config
-from onchip.vocab.memory import Problem
 
 OP = "linear_cross_entropy"
 STRATEGIES = ("auto", "stash", "recompute")
@@ -66,31 +63,3 @@ def check_shapes(
     check_leading(OP, target_name, target, "hidden", hidden)
     for name, shape in per_token.items():
         check_per_token(OP, name, shape, target_name, target)
-
-
-# ------------------------------------------------------------------------------------------------- memory and plan
-
-
-def products(p: Problem, strategy: str) -> int:
-    """Matrix products of 2 T V H floating-point operations each, over forward and backward."""
-    logits = 2 if strategy == "recompute" else 1
-    return logits + (int(p.grad_hidden) + int(p.grad_weight) if strategy != "forward" else 0)
-
-
-def flops(p: Problem, strategy: str) -> int:
-    """Floating-point operations of the matrix products over forward and backward."""
-    return 2 * p.tokens * p.hidden * p.vocab * products(p, strategy)
-
-
-def written_per_chunk(p: Problem, c: Config) -> dict[str, int]:
-    """Bytes that each chunk writes to device memory in making the gradients: the tile, and what is accumulated."""
-    element = 4 if p.device == "cpu" else DTYPE_BYTES[p.dtype]
-    columns = p.vocab if c.strategy == "stash" else c.vocab_chunk
-    written = {"logits": 4 * c.token_chunk * columns}
-    if element != 4:
-        written["their gradient"] = element * c.token_chunk * columns
-    if p.grad_hidden:
-        written["hidden gradient"] = 4 * c.token_chunk * p.hidden
-    if p.grad_weight:
-        written["weight gradient"] = 4 * columns * p.hidden
-    return written

@@ -15,9 +15,10 @@ from jax import lax
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import as_constant, check_normalizer, per_token_constant, plain_labels, platform
-from onchip.ops.linear_jsd import jax_rows, spec
+from onchip.ops.linear_jsd import jax_rows, memory
 from onchip.ops.linear_jsd.jax_inputs import check_arrays
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Head, Options, Problem, TopK
+from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
 from onchip.vocab.xla.loss import Reduction
 from onchip.vocab.xla.tiles import Projection, cut_rows, over_tokens, select_tokens, write
 from onchip.vocab.xla.walk import accumulate
@@ -103,7 +104,7 @@ def linear_jsd(
         ValueError: a wrong shape, range or option, not exactly one teacher, a scratch_bytes that is too small.
         NotImplementedError: differentiated twice.
 
-    Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.spec` is the formula, for a jitted step: about
+    Memory: `jax_scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula, for a jitted step: about
     48 * chunk * V bytes and 8 * V * Hs for the weight's gradient.
 
     Example:
@@ -178,7 +179,7 @@ def jsd(
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
-    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.spec`.
+    Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
 
     Example:
         >>> import jax
@@ -306,8 +307,9 @@ def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Con
         hard=static.loss.hard_weight > 0,
         device="cpu" if static.platform == "cpu" else "cuda",
         stash=stash,
+        op=static.op,
     )
-    return spec.plan(problem, static.scratch_bytes, static.op, spec.jax_scratch_bytes)
+    return memory.plan(problem, static.scratch_bytes, memory.JAX_PLANNER)
 
 
 def _stashes(static: _Static, needs: Any) -> bool:

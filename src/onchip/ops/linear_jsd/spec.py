@@ -1,10 +1,8 @@
-"""What every front end of linear_jsd and jsd shares: options, top-k teachers, memory formulas and plans."""
+"""What every front end of linear_jsd and jsd shares: options, top-k teachers, shapes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.options import (
     REDUCTIONS,
     check_head,
@@ -16,21 +14,11 @@ from onchip.frontend.options import (
     require_positive_int,
     to_python_numbers,
 )
-from onchip.vocab.chunks import DEFAULT_SCRATCH
 
 OP = "linear_jsd"
 LOGITS_OP = "jsd"
 KINDS = ("log_probs", "logits")
 RESTS = ("tail", "truncated", "renormalised")
-
-# Tokens of a chunk.  Below the smallest nothing is planned, whatever the budget.  The default budget allows for a
-# useful one, which keeps the device busy.
-SMALLEST = 16
-USEFUL = {"cpu": 64, "cuda": 256}
-# The elementwise part of a chunk is done in so many blocks of rows: its temporaries are that much smaller.
-BLOCKS = 8
-# Vocabulary entries whose weights are widened to float32 at a time.
-SLAB = 4096
 
 
 class TopK(NamedTuple):
@@ -211,161 +199,3 @@ def check_topk(op: str, topk: Any) -> None:
             f"{op}: teacher_topk.rest={topk.rest!r} needs the teacher's probabilities: pass kind='log_probs', "
             "or rest='renormalised', which needs no normaliser"
         )
-
-
-# ------------------------------------------------------------------------------------------------- memory and plan
-
-
-@dataclass(frozen=True)
-class Head:
-    """A model's last layer.  `hidden` 0: its logits are given."""
-
-    hidden: int = 0
-    vocab: int = 0
-    """Rows of the weight, padding included."""
-    dtype: str = "float32"
-    """What the products read: the inputs' dtype, or autocast's."""
-    hidden_dtype: str = ""
-    weight_dtype: str = ""
-    grad_hidden: bool = False
-    grad_weight: bool = False
-    grad_bias: bool = False
-    grad_logits: bool = False
-
-    @property
-    def any_grad(self) -> bool:
-        return self.grad_hidden or self.grad_weight or self.grad_bias or self.grad_logits
-
-
-@dataclass(frozen=True)
-class Problem:
-    """All that memory depends on.  Sizes in elements, dtypes by name, `device` 'cpu' or 'cuda'."""
-
-    tokens: int
-    vocab: int
-    """Entries that count."""
-    student: Head
-    teacher: Head
-    topk: int = 0
-    """K, where the teacher is a top-k."""
-    hard: bool = False
-    device: str = "cpu"
-    stash: bool = False
-    """Gradients are made in forward and kept, in float32."""
-    compacted: bool = False
-    """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
-    copied: int = 0
-    """Bytes of the copies that are made of inputs whose strides don't suit."""
-
-    @property
-    def any_grad(self) -> bool:
-        return self.student.any_grad or self.teacher.any_grad
-
-    def widened(self, head: Head) -> bool:
-        """16-bit operands are widened to float32 before a product: on the CPU, whose 16-bit products round their
-        results, and float16 everywhere, which can't hold a small gradient."""
-        return head.dtype == "float16" or (self.device == "cpu" and head.dtype == "bfloat16")
-
-
-def logits_bytes(p: Problem) -> int:
-    """Bytes of both models' float32 logits, which `linear_jsd` never stores."""
-    return 4 * p.tokens * p.vocab * (1 if p.topk else 2)
-
-
-def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
-    """Peak memory above inputs, loss and returned gradients, in bytes, part by part, with chunks of so many tokens."""
-    heads = [h for h in (p.student, p.teacher) if h.hidden]
-    block = -(-chunk // BLOCKS)
-    dense = 1 if p.topk else 2
-    rows = casts = kept_hidden = kept_weight = widened = 0
-    for h in heads:
-        element = DTYPE_BYTES[h.dtype]
-        rows += (element + (4 if p.widened(h) else 0) + (4 if h.grad_hidden else 0)) * chunk * h.hidden
-        casts += element * p.tokens * h.hidden if (h.hidden_dtype or h.dtype) != h.dtype else 0
-        casts += element * h.vocab * h.hidden if (h.weight_dtype or h.dtype) != h.dtype else 0
-        # float32 sums; on the CPU those of float32 parameters are handed out as they are.
-        copied = p.stash and p.device == "cuda"
-        if h.grad_hidden and (copied or (h.hidden_dtype or h.dtype) != "float32"):
-            kept_hidden += 4 * p.tokens * h.hidden
-        if h.grad_weight and (copied or (h.weight_dtype or h.dtype) != "float32"):
-            kept_weight += 4 * h.vocab * h.hidden
-        if p.widened(h):
-            widened = max(widened, 4 * min(SLAB, p.vocab) * h.hidden)
-    narrow = p.any_grad and p.device == "cuda" and any(h.dtype == "bfloat16" for h in heads)
-    return {
-        "logits": 4 * dense * chunk * p.vocab,
-        # the softmaxes, their logarithms' difference, and what is made of them
-        "temporaries of a block": (36 + (8 if p.hard else 0)) * block * p.vocab,
-        "top-k rows": 64 * chunk * (p.topk + 1) if p.topk else 0,
-        "logits' gradient in 16 bits": 2 * chunk * p.vocab if narrow else 0,
-        "hidden rows": rows,
-        "weight rows in float32": widened,
-        "casts": casts,
-        "copies of strided inputs": p.copied,
-        "hidden gradients in float32": kept_hidden,
-        "weight gradients in float32": kept_weight,
-        "vectors": 96 * p.tokens + 16 * p.vocab,
-    }
-
-
-def scratch_bytes(p: Problem, chunk: int) -> int:
-    """Peak memory above inputs, loss and returned gradients, in bytes."""
-    return sum(scratch_parts(p, chunk).values())
-
-
-def scratch_at_least(p: Problem) -> int:
-    """Bytes of scratch that a call needs to run at all."""
-    return scratch_bytes(p, min(p.tokens, SMALLEST))
-
-
-def jax_scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
-    """Bytes that XLA allocates beyond arguments and results in a jitted step, part by part."""
-    heads = [h for h in (p.student, p.teacher) if h.hidden]
-    gradient = int(p.any_grad)
-    rows = sums = widened = 0
-    for h in heads:
-        rows += (DTYPE_BYTES[h.dtype] + 8) * chunk * h.hidden
-        # Sums in float32, and where backward scales them, or a loop carries them, another copy.
-        sums += (4 * p.tokens * h.hidden if h.grad_hidden else 0) + (8 * h.vocab * h.hidden if h.grad_weight else 0)
-        widened += 4 * h.vocab * h.hidden if h.dtype == "float16" or (p.device == "cpu" and h.dtype != "float32") else 0
-    given = sum(DTYPE_BYTES[h.dtype] * p.tokens * h.vocab for h in (p.student, p.teacher) if h.grad_logits)
-    return {
-        "logits and what is made of them": 4 * (9 + 3 * gradient + 2 * int(p.hard)) * chunk * p.vocab,
-        "top-k rows": 128 * chunk * (p.topk + 1) if p.topk else 0,
-        "hidden rows": rows,
-        "weights in float32": widened,
-        "gradients in float32": sums,
-        "gradients of logits": given,
-        "vectors": 96 * p.tokens + 16 * p.vocab,
-    }
-
-
-def jax_scratch_bytes(p: Problem, chunk: int) -> int:
-    """Bytes that XLA allocates beyond arguments and results in a jitted step."""
-    return sum(jax_scratch_parts(p, chunk).values())
-
-
-def plan(
-    p: Problem,
-    budget: int | None = None,
-    op: str = OP,
-    scratch_bytes: Callable[[Problem, int], int] = scratch_bytes,
-) -> int:
-    """Tokens of a chunk: the fewest even chunks whose scratch fits the budget.
-
-    Default: 256 MiB or an eighth of both models' float32 logits, whichever is less, and at least what one useful chunk
-    needs.  Raises ValueError if the budget is too small.
-    """
-    if budget is None:
-        budget = max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_bytes(p, min(p.tokens, USEFUL[p.device])))
-    need = scratch_bytes(p, min(p.tokens, SMALLEST))
-    if need > budget:
-        raise ValueError(
-            f"{op}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab}: the smallest chunk needs "
-            f"{need} bytes; raise scratch_bytes"
-        )
-    low, high = min(p.tokens, SMALLEST), p.tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if scratch_bytes(p, middle) <= budget else (low, middle - 1)
-    return -(-p.tokens // -(-p.tokens // low)) if low else 0

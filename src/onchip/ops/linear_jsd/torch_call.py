@@ -15,7 +15,8 @@ from onchip.frontend.torch_inputs import (
     refuse_gradient,
     require_tensors,
 )
-from onchip.ops.linear_jsd.spec import Head, Options, Problem, Shapes, TopK, check_topk
+from onchip.ops.linear_jsd.memory import Head, Problem
+from onchip.ops.linear_jsd.spec import Options, Shapes, TopK, check_topk
 from onchip.ops.linear_jsd.torch_walk import Model
 from onchip.vocab.torch.tiles import Tokens, select_tokens
 
@@ -187,6 +188,7 @@ class Call(NamedTuple):
             hard=self.options.hard_weight > 0,
             device=device,
             stash=self.stash,
+            op=self.options.op,
             compacted=device == "cpu" if tokens is None else tokens.index is not None,
             copied=copied_rows(*self.parameters[::4], *self.parameters[3::4]),
         )

@@ -15,7 +15,7 @@ from onchip.core.backends import choose_backend
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import check_normalizer, dtype_name
 from onchip.frontend.torch_register import Made, Wanted, needed, register
-from onchip.ops.linear_jsd import spec, triton_op
+from onchip.ops.linear_jsd import memory, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
@@ -105,9 +105,9 @@ def linear_jsd(
             On the GPU without check_inputs what is out of range makes its token's loss and gradients NaN.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_jsd.spec` is the formula: about 13 * chunk * V bytes, and with 16-bit
-    weights 4 * V * Hs for their gradient's float32 sum.  That of backend "triton" is in `.triton_spec`: by default at
-    most 512 MiB, about 4 * chunk * V bytes where T <= Hs.
+    Memory: `scratch_parts` of `onchip.ops.linear_jsd.memory` is the formula: about 13 * chunk * V bytes, and with
+    16-bit weights 4 * V * Hs for their gradient's float32 sum.  That of backend "triton" is in `.triton_memory`: by
+    default at most 512 MiB, about 4 * chunk * V bytes where T <= Hs.
 
     Example:
         >>> import torch
@@ -185,9 +185,9 @@ def jsd(
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
-    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.spec`; between forward and backward
-    nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of logits is read twice
-    for the loss (and a third time for its softmax), and once for its gradient.
+    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; between forward and
+    backward nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of
+    logits is read twice for the loss (and a third time for its softmax), and once for its gradient.
 
     Example:
         >>> import torch
@@ -246,7 +246,7 @@ def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer
     )  # fmt: skip
     if chosen == "triton":
         return triton_op.run(call)
-    _plan(call)  # a budget that is too small shows here
+    memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
     return (_STASHING if stash else OPERATORS[op])(call).loss
 
 
@@ -281,17 +281,13 @@ class Stash(NamedTuple):
     dtypes: tuple[str, ...]  # of these parameters
 
 
-def _plan(call: Call, tokens: Tokens | None = None) -> int:
-    """Tokens of a chunk; without `tokens` in the worst case."""
-    return spec.plan(call.problem(tokens), call.options.scratch_bytes, call.options.op)
-
-
 def _walk(call: Call, tokens: Tokens, row: Tensor, grads: Wanted) -> tuple[Tensor, list[Tensor | None]]:
     """The computed tokens' losses, and the eight gradients that are wanted."""
     student, teacher = call.model(0, grads), call.topk or call.model(1, grads)
     assert student is not None
     assert teacher is not None
-    losses, made = walk(call.options, student, teacher, tokens, row=row, vocab=call.size, chunk=_plan(call, tokens))
+    chunk = memory.plan(call.problem(tokens), call.options.scratch_bytes)
+    losses, made = walk(call.options, student, teacher, tokens, row=row, vocab=call.size, chunk=chunk)
     made += [None] * (len(PARAMETERS) - len(made))
     shaped = zip(made, call.parameters, strict=True)
     return losses, [None if x is None or like is None else x.view(like.shape) for x, like in shaped]

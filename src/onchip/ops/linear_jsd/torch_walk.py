@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onchip.ops.linear_jsd.spec import BLOCKS, SLAB, Options, TopK
+from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
+from onchip.ops.linear_jsd.spec import Options, TopK
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.tiles import Tokens, product, spans
 

@@ -23,7 +23,7 @@ from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd import triton_rows
 from onchip.ops.linear_jsd.spec import Options
-from onchip.ops.linear_jsd.triton_spec import TOKEN_TILE, VOCAB_TILE
+from onchip.ops.linear_jsd.triton_memory import TOKEN_TILE, VOCAB_TILE
 from onchip.vocab.triton.launches import (
     Exponentials,
     Run,

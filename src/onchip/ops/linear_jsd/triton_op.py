@@ -14,10 +14,10 @@ from torch import Tensor
 
 from onchip.frontend.torch_inputs import copied_rows, copied_weight
 from onchip.frontend.torch_register import Made, Wanted, register
-from onchip.ops.linear_jsd import triton_spec as jsd_spec
+from onchip.ops.linear_jsd import triton_memory as jsd_spec
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
-from onchip.ops.linear_jsd.triton_spec import TritonConfig
+from onchip.ops.linear_jsd.triton_memory import TritonConfig
 from onchip.vocab.torch.tiles import Head, divisor
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import plan as planning
@@ -54,7 +54,7 @@ def _plan(a: Call) -> TritonConfig:
         copied += 0 if weight is None else copied_weight(weight[: a.size], dtype)
     p = replace(a.problem(), copied=copied)
     if a.student_hidden is None:
-        jsd_spec.require_scratch(p, jsd_spec.scratch_bytes(p, TritonConfig(0)), a.options.scratch_bytes, a.options.op)
+        jsd_spec.PLANNER.require(p, "", a.options.scratch_bytes)
         return TritonConfig(0)
     heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
     p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))

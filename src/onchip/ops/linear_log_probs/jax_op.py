@@ -17,11 +17,11 @@ from jax import lax
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
-from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_inputs import check_arrays
-from onchip.ops.linear_log_probs.spec import OP, Options, Problem
+from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.chunks import Config
-from onchip.vocab.xla import walk
+from onchip.vocab.memory import Problem
+from onchip.vocab.xla import memory, walk
 from onchip.vocab.xla.tiles import (
     VANISHED,
     Projection,
@@ -111,7 +111,7 @@ def linear_log_probs(
         ValueError: a wrong shape, range or option, or a scratch_bytes that is too small (it names the smallest).
         NotImplementedError: differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_log_probs.spec` is the formula, for a jitted step.  In float32 on a
+    Memory: `scratch_parts` of `onchip.vocab.xla.memory` is the formula, for a jitted step.  In float32 on a
     CPU it is about 8 * token_chunk * vocab_chunk + 4 * T * H bytes, and a chunk's weight gradient twice.
 
     Example:
@@ -185,17 +185,16 @@ def _plan(static: _Static, needs: Projection, projection: Projection, constants:
         ids=constants.ids.shape[1],
         dtype=projection.hidden.dtype.name,
         device="cpu" if static.platform == "cpu" else "cuda",
-        backend="xla",
         grad_hidden=needs.hidden,
         grad_weight=needs.weight,
         grad_bias=bool(needs.bias),
         softcap=constants.transform.softcap is not None,
-        entropy=static.wanted.entropy,
+        stats=static.wanted.entropy,
+        op=OP,
         compacted=True,
     )
-    spec.require_scratch(problem, static.scratch_bytes)
     strategy = "recompute" if any(jax.tree.leaves(needs)) else "forward"
-    return spec.plan(problem, strategy, static.scratch_bytes)
+    return memory.plan(problem, strategy, static.scratch_bytes)
 
 
 @partial(

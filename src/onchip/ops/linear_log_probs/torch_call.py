@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES
-from onchip.ops.linear_log_probs.spec import OP, Options, Problem
+from onchip.ops.linear_log_probs.spec import OP, Options
+from onchip.vocab.memory import Problem
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.tiles import Ids
 
@@ -54,7 +55,7 @@ class Call(NamedTuple):
             check_values=check_values,
         )
 
-    def problem(self, *, compacted: bool, entropy: bool | None = None) -> Problem:
+    def problem(self, *, compacted: bool, stats: bool | None = None) -> Problem:
         """What plans are made for."""
         vocab, size = self.weight.shape
         return Problem(
@@ -70,7 +71,8 @@ class Call(NamedTuple):
             grad_weight=self.grads[1],
             grad_bias=self.grads[2],
             softcap=self.options.softcap is not None,
-            entropy=self.options.entropy if entropy is None else entropy,
+            stats=self.options.entropy if stats is None else stats,
+            op=OP,
             compacted=compacted,
             copied=self.copied,
         )

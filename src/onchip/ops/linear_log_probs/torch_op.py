@@ -14,11 +14,12 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.frontend.torch_inputs import copied_rows, copied_weight, temperature_tensor
 from onchip.frontend.torch_register import Made, Wanted, needed, register
-from onchip.ops.linear_log_probs import spec, triton_op
+from onchip.ops.linear_log_probs import triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs, empty_gradients, empty_outputs
 from onchip.ops.linear_log_probs.torch_gradient import gradient_of_log_probs
 from onchip.ops.linear_log_probs.torch_inputs import check_tensors
+from onchip.vocab import memory
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.tiles import Projection, Transform, operand_dtype
 from onchip.vocab.triton import plan as planning
@@ -102,7 +103,7 @@ def linear_log_probs(
             are the gradients that its token enters.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: `scratch_parts` of `onchip.ops.linear_log_probs.spec` is the formula (of `.triton_spec` that of "triton");
+    Memory: `scratch_parts` of `onchip.vocab.memory` is the formula (of `onchip.vocab.triton.memory` that of "triton");
     in float32 about 4 * token_chunk * vocab_chunk bytes (twice that with entropy), and 4 * T * H for hidden's gradient
     in 16 bits.  Between forward and backward the op keeps log_prob, lse and with entropy=True two more floats per
     token; "triton" also the memory of the gradients that backward will return, with what they are made of.
@@ -155,7 +156,8 @@ def linear_log_probs(
         call = call._replace(copied=call.copied + copied_weight(weight, dtype))
         made = triton_op.LOG_PROBS(triton_op.TritonCall(call, torch.compiler.is_compiling())).out
     else:
-        spec.require_scratch(call.problem(compacted=device == "cpu"), call.budget)
+        strategy = "recompute" if any(call.grads) else "forward"
+        memory.PLANNER.require(call.problem(compacted=device == "cpu"), strategy, call.budget)
         made = LOG_PROBS(call).out
     if not (entropy or lse or top1):
         return made.log_prob
@@ -190,7 +192,7 @@ def _layer(call: Call) -> Projection:
 def _forward(call: Call) -> TorchOutputs:
     shape = call.hidden.shape[:-1]
     tokens = call.tokens(check_values=call.options.check_inputs)
-    config = spec.plan(call.problem(compacted=tokens.index is not None), "forward", call.budget)
+    config = memory.plan(call.problem(compacted=tokens.index is not None), "forward", call.budget)
     stats = walk.forward(_layer(call), Transform.of(call.options), tokens, config, entropy=call.options.entropy)
     out = Outputs(
         tokens.spread(stats.log_prob, call.ids.shape),
@@ -234,12 +236,12 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         grad_entropy=rows(upstream[1]) if with_entropy else None,
         grad_lse=rows(upstream[2]),
     )
-    problem = call.problem(compacted=tokens.index is not None, entropy=gradient.entropy_row is not None)
+    problem = call.problem(compacted=tokens.index is not None, stats=gradient.entropy_row is not None)
     made = walk.recompute(
         layer,
         transform,
         tokens,
-        spec.plan(problem, "recompute", call.budget),
+        memory.plan(problem, "recompute", call.budget),
         gradient,
         grad_scale=grad_scale,
         grads=wanted,

@@ -4,29 +4,18 @@ As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in
 backward turns it into them, in place.  What is launched is in triton_walks.py.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Wanted, register
-from onchip.ops.linear_log_probs import triton_spec
-from onchip.ops.linear_log_probs.spec import OP, Problem
+from onchip.ops.linear_log_probs.spec import OP
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs, empty_gradients, empty_outputs
-from onchip.vocab.triton import memory as head_spec
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonConfig
 from onchip.vocab.triton.setup import Saved
-
-
-def plan(problem: Problem, budget: int | None, *, compiled: bool = False) -> TritonConfig:
-    """The plan of a call, the same wherever an operator asks; see `vocab.triton.plan`."""
-    if compiled and budget is None:
-        return head_spec.plan_for_symbols(triton_spec.head_problem(problem), "auto")
-    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
-    return triton_spec.plan(problem, None if budget is None else int(budget))
 
 
 class TritonCall(NamedTuple):
@@ -43,8 +32,8 @@ class TritonCall(NamedTuple):
 
     @property
     def config(self) -> TritonConfig:
-        problem = replace(self.call.problem(compacted=False), top1=self.call.options.top1)
-        return plan(problem, self.call.budget, compiled=self.compiled)
+        problem = self.call.problem(compacted=False, stats=self.stats)
+        return planning.plan(problem, "auto", self.call.budget, compiled=self.compiled)
 
     @property
     def ids(self) -> Tensor:

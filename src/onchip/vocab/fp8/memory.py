@@ -1,9 +1,10 @@
 """Chunks and memory of precision='fp8'.  No framework."""
 
-from bisect import bisect_right
+from collections.abc import Callable, Iterator
 
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8.numbers import BLOCK, block_quantized_bytes, blocks, quantized_bytes, up
+from onchip.vocab.chunks import Planner, even_chunk, largest
 from onchip.vocab.memory import Problem
 
 DEFAULT_CHUNK = 2048
@@ -64,28 +65,27 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     return fixed | max((chunk_parts(p, chunk), backward_parts(p)), key=lambda phase: sum(phase.values()))
 
 
-def scratch_bytes(p: Problem, chunk: int) -> int:
-    """Peak memory above inputs, loss and returned gradients, in bytes."""
-    return sum(scratch_parts(p, chunk).values())
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[int]:
+    """Tokens of a chunk: the most that fit in even chunks of multiples of 128."""
+    most = max(up(p.tokens), BLOCK)
+    yield even_chunk(most, largest(lambda chunk: scratch_bytes(p, chunk) <= budget, BLOCK, most, BLOCK), BLOCK)
+
+
+PLANNER: Planner[int] = Planner(
+    scratch_parts,
+    _candidates,
+    cost=lambda p, chunk: 0,
+    least=lambda p, strategy: scratch_bytes(p, BLOCK),
+    default=lambda p, strategy: scratch_bytes(p, DEFAULT_CHUNK),
+    needs=lambda p, strategy: f"T={p.tokens}, H={p.hidden}, V={p.vocab} with precision='fp8': the smallest chunk needs",
+    advice="raise scratch_bytes or take precision='full'",
+)
+scratch_bytes: Callable[[Problem, int], int] = PLANNER.scratch_bytes
 
 
 def plan(p: Problem, budget: int | None) -> int:
-    """Tokens of a chunk: the most that fit the budget in even chunks of multiples of 128.
-
-    Raises ValueError if the budget is too small for 128.
-    """
-    most = up(p.tokens)
+    """Tokens of a chunk: by default 2048 at most, in even chunks.  Raises ValueError if the budget is too small."""
     if budget is None:
-        largest = DEFAULT_CHUNK
-    else:
-        need = scratch_bytes(p, BLOCK)
-        if need > budget:
-            raise ValueError(
-                f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} with "
-                f"precision='fp8': the smallest chunk needs {need} bytes; raise scratch_bytes or take precision='full'"
-            )
-        fits = range(BLOCK, most + 1, BLOCK)
-        largest = fits[bisect_right(fits, budget, key=lambda chunk: scratch_bytes(p, chunk)) - 1] if fits else BLOCK
-    if largest >= most:
-        return max(most, BLOCK)
-    return up(-(-most // -(-most // largest)))
+        most = max(up(p.tokens), BLOCK)
+        return even_chunk(most, DEFAULT_CHUNK, BLOCK)
+    return PLANNER.plan(p, "", budget)

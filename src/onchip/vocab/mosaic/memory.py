@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from onchip.core.sizes import MIB
-from onchip.vocab.chunks import DEFAULT_SCRATCH
-from onchip.vocab.memory import Problem, logits_bytes
+from onchip.core.sizes import up as up
+from onchip.vocab import chunks
+from onchip.vocab.chunks import Planner, even_chunk, largest, waves
+from onchip.vocab.memory import Problem, logits_bytes, needs
 
 TOKEN_TILE, VOCAB_TILE = 128, 256
 FORWARD_SCRATCH = 64 * MIB
@@ -100,11 +102,6 @@ def heuristic_tiles() -> dict[str, dict[str, int]]:
     }
 
 
-def up(size: int, multiple: int) -> int:
-    """`size` rounded up to a multiple."""
-    return -(-size // multiple) * multiple
-
-
 def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
     """Why the kernels can't serve the call, whatever the GPU, or None.  `platform` is "cpu", "gpu" or "tpu"."""
     if platform != "gpu":
@@ -165,11 +162,6 @@ def _largest_group(c: MosaicPlan) -> int:
     return max(c.again_chunks * c.chunk, c.chunk + VOCAB_TILE)
 
 
-def scratch_bytes(p: Problem, c: MosaicPlan) -> int:
-    """Peak temporary memory in bytes."""
-    return sum(scratch_parts(p, c).values())
-
-
 def predict(p: Problem, c: MosaicPlan) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by a simple cost model."""
     if c.strategy == "forward":
@@ -180,23 +172,21 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     chunks = -(-p.vocab // c.chunk)
     # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
     columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
-    work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), False) * steps
+    work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE)) * steps
     made_again = groups(p.vocab, c, again=True) if again else []
     for group in made_again:
-        work += group.times * _waves(again // TOKEN_TILE * (group.size // VOCAB_TILE), False) * steps
+        work += group.times * _waves(again // TOKEN_TILE * (group.size // VOCAB_TILE)) * steps
     if p.grad_hidden:
         work += _waves(c.held // TOKEN_TILE * columns, True) * p.vocab / _DEPTH
         work += _waves(again // TOKEN_TILE * columns, c.halves) * p.vocab / _DEPTH
     if p.grad_weight:
-        work += chunks * _waves(c.chunk // TOKEN_TILE * columns, False) * rows / _DEPTH
+        work += chunks * _waves(c.chunk // TOKEN_TILE * columns) * rows / _DEPTH
     launches = chunks + 2 * sum(group.times for group in made_again)
     return work * _STEP + 1e-3 * _LAUNCH * launches
 
 
-def _waves(tiles: int, halves: bool) -> float:
-    """How often the programs take a tile, where those of the last wave may be cut in halves."""
-    whole, rest = divmod(tiles, _PROGRAMS)
-    return whole + (0 if rest == 0 else 0.5 if halves and 2 * rest <= _PROGRAMS else 1)
+def _waves(tiles: int, halves: bool = False) -> float:
+    return waves(tiles, _PROGRAMS, halves=halves)
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
@@ -206,7 +196,7 @@ def default_scratch(p: Problem, strategy: str) -> int:
     if not p.any_grad:
         least = MosaicPlan("forward", min(up(p.tokens, TOKEN_TILE), _FORWARD_TOKENS))
         return max(FORWARD_SCRATCH, scratch_bytes(p, least))
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), useful_scratch(p, strategy))
+    return chunks.default_scratch(logits_bytes(p), useful_scratch(p, strategy))
 
 
 def useful_scratch(p: Problem, strategy: str) -> int:
@@ -221,43 +211,24 @@ def _cut(p: Problem, strategy: str, chunk: int) -> MosaicPlan:
     return MosaicPlan("stash" if kept else "recompute", p.tokens, kept, chunk)
 
 
-def plan(p: Problem, strategy: str, budget: int | None = None) -> MosaicPlan:
-    """The plan of the least predicted time whose scratch fits the budget.
+def least_scratch(p: Problem, strategy: str) -> int:
+    """Bytes of scratch that a strategy needs to run at all."""
+    return min(scratch_bytes(p, c) for c in _candidates(p, strategy, 1))
 
-    Raises:
-        ValueError: nothing fits; the message names the smallest budget that does.
-    """
-    if budget is None:
-        budget = default_scratch(p, strategy)
+
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
+    """Without gradients the fewest even chunks of tokens; else those of one strategy, or of both."""
     if not p.any_grad:
-        sizes = range(TOKEN_TILE, up(p.tokens, TOKEN_TILE) + 1, TOKEN_TILE)
-        fit = [size for size in sizes if scratch_bytes(p, MosaicPlan("forward", size)) <= budget]
-        if not fit:
-            raise _too_small(p, strategy, budget, scratch_bytes(p, MosaicPlan("forward", TOKEN_TILE)))
-        return MosaicPlan("forward", up(-(-p.tokens // -(-p.tokens // fit[-1])), TOKEN_TILE))
-    fitting = {c: predict(p, c) for c in _candidates(p, strategy, budget) if scratch_bytes(p, c) <= budget}
-    if not fitting:
-        raise _too_small(p, strategy, budget, least_scratch(p, strategy, budget))
-    # Of those that are as good as the fastest the smallest: the model isn't better than that.
-    good = [c for c, time in fitting.items() if time <= 1.002 * min(fitting.values())]
-    return min(good, key=lambda c: (scratch_bytes(p, c), c.chunk))
-
-
-def least_scratch(p: Problem, strategy: str, budget: int) -> int:
-    """Bytes of scratch of the smallest of the plans with gradients among which a budget has its choice: one that is
-    smaller than this is too small, and this much is enough.
-    """
-    return min(scratch_bytes(p, c) for c in _candidates(p, strategy, budget))
-
-
-def _candidates(p: Problem, strategy: str, budget: int) -> set[MosaicPlan]:
-    """The plans to choose among, whether or not they fit."""
-    strategies = ("stash", "recompute") if strategy == "auto" else (strategy,)
-    return {c for s in strategies for c in _cuts(p, s, budget)}
+        whole = up(p.tokens, TOKEN_TILE)
+        fits = largest(lambda n: scratch_bytes(p, MosaicPlan("forward", n)) <= budget, TOKEN_TILE, whole, TOKEN_TILE)
+        yield MosaicPlan("forward", up(even_chunk(p.tokens, fits, TOKEN_TILE), TOKEN_TILE))
+        return
+    for each in ("stash", "recompute") if strategy == "auto" else (strategy,):
+        yield from _cuts(p, each, budget)
 
 
 def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
-    """Those of one strategy."""
+    """The plans of one strategy with gradients."""
     rows = up(p.tokens, TOKEN_TILE)
     kept = _cut(p, strategy, VOCAB_TILE).kept
     # More than that fits no budget; and a few dozen are enough.
@@ -278,7 +249,7 @@ def _together(p: Problem, again: int, chunk: int, room: int) -> int:
 
     def waves(number: int) -> float:
         """For a chunk."""
-        return (_waves(again // TOKEN_TILE * (number * chunk // VOCAB_TILE), False) + launches) / number
+        return (_waves(again // TOKEN_TILE * (number * chunk // VOCAB_TILE)) + launches) / number
 
     tried = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or _ELEMENT * again * chunk * (n - 1) <= room]
     return min(tried, key=waves)
@@ -299,8 +270,7 @@ def _chunk_sizes(p: Problem, again: int) -> list[int]:
     return sorted({min(size // VOCAB_TILE * VOCAB_TILE, whole) for size in sizes if size >= VOCAB_TILE})
 
 
-def _too_small(p: Problem, strategy: str, budget: int, least: int) -> ValueError:
-    return ValueError(
-        f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
-        f"strategy {strategy!r} needs {least} bytes; raise scratch_bytes"
-    )
+PLANNER: Planner[MosaicPlan] = Planner(
+    scratch_parts, _candidates, predict, least_scratch, default_scratch, needs, slack=1.002
+)
+plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

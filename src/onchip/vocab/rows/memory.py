@@ -1,9 +1,11 @@
 """Memory and plan of losses of logits that exist: the problem, its scratch formula, chunks and tiles.  No framework."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.vocab.chunks import DEFAULT_SCRATCH
+from onchip.vocab import chunks
+from onchip.vocab.chunks import Planner, even_chunk, largest
 
 # Logits of a chunk of rows that keep the device busy; the default budget allows for them.  On the CPU no chunk is made
 # larger, whatever the budget: the passes over it then find it in the cache.
@@ -28,6 +30,8 @@ class Problem:
     """Compiled by XLA: temporary memory as its compiler for the CPU lays it out."""
     triton: bool = False
     """Run by the Triton kernels, which hold rows in registers alone."""
+    op: str = "cross_entropy"
+    """What errors speak for."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -56,41 +60,40 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     }
 
 
-def scratch_bytes(p: Problem, rows: int) -> int:
-    """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes."""
-    return sum(scratch_parts(p, rows).values())
-
-
-def default_scratch(p: Problem) -> int:
+def default_scratch(p: Problem, strategy: str = "") -> int:
     """256 MiB or an eighth of the float32 logits, whichever is less, and at least what a useful chunk needs."""
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), scratch_bytes(p, _useful_rows(p)))
+    return chunks.default_scratch(logits_bytes(p), scratch_bytes(p, _useful_rows(p)))
 
 
-def plan(p: Problem, budget: int | None = None) -> int:
-    """The rows of a chunk: the fewest, most even chunks whose scratch fits the budget.
-
-    Raises:
-        ValueError: the budget is too small for one row.
-    """
-    if p.tokens == 0:
-        return 1
-    given = default_scratch(p) if budget is None else budget
-    fixed, one = scratch_bytes(p, 0), scratch_bytes(p, 1)
-    if given < one:
-        raise ValueError(
-            f"cross_entropy: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} in {p.dtype}: "
-            f"{'the kernels need' if p.triton else 'one row needs'} {one} bytes; raise scratch_bytes"
-        )
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[int]:
+    """The rows of a chunk: the fewest, most even chunks that fit."""
     if p.triton:
-        return p.tokens
-    rows = min(p.tokens, (given - fixed) // (one - fixed))
-    if p.device == "cpu":
-        rows = min(rows, _useful_rows(p))
-    return -(-p.tokens // -(-p.tokens // rows))
+        yield max(1, p.tokens)
+        return
+    most = min(p.tokens, _useful_rows(p)) if p.device == "cpu" else p.tokens
+    yield even_chunk(p.tokens, largest(lambda rows: scratch_bytes(p, rows) <= budget, 1, most, 1), 1)
 
 
 def _useful_rows(p: Problem) -> int:
     return min(max(1, p.tokens), -(-USEFUL[p.device] // p.vocab))
+
+
+PLANNER: Planner[int] = Planner(
+    scratch_parts,
+    _candidates,
+    cost=lambda p, rows: 0,
+    least=lambda p, strategy: scratch_bytes(p, 1),
+    default=default_scratch,
+    needs=lambda p, strategy: (
+        f"T={p.tokens}, V={p.vocab} in {p.dtype}: " + ("the kernels need" if p.triton else "one row needs")
+    ),
+)
+scratch_bytes: Callable[[Problem, int], int] = PLANNER.scratch_bytes
+
+
+def plan(p: Problem, budget: int | None = None) -> int:
+    """The rows of a chunk.  Raises ValueError if the budget is too small for one."""
+    return PLANNER.plan(p, "", budget)
 
 
 @dataclass(frozen=True)

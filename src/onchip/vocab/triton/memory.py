@@ -5,12 +5,14 @@ of up to H tokens (two H where a float32 gradient meets 16-bit operands).  More 
 that aren't have their logits computed again: so between three products and four there is a plan for every budget.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from onchip.core.sizes import DTYPE_BYTES, MIB
-from onchip.vocab.chunks import DEFAULT_SCRATCH
-from onchip.vocab.memory import Problem, logits_bytes
+from onchip.core.sizes import up as up
+from onchip.vocab import chunks
+from onchip.vocab.chunks import Planner, even_chunk, largest, waves
+from onchip.vocab.memory import Problem, logits_bytes, needs
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256
@@ -76,11 +78,6 @@ def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
     }
 
 
-def up(size: int, multiple: int) -> int:
-    """`size` rounded up to a multiple."""
-    return -(-size // multiple) * multiple
-
-
 def may_hold(p: Problem) -> bool:
     """Whether exponentials are all that the gradients need: not with softcap, whose derivative can't be read off them
     in 16 bits, nor with label smoothing, which adds to every entry.
@@ -96,6 +93,11 @@ def capacity(p: Problem) -> int:
     return rows // TOKEN_TILE * TOKEN_TILE
 
 
+def id_bytes(p: Problem) -> int:
+    """Of linear_log_probs: bytes of what there is of each token and each id beside the vectors."""
+    return (48 + 72 * p.ids) * p.tokens if p.ids else 0
+
+
 def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     element = DTYPE_BYTES[p.dtype]
@@ -106,8 +108,9 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.held else 96) * p.tokens + MIB // 64
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
+    ids = {"ids": id_bytes(p)} if p.ids else {}
     if not p.any_grad:
-        return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax}
+        return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax} | ids
     rows = up(p.tokens, TOKEN_TILE)
     more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.stashed else 0
     again = element * max(0, rows - c.held) * c.vocab_chunk
@@ -122,12 +125,8 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         "logits' gradient made again": again,
         "hidden gradient in float32": hidden_sums,
         "softmax of each tile": max(0, softmax - later),
+        **ids,
     }
-
-
-def scratch_bytes(p: Problem, c: TritonConfig) -> int:
-    """Peak memory above inputs, loss and returned gradients, in bytes."""
-    return sum(scratch_parts(p, c).values())
 
 
 # ---------------------------------------------------------------------------------------------------------- cost model
@@ -158,16 +157,9 @@ RATES = {
 }
 
 
-def waves(tiles: int, programs: int) -> float:
+def evenness(tiles: int, rates: Rates, *, halves: bool = False) -> float:
     """Time of so many equal tiles, over that of the same work spread evenly."""
-    return -(-tiles // programs) * programs / max(1, tiles)
-
-
-def _shared_waves(tiles: int, programs: int) -> float:
-    """The same where the tiles of the last wave are cut in two if that helps."""
-    rest = tiles % programs
-    last = 0.0 if rest == 0 else 0.5 if 2 * rest <= programs else 1.0
-    return (tiles // programs + last) * programs / max(1, tiles)
+    return waves(tiles, rates.programs, halves=halves) * rates.programs / max(1, tiles)
 
 
 def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
@@ -184,20 +176,19 @@ def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
     rows = up(p.tokens, TOKEN_TILE) // TOKEN_TILE
     kept = min(rows, c.held // TOKEN_TILE)
     time += held * logits * rates.keep + 4 * launch
-    chunks = _chunk_sizes(_columns(p), c.vocab_chunk)
+    cut = _chunk_sizes(_columns(p), c.vocab_chunk)
     if rows > kept:
-        time += again * (product * _waves(chunks, (rows - kept) / VOCAB_TILE, rates) + logits * rates.again)
-        time += launch * len(chunks)
+        time += again * (product * _evenness(cut, (rows - kept) / VOCAB_TILE, rates) + logits * rates.again)
+        time += launch * len(cut)
     if p.grad_weight:
-        parts = [part for chunk in chunks for part in _chunk_sizes(chunk, c.weight_chunk)]
-        time += product * _waves(parts, blocks / TOKEN_TILE, rates) + launch * len(parts)
+        parts = [part for chunk in cut for part in _chunk_sizes(chunk, c.weight_chunk)]
+        time += product * _evenness(parts, blocks / TOKEN_TILE, rates) + launch * len(parts)
     if p.grad_hidden:
         if kept:
-            time += held * product * _shared_waves(kept * blocks, rates.programs) + launch
+            time += held * product * evenness(kept * blocks, rates, halves=True) + launch
         if rows > kept:
-            cut = _shared_waves if c.halves else waves
-            time += again * product * cut((rows - kept) * blocks, rates.programs) + launch * len(chunks)
-            time += 1e-9 * rates.add * len(chunks) * again * p.tokens * p.hidden
+            time += again * product * evenness((rows - kept) * blocks, rates, halves=c.halves) + launch * len(cut)
+            time += 1e-9 * rates.add * len(cut) * again * p.tokens * p.hidden
         time += 1e-9 * rates.add * p.tokens * p.hidden + launch
     return time
 
@@ -207,10 +198,10 @@ def _chunk_sizes(columns: int, chunk: int) -> list[int]:
     return [chunk] * (columns // chunk) + ([columns % chunk] if columns % chunk else [])
 
 
-def _waves(chunks: list[int], tiles_per_column: float, rates: Rates) -> float:
+def _evenness(sizes: list[int], tiles_per_column: float, rates: Rates) -> float:
     """Time of one launch for each chunk, over that of the same work spread evenly.  All but the last are equal."""
-    whole, last = (waves(round(x * tiles_per_column), rates.programs) for x in (chunks[0], chunks[-1]))
-    share = chunks[-1] / sum(chunks)
+    whole, last = (evenness(round(x * tiles_per_column), rates) for x in (sizes[0], sizes[-1]))
+    share = sizes[-1] / sum(sizes)
     return (1 - share) * whole + share * last
 
 
@@ -222,13 +213,13 @@ def default_scratch(p: Problem, strategy: str = "auto") -> int:
     chunk; without gradients 64 MiB, above the copies that are made of inputs.
     """
     if not p.any_grad:
-        parts = scratch_parts(p, TritonConfig(0))
-        copies = parts["weight in the products' dtype"] + p.copied
-        return max(FORWARD_SCRATCH + copies, least_scratch(p, strategy))
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), least_scratch(p, strategy, USEFUL_CHUNK))
+        copies = scratch_parts(p, TritonConfig(0))["weight in the products' dtype"] + p.copied
+        return max(FORWARD_SCRATCH + copies + id_bytes(p), least_scratch(p, strategy))
+    useful = least_scratch(p, strategy, USEFUL_CHUNK) - id_bytes(p)
+    return chunks.default_scratch(logits_bytes(p), useful) + id_bytes(p)
 
 
-def least_scratch(p: Problem, strategy: str, tiles: int = SMALLEST_CHUNK) -> int:
+def least_scratch(p: Problem, strategy: str = "auto", tiles: int = SMALLEST_CHUNK) -> int:
     """Bytes of scratch that `strategy` needs with chunks of so many tiles of the vocabulary; by default, at all."""
     if not p.any_grad:
         return scratch_bytes(p, TritonConfig(min(p.tokens, TOKEN_TILE)))
@@ -262,84 +253,62 @@ def plan_for_symbols(p: Problem, strategy: str) -> TritonConfig:
     return TritonConfig(p.tokens, size, size, stashed)
 
 
-@lru_cache(maxsize=1024)
-def plan(p: Problem, strategy: str = "auto", budget: int | None = None, rates: Rates = RATES["h100"]) -> TritonConfig:
-    """The plan of the least predicted time whose scratch fits the budget.
-
-    Raises:
-        ValueError: nothing fits.
-    """
-    least = least_scratch(p, strategy)
-    if budget is None:
-        budget = default_scratch(p, strategy)
-    if least > budget:
-        raise ValueError(
-            f"{p.op}: scratch_bytes={budget} is too small for T={p.tokens}, H={p.hidden}, V={p.vocab} in {p.dtype}: "
-            f"strategy {strategy!r} needs {least} bytes; raise scratch_bytes"
-        )
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
+    """Without gradients the fewest even chunks of tokens, else those of the vocabulary."""
     if not p.any_grad:
-        if scratch_bytes(p, TritonConfig(p.tokens)) <= budget:
-            return TritonConfig(p.tokens)
-        fixed, slope = (scratch_bytes(p, TritonConfig(t)) for t in (0, TOKEN_TILE))
-        fit = (budget - fixed) // max(1, slope - fixed) * TOKEN_TILE
-        chunks = -(-p.tokens // fit)
-        return TritonConfig(min(fit, up(-(-p.tokens // chunks), TOKEN_TILE)))
-    times = {c: predict(p, c, rates) for c in _candidates(p, strategy, budget, rates) if scratch_bytes(p, c) <= budget}
-    # Of those that are as good as the fastest the smallest: the model isn't better than that.
-    good = [c for c, time in times.items() if time <= 1.007 * min(times.values())]
-    return min(good, key=lambda c: (scratch_bytes(p, c), times[c], c.vocab_chunk, c.halves))
+        smallest = min(p.tokens, TOKEN_TILE)
+        fits = largest(lambda n: scratch_bytes(p, TritonConfig(n)) <= budget, smallest, p.tokens, TOKEN_TILE)
+        yield TritonConfig(min(p.tokens, even_chunk(p.tokens, fits, TOKEN_TILE)))
+    else:
+        yield from sorted(_cuts(p, strategy, budget), key=lambda c: (c.vocab_chunk, c.halves))
 
 
-def _candidates(p: Problem, strategy: str, budget: int, rates: Rates) -> list[TritonConfig]:
-    """Chunks that fill whole waves and some that are even, and as many tokens held as fit."""
+def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
+    """Chunks of the vocabulary that fill whole waves and some that are even, and as many tokens held as fit."""
+    programs = RATES["h100"].programs
     tiles = -(-p.vocab // VOCAB_TILE)
     per_tile = VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
-    for_weight = {n * rates.programs // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
-    again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)} | {
-        1,
-        min(2, tiles),
-        min(3, tiles),
-    }
+    for_weight = {n * programs // per_tile for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)}
     for_weight |= {-(-tiles // n) for n in (1, 2, 4, 8, 16, 32, 64)}
     for_weight = {size for size in for_weight if 0 < size <= tiles} | {SMALLEST_CHUNK}
+    again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
+    again |= {1, min(2, tiles), min(3, tiles)}
+    held = _held(p, strategy)
     # With nothing held, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
-    found = [
-        replace(_held(p, strategy), vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
-        for size in again | for_weight
-    ]
+    for size in again | for_weight:
+        yield replace(held, vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
     for weight in for_weight:
         for size in again | {weight}:
             for halves in (False, True) if p.grad_hidden else (False,):
-                c = _with_chunks(p, strategy, budget, size, weight, tiles, halves)
-                found.append(c)
+
+                def cut(vocab: int, weight: int = weight, halves: bool = halves) -> TritonConfig:
+                    whole = min(up(vocab, weight), up(tiles, weight)) * VOCAB_TILE
+                    c = replace(held, vocab_chunk=whole, weight_chunk=weight * VOCAB_TILE, halves=halves)
+                    return _hold_what_fits(p, c, budget) if strategy == "auto" and may_hold(p) else c
+
+                c = cut(size)
+                yield c
                 rows = up(p.tokens, TOKEN_TILE) - c.held
                 if strategy == "auto" and 0 < rows < p.tokens:
                     # Now that it is known how many are left: chunks whose tiles fill whole waves.
                     for n in (1, 2, 4):
-                        filling = n * rates.programs * TOKEN_TILE // rows // weight * weight
+                        filling = n * programs * TOKEN_TILE // rows // weight * weight
                         if filling > 0:
-                            found.append(_with_chunks(p, strategy, budget, filling, weight, tiles, halves))
-    return found
-
-
-def _with_chunks(
-    p: Problem, strategy: str, budget: int, size: int, weight: int, tiles: int, halves: bool
-) -> TritonConfig:
-    c = replace(
-        _held(p, strategy),
-        vocab_chunk=min(up(size, weight), up(tiles, weight)) * VOCAB_TILE,
-        weight_chunk=weight * VOCAB_TILE,
-        halves=halves,
-    )
-    return _hold_what_fits(p, c, budget) if strategy == "auto" and may_hold(p) else c
+                            yield cut(filling)
 
 
 def _hold_what_fits(p: Problem, c: TritonConfig, budget: int) -> TritonConfig:
     tokens = up(p.tokens, TOKEN_TILE)
     stashed = min(tokens, capacity(p))
     home = replace(c, stashed=stashed)
-    if scratch_bytes(p, home) > budget:
+    room = budget - scratch_bytes(p, home)
+    if room < 0:
         return c
-    each = max(1, scratch_bytes(p, replace(home, overflow=TOKEN_TILE)) - scratch_bytes(p, home))
-    fit = (budget - scratch_bytes(p, home)) // each * TOKEN_TILE
-    return replace(home, overflow=min(tokens - stashed, fit))
+    each = max(1, scratch_bytes(p, replace(home, overflow=TOKEN_TILE)) - budget + room)
+    return replace(home, overflow=min(tokens - stashed, room // each * TOKEN_TILE))
+
+
+PLANNER: Planner[TritonConfig] = Planner(
+    scratch_parts, _candidates, predict, least_scratch, default_scratch, needs, slack=1.007
+)
+plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

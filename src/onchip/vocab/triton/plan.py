@@ -36,7 +36,7 @@ def plan(problem: Problem, strategy: str, budget: int | None, *, compiled: bool)
     """
     if compiled and budget is None:
         return triton_spec.plan_for_symbols(problem, strategy)
-    problem = replace(problem, tokens=int(problem.tokens), copied=int(problem.copied))
+    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
     return triton_spec.plan(problem, strategy, None if budget is None else int(budget))
 
 

@@ -3,10 +3,13 @@
 The formulas are of what XLA allocates for a jitted step beyond its arguments and results.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.vocab import memory
-from onchip.vocab.chunks import SMALLEST, Config, even_chunk
-from onchip.vocab.memory import Problem
+from onchip.vocab import chunks, memory
+from onchip.vocab.chunks import SMALLEST, USEFUL, Config, Planner, even_chunk, largest
+from onchip.vocab.memory import Problem, logits_bytes
 
 # No chunk has more tokens: the loops end with the last chunk that has one which counts, so that smaller chunks skip
 # more of what is ignored.
@@ -22,15 +25,19 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     slope = tile if p.softcap and backward else 0
     part = 4 * vocab * p.hidden if backward and p.grad_weight else 0
     stash = c.strategy == "stash"
-    if on_cpu:
+    # Products of 16-bit operands read a 16-bit tile, but for those that the CPU widens.
+    narrow_tile = element * tokens * vocab if narrow and backward and not on_cpu else 0
+    if p.ids:
+        # Logits and exponentials; or logits (and their derivative), their gradient and a product before it is added.
+        work = max(2 * tile, 2 * tile + slope + 2 * part if backward else 0) + narrow_tile
+    elif on_cpu:
         # The softmax takes two tiles, logits and exponentials, or a third one for differences that are summed too, and
         # so does stashing their gradient; that leaves one.  A product that is added to something is stored first.
         tiles = 3 if p.stats or (p.smoothing and stash) else 2
         softmax, gradient = tiles * tile + (slope if stash else 0), tile + slope + (0 if stash else part)
         work = max(softmax, gradient, tile + part * (1 if stash else 2))
-    else:
-        # Exponentials are fused into what reads them.  Products of 16-bit operands read a 16-bit tile.
-        work = tile + slope + (element * tokens * vocab if narrow and backward else 0) + (0 if stash else part)
+    else:  # exponentials are fused into what reads them
+        work = tile + slope + narrow_tile + (0 if stash else part)
     return {
         "logits tiles and products": work,
         "hidden rows": element * tokens * p.hidden,
@@ -39,71 +46,50 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         "its chunk": 4 * tokens * p.hidden if backward and p.grad_hidden else 0,
         "weight gradient in float32": part if stash else 0,
         "operands in float32": 4 * (p.vocab + vocab + 2 * padded) * p.hidden if on_cpu and narrow else 0,
-        "vectors": 96 * p.tokens + 16 * p.vocab,
+        "vectors": memory.vectors(p),
     }
-
-
-def scratch_bytes(p: Problem, c: Config) -> int:
-    """Peak temporary memory in bytes."""
-    return sum(scratch_parts(p, c).values())
 
 
 def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> Config:
     """A config with chunks of at most these sizes, as even as whole multiples of 64 allow."""
-    tokens, vocab = min(p.tokens, tokens), p.vocab if strategy == "stash" else min(p.vocab, vocab)
-    return Config(strategy, max(1, even_chunk(p.tokens, tokens)), even_chunk(p.vocab, vocab))
+    vocab = p.vocab if strategy == "stash" else min(p.vocab, vocab)
+    return Config(strategy, even_chunk(p.tokens, tokens), even_chunk(p.vocab, vocab))
 
 
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
     """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all."""
+    if p.ids:
+        return scratch_bytes(p, Config(strategy, max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])))
     return scratch_bytes(p, _config(p, strategy, *sizes))
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
     """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
-    return memory.default_scratch(p, strategy, scratch_at_least)
+    return chunks.default_scratch(logits_bytes(p), scratch_at_least(p, strategy, USEFUL[p.device]))
+
+
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[Config]:
+    """With all of the vocabulary for 'stash', else of several sizes of a chunk of tokens: what fits beside it."""
+
+    def fits(tokens: int, vocab: int) -> bool:
+        return scratch_bytes(p, _config(p, strategy, tokens, vocab)) <= budget
+
+    most, (least_tokens, least_vocab) = max(1, min(p.tokens, LARGEST_TOKENS[p.device])), SMALLEST
+    if strategy == "stash":
+        yield _config(p, strategy, largest(lambda n: fits(n, p.vocab), min(most, least_tokens), most), p.vocab)
+        return
+    for tokens in memory.halved(most, min(most, least_tokens)):
+        unit = 64 if p.ids else least_vocab  # what each op was measured with
+        vocab = largest(partial(fits, tokens), min(p.vocab, least_vocab), p.vocab, unit)
+        yield _config(p, strategy, tokens, vocab)
+
+
+PLANNER: Planner[Config] = Planner(
+    scratch_parts, _candidates, memory.passes, scratch_at_least, default_scratch, memory.needs
+)
+plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
 
 
 def choose_strategy(p: Problem, requested: str = "auto", budget: int | None = None) -> str:
     """The strategy that will run, by the rules of the other front end and by this one's needs."""
     return memory.choose_strategy(p, requested, budget, at_least=scratch_at_least)
-
-
-def plan(p: Problem, strategy: str, budget: int | None = None) -> Config:
-    """Cut the problem into the fewest, most even chunks whose scratch fits the budget."""
-    if budget is None:
-        budget = default_scratch(p, strategy)
-    largest = min(p.tokens, LARGEST_TOKENS[p.device])
-    if strategy == "stash":
-        return _config(p, strategy, _largest(p, strategy, budget, SMALLEST[0], largest, None), p.vocab)
-    best: tuple[int, Config] | None = None
-    while True:
-        config = _config(p, strategy, largest, _largest(p, strategy, budget, SMALLEST[1], p.vocab, largest))
-        # Each chunk of tokens passes over all of the weight (and its gradient), each chunk of vocabulary over hidden.
-        cost = -(-p.tokens // config.token_chunk) * p.vocab + -(-p.vocab // config.vocab_chunk) * p.tokens
-        if scratch_bytes(p, config) > budget:
-            cost += scratch_bytes(p, config) << 32  # over budget: only the smallest such config will do
-        if best is None or cost < best[0]:
-            best = cost, config
-        if largest <= SMALLEST[0]:
-            return best[1]
-        largest = max(SMALLEST[0], largest // 2)
-
-
-def _largest(p: Problem, strategy: str, budget: int, smallest: int, largest: int, tokens: int | None) -> int:
-    """The largest chunk that fits the budget, `largest` or a multiple of `smallest`; at least `smallest`.
-
-    Of tokens where `tokens` is None, else of the vocabulary for chunks of so many tokens.
-    """
-
-    def fits(size: int) -> bool:
-        sizes = (size, p.vocab) if tokens is None else (tokens, size)
-        return scratch_bytes(p, _config(p, strategy, *sizes)) <= budget
-
-    if largest <= smallest or fits(largest):
-        return largest
-    low, high = 1, largest // smallest + 1  # in units of `smallest`: low is taken, high is too large
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * smallest) else (low, middle)
-    return low * smallest

@@ -1,11 +1,10 @@
 """How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
 
 A chunk of C tokens takes both models' logits in 16 bits, 4 * C * V bytes (of float16 operands twice that).  From them
-the logits' gradient is made in the products' dtype.  Until backward, where the upstream gradient is known, that waits
-in the memory of the weight's
-gradient, which is there anyway and has room for H tokens (2 H where a float32 gradient meets 16-bit operands): then
-there are four products in all.  Tokens beyond those wait in scratch, and those that don't fit there either have their
-logits computed again in backward, in chunks of the vocabulary.
+the logits' gradient is made in the products' dtype.  Until backward, where the upstream gradient is known, it waits in
+the memory of the weight's gradient, which is there anyway and has room for H tokens (2 H where a float32 gradient meets
+16-bit operands): then there are four products in all.  Tokens beyond those wait in scratch, and those that don't fit
+there either have their logits computed again in backward, in chunks of the vocabulary.
 
 What this moves through memory, in bytes for each logit (T4096 V128256: 0.53e9 of them; 1 byte each is 0.17 ms at 3.1
 TB/s): both products write 2, the row kernel reads 4 twice and writes 2, both gradients' products read 2, so 18 and at
@@ -14,11 +13,13 @@ most 3.1 ms, of which the product kernels hide the part that is theirs.  float32
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 
-from onchip.core.sizes import DTYPE_BYTES, MIB
-from onchip.ops.linear_jsd.spec import OP, Head, Problem, logits_bytes
-from onchip.vocab.triton.memory import RATES, Rates, up, waves
+from onchip.core.sizes import DTYPE_BYTES, MIB, up
+from onchip.ops.linear_jsd.memory import Head, Problem, logits_bytes
+from onchip.vocab import chunks
+from onchip.vocab.chunks import Planner, largest
+from onchip.vocab.triton.memory import RATES, Rates, evenness
 
 TOKEN_TILE = 128
 VOCAB_TILE = 256
@@ -62,7 +63,7 @@ def stashed(head: Head, c: TritonConfig) -> int:
 def memory_rows(head: Head, vocab: int, c: TritonConfig) -> int:
     """Rows of the weight's gradient to allocate: a chunk more than it has.
 
-    Each chunk of it is written where what the one before was made of lay, while what it is made of itself is read.
+    Each chunk overwrites the previous chunk's inputs while it reads its own.
     """
     return max(head.vocab, up(vocab, VOCAB_TILE) + c.weight_chunk) if stashed(head, c) else head.vocab
 
@@ -114,11 +115,6 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     }
 
 
-def scratch_bytes(p: Problem, c: TritonConfig) -> int:
-    """Peak memory above inputs, loss and returned gradients, in bytes."""
-    return sum(scratch_parts(p, c).values())
-
-
 def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted."""
     launch = 1e-3 * rates.launch
@@ -132,16 +128,16 @@ def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
         product = 2e-9 * p.tokens * h.hidden * p.vocab / rates.product
         for size in chunks:
             cut = -(-size // TOKEN_TILE)
-            time += product * cut * TOKEN_TILE / max(1, p.tokens) * waves(cut * tiles, rates.programs)
+            time += product * cut * TOKEN_TILE / max(1, p.tokens) * evenness(cut * tiles, rates)
         if again:
             columns = min(c.vocab_chunk // VOCAB_TILE, tiles)
             cut = round(again * p.tokens) // TOKEN_TILE * columns
-            time += again * product * waves(cut, rates.programs) + launch * 3 * -(-tiles // columns)
+            time += again * product * evenness(cut, rates) + launch * 3 * -(-tiles // columns)
         blocks = -(-h.hidden // 256)
         if h.grad_weight:
             parts = list(_sizes(tiles, min(c.weight_chunk, c.vocab_chunk) // VOCAB_TILE))
             cut = parts[0] * VOCAB_TILE // TOKEN_TILE * blocks
-            time += product * waves(cut, rates.programs) + launch * len(parts)
+            time += product * evenness(cut, rates) + launch * len(parts)
         if h.grad_hidden:
             time += product + 1e-9 * rates.add * p.tokens * h.hidden
     return time
@@ -152,14 +148,15 @@ def _sizes(total: int, chunk: int) -> Iterator[int]:
         yield min(chunk, total - start)
 
 
-def least_scratch(p: Problem, tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
+def least_scratch(p: Problem, strategy: str = "", tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
     """Bytes of scratch for chunks of so many tokens and tiles of the vocabulary: by default, to run at all."""
     return scratch_bytes(p, _config(p, 0, tokens, tiles, tiles))
 
 
-def default_scratch(p: Problem) -> int:
+def default_scratch(p: Problem, strategy: str = "") -> int:
     """512 MiB or an eighth of both models' float32 logits, whichever is less, and at least what useful chunks need."""
-    return max(min(DEFAULT_SCRATCH, logits_bytes(p) // 8), least_scratch(p, USEFUL_TOKENS, USEFUL_TILES))
+    useful = least_scratch(p, strategy, USEFUL_TOKENS, USEFUL_TILES)
+    return chunks.default_scratch(logits_bytes(p), useful, DEFAULT_SCRATCH)
 
 
 def _config(p: Problem, held: int, tokens: int, vocab_tiles: int, weight_tiles: int) -> TritonConfig:
@@ -174,66 +171,55 @@ def _config(p: Problem, held: int, tokens: int, vocab_tiles: int, weight_tiles: 
     )
 
 
-def require_scratch(p: Problem, need: int, budget: int | None, op: str = OP) -> None:
-    """Raise ValueError if the bytes that are needed at least are more than `budget`."""
-    if budget is not None and need > budget:
-        raise ValueError(
-            f"{op}: scratch_bytes={budget} is too small for T={p.tokens}, V={p.vocab} on backend 'triton', which needs "
-            f"{need} bytes; raise scratch_bytes"
-        )
-
-
-@lru_cache(maxsize=1024)
-def plan(p: Problem, budget: int | None = None, rates: Rates = RATES["h100"]) -> TritonConfig:
-    """The plan of the least predicted time whose scratch fits the budget.
-
-    Raises:
-        ValueError: nothing fits.
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
+    """Chunks of the weight's gradient whose tiles fill whole waves, or nearly; with each, no tokens held or as many as
+    fit; and with those, the fewest even chunks of tokens that fit and a few more.
     """
-    least = least_scratch(p)
-    if budget is None:
-        budget = default_scratch(p)
-    require_scratch(p, least, budget)
     rows = up(p.tokens, TOKEN_TILE)
     tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     per_tile = min([2 * -(-h.hidden // 256) for h in (p.student, p.teacher) if h.grad_weight] or [1])
-    # Chunks of the weight's gradient whose tiles fill whole waves, or nearly.
-    weights = {n * rates.programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, min(USEFUL_TILES, tiles)}
-    found = []
+    programs = RATES["h100"].programs
+    weights = {n * programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, min(USEFUL_TILES, tiles)}
     for weight in sorted(x for x in weights if 0 < x <= max(tiles, 1)):
         for vocab in sorted({max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}):
             for held in _holds(p, rows, budget, vocab, weight):
-                cut = _chunks(p, _config(p, held, TOKEN_TILE, vocab, weight), rows, budget)
-                found += [(predict(p, c, rates), scratch_bytes(p, c), c) for c in cut]
-    fastest = min(time for time, *_ in found)
-    # Of those that are as good as the fastest the smallest: the model isn't better than that.
-    return min((x for x in found if x[0] <= 1.007 * fastest), key=lambda x: (x[1], x[0]))[2]
+                yield from _chunks(p, _config(p, held, TOKEN_TILE, vocab, weight), rows, budget)
 
 
 def _holds(p: Problem, rows: int, budget: int, vocab: int, weight: int) -> list[int]:
     """None, and as many tokens as fit beside a chunk of tokens that is useful, and beside the smallest."""
-    if not p.any_grad:
-        return [0]
-    found = {0}
-    for tokens in (min(rows, USEFUL_TOKENS), TOKEN_TILE):
-        low, high = 0, rows // TOKEN_TILE
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = scratch_bytes(p, _config(p, middle * TOKEN_TILE, tokens, vocab, weight)) <= budget
-            low, high = (middle, high) if fits else (low, middle - 1)
-        found.add(low * TOKEN_TILE)
-    return sorted(found)
+
+    def fits(tokens: int, held: int) -> bool:
+        return scratch_bytes(p, _config(p, held, tokens, vocab, weight)) <= budget
+
+    beside = (min(rows, USEFUL_TOKENS), TOKEN_TILE) if p.any_grad else ()
+    return sorted({0} | {largest(partial(fits, tokens), 0, rows, TOKEN_TILE) for tokens in beside})
 
 
 def _chunks(p: Problem, c: TritonConfig, rows: int, budget: int) -> list[TritonConfig]:
     """The fewest even chunks of tokens that fit, and a few more."""
-    if scratch_bytes(p, c) > budget:
-        return []
-    low, high = 1, max(1, rows // TOKEN_TILE)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = scratch_bytes(p, replace(c, token_chunk=middle * TOKEN_TILE)) <= budget
-        low, high = (middle, high) if fits else (low, middle - 1)
-    fewest = -(-rows // (low * TOKEN_TILE)) if rows else 1
-    sizes = {low * TOKEN_TILE} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
-    return [replace(c, token_chunk=max(1, min(size, p.tokens))) for size in sorted(sizes) if size <= low * TOKEN_TILE]
+
+    def fits(tokens: int) -> bool:
+        return scratch_bytes(p, replace(c, token_chunk=tokens)) <= budget
+
+    most = largest(fits, TOKEN_TILE, rows, TOKEN_TILE)
+    fewest = -(-rows // most)
+    sizes = {most} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(max(1, fewest), fewest + 3)}
+    return [replace(c, token_chunk=max(1, min(size, p.tokens))) for size in sorted(sizes) if size <= most]
+
+
+PLANNER: Planner[TritonConfig] = Planner(
+    scratch_parts,
+    _candidates,
+    predict,
+    least_scratch,
+    default_scratch,
+    needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab} on backend 'triton', which needs",
+    slack=1.007,
+)
+scratch_bytes = PLANNER.scratch_bytes
+
+
+def plan(p: Problem, budget: int | None = None) -> TritonConfig:
+    """The plan of the least predicted time whose scratch fits the budget.  Raises ValueError if nothing fits."""
+    return PLANNER.plan(p, "", budget)

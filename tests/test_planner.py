@@ -1,0 +1,318 @@
+"""Planning: every backend's plans fit their budget, are what its kernels take for granted, and are no bad bargain."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onchip import plan as plan_command
+from onchip.core.sizes import DTYPE_BYTES, MIB, up
+from onchip.ops.linear_jsd import memory as jsd_memory
+from onchip.ops.linear_jsd import triton_memory as jsd_triton_memory
+from onchip.oracle.cases import MODELS
+from onchip.vocab import chunks, memory
+from onchip.vocab.chunks import even_chunk, largest
+from onchip.vocab.fp8 import memory as fp8_memory
+from onchip.vocab.memory import Problem
+from onchip.vocab.mosaic import memory as mosaic_memory
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.xla import memory as xla_memory
+
+ENOUGH = 1 << 50
+TABLE = [
+    Problem(t, *sizes, "bfloat16", device="cuda")
+    for sizes in MODELS.values()
+    for t in (1, 100, 1024, 4096, 8192, 32768)
+]
+FLAGS = ("grad_hidden", "grad_weight", "grad_bias", "softcap", "smoothing", "stats")
+
+
+def linear(tokens=0, hidden=1, of=1, dtypes=("bfloat16", "float16"), devices=("cuda",), **more):
+    """Problems of a linear loss; hidden and vocab are multiples of `of`."""
+    return st.builds(
+        Problem,
+        tokens=st.integers(tokens, 40_000),
+        hidden=st.integers(-(-hidden // of), 8192 // of).map(lambda n: n * of),
+        vocab=st.integers(-(-hidden // of), 300_000 // of).map(lambda n: n * of),
+        dtype=st.sampled_from(dtypes),
+        device=st.sampled_from(devices),
+        copied=st.sampled_from([0, 12345]),
+        **{name: st.booleans() for name in FLAGS} | more,
+    )
+
+
+anywhere = {"dtypes": tuple(DTYPE_BYTES), "devices": ("cpu", "cuda"), "compacted": st.booleans()}
+weights = {"weight_dtype": st.sampled_from(["", "float32"])}
+heads = st.builds(
+    jsd_memory.Head,
+    hidden=st.integers(1, 8192),
+    vocab=st.integers(200_000, 300_000),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    **weights,
+    **{name: st.booleans() for name in FLAGS[:3]},
+)
+distilled = st.builds(
+    jsd_memory.Problem,
+    tokens=st.integers(0, 40_000),
+    vocab=st.integers(1, 200_000),
+    student=heads,
+    teacher=heads | st.builds(jsd_memory.Head, vocab=st.just(300_000)),
+    device=st.just("cuda"),
+    stash=st.booleans(),
+)
+rows = st.builds(
+    row_memory.Problem,
+    tokens=st.integers(0, 1 << 17),
+    vocab=st.integers(1, 262144),
+    dtype=st.sampled_from(tuple(DTYPE_BYTES)),
+    device=st.sampled_from(["cpu", "cuda"]),
+    **{name: st.booleans() for name in ("grad", "softcap", "stats", "gathered", "xla", "triton")},
+)
+
+TILES = ("forward", "stash", "recompute")
+# The planner, its problems, and its strategies.
+PLANNERS = {
+    "torch": (memory.PLANNER, linear(**anywhere, **weights, weight_grad_out=st.booleans()), TILES),
+    "torch, ids": (memory.PLANNER, linear(**anywhere, ids=st.integers(1, 64)), TILES[::2]),
+    "xla": (xla_memory.PLANNER, linear(tokens=1, **anywhere), TILES),
+    "xla, ids": (xla_memory.PLANNER, linear(tokens=1, **anywhere, ids=st.integers(1, 64)), TILES[::2]),
+    "triton": (triton_memory.PLANNER, linear(**weights, weight_grad_out=st.booleans()), ("auto", *TILES[1:])),
+    "triton, ids": (triton_memory.PLANNER, linear(ids=st.integers(1, 64)), ("auto",)),
+    "mosaic": (mosaic_memory.PLANNER, linear(tokens=1, hidden=128, of=64), ("auto", *TILES[1:])),
+    "fp8": (fp8_memory.PLANNER, linear(devices=("cpu", "cuda")), ("",)),
+    "rows": (row_memory.PLANNER, rows, ("",)),
+    "jsd": (jsd_memory.PLANNER, distilled, ("",)),
+    "jsd, jax": (jsd_memory.JAX_PLANNER, distilled, ("",)),
+    "jsd, triton": (jsd_triton_memory.PLANNER, distilled, ("",)),
+}
+
+
+def assert_sound(p, c):
+    """What walks and kernels take for granted."""
+    if isinstance(c, int):
+        assert 0 <= c <= max(128, up(p.tokens, 128))
+        return
+    assert min(p.tokens, 1) <= c.token_chunk <= max(1, up(p.tokens, 128))
+    if isinstance(c, chunks.Config):
+        assert 1 <= c.vocab_chunk <= p.vocab
+        return
+    if not p.any_grad:
+        assert c.held == 0
+        assert c.token_chunk >= p.tokens or c.token_chunk % 128 == 0
+        return
+    assert c.held % 128 == 0 <= c.held <= up(p.tokens, 128)
+    weight_chunk = c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.weight_chunk
+    vocab_chunk = c.again_chunks * c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.vocab_chunk
+    assert vocab_chunk % 256 == weight_chunk % 256 == 0 < weight_chunk <= vocab_chunk
+    if isinstance(c, triton_memory.TritonConfig):
+        assert c.stashed % 128 == 0 <= c.stashed <= triton_memory.capacity(p)
+        assert c.overflow >= 0
+        assert c.held == 0 or not (p.softcap or p.smoothing)
+        assert c.stashed == 0 or (p.grad_weight and not p.weight_grad_out)
+    elif isinstance(c, mosaic_memory.MosaicPlan):
+        assert c.kept in (0, mosaic_memory.capacity(p))
+        assert c.overflow == 0 or c.kept
+    else:
+        for head in (p.student, p.teacher):
+            assert jsd_triton_memory.stashed(head, c) <= jsd_triton_memory.capacity(head)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data(), budget=st.integers(1, 1 << 34))
+def test_a_plan_fits_its_budget_and_the_problem(name, data, budget):
+    planner, problems, strategies = PLANNERS[name]
+    p, strategy = data.draw(problems), data.draw(st.sampled_from(strategies))
+    least = planner.least(p, strategy)
+    if budget < least:
+        with pytest.raises(ValueError, match=rf"^{p.op}: scratch_bytes={budget} is too small for T=.* {least} bytes; "):
+            planner.plan(p, strategy, budget)
+    for given_budget in (max(budget, least), least, None):
+        c = planner.plan(p, strategy, given_budget)
+        bound = planner.default(p, strategy) if given_budget is None else given_budget
+        assert_sound(p, c)
+        assert planner.scratch_bytes(p, c) <= bound
+        assert all(size >= 0 for size in planner.parts(p, c).values())
+        assert planner.cost(p, c) >= 0
+
+
+@pytest.mark.parametrize("p", TABLE, ids=lambda p: f"T{p.tokens} H{p.hidden} V{p.vocab}")
+def test_more_memory_never_costs_time(p):
+    """But for what two plans may differ that pass for equally fast."""
+    for planner in (triton_memory.PLANNER, mosaic_memory.PLANNER):
+        if planner is mosaic_memory.PLANNER and p.tokens > 1024:
+            continue  # slow to plan
+        least = planner.least(p, "auto")
+        budgets = sorted((least, 2 * least, least + 64 * MIB, least + 256 * MIB, least + 1024 * MIB, ENOUGH))
+        times = [planner.cost(p, planner.plan(p, "auto", budget)) for budget in budgets]
+        assert all(large <= planner.slack * 1.0031 * small for small, large in pairwise(times))
+    c = triton_memory.plan(p, "auto", ENOUGH)
+    if p.tokens >= 1024:  # nothing is computed again: the time of three products rather than four
+        assert c.held == up(p.tokens, 128)
+        recomputed = triton_memory.plan(p, "recompute", ENOUGH)
+        assert triton_memory.predict(p, c) < triton_memory.predict(p, recomputed)
+
+
+def test_strategies_of_the_triton_backend():
+    p = Problem(4096, 2560, 262144, "bfloat16", device="cuda")
+    plan, least = triton_memory.plan, triton_memory.least_scratch
+    assert plan(p, "stash", ENOUGH).held == 4096
+    assert plan(p, "stash", ENOUGH).stashed == triton_memory.capacity(p) == 2560
+    assert plan(p, "recompute", ENOUGH).held == 0
+    assert least(p, "stash") > least(p, "recompute") == least(p, "auto")
+    # A float32 gradient has twice the room for 16-bit exponentials.
+    wide = replace(p, weight_dtype="float32")
+    assert triton_memory.capacity(wide) == 5120
+    assert plan(wide, "stash", ENOUGH).overflow == 0
+
+
+def test_budgets_between_the_strategies_hold_more_tokens_the_larger_they_are():
+    p = Problem(16384, 4096, 128256, "bfloat16", device="cuda")
+    low, high = (triton_memory.least_scratch(p, s) for s in ("recompute", "stash"))
+    held = [triton_memory.plan(p, "auto", low + i * (high - low) // 8).held for i in range(9)]
+    assert held == sorted(held)
+    assert len(set(held)) > 4
+    assert triton_memory.plan(p, "auto", 2 * high).held == 16384
+
+
+def test_forward_only_takes_fewer_tokens_at_a_time_in_less_memory():
+    p = Problem(32768, 4096, 128256, "bfloat16", device="cuda", grad_hidden=False, grad_weight=False)
+    sizes = [triton_memory.plan(p, "auto", budget * MIB).token_chunk for budget in (16, 64, 256, 4096)]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 32768
+    assert triton_memory.scratch_bytes(p, triton_memory.plan(p)) <= triton_memory.FORWARD_SCRATCH
+
+
+@pytest.mark.parametrize("name", ["triton", "mosaic"])
+def test_a_plan_is_made_again_the_same_among_few_candidates(name):
+    planner = PLANNERS[name][0]
+    for p in TABLE[:: 6 if name == "triton" else 15]:
+        budget = planner.least(p, "auto") + 100 * MIB
+        first = planner.plan(p, "auto", budget)
+        planner.plan.cache_clear()
+        assert planner.plan(p, "auto", budget) == first
+        # Each costs about 20 us of the first call with a shape.
+        assert len(list(planner.candidates(p, "auto", budget))) < 2000
+
+
+def test_of_equal_models_no_product_of_linear_jsd_is_made_twice_in_half_a_gigabyte():
+    hidden, vocab = MODELS["llama3.1-8b"]
+    dtypes = ("bfloat16",) * 3
+    student, teacher = (jsd_memory.Head(hidden, vocab, *dtypes, *grads) for grads in ((True, True), ()))
+    p = jsd_memory.Problem(4096, vocab, student, teacher, device="cuda")
+    c = jsd_triton_memory.plan(p)
+    assert c.held == 4096
+    assert jsd_triton_memory.scratch_bytes(p, c) <= 512 * MIB
+    # More memory takes more tokens at a time.
+    assert jsd_triton_memory.plan(p, 2048 * MIB).token_chunk > c.token_chunk
+
+
+# ------------------------------------------------------------------------------- the framework's own products
+
+
+@given(PLANNERS["torch"][1], st.integers(1, 1 << 34))
+def test_the_chosen_strategy_can_run_in_the_budget(p, budget):
+    strategies = TILES[1:] if p.any_grad else TILES[:1]
+    for backend in (memory, xla_memory):
+        if min(backend.scratch_at_least(p, s) for s in strategies) > budget:
+            with pytest.raises(ValueError, match="scratch_bytes"):
+                backend.choose_strategy(p, "auto", budget)
+        else:
+            assert backend.scratch_at_least(p, backend.choose_strategy(p, "auto", budget)) <= budget
+
+
+@pytest.mark.parametrize(
+    ("changes", "requested", "chosen"),
+    [
+        ({}, "auto", "stash"),
+        ({}, "recompute", "recompute"),
+        ({"grad_hidden": False, "grad_weight": False}, "stash", "forward"),
+        ({"per_token_loss": True}, "auto", "recompute"),
+        ({"per_token_loss": True}, "stash", "recompute"),
+        ({"per_token_loss": True, "grad_weight": False}, "auto", "stash"),
+        # In 16 bits 'stash' keeps float32 gradients of the whole weight.
+        ({"dtype": "bfloat16", "device": "cuda"}, "auto", "recompute"),
+    ],
+)
+def test_strategy(changes, requested, chosen):
+    problem = Problem(**{"tokens": 4096, "hidden": 1024, "vocab": 32768} | changes)
+    assert memory.choose_strategy(problem, requested) == chosen
+
+
+def test_more_scratch_means_fewer_chunks():
+    p = Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
+    for strategy in ("stash", "recompute"):
+        counts = [memory.plan(p, strategy, budget << 30) for budget in (3, 6, 12, 24)]
+        counts = [-(-p.tokens // c.token_chunk) * -(-p.vocab // c.vocab_chunk) for c in counts]
+        assert counts == sorted(counts, reverse=True)
+        assert counts[-1] == 1
+
+
+def test_default_is_256_mib_or_an_eighth_of_the_logits():
+    small = Problem(4096, 1024, 32768)
+    assert memory.default_scratch(small, "stash") == memory.logits_bytes(small) // 8 == 64 * MIB
+    assert memory.default_scratch(Problem(16384, 1024, 262144), "stash") == 256 * MIB
+    # ... and at least what one chunk needs
+    tiny = Problem(128, 16, 1000)
+    least = memory.scratch_at_least(tiny, "stash")
+    assert memory.default_scratch(tiny, "stash") == least > memory.logits_bytes(tiny) // 8
+    large = row_memory.Problem(8192, 128256, "bfloat16", device="cuda")
+    assert row_memory.default_scratch(large) == 256 * MIB
+    assert 4 * row_memory.plan(large, 1 << 33) * large.vocab == row_memory.logits_bytes(large)
+
+
+def test_rows_on_the_cpu_stay_few_whatever_the_budget():
+    problem = row_memory.Problem(4096, 8192)
+    assert row_memory.plan(problem, 1 << 33) * problem.vocab <= row_memory.USEFUL["cpu"]
+
+
+def test_a_budget_below_the_smallest_chunk_names_what_is_needed():
+    p = Problem(4096, 1024, 32768)
+    need = memory.scratch_at_least(p, "recompute")
+    with pytest.raises(ValueError, match=f"scratch_bytes=1000 is too small.*{need} bytes for strategy 'recompute'"):
+        memory.choose_strategy(p, "auto", 1000)
+
+
+def test_products():
+    p = Problem(8, 8, 8)
+    assert [plan_command.products(p, s) for s in ("stash", "recompute")] == [3, 4]
+    assert plan_command.products(Problem(8, 8, 8, grad_weight=False), "stash") == 2
+    assert plan_command.flops(p, "stash") == 3 * 2 * 8**3
+
+
+# ------------------------------------------------------------------------------------------------------- the parts
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([1, 64, 128]), st.integers(1, 600))
+def test_the_largest_that_fits(total, bound, unit, smallest):
+    found = largest(lambda n: n <= bound, smallest, total, unit)
+    fitting = {n for n in range(unit, total, unit) if n <= bound} | ({total} if total <= bound else set())
+    assert found == max({smallest, *(n for n in fitting if n >= smallest)})
+
+
+@given(st.integers(1, 5000), st.integers(64, 5000))
+def test_chunks_are_the_fewest_and_even(total, most):
+    size = even_chunk(total, most)
+    assert size <= min(total, most)
+    assert -(-total // size) == -(-total // most)
+    assert size - total / -(-total // most) <= 64
+
+
+@pytest.mark.parametrize("shared", [232448, 166912, 101376])
+def test_heuristic_tiles_are_whole(shared):
+    for kernel, t in triton_memory.heuristic_tiles(shared).items():
+        assert 128 % t["rows"] == 256 % t["depth"] == 128 % t["depth"] == t["columns"] % t["parts"] == 0, kernel
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("weight_grad_out", [True, False])
+def test_the_parts_of_fp8_are_the_larger_phase_and_what_is_kept(grad, weight_grad_out):
+    grads = {"grad_hidden": grad, "grad_weight": grad, "weight_grad_out": weight_grad_out}
+    problem = Problem(4096, 1024, 32768, "bfloat16", **grads)
+    for chunk in (128, 4096):
+        forward, backward = fp8_memory.chunk_parts(problem, chunk), fp8_memory.backward_parts(problem)
+        kept = fp8_memory.weight_bytes(problem) + sum(fp8_memory.kept_parts(problem).values()) + 84 * 4096
+        assert fp8_memory.scratch_bytes(problem, chunk) == kept + max(sum(forward.values()), sum(backward.values()))
