@@ -1,4 +1,4 @@
-"""The Triton backend under Triton's interpreter, on the CPU: what test_ce_triton_interpreter.py starts in processes.
+"""The Triton backend under Triton's interpreter, on the CPU: what test_interpreted.py starts in processes.
 
 In float32 and float16: the interpreter computes bfloat16 wrongly.  What nobody wrote is NaN, so a result that depends
 on it is NaN too.  A row takes it some 40 ms, so there are few of them.

@@ -1,4 +1,4 @@
-"""The Triton backend under Triton's interpreter, on the CPU: what test_fp8_triton_interpreter.py starts.
+"""The Triton backend under Triton's interpreter, on the CPU: what test_interpreted.py starts.
 
 Triton reads TRITON_INTERPRET when it is imported, so these checks need a process of their own.  What nobody wrote is
 NaN, so a result that depends on it is NaN too.
@@ -6,17 +6,14 @@ NaN, so a result that depends on it is NaN too.
     TRITON_INTERPRET=1 python fp8_interpreted.py NAME ...     prints a line of JSON for each check
 """
 
-import json
 import sys
-import time
-import traceback
-import warnings
 from functools import partial
 
 import torch
 from fp8_common import assert_right, assert_same, oracle, same_bits, small_problem
 from test_fp8_correctness import awkward
 
+from interpreter import main
 from onchip.fp8 import torch_products, torch_quantize
 from onchip.fp8.triton_tiles import ProductConfig
 from onchip.ops.fp8_linear.cases import Case
@@ -128,24 +125,8 @@ CHECKS = {
 }
 
 
-def main(names):
-    import fp8_interpreter
+if __name__ == "__main__":
+    from fp8_linear import fp8_interpreter
 
     fp8_interpreter.mend()
-    warnings.simplefilter("ignore")  # the interpreter's NumPy overflows where kernels do on purpose
-    torch.set_num_threads(1)
-    # Fills what torch.empty and its kin return with NaN, and with the largest integer.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    for name in names:
-        torch.manual_seed(0)
-        error, start = "", time.perf_counter()
-        try:
-            CHECKS[name]()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"name": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:] or CHECKS)
+    main(CHECKS, sys.argv[1:])

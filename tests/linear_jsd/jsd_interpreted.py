@@ -1,4 +1,4 @@
-"""The Triton backend under Triton's interpreter, on the CPU: what test_jsd_triton.py starts in processes of their own.
+"""The Triton backend under Triton's interpreter, on the CPU: what test_interpreted.py starts in processes of their own.
 
 Triton reads TRITON_INTERPRET when it is imported.  Products are in float16 alone: the interpreter computes bfloat16
 wrongly.  What nobody wrote is NaN, so a result that depends on it is NaN too.  The interpreter takes a tenth of a
