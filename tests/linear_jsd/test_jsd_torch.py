@@ -15,7 +15,7 @@ from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import TopK
+from onchip.ops.linear_jsd.spec import Options, TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_walk import Model, walk
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
@@ -195,7 +195,7 @@ def test_ignored_tokens_may_be_computed_all_the_same(given):
         for model in models:
             model.logits[~kept] = math.nan
         losses, grads = walk(
-            spec.Options(hard_weight=0.3), models[0], topk if given == "top-k" else models[1], tokens,
+            Options(hard_weight=0.3), models[0], topk if given == "top-k" else models[1], tokens,
             row=tokens.weight, vocab=9, chunk=4,
         )  # fmt: skip
         made.append([tokens.spread(losses, (6,)), *(g for g in grads if g is not None)])
