@@ -79,15 +79,19 @@ def backward_memory(call: Any, config: TritonConfig, saved: Saved, wanted: Seque
             grad_weight = torch.empty(call.weight.shape, dtype=call.weight.dtype, device=call.weight.device)
         if tokens == 0:
             grad_weight.zero_()
-    return {
+    gradients = {
+        "grad_hidden": saved.hidden_memory.view(tokens, size) if wanted[0] else None,
+        "grad_weight": grad_weight,
+        "grad_bias": call.weight.new_zeros(vocab, dtype=torch.float32) if wanted[2] else None,
+    }
+    if tokens == 0:  # nothing walks
+        return gradients
+    return gradients | {
         "rows": setup.rows_in(saved.hidden_memory, tokens, size, call.dtype),
         "hidden": call.hidden.reshape(tokens, size),
         "places": setup.kept_exponentials(saved, call.weight, call.dtype, config, again_tokens=again),
         "chunk_tiles": (config.vocab_chunk // triton_spec.VOCAB_TILE, config.weight_chunk // triton_spec.VOCAB_TILE),
         "halves": config.halves,
-        "grad_hidden": saved.hidden_memory.view(tokens, size) if wanted[0] else None,
-        "grad_weight": grad_weight,
-        "grad_bias": call.weight.new_zeros(vocab, dtype=torch.float32) if wanted[2] else None,
     }
 
 
