@@ -2,7 +2,7 @@
 
 `_forward_op` computes the loss, and leaves what gradients need in the memory that they will take: the exponentials of
 the logits in the weight's, the tokens' hidden states in hidden's.  `_backward_op` turns these into the gradients, in
-place; autograd clones them first where the graph is retained.  What is launched is in triton_walks.py.
+place; autograd clones them first where the graph is retained.  What is launched is in vocab/triton/walks.py.
 """
 
 from typing import Any, NamedTuple
@@ -116,12 +116,11 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         saved = _saved(a)
         kept = None
         if a.any_grad and a.config.held > 0:
-            kept = setup.kept_exponentials(saved, a.weight, a.dtype, a.config)
+            kept = setup.logit_buffer(saved, a.weight, a.dtype, a.config)
         out, vectors = walks.forward(
             run,
             hidden,
-            target,
-            setup.flat(a.token_weight),
+            target[:, None],
             temperature,
             a.ignore_index,
             setup.rows_in(saved.hidden_memory, tokens, run.hidden, a.dtype)
@@ -130,10 +129,10 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             kept,
             stats=a.stats,
         )
-        assert out.loss is not None
-        loss = out.loss.view(shape)
+        losses, correct = walks.losses(run, vectors, out, setup.flat(a.token_weight))
+        loss = losses.view(shape)
         if a.reduction != "none":
-            loss = out.loss.sum() / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number)
+            loss = losses.sum() / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number)
         if a.any_grad:
             saved = saved._replace(vectors=vectors.packed)
         blank = hidden.new_empty(0, dtype=torch.float32)
@@ -142,7 +141,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             out.lse.view(shape),
             out.log_prob.view(shape),
             blank if out.entropy is None else out.entropy.view(shape),
-            blank.to(torch.bool) if out.correct is None else out.correct.view(shape),
+            blank.to(torch.bool) if correct is None else correct.view(shape),
             *saved,
             loss.new_empty(0),
         )
@@ -218,40 +217,31 @@ def _backward_op(
         run = setup.make_run(_head(a), tokens, a.weight_grad_out)
         vectors = launches.Vectors.unpack(packed, tokens)
         saved = Saved(hidden_memory, weight_memory, overflow_memory, packed)
-        row = vectors.factor * (run.head.logit_scale / run.outer_scale)
-        if a.reduction == "none":
-            row = row * grad_loss.reshape(-1).float()[vectors.order]
-        else:
-            row = row * (grad_loss / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number))
+        grad = grad_loss.reshape(-1).float()
+        if a.reduction != "none":
+            grad = (grad / torch_tiles.divisor(a.reduction, a.normalizer, vectors.number)).expand(tokens)
         weights = setup.flat(a.token_weight)
         if weights is not None:
-            row = row * weights[vectors.order]
-        row = row.masked_fill(vectors.label < 0, float("nan"))
-        too_large = walks.scale_for_float16(row, vectors, a.dtype)
-        row = row if too_large is None else row * too_large
+            grad = grad * weights
+        softmax = launches.TokenSoftmax(lse.reshape(-1), log_prob.reshape(-1, 1))
         grad_bias = a.weight.new_zeros(run.vocab if a.grad_bias else 0, dtype=torch.float32)
         if tokens == 0:
             if a.grad_weight and not add:
                 weight_memory.zero_()
         else:
-            again = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - a.stashed - a.overflow
+            recomputed = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - a.stashed - a.overflow
             walks.backward(
                 run,
                 vectors,
-                launches.Upstream(
-                    lse.reshape(-1),
-                    log_prob.reshape(-1),
-                    row,
-                    row.clone(),
-                    torch.empty_like(row),
-                    None if too_large is None else 1 / too_large,
-                    vectors.label,
-                ),
-                setup.rows_in(hidden_memory, tokens, run.hidden, a.dtype),
-                hidden.reshape(-1, run.hidden),
-                setup.kept_exponentials(saved, a.weight, a.dtype, a.config, again_tokens=again),
-                (a.vocab_chunk // triton_spec.VOCAB_TILE, a.weight_chunk // triton_spec.VOCAB_TILE),
-                a.halves,
+                a.target.reshape(-1, 1).to(torch.int64).contiguous(),
+                a.ignore_index,
+                softmax,
+                walks.loss_gradients(run, softmax, grad),
+                setup.logit_buffer(saved, a.weight, a.dtype, a.config, recomputed=recomputed),
+                rows=setup.rows_in(hidden_memory, tokens, run.hidden, a.dtype),
+                hidden=hidden.reshape(-1, run.hidden),
+                chunk_tiles=(a.vocab_chunk // triton_spec.VOCAB_TILE, a.weight_chunk // triton_spec.VOCAB_TILE),
+                halves=a.halves,
                 grad_hidden=hidden_memory.view(tokens, run.hidden) if a.grad_hidden else None,
                 grad_weight=weight_memory[: run.vocab] if a.grad_weight else None,
                 grad_bias=grad_bias if a.grad_bias else None,

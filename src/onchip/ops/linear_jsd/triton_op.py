@@ -93,11 +93,10 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
             a.tokens(check=True)  # for its checks alone
         config = _plan(a)
         saved = _saved(a, config)
-        target, ignore_index = _target(a)
         call = _call(a, saved, config)
         if a.student_hidden is None:
-            _number(a, call, target, ignore_index)
-        losses = launches.forward(call, target, ignore_index, _flat(a.token_weight), config.token_chunk, config.held)
+            _number(a, call)
+        losses = launches.forward(call, _flat(a.token_weight), config.token_chunk, config.held)
         loss = losses.view(a.shape)
         if a.reduction != "none":
             loss = losses.sum() / _divisor(a, call.vectors)
@@ -129,7 +128,6 @@ def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
     with device_of(a.first), torch.autocast(a.first.device.type, enabled=False):
         config = _plan(a)
         call = _call(a, saved, config, again=True)
-        target, _ = _target(a)
         row = _row(a, grad_loss, call.vectors)
         bias: list[Any] = [_zeros(a, 4 * k + 2, torch.float32) for k in (0, 1)]
         logits: list[Any] = [_zeros(a, 4 * k + 3, None) for k in (0, 1)]
@@ -145,7 +143,6 @@ def _backward_op(grad_loss: Tensor, *args: Any) -> tuple[Tensor, ...]:
         if call.tokens > 0:
             launches.backward(
                 call,
-                target,
                 row,
                 config.held,
                 config.vocab_chunk,
@@ -214,10 +211,10 @@ def _row(a: Arguments, grad_loss: Tensor, vectors: Any) -> Tensor:
     return row.masked_fill(vectors.label < 0, float("nan"))
 
 
-def _number(a: Arguments, call: Any, target: Tensor, ignore_index: int) -> None:
+def _number(a: Arguments, call: Any) -> None:
     """Fill in the vectors of tokens that stay where they are: those of logits."""
-    vectors = call.vectors
-    kept = target != ignore_index
+    vectors, target = call.vectors, call.target
+    kept = target != call.ignore_index
     numbers = torch.arange(call.tokens, dtype=torch.int32, device=target.device)
     vectors.position.copy_(numbers.masked_fill(~kept, -1))
     vectors.order.copy_(numbers)
@@ -254,7 +251,7 @@ def _saved(a: Arguments, config: TritonConfig, *, fake: bool = False) -> Saved:
 
 
 def _call(a: Arguments, saved: Saved, config: TritonConfig, *, again: bool = False) -> Any:
-    """The call as the walks take it; `again`: with places for what is computed again, for backward."""
+    """The call as the walks take it; `again`: with memory for what backward recomputes."""
     from onchip.ops.linear_jsd import triton_launches as launches
     from onchip.vocab.triton import launches as ce
 
@@ -269,6 +266,7 @@ def _call(a: Arguments, saved: Saved, config: TritonConfig, *, again: bool = Fal
         _side(a, 0, saved, config, more),
         _side(a, 1, saved, config, more),
         vectors,
+        *_target(a),
         torch.empty(tokens, dtype=torch.float32, device=a.first.device),
         saved.stats.view(-1, tokens) if tokens else saved.stats,
     )
@@ -288,13 +286,13 @@ def _side(a: Arguments, side: int, saved: Saved, config: TritonConfig, again: in
     assert weight is not None
     run = _run(a, side)
     dtype = run.head.weight.dtype
-    rows = places = None
+    rows = buffer = None
     hidden_memory, weight_memory, overflow = saved.of(side)
     if any(grads):
         rows = hidden_memory.view(-1).view(dtype)[: run.tokens * run.hidden].view(run.tokens, run.hidden)
         stashed = jsd_spec.stashed(a.head(side), config)
         if config.held or again:
-            places = ce.exponentials(
+            buffer = ce.logit_buffer(
                 weight_memory.view(-1).view(dtype) if stashed else overflow[:0],
                 config.weight_chunk // jsd_spec.VOCAB_TILE,
                 run.hidden * weight.element_size() // dtype.itemsize,
@@ -304,7 +302,7 @@ def _side(a: Arguments, side: int, saved: Saved, config: TritonConfig, again: in
                 setup.aligned(overflow, (again * config.vocab_chunk,), dtype),
                 again,
             )
-    return launches.Side(run, hidden.reshape(-1, run.hidden), None, rows, places, grads)  # type: ignore[arg-type]
+    return launches.Side(run, hidden.reshape(-1, run.hidden), None, rows, buffer, grads)  # type: ignore[arg-type]
 
 
 def _run(a: Arguments, side: int) -> Any:

@@ -28,7 +28,6 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
     torch_inputs.py   what the public function checks
     torch_walks.py    the walks over the logits, with PyTorch's own matrix products
     triton_op.py      the operators and autograd of the 'triton' backend; triton_spec.py, its memory formulas and plans
-    triton_walks.py   what is launched, in which order; triton_kernels.py, the kernels of its own
     jax_op.py         JAX: the public function and its derivative rules
     jax_inputs.py     what the public function checks
     jax_xla.py        the walks in plain JAX

@@ -1,7 +1,7 @@
 """linear_log_probs for PyTorch on Triton kernels: two registered operators and autograd between them.
 
 As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in the memory that they will take, and
-backward turns it into them, in place.  What is launched is in triton_walks.py.
+backward turns it into them, in place.  What is launched is in vocab/triton/walks.py.
 """
 
 from dataclasses import fields, replace
@@ -147,7 +147,7 @@ def _unpack(packed: tuple[Any, ...]) -> Arguments:
 )
 def _forward_op(*args: Any) -> tuple[Tensor, ...]:
     """Return log_prob, entropy, lse, top1 and `Saved`; what isn't asked for is empty."""
-    from onchip.ops.linear_log_probs import triton_walks as walks
+    from onchip.vocab.triton import walks
 
     a = _unpack(args)
     shape, tokens = a.hidden.shape[:-1], a.tokens
@@ -160,7 +160,7 @@ def _forward_op(*args: Any) -> tuple[Tensor, ...]:
         saved = a.saved()
         kept = None
         if a.any_grad and a.config.held > 0:
-            kept = setup.kept_exponentials(saved, a.weight, a.dtype, a.config)
+            kept = setup.logit_buffer(saved, a.weight, a.dtype, a.config)
         out, vectors = walks.forward(
             run,
             hidden,
@@ -232,8 +232,7 @@ def _backward_op(
     *args: Any,
 ) -> Tensor:
     """Turn hidden's and weight's memory into their gradients, and return that of bias; uses up the overflow."""
-    from onchip.ops.linear_log_probs import triton_walks as walks
-    from onchip.vocab.triton import launches
+    from onchip.vocab.triton import launches, walks
 
     a = _unpack(args)
     tokens = a.tokens
@@ -246,20 +245,20 @@ def _backward_op(
             if a.grad_weight:
                 weight_memory.zero_()
         else:
-            again = head_spec.up(tokens, head_spec.TOKEN_TILE) - a.stashed - a.overflow
+            recomputed = head_spec.up(tokens, head_spec.TOKEN_TILE) - a.stashed - a.overflow
             log_probs = setup.flat(grad_log_prob)
             walks.backward(
                 run,
                 launches.Vectors.unpack(packed, tokens),
                 ids,
                 a.ignore_index,
-                walks.LogProbs(log_prob.reshape(ids.shape), lse.reshape(-1), entropy.reshape(-1), None),
-                walks.Gradients(
+                launches.TokenSoftmax(lse.reshape(-1), log_prob.reshape(ids.shape), entropy.reshape(-1)),
+                walks.OutputGradients(
                     None if log_probs is None else log_probs.view(ids.shape),
                     setup.flat(grad_lse),
                     setup.flat(grad_entropy) if a.stats else None,
                 ),
-                setup.kept_exponentials(saved, a.weight, a.dtype, a.config, again_tokens=again),
+                setup.logit_buffer(saved, a.weight, a.dtype, a.config, recomputed=recomputed),
                 rows=setup.rows_in(hidden_memory, tokens, run.hidden, a.dtype),
                 hidden=a.hidden.reshape(tokens, run.hidden),
                 chunk_tiles=(a.vocab_chunk // head_spec.VOCAB_TILE, a.weight_chunk // head_spec.VOCAB_TILE),

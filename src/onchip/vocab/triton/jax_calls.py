@@ -18,6 +18,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from onchip.vocab.triton import blocks as triton_blocks
 from onchip.vocab.triton import gradients as triton_gradients
 from onchip.vocab.triton import softmax as triton_softmax
+from onchip.vocab.triton.blocks import BufferRows
 
 Array = jax.Array
 VOCAB_TILE: int = triton_blocks.VOCAB_TILE.value
@@ -55,9 +56,9 @@ def enter_softmax_tiles(
     PARTS: tl.constexpr,
 ):
     triton_softmax.softmax_tiles(
-        rows, weight, bias, label, factor, count, maximum, others, offset_sum, moment, argmax, None, None, 0, H, H, T,
-        H, V, T, 0, 0, 0, 0, 0, 0, tl.load(numbers), 1.0, BIAS, SOFTCAP, SMOOTHING, STATS, False, RAGGED,
-        BLOCK_T, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
+        rows, weight, bias if BIAS else None, label, factor, count, maximum, others, offset_sum if SMOOTHING else None,
+        moment if STATS else None, argmax if STATS else None, None, None, None, 0, H, H, T, H, V, T, 0,
+        tl.load(numbers) if SOFTCAP else None, 1.0, RAGGED, BLOCK_T, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
     )  # fmt: skip
 
 
@@ -66,12 +67,12 @@ def enter_gradient_tiles(
     rows,
     weight,
     bias,
-    order,
     label,
     factor,
     lse,
-    log_prob,
-    row,
+    row_scale,
+    even,
+    at_target,
     count,
     numbers,
     chunk,
@@ -82,7 +83,6 @@ def enter_gradient_tiles(
     BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -91,9 +91,10 @@ def enter_gradient_tiles(
 ):
     tiles = tl.load(chunk + 1)
     triton_gradients.gradient_tiles(
-        rows, weight, bias, exponentials, order, count, label, factor, lse, log_prob, row, 0, tl.load(chunk),
-        tiles, tiles * T, 0, T, H, H, T, H, V, tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), True,
-        BIAS, SOFTCAP, SMOOTHING, Z_LOSS, BLOCK_T, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
+        rows, weight, bias if BIAS else None, exponentials, count, label, factor, lse, row_scale,
+        even if SMOOTHING else None, at_target, None, None, BufferRows(0, 0, 0, 0, 0, 0, T), 0, tl.load(chunk), tiles,
+        tiles * T, H, H, T, H, V, tl.load(numbers) if SOFTCAP else None, BLOCK_T, BLOCK_K, GROUP, PROGRAMS, PARTS,
+        False,
     )  # fmt: skip
 
 
@@ -118,8 +119,8 @@ def enter_hidden_gradient(
     """`out` is the memory of `sums`."""
     tiles = tl.load(chunk + 1)
     triton_gradients.hidden_gradient(
-        exponentials, weight, out, count, None, 0, T, T, 0, tl.load(chunk), tiles, tiles * T, 0, 0, 0, 0, 0, 0, T,
-        H, H, H, V, False, False, BLOCK_T, BLOCK_H, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
+        exponentials, weight, out, count, None, 0, T, T, 0, tl.load(chunk), tiles, tiles * T,
+        BufferRows(0, 0, 0, 0, 0, 0, T), H, H, H, V, False, BLOCK_T, BLOCK_H, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
     )  # fmt: skip
 
 
@@ -147,8 +148,8 @@ def enter_weight_gradient(
     first = tl.load(chunk)
     tiles = tl.load(chunk + 1)
     triton_gradients.weight_gradient(
-        exponentials, rows, out, count, numbers + 3, first, first, tiles, tiles * T, 0, 0, 0, 0, 0, 0, T, H, H, T, H, V,
-        SHRINK, False, BLOCK_V, BLOCK_H, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
+        exponentials, rows, out, count, numbers + 3 if SHRINK else None, first, first, tiles, tiles * T,
+        BufferRows(0, 0, 0, 0, 0, 0, T), H, H, T, H, V, False, BLOCK_V, BLOCK_H, BLOCK_K, GROUP, PROGRAMS, PARTS, False,
     )  # fmt: skip
 
 
@@ -251,14 +252,32 @@ def gradient_tiles(
     """The logits' gradient for a chunk of so many tiles of the vocabulary: [tiles * P, 256], tile by tile; of positions
     beyond the last token 0 up to a whole block, and then whatever was there.
     """
-    vectors = (jnp.arange(len(rows), dtype=jnp.int32), label, factor, lse, log_prob, row)
+    _, smoothing, z_loss, _ = launch.numbers
+    even = row * smoothing / launch.weight.shape[0]
+    more = 2 * z_loss * lse
+    entry = row * (jnp.expm1(log_prob) + more * jnp.exp(log_prob)) + row * smoothing - even
+    if launch.softcap:
+        x = jnp.clip((log_prob + lse) / factor, -1, 1)
+        entry *= 1 - x * x
     (made,) = launch.call(
         enter_gradient_tiles,
         "gradient_tiles",
-        (rows, launch.weight, _pointer(launch), *vectors, launch.number, launch.numbers, chunk),
+        (
+            rows,
+            launch.weight,
+            _pointer(launch),
+            label,
+            factor,
+            lse,
+            row * (1 + more),
+            even,
+            entry,
+            launch.number,
+            launch.numbers,
+            chunk,
+        ),
         [((tiles * len(rows), VOCAB_TILE), rows.dtype)],
         len(rows),
-        Z_LOSS=launch.z_loss,
         BLOCK_T=launch.tiles["gradient_tiles"]["rows"],
         **launch.logits,
     )
