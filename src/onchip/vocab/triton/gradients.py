@@ -82,7 +82,7 @@ def position_terms(
         repeats += (equal & (k > j)[None, :]).to(tl.int32)
         total += g
         large += tl.abs(g)
-    smoothed = total * label_smoothing
+    of_log_probs = total
     if grad_lse is not None:
         g = tl.load(grad_lse + token, mask=inside, other=0.0)
         total -= g
@@ -105,8 +105,9 @@ def position_terms(
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
     value = -(same * expm1(lp)) - tl.exp2(lp * LOG2E) * rest
     if even is not None:
-        tl.store(even + t, -smoothed * f / V, mask=inside)
-        value += (smoothed / V - smoothed)[:, None]
+        tl.store(even + t, -of_log_probs * (label_smoothing / V) * f, mask=inside)
+        # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
+        value += (of_log_probs * (label_smoothing / V - label_smoothing))[:, None]
     if inner_scale is not None:
         x = tl.minimum(tl.maximum((lp + lse_t[:, None]) / k_z[:, None], -1.0), 1.0)
         value *= 1 - x * x
