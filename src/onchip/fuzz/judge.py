@@ -171,7 +171,7 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
     # The largest logit that there is, where few products make one larger than those of a normal distribution.
     largest = max(float(np.abs(z[np.isfinite(z)]).max(initial=0)) for z in logits.values())
     case = replace(case, logit_std=max(case.logit_std, largest / float(np.sqrt(2 * np.log(case.vocab + 1)))))
-    rounding = {}
+    rounding, of_loss = {}, 0.0
     rest = {name: x for name, x in given.items() if name in _TOKENS or name.startswith("grad_")}
     if models != ("",):
         bounds = jsd_checks.bounds(case, dtype, oracle)
@@ -180,6 +180,7 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
         of_logits = jsd_reference.jsd(logits["student_"], logits.get("teacher_"), **rest, **options)
         gradients = {who: getattr(of_logits, f"grad_{who}logits") for who in logits}
         rounding = _jsd_rounding(case, logits, given, options)
+        of_loss = _jsd_distances(dtype, logits, rest, options)
     elif "ids" in given:
         limits = llp_checks.float32_bounds(case, oracle)
         products = given["hidden"] @ given["weight"].T
@@ -194,7 +195,7 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
         finite = np.abs(logits[""][np.isfinite(logits[""])]).max(initial=0) * options.get("logit_scale", 1.0)
         steep = DEVIATIONS * EPS * float(np.cosh(finite / cap)) ** 2
         limits = {name: limit + steep * name.startswith("grad_") for name, limit in limits.items()}
-    terms = {"loss": (oracle.distance, 0.0)} if getattr(case, "teacher", "") == "truncated" else {}
+    terms = {"loss": (oracle.distance if getattr(case, "teacher", "") == "truncated" else 0.0, of_loss)}
     for who, dz in gradients.items():
         # In every logit's gradient: the smallest number of its dtype, float64's rounding, that of what it is made of.
         error = LEAST[dtype] + 1e-14 + DEVIATIONS * rounding.get(who, np.zeros_like(dz))
@@ -220,10 +221,23 @@ def _jsd_rounding(case: Any, logits: Arrays, given: Arrays, options: Mapping[str
     largest = case.logit_std * float(np.sqrt(2 * np.log(case.vocab + 1)) + np.sqrt(case.hidden / 24))
     row = np.broadcast_to(np.abs(given["grad_loss"] * given.get("token_weight", 1.0)), case.tokens)
     if options.get("reduction", "mean") == "mean":
-        target = given.get("target", np.zeros(case.tokens))
-        row = row / (options.get("normalizer") or max(1, np.sum(target != options.get("ignore_index", -100))))
+        counted = np.sum(given["target"] != options.get("ignore_index", -100)) if "target" in given else case.tokens
+        row = row / (options.get("normalizer") or max(1, counted))
     row = row * EPS * (1 + largest) / tau * (tau**2 if options.get("temperature_squared") else 1)
     return {who: np.pad((p[0] + p[1]) * row[:, None], ((0, 0), (0, z.shape[1] - size))) for who, z in logits.items()}
+
+
+def _jsd_distances(dtype: str, logits: Arrays, rest: Arrays, options: Mapping[str, Any]) -> float:
+    """The error of the loss where logits are kept as distances to a tile's largest in float16: the Triton kernels'."""
+    if dtype != "bfloat16":
+        return 0.0
+    upstream = {"grad_loss": np.ones_like(rest["grad_loss"])}
+    unit = jsd_reference.jsd(logits["student_"], logits.get("teacher_"), **{**rest, **upstream}, **options)
+    error = 0.0
+    for who, z in logits.items():
+        distance = np.where(np.isfinite(z), z.max(1, keepdims=True) - z, 0)
+        error = error + 2.0**-12 * np.abs(getattr(unit, f"grad_{who}logits") * distance).sum(1)
+    return float(np.linalg.norm(error) if options.get("reduction") == "none" else np.sum(error))
 
 
 _PARTS = ("hidden", "weight", "bias", "logits")
@@ -237,8 +251,9 @@ def flattened(given: Arrays, tokens: int, options: Mapping[str, Any]) -> dict[st
         if name == "teacher_topk":
             out[name] = (*(part.reshape(tokens, part.shape[-1]) for part in x[:2]), *x[2:])
         elif name.endswith(("hidden", "logits")) and not name.startswith("grad_"):
-            labels = given.get("target", given.get("ids", np.zeros(tokens)))
-            counted = np.reshape(labels, (tokens, -1 if tokens else 1)) != options.get("ignore_index", -100)
+            ignored = options.get("ignore_index", -100)
+            labels = given.get("target", given.get("ids", np.full(tokens, ignored + 1)))
+            counted = np.reshape(labels, (tokens, -1 if tokens else 1)) != ignored
             out[name] = np.where(counted.any(1)[:, None], np.reshape(x, (tokens, x.shape[-1])), 0)
         elif not name.endswith(("weight", "bias")) or name == "token_weight":
             several = np.shape(given.get("ids", 0))[len(np.shape(given.get("hidden", 0))) - 1 :]

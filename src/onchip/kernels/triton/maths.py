@@ -45,5 +45,6 @@ def gradient_terms(lse, log_prob, row_factor, label_smoothing, z_loss, V, SMOOTH
     # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
     at_target = row_factor * (expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E))
     if SMOOTHING:
-        at_target = at_target + (row_factor * label_smoothing - even)
+        # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
+        at_target = at_target + row_factor * (label_smoothing - label_smoothing / V)
     return lse * LOG2E, row_factor * (1 + 2 * z_loss * lse), even, at_target

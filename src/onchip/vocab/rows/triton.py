@@ -282,7 +282,11 @@ def losses(
             value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * row_log_prob, 0.0)
             value += z_loss * row_lse * row_lse
             if SMOOTHING:
-                value += label_smoothing * (log_total - (tl.sum(offsets, 0) / V + (reference - lead)) * k)
+                offset = tl.sum(offsets, 0)
+                if TARGET_LOGIT:
+                    stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
+                    offset -= _squash(stored, inner_scale, SOFTCAP) - reference
+                value += label_smoothing * (log_total - (offset / V + (reference - lead)) * k)
             weight = 1.0
             if TOKEN_WEIGHT:
                 weight = tl.load(token_weight + row)

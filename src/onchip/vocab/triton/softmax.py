@@ -233,6 +233,7 @@ def merge_tiles(
             index = tl.where(best > top, found, index)
         top = tl.maximum(top, best)
     far = top - tl.load(shift + at, mask=mine, other=0.0) > REACH
+    of_tiles = top
     top = tl.maximum(top, z)  # computed apart: the last digit may differ
     rest = tl.zeros((BLOCK_T,), tl.float32)
     offsets = tl.zeros((BLOCK_T,), tl.float32)
@@ -259,16 +260,22 @@ def merge_tiles(
     total = rest + own
     # log1p where the target leads: there the loss is small, and 1 + others would round it away.
     log_total = tl.where(z >= top, log1p(rest), tl.log(total))
+    # Where nothing else has a probability the target's is 1, whatever that last digit is.
+    alone = (rest == 0) & (own > 0)
+    log_total = tl.where(alone, 0.0, log_total)
+    value_lse = top + log_total
     value_lse = top + log_total
     tl.store(base + at, tl.where(far, value_lse, tl.load(shift + at, mask=mine, other=0.0)), mask=mine)
     store = (t < T) & (mine | ((first == 0) & (at == -1)))
-    log_prob = tl.where(y < 0, float("nan"), (z - top) - log_total)
+    log_prob = tl.where(alone, 0.0, (z - top) - log_total)
+    log_prob = tl.where(y < 0, float("nan"), log_prob)
     tl.store(lse + t, tl.where(mine, value_lse, 0.0), mask=store)
     tl.store(leading + t, tl.where(mine, log_prob, 0.0), mask=store)
     if offset_sum is not None:
+        offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
         tl.store(uniform_loss + t, tl.where(mine, log_total - offsets / V, 0.0), mask=store)
     if moment is not None:
-        tl.store(entropy + t, tl.where(mine, log_total - moments / total, 0.0), mask=store)
+        tl.store(entropy + t, tl.where(mine & ~alone, log_total - moments / total, 0.0), mask=store)
         tl.store(top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
 
 
