@@ -1,4 +1,4 @@
-"""What holds for every loss and backend: second derivatives raise, whichever way they are asked for; what a normalizer
+"""What holds for every op and backend: second derivatives raise, whichever way they are asked for; what a normalizer
 of 0 does."""
 
 from itertools import product

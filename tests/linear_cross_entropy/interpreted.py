@@ -337,17 +337,20 @@ def autocast(strategy):
     assert_gradients(made, gradients(expected, *leaves))
 
 
-@check(*STRATEGIES)
-def the_schema_is_true(strategy):
-    """The operators change what they say they change, and alias nothing."""
-    from onchip.ops.linear_cross_entropy import triton_op
+@check("least", "twice the least")
+def torch_compile_with_a_budget_and_sizes_that_change(budget):
+    """Planned where the operator runs: while it is traced, sizes are symbols."""
 
-    h, w, y, b = small_problem(dtype=torch.float16, bias=True)
-    plan = vars(triton_spec.plan(half_problem(24, 16, 70, grad_bias=True, stats=True), strategy)).values()
-    numbers = (torch.float16, -100, "mean", 0.0, 1e-3, None, 1.0, 1.0, False)
-    arguments = triton_op.Arguments(h, w, b, y, None, None, None, None, *numbers, *plan, True, True, True, True)
-    for name in ("test_schema", "test_autograd_registration"):
-        torch.library.opcheck(triton_op._forward_op, triton_op.pack(arguments), test_utils=name)
+    def step(h, w, y, budget):
+        return op(h, w, y, scratch_bytes=budget)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for tokens in (8, 10, 14):
+        h, w, y, _ = small_problem(tokens=tokens, dtype=torch.float16)
+        least = triton_spec.least_scratch(half_problem(tokens, 16, 70), "auto")
+        size = least if budget == "least" else 2 * least
+        for p, q in zip(*(gradients(f(h, w, y, size), h, w) for f in (step, compiled)), strict=True):
+            assert torch.equal(p, q)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from common import assert_same, gradients, small_problem
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from onchip.ops.linear_cross_entropy import torch_op, torch_tiles
 from onchip.torch import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
+from onchip.vocab.torch import walk
 from shared import count_products
 
 STRATEGIES = ("stash", "recompute")
@@ -47,7 +47,7 @@ def test_only_what_needs_a_gradient_gets_one(needs, reduction, strategy):
                             ((0, 1), {"stash": 2, "recompute": 3}), ((0, 0), {"stash": 1, "recompute": 1})], ids=str,
 )  # fmt: skip
 def test_nothing_is_multiplied_for_what_needs_no_gradient(needs, products, strategy, monkeypatch):
-    work = count_products(monkeypatch, torch_tiles)
+    work = count_products(monkeypatch, walk)
     h, w, y, _ = small_problem()
     y[0, :6] = -100  # a quarter is ignored: that too costs nothing
     h.requires_grad_(bool(needs[0]))
@@ -290,42 +290,6 @@ def test_the_module_is_the_function_and_owns_nothing():
 
 
 # ------------------------------------------------------------------------------------------- torch.library and compile
-
-
-def forward_arguments(strategy, reduction="mean", everything=False, weight_grad_out=None):
-    h, w, y, b = small_problem(bias=True)
-    y[0, 0] = -100
-    per_token = torch.rand(2, 12) + 0.5
-    extra = (per_token, per_token, torch.tensor(5.0) if reduction == "mean" else None) if everything else (None,) * 3
-    numbers = (0.1, 1e-3, 5.0, 0.5, 1.0) if everything else (0.0, 0.0, None, 1.0, 1.0)
-    return (
-        h, w, b if everything else None, y, *extra, weight_grad_out, torch.float32, -100, reduction, *numbers, False,
-        None, strategy, True, True, everything, everything,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize(("strategy", "reduction"), [("stash", "mean"), ("recompute", "mean"), ("recompute", "none")])
-def test_opcheck(strategy, reduction, everything):
-    arguments = forward_arguments(strategy, reduction, everything)
-    torch.library.opcheck(torch_op._forward_op, arguments)
-    if strategy == "recompute":
-        detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-        loss, lse, log_prob, *_ = torch_op._forward_op(*detached)
-        torch.library.opcheck(torch_op._backward_op, (torch.ones_like(loss), lse, log_prob, *detached))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_opcheck_of_weight_grad_out(reduction):
-    arguments = forward_arguments("recompute", reduction, weight_grad_out=torch.zeros(70, 16))
-    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-    loss, lse, log_prob, *_ = torch_op._forward_op(*detached)
-    torch.library.opcheck(torch_op._backward_op, (torch.ones_like(loss), lse, log_prob, *detached))
-
-
-def test_the_stash_is_only_for_gradients_and_the_fake_agrees():
-    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in forward_arguments("stash", everything=True)]
-    torch.library.opcheck(torch_op._forward_op, tuple(detached))
 
 
 @both_strategies

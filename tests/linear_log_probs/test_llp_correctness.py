@@ -297,14 +297,14 @@ def test_ties_go_to_the_first_and_nan_shows():
 
 def test_on_a_device_that_is_not_read_a_bad_id_gives_nan(monkeypatch):
     """The walk that CUDA takes: nothing is left out, nothing raises; ignored tokens are masked."""
-    from onchip.ops.linear_log_probs import torch_walks
+    from onchip.vocab.torch import tiles
 
     h, w, ids, b = small_problem(2)
     ids[0, 3], ids[1, 5, 0] = -100, -100
     expected = run(h, w, ids, b)
-    select = torch_walks.select
+    select = tiles.select
 
-    def select_on_gpu(ids, *args, **options):
+    def select_on_gpu(op, name, ids, *args, **options):
         class Elsewhere:
             """Ids that say that they lie elsewhere."""
 
@@ -314,10 +314,9 @@ def test_on_a_device_that_is_not_read_a_bad_id_gives_nan(monkeypatch):
             def reshape(self, *shape):
                 return ids.reshape(*shape)
 
-        monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.zeros(*a))
-        return select(Elsewhere(), *args, **options)
+        return select(op, name, Elsewhere(), *args, **options)
 
-    monkeypatch.setattr(torch_walks, "select", select_on_gpu)
+    monkeypatch.setattr(tiles, "select", select_on_gpu)
     for entropy in (True, False):
         with torch.no_grad():
             h[0, 3] = math.nan

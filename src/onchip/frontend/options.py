@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -81,6 +82,15 @@ def check_loss_options(op: str, options: Any) -> None:
     if options.z_loss < 0:
         raise ValueError(f"{op}: z_loss must be 0 or more; got {options.z_loss}")
     check_logit_options(op, options)
+
+
+def to_python_numbers(options: Any) -> None:
+    """Make ints and floats of the numbers of `options`, a checked dataclass: NumPy's, and an int for a float."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        for kind in (int, float):
+            if value is not None and kind in (field.type, *get_args(field.type)):
+                object.__setattr__(options, field.name, kind(value))
 
 
 # ----------------------------------------------------------------------------------------------------------- shapes

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.ops.linear_cross_entropy import torch_tiles
 from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
+from onchip.vocab.torch import tiles as torch_tiles
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
 

@@ -1,14 +1,11 @@
-"""What every front end of cross_entropy shares: options, memory formulas, the choice of chunks."""
+"""What every front end of cross_entropy shares: its options, and what fits together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import check_leading, check_loss_options, check_per_token, require_bool
+from onchip.frontend.options import check_leading, check_loss_options, check_per_token, require_bool, to_python_numbers
 
 OP = "cross_entropy"
-
-
-# ---------------------------------------------------------------------------------------------------------- options
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class Options:
         check_loss_options(OP, self)
         for name in ("check_inputs", "return_stats", "inplace_backward"):
             require_bool(OP, name, getattr(self, name))
+        to_python_numbers(self)
 
 
 def check_shapes(
@@ -56,9 +54,3 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return True
         end += stride * (size - 1)
     return False
-
-
-# ------------------------------------------------------------------------------------------------- memory and plan
-
-
-# ------------------------------------------------------------------------------------------------ the Triton kernels

@@ -1,11 +1,99 @@
-"""What the public function checks at its door, without reading a value of a tensor."""
+"""What the public function checks at its door, without reading values, and the call that it makes of its arguments."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from onchip.frontend.torch_autograd import graph_is_kept
 from onchip.frontend.torch_inputs import check_kinds, require_tensors
+from onchip.frontend.torch_register import Made
 from onchip.ops.cross_entropy import spec
-from onchip.ops.cross_entropy.spec import OP
+from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.torch.tiles import Tokens, select_tokens
+
+
+class Call(NamedTuple):
+    """What the operators of both backends are told."""
+
+    logits: Tensor  # [..., V]
+    target: Tensor  # [...]
+    token_weight: Tensor | None  # [...]
+    token_temperature: Tensor | None  # [...] or []
+    normalizer: Tensor | None  # []
+    options: Options
+    grads: tuple[bool, ...]  # of logits
+
+    def tokens(self, *, check_values: bool) -> Tokens:
+        """Those that count; values are checked on the CPU, and elsewhere if `check_values`."""
+        return select_tokens(
+            OP,
+            self.target,
+            self.logits.shape[-1],
+            self.token_weight,
+            self.token_temperature,
+            self.normalizer,
+            ignore_index=self.options.ignore_index,
+            reduction=self.options.reduction,
+            temperature=self.options.temperature,
+            check_values=check_values,
+        )
+
+
+class Outputs(NamedTuple):
+    """What both backends compute; per token of target's shape."""
+
+    loss: Tensor  # [...] or []
+    lse: Tensor
+    log_prob: Tensor
+    entropy: Tensor | None  # with return_stats alone, and so `correct`
+    correct: Tensor | None
+    divisor: Tensor | None = None  # [] float32: what the mean divides by; of backend "triton"
+    gradient: Tensor | None = None  # [..., V]: of the loss by the logits, where "triton" makes it in forward
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: Call
+    lse: Tensor
+    log_prob: Tensor
+    divisor: Tensor | None
+    gradient: Tensor | None
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the gradient takes the logits' memory."""
+        return self.call.options.inplace_backward and not graph_is_kept()
+
+    def new_gradient(self) -> Tensor:
+        """Memory for the gradient: contiguous whatever the logits' strides, or the logits'."""
+        logits = self.call.logits
+        # Detached, it still counts as a change of the logits: whatever saved them for its own backward will raise.
+        return (
+            logits.detach() if self.overwrites else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        )
+
+
+def fake(call: Call) -> Outputs:
+    """Empty outputs, without a gradient."""
+    options, shape = call.options, call.target.shape
+    loss, lse, log_prob, entropy = (call.logits.new_empty(shape, dtype=torch.float32) for _ in range(4))
+    correct = call.logits.new_empty(shape, dtype=torch.bool)
+    return Outputs(
+        loss if options.reduction == "none" else loss.new_empty(()),
+        lse,
+        log_prob,
+        *((entropy, correct) if options.return_stats else (None, None)),
+    )
+
+
+def save(call: Call, made: Outputs) -> Kept:
+    return Kept(call, made.lse, made.log_prob, made.divisor, made.gradient)
+
+
+def fake_gradients(kept: Kept, upstream: Made, wanted: object) -> Made:
+    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
 
 
 def check_tensors(logits: Tensor, target: Tensor, token_weight: Tensor | None, temperature: Tensor | None) -> None:

@@ -1,12 +1,10 @@
-"""cross_entropy for PyTorch: the public function and module, torch.library and autograd.
+"""cross_entropy for PyTorch: the public function and module, and the operators of its backends.
 
-Read from the top: the public function has its inputs checked (torch_inputs.py) and calls a backend's registered
-operator: that of triton_op.py, or `_forward_op` here, which walks the rows in chunks (torch_rows.py).  In
-backward, autograd calls `_backward_op`, which walks them again into a new tensor, or with inplace_backward
-`torch_rows.backward` over the logits themselves.  The maths is in the package's docstring.
+Read from the top: the public function checks its inputs (torch_inputs.py) and calls a backend's operator: that of
+triton_op.py, or `_forward` here, which walks over the rows in chunks (onchip.vocab.rows.torch).  `_gradients` walks
+over them again into a new tensor, or with inplace_backward over the logits.  The maths is in the package's docstring.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +12,24 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_positive
-from onchip.frontend.torch_autograd import differentiable_once, graph_is_kept
-from onchip.frontend.torch_inputs import check_normalizer, temperature_tensor
+from onchip.frontend.torch_inputs import DTYPES, check_normalizer, temperature_tensor
+from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.ops.cross_entropy.torch_inputs import check_inplace, check_tensors
+from onchip.ops.cross_entropy.torch_inputs import (
+    Call,
+    Kept,
+    Outputs,
+    check_inplace,
+    check_tensors,
+    fake,
+    fake_gradients,
+    save,
+)
+from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.rows.arguments import Arguments
+from onchip.vocab.torch.loss import Loss, token_losses
+from onchip.vocab.torch.tiles import Tokens, Transform
 
 _DEVICES = ("cpu", "cuda", "meta")
 # Best first: the order in which "auto" asks them.
@@ -152,27 +161,9 @@ def cross_entropy(
     chosen = choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS})
     if inplace_backward:
         check_inplace(logits)
-    forward = triton_op.forward if chosen == "triton" else _forward_op
-    loss, *stats = forward(
-        logits,
-        target,
-        token_weight,
-        per_token_temperature,
-        normalizer,
-        int(options.ignore_index),
-        options.reduction,
-        float(options.label_smoothing),
-        float(options.z_loss),
-        None if options.softcap is None else float(options.softcap),
-        float(options.logit_scale),
-        float(options.temperature),
-        options.check_inputs,
-        None if options.scratch_bytes is None else int(options.scratch_bytes),
-        options.return_stats,
-        options.inplace_backward,
-        torch.is_grad_enabled() and logits.requires_grad,
-    )
-    return (loss, CrossEntropyStats(*stats[:4])) if return_stats else loss
+    call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))
+    made = OPERATORS[chosen](call)
+    return (made.loss, CrossEntropyStats(*made[1:5])) if return_stats else made.loss  # type: ignore[arg-type]
 
 
 class CrossEntropyLoss(torch.nn.Module):
@@ -253,118 +244,86 @@ class CrossEntropyLoss(torch.nn.Module):
         return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
 
 
-# ------------------------------------------------------------------------------------------------ registered operators
+# ------------------------------------------------------------------------------------------------------- the operators
 
 
-# The arguments of both operators; `Arguments` gives them their shapes and Python names, in the same order.
-# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
-_SCHEMA = (
-    "Tensor logits, Tensor target, Tensor? token_weight, Tensor? token_temperature, Tensor? normalizer, "
-    "int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap, float logit_scale, "
-    "float temperature, bool check_inputs, int? scratch_bytes, bool stats, bool inplace, bool grad"
-)
-
-
-@torch.library.custom_op(
-    "onchip::cross_entropy_torch_forward",
-    mutates_args=(),
-    schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 6)})",
-)
-def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return loss, lse, log_prob, entropy, correct and the link; entropy and correct are empty unless asked for."""
-    a = Arguments(*args)
-    shape = a.target.shape
-    head, tokens = a.prepare(check_values=a.check_inputs)
-    softmax = torch_rows.forward(a.logits, head, tokens, a.chunk(tokens), stats=a.stats)
-    loss = tokens.spread(softmax.loss(head, tokens), shape)
-    if a.reduction != "none":
-        loss = loss.sum() * tokens.inverse_count
-    return (
-        loss,
-        tokens.spread(softmax.lse, shape),
-        tokens.spread(softmax.log_prob(tokens), shape),
-        tokens.spread(softmax.entropy(), shape) if a.stats else loss.new_empty(0),
-        tokens.spread(softmax.correct(tokens), shape) if a.stats else loss.new_empty(0, dtype=torch.bool),
-        loss.new_empty(0),
+def _forward(call: Call) -> Outputs:
+    options, shape = call.options, call.target.shape
+    transform, loss_of, tokens = Transform.of(options), Loss.of(options), call.tokens(check_values=options.check_inputs)
+    stats = torch_rows.forward(
+        call.logits, transform, loss_of, tokens, _chunk(call, tokens), stats=options.return_stats
+    )
+    loss = tokens.spread(token_losses(loss_of, stats, tokens), shape)
+    return Outputs(
+        loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
+        tokens.spread(stats.lse, shape),
+        tokens.spread(stats.log_prob, shape),
+        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
+        tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
     )
 
 
-@_forward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    a = Arguments(*args)
-    shape = a.target.shape
-    per_token = [a.logits.new_empty(shape, dtype=torch.float32) for _ in range(4)]
-    return (
-        per_token[0] if a.reduction == "none" else a.logits.new_empty((), dtype=torch.float32),
-        per_token[1],
-        per_token[2],
-        per_token[3] if a.stats else a.logits.new_empty(0, dtype=torch.float32),
-        a.logits.new_empty(shape if a.stats else 0, dtype=torch.bool),
-        a.logits.new_empty(0, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op(
-    "onchip::cross_entropy_torch_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_loss, Tensor lse, Tensor log_prob, {_SCHEMA}) -> Tensor",
-)
-def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> Tensor:
-    """Return the gradient of the logits, contiguous whatever their strides."""
-    a = Arguments(*args)
-    out = torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
-    _write_gradient(a, grad_loss, lse, log_prob, out)
-    return out
-
-
-@_backward_op.register_fake
-def _(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> Tensor:
-    a = Arguments(*args)
-    return torch.empty(a.logits.shape, dtype=a.logits.dtype, device=a.logits.device)
-
-
-def _write_gradient(a: Arguments, grad_loss: Tensor, lse: Tensor, log_prob: Tensor, out: Tensor) -> None:
-    head, tokens = a.prepare(check_values=False)
-    upstream = tokens.inverse_count
-    if a.reduction == "none":
-        tokens = replace(tokens, weight=tokens.weight * tokens.upstream(grad_loss))
-    else:
-        upstream = upstream * grad_loss
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, out = kept.call, kept.new_gradient()
+    tokens = call.tokens(check_values=False)
+    (grad_loss,) = upstream
+    assert grad_loss is not None
+    if call.options.reduction == "none":
+        grad_loss = tokens.upstream(grad_loss)
     torch_rows.backward(
-        a.logits,
-        head,
+        call.logits,
+        Transform.of(call.options),
+        Loss.of(call.options),
         tokens,
-        a.chunk(tokens),
-        lse=lse.reshape(-1),
-        log_prob=log_prob.reshape(-1),
-        upstream=upstream,
+        _chunk(call, tokens),
+        lse=kept.lse.reshape(-1),
+        log_prob=kept.log_prob.reshape(-1),
+        upstream=grad_loss * tokens.inverse_count,
         out=out,
     )
+    return [out]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = Arguments(*inputs)
-    _, lse, log_prob, *_, link = output
-    ctx.mark_non_differentiable(*output[1:-1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(link, lse, log_prob, *a[:5])
-    ctx.options = a[5:]
+def _chunk(call: Call, tokens: Tokens) -> int:
+    """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
+    options, logits = call.options, call.logits
+    flat = torch_rows.flatten(logits) is not None
+    problem = row_memory.Problem(
+        tokens=call.target.numel(),
+        vocab=logits.shape[-1],
+        dtype=DTYPES[logits.dtype],
+        device="cpu" if logits.device.type == "cpu" else "cuda",
+        grad=call.grads[0],
+        softcap=options.softcap is not None,
+        stats=options.return_stats,
+        gathered=not flat or (tokens.index is not None and logits.dtype != torch.float32),
+    )
+    return row_memory.plan(problem, options.scratch_bytes)
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (len(Arguments._fields) - 1)
-    if grad_loss is None:
-        return (None, *nothing)
-    link, lse, log_prob, *tensors = ctx.saved_tensors
-    a = Arguments._make((*tensors, *ctx.options))
-    if a.inplace and not graph_is_kept():
-        # Detached, it still counts as a change of the logits: whatever saved them for its own backward will raise.
-        gradient = a.logits.detach()
-        with torch.no_grad():
-            _write_gradient(a._replace(logits=gradient), grad_loss, lse, log_prob, gradient)
-    else:
-        gradient = _backward_op(grad_loss, lse, log_prob, *a)
-    return (*differentiable_once(OP, [gradient], grad_loss, link), *nothing)
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+OPERATORS = {
+    "triton": register(
+        "cross_entropy_by_triton",
+        op=OP,
+        forward=triton_op.forward,
+        fake=triton_op.fake,
+        save=save,
+        gradients=triton_op.gradients,
+        fake_gradients=triton_op.fake_gradients,
+        differentiable=("logits",),
+        consumed=("gradient",),
+        collect=triton_op.collect,
+        direct=lambda kept: kept.overwrites,
+    ),
+    "torch": register(
+        "cross_entropy_by_torch",
+        op=OP,
+        forward=_forward,
+        fake=fake,
+        save=save,
+        gradients=_gradients,
+        fake_gradients=fake_gradients,
+        differentiable=("logits",),
+        direct=lambda kept: kept.overwrites,
+    ),
+}

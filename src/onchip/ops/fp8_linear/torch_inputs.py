@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from onchip.fp8 import numbers
 from onchip.frontend.torch_inputs import DTYPES, dtype_name, require_tensors
@@ -20,13 +19,6 @@ def check_tensors(op: str, **named: Any) -> None:
         device = device or t.device
         if t.device != device:
             raise ValueError(f"{op}: {name} is on {t.device} but {first} is on {device}; move it there")
-
-
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches operators go by (a compiler, a dispatch mode, a subclass): plain tensors with storage."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

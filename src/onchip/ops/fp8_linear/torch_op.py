@@ -1,9 +1,9 @@
-"""fp8_linear for PyTorch: the public functions, torch.library and autograd.
+"""fp8_linear for PyTorch: the public functions and their operators.
 
-Read from the top: a public function has its inputs checked (torch_inputs.py), chooses a backend and calls one
-registered operator.  `_forward_op` quantises x and the weight, unless they come quantised, and leaves the transposed
-copies of both for backward; `_backward_op` quantises the output's gradient.  Each backend is a quantiser and a product:
-see `_backend`.  The maths is in the package's docstring.
+Read from the top: a public function checks its inputs (torch_inputs.py), chooses a backend and calls one operator.
+`_forward` quantises x and the weight, unless they come quantised, and leaves the transposed copies of both for
+backward; `_gradients` quantises the output's gradient.  Each backend is a quantiser and a product: see `_backend`.  The
+maths is in the package's docstring.
 """
 
 from typing import Any, NamedTuple
@@ -20,14 +20,16 @@ from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, sc
 from onchip.fp8.torch_quantize import Quantized
 from onchip.fp8.torch_weights import WeightCopies, weight_operands
 from onchip.frontend.options import require_bool, require_one_of
-from onchip.frontend.torch_autograd import asked_for, differentiable_once
 from onchip.frontend.torch_inputs import check_weight_grad_out
+from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.fp8_linear import spec
-from onchip.ops.fp8_linear.torch_inputs import check_tensors, is_plain, result_dtype
+from onchip.ops.fp8_linear.torch_inputs import check_tensors, result_dtype
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
-_NO_COPIES = (None,) * 4
+_Copies = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_NO_COPY = (None, None)
+_NO_COPIES: _Copies = (*_NO_COPY, *_NO_COPY)
 
 
 def fp8_linear(
@@ -105,17 +107,18 @@ def fp8_linear(
     spec.check_shapes(given.shape, matrix.shape, None if bias is None else bias.shape)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = _choose(OP, backend, given, grad_dtype)
-    grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (given, matrix, bias)]
+    grads = needed(given, matrix, bias)
     if shared is not None:
         check_quantized(shared, scale, wanted=grads[1])
     if quantized is not None:
         check_quantized_weight(OP, quantized, scale, wanted="x" if grads[0] else None)
-    copies = (*(_NO_COPIES if shared is None else shared[1:5]), *(_NO_COPIES if quantized is None else quantized[1:5]))
-    words = (options.grad_dtype, options.scale, chosen, check_inputs)
-    # A registered operator costs a fifth of a millisecond of Python each way: more than some layers take on a GPU.
-    run = _Eager.apply if is_plain(given, matrix, bias) else _forward_op
-    out: Tensor = run(given, matrix, bias, *copies, weight_grad_out, result_dtype(given), *words, grads)[0]
-    return out
+    of_x: _Copies = _NO_COPIES if shared is None else shared[1:5]
+    of_weight: _Copies = _NO_COPIES if quantized is None else quantized[1:5]
+    dtype = result_dtype(given)
+    call = Call(
+        given, matrix, bias, *of_x, *of_weight, weight_grad_out, dtype, options, chosen, check_inputs, grads
+    )  # fmt: skip
+    return OPERATOR(call).out
 
 
 def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "auto") -> QuantizedActivation:
@@ -290,8 +293,18 @@ def _(weight: Tensor, scale: str, backend: str, transposed: bool) -> tuple[Tenso
     return (*torch_quantize.empty_blocks(n, k, weight), *turned)
 
 
-class _Arguments(NamedTuple):
-    """The arguments of `_forward_op`, in order."""
+class Copies(NamedTuple):
+    """The transposed copies that forward leaves for backward: of x and of the weight, where they are made there."""
+
+    out: Tensor  # [..., N]
+    made_columns: Tensor | None  # [K, M], and its scales
+    made_column_scales: Tensor | None
+    made_transposed: Tensor | None  # [K, N], and its scales
+    made_transposed_scales: Tensor | None
+
+
+class Call(NamedTuple):
+    """What the operator is told."""
 
     x: Tensor  # [..., K]
     weight: Tensor  # [N, K]
@@ -306,11 +319,10 @@ class _Arguments(NamedTuple):
     transposed_scales: Tensor | None
     weight_grad_out: Tensor | None  # [N, K] float32; used in backward
     dtype: torch.dtype
-    grad_dtype: str
-    scale: str
+    options: Options
     backend: str
     check_inputs: bool
-    grads: list[bool]  # of x, weight, bias
+    grads: tuple[bool, ...]  # of x, weight, bias
 
     @property
     def keeps_x(self) -> bool:
@@ -323,191 +335,111 @@ class _Arguments(NamedTuple):
         return self.grads[0] and self.weight_rows is None
 
 
-def _forward(*args: Any) -> tuple[Tensor, ...]:
-    """Return the output; the transposed copies of x and of the weight for backward, where they are made here; and the
-    link, of no elements, which ties gradients to what they were made of.
-    """
-    a = _Arguments(*args)
-    backend = _backend(a.backend)
-    with torch.autocast(a.x.device.type, enabled=False):
-        k = a.x.shape[-1]
-        columns = None
-        if a.rows is None:
-            flat = a.x.reshape(-1, k)
-            rows, columns = backend.quantize_activation(flat, "e4m3", a.scale, rows=True, columns=a.keeps_x)
-        else:
-            assert a.row_scales is not None
-            rows = Quantized(a.rows, a.row_scales)
-        given = WeightCopies(a.weight_rows, a.weight_row_scales, a.transposed, a.transposed_scales)
-        weight, transposed = weight_operands(
-            OP, a.weight, given, a.scale, backend.quantize_weight, transposed=a.keeps_weight, check=a.check_inputs
-        )
-        # Kernels take a bias for contiguous.
-        bias = None if a.bias is None else a.bias.contiguous()
-        out = _multiply(backend, rows, weight, by_block=True, dtype=a.dtype, bias=bias)
-        left = [
-            t for made in (columns, transposed if a.keeps_weight else None) for t in made or torch_quantize.nothing(a.x)
-        ]
-        return (out.view(*a.x.shape[:-1], len(a.weight)), *left, _link(a.x))
+class Kept(NamedTuple):
+    """What backward is given: neither x nor the weight, of which it multiplies the copies."""
+
+    columns: Tensor | None
+    column_scales: Tensor | None
+    transposed: Tensor | None
+    transposed_scales: Tensor | None
+    weight_grad_out: Tensor | None
+    x_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype
+    options: Options
+    backend: str
 
 
-def _link(like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.float32)
+def _forward(call: Call) -> Copies:
+    backend, scale, columns = _backend(call.backend), call.options.scale, None
+    if call.rows is None:
+        flat = call.x.reshape(-1, call.x.shape[-1])
+        rows, columns = backend.quantize_activation(flat, "e4m3", scale, rows=True, columns=call.keeps_x)
+    else:
+        assert call.row_scales is not None
+        rows = Quantized(call.rows, call.row_scales)
+    given = WeightCopies(call.weight_rows, call.weight_row_scales, call.transposed, call.transposed_scales)
+    weight, transposed = weight_operands(
+        OP, call.weight, given, scale, backend.quantize_weight, transposed=call.keeps_weight, check=call.check_inputs
+    )
+    bias = None if call.bias is None else call.bias.contiguous()  # as kernels take it
+    out = _multiply(backend, rows, weight, by_block=True, dtype=call.dtype, bias=bias)
+    kept = transposed if call.keeps_weight else None
+    return Copies(out.view(*call.x.shape[:-1], len(call.weight)), *(columns or _NO_COPY), *(kept or _NO_COPY))
 
 
-# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
-_forward_op = torch.library.custom_op(
-    "onchip::fp8_linear_forward",
-    _forward,
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor? rows, Tensor? row_scales, Tensor? columns, "
-        "Tensor? column_scales, Tensor? weight_rows, Tensor? weight_row_scales, Tensor? transposed, "
-        "Tensor? transposed_scales, Tensor? weight_grad_out, ScalarType dtype, str grad_dtype, str scale, "
-        "str backend, bool check_inputs, bool[] grads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
+def _fake(call: Call) -> Copies:
+    (n, k), x = call.weight.shape, call.x
+    columns = torch_quantize.empty_rows(k, x.numel() // k, "e4m3", x) if call.keeps_x else _NO_COPY
+    transposed = torch_quantize.empty_blocks(k, n, x) if call.keeps_weight else _NO_COPY
+    return Copies(x.new_empty((*x.shape[:-1], n), dtype=call.dtype), *columns, *transposed)
 
 
-@_forward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
-    (n, k), x = a.weight.shape, a.x
-    columns = torch_quantize.empty_rows(k, x.numel() // k, "e4m3", x) if a.keeps_x else torch_quantize.nothing(x)
-    transposed = torch_quantize.empty_blocks(k, n, x) if a.keeps_weight else torch_quantize.nothing(x)
-    return (x.new_empty((*x.shape[:-1], n), dtype=a.dtype), *columns, *transposed, _link(x))
+def _save(call: Call, made: Copies) -> Kept:
+    columns = made[1:3] if call.keeps_x else (call.columns, call.column_scales)
+    transposed = made[3:5] if call.keeps_weight else (call.transposed, call.transposed_scales)
+    return Kept(
+        *(columns if call.grads[1] else _NO_COPY),
+        *(transposed if call.grads[0] else _NO_COPY),
+        call.weight_grad_out,
+        call.x.dtype,
+        call.weight.dtype,
+        call.dtype if call.bias is None else call.bias.dtype,
+        call.options,
+        call.backend,
+    )
 
 
-def _gradients(
-    grad_out: Tensor,  # [..., N]
-    columns: Tensor | None,  # [K, M]
-    column_scales: Tensor | None,
-    transposed: Tensor | None,  # [K, N]
-    transposed_scales: Tensor | None,
-    weight_grad_out: Tensor | None,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    grad_dtype: str,
-    scale: str,
-    backend_name: str,
-    grads: list[bool],
-) -> tuple[Tensor, ...]:
-    """Return the gradients of x, weight and bias; what isn't asked for is empty."""
-    backend = _backend(backend_name)
-    made = [grad_out.new_empty(0, dtype=dtype) for dtype in (x_dtype, weight_dtype, bias_dtype)]
-    with torch.autocast(grad_out.device.type, enabled=False):
-        flat = grad_out.reshape(-1, grad_out.shape[-1])
-        if grads[2]:
-            made[2] = flat.sum(0, dtype=torch.float32).to(bias_dtype)
-        if not (grads[0] or grads[1]):
-            return tuple(made)
-        rows, turned = backend.quantize_activation(flat, grad_dtype, scale, rows=grads[0], columns=grads[1])
-        if grads[0]:
-            assert transposed is not None
-            assert transposed_scales is not None
-            weight = Quantized(transposed, transposed_scales)
-            grad_x = _multiply(backend, rows, weight, by_block=True, dtype=x_dtype)
-            made[0] = grad_x.view(*grad_out.shape[:-1], len(transposed))
-        if grads[1]:
-            assert columns is not None
-            assert column_scales is not None
-            kept = Quantized(columns, column_scales)
-            grad_weight = _multiply(backend, turned, kept, by_block=False, dtype=weight_dtype, add_to=weight_grad_out)
-            if weight_grad_out is None:
-                made[1] = grad_weight
-    return tuple(made)
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    (grad_out,) = upstream
+    assert grad_out is not None
+    by_x, by_weight, by_bias = wanted
+    flat, backend = grad_out.reshape(-1, grad_out.shape[-1]), _backend(kept.backend)
+    made: list[Tensor | None] = [None, None, None]
+    if by_bias:
+        made[2] = flat.sum(0, dtype=torch.float32).to(kept.bias_dtype)
+    if not (by_x or by_weight):
+        return made
+    o = kept.options
+    rows, turned = backend.quantize_activation(flat, o.grad_dtype, o.scale, rows=by_x, columns=by_weight)
+    if by_x:
+        assert kept.transposed is not None
+        assert kept.transposed_scales is not None
+        weight = Quantized(kept.transposed, kept.transposed_scales)
+        grad_x = _multiply(backend, rows, weight, by_block=True, dtype=kept.x_dtype)
+        made[0] = grad_x.view(*grad_out.shape[:-1], len(kept.transposed))
+    if by_weight:
+        assert kept.columns is not None
+        assert kept.column_scales is not None
+        x, out = Quantized(kept.columns, kept.column_scales), kept.weight_grad_out
+        grad_weight = _multiply(backend, turned, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
+        made[1] = grad_weight if out is None else None
+    return made
 
 
-_backward_op = torch.library.custom_op(
-    "onchip::fp8_linear_gradients",
-    _gradients,
-    mutates_args=("weight_grad_out",),
-    schema=(
-        "(Tensor grad_out, Tensor? columns, Tensor? column_scales, Tensor? transposed, Tensor? transposed_scales, "
-        "Tensor(a!)? weight_grad_out, ScalarType x_dtype, ScalarType weight_dtype, ScalarType bias_dtype, "
-        "str grad_dtype, str scale, str backend, bool[] grads) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-
-
-@_backward_op.register_fake
-def _(
-    grad_out: Tensor,
-    columns: Tensor | None,
-    column_scales: Tensor | None,
-    transposed: Tensor | None,
-    transposed_scales: Tensor | None,
-    weight_grad_out: Tensor | None,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    grad_dtype: str,
-    scale: str,
-    backend_name: str,
-    grads: list[bool],
-) -> tuple[Tensor, ...]:
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    (grad_out,) = upstream
+    assert grad_out is not None
     n = grad_out.shape[-1]
-    shapes: list[Any] = [0, 0, n if grads[2] else 0]
-    if grads[0]:
-        assert transposed is not None
-        shapes[0] = (*grad_out.shape[:-1], transposed.shape[0])
-    if grads[1] and weight_grad_out is None:
-        assert columns is not None
-        shapes[1] = (n, columns.shape[0])
-    dtypes = (x_dtype, weight_dtype, bias_dtype)
-    return tuple(grad_out.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    shapes: list[Any] = [None, None, (n,) if wanted[2] else None]
+    if wanted[0]:
+        assert kept.transposed is not None
+        shapes[0] = (*grad_out.shape[:-1], kept.transposed.shape[0])
+    if wanted[1] and kept.weight_grad_out is None:
+        assert kept.columns is not None
+        shapes[1] = (n, kept.columns.shape[0])
+    dtypes = (kept.x_dtype, kept.weight_dtype, kept.bias_dtype)
+    return [None if s is None else grad_out.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = _Arguments(*inputs)
-    link = output[-1]
-    ctx.mark_non_differentiable(*output[1:-1])
-    ctx.set_materialize_grads(False)
-    # Neither x nor the weight: backward multiplies their copies.
-    columns = output[1:3] if a.keeps_x else (a.columns, a.column_scales)
-    transposed = output[3:5] if a.keeps_weight else (a.transposed, a.transposed_scales)
-    nothing = (None, None)
-    ctx.save_for_backward(*(columns if a.grads[1] else nothing), *(transposed if a.grads[0] else nothing), link)
-    # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
-    ctx.weight_grad_out = a.weight_grad_out
-    ctx.options = (
-        a.x.dtype, a.weight.dtype, a.dtype if a.bias is None else a.bias.dtype,
-        a.grad_dtype, a.scale, a.backend, a.grads,
-    )  # fmt: skip
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, *_: Any, gradients: Any = _backward_op) -> tuple[Any, ...]:
-    nothing = (None,) * (len(_Arguments._fields) - 3)
-    if grad_out is None:
-        return (None, None, None, *nothing)
-    *copies, link = ctx.saved_tensors
-    *options, needed = ctx.options
-    wanted = asked_for(ctx, needed)
-    made = gradients(grad_out, *copies, ctx.weight_grad_out, *options, wanted)
-    returned = [wanted[0], wanted[1] and ctx.weight_grad_out is None, wanted[2]]
-    grads = [g if want else None for g, want in zip(made, returned, strict=True)]
-    return (*differentiable_once(OP, grads, grad_out, link), *nothing)
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Eager(torch.autograd.Function):
-    """The same without registered operators, for plain tensors.
-
-    A `setup_context` of its own would cost an inspection of forward's signature each time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        grads = _backward(ctx, grad_out, gradients=_gradients)
-        if ctx.weight_grad_out is not None:  # kernels write past autograd
-            torch.autograd.graph.increment_version(ctx.weight_grad_out)
-        return grads
+OPERATOR = register(
+    "fp8_linear",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("x", "weight", "bias"),
+    adds_to={"weight": "weight_grad_out"},
+)

@@ -1,13 +1,12 @@
-"""linear_cross_entropy for PyTorch: the public function and module, torch.library and autograd.
+"""linear_cross_entropy for PyTorch: the public function and module, and the backend of PyTorch's own products.
 
-Read from the top: the public function has its inputs checked (torch_inputs.py), chooses a backend and calls one
-registered operator: that of triton_op.py, or `_forward_op` here, which walks the logits in tiles (torch_tiles.py).  In
-backward, autograd scales what 'stash' left behind, or calls `_backward_op`, which walks the tiles again.  The maths is
-in the package's docstring.
+From `linear_cross_entropy` to a product or a kernel: the public function checks its inputs (torch_inputs.py) and
+chooses a backend, whose operator (`frontend.torch_register`) runs its `_forward` (here, in triton_op.py or in
+fp8_op.py), which runs a walk of the engine (`vocab`).  Here 'stash' makes gradients in forward, which backward scales,
+and 'recompute' walks over the logits again.  The maths is in the package's docstring.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,22 +15,25 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.fp8.torch_operands import QuantizedWeight, check_quantized_weight
 from onchip.frontend.options import require_positive
-from onchip.frontend.torch_autograd import asked_for, is_plain_one, scale_stash
+from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
-    DTYPES,
     check_normalizer,
     check_weight_grad_out,
     copied_rows,
     copied_weight,
     temperature_tensor,
 )
-from onchip.ops.linear_cross_entropy import fp8_op, torch_tiles, triton_op
+from onchip.frontend.torch_register import Made, Wanted, needed, register
+from onchip.ops.linear_cross_entropy import fp8_op, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_gradients, empty_outputs
 from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors
-from onchip.ops.linear_cross_entropy.torch_tiles import differentiable_once
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
-from onchip.vocab.memory import Problem
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
+from onchip.vocab.torch.softmax import TokenGradient, TokenStats
+from onchip.vocab.torch.tiles import Projection, Tokens, Transform, operand_dtype
 from onchip.vocab.triton import plan as planning
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -177,54 +179,40 @@ def linear_cross_entropy(
     dtype = check_tensors(hidden, matrix, target, bias, token_weight, per_token_temperature)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
-    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, matrix, bias)]
-    tensors = (hidden, matrix, bias, target, token_weight, per_token_temperature, normalizer, weight_grad_out)
-    if precision == "fp8":
-        copies: tuple[Tensor | None, ...] = (None,) * 4
-        if quantized is not None:
-            check_quantized_weight(OP, quantized, fp8_op.SCALE, wanted="hidden" if grads[0] else None)
-            copies = quantized[1:5]
-        loss, *stats = fp8_op.forward(tensors, copies, options, backend, grads)
-        return (loss, LinearCrossEntropyStats(*stats)) if return_stats else loss
+    call = Call(
+        hidden,
+        matrix,
+        bias,
+        target,
+        token_weight,
+        per_token_temperature,
+        normalizer,
+        weight_grad_out,
+        dtype,
+        options,
+        needed(hidden, matrix, bias),
+        copied_rows(hidden),
+    )
     device = hidden.device.type
+    if precision == "fp8":
+        if quantized is not None:
+            check_quantized_weight(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
+        loss, *stats = fp8_op.run(call, quantized, backend)
+        return (loss, LinearCrossEntropyStats._make(stats)) if return_stats else loss
     refusals = {
         "triton": planning.refusal(device, hidden.device.index, dtype),
         "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
     }
     order = ("triton", "torch") if device == "cuda" else ("torch", "triton")
-    chosen = choose_backend(OP, backend, {name: refusals[name] for name in order})
-
-    problem = _problem(
-        hidden,
-        matrix,
-        dtype,
-        grads,
-        softcap=softcap,
-        stats=return_stats,
-        smoothing=label_smoothing > 0,
-        per_token_loss=reduction == "none",
-        weight_grad_out=weight_grad_out is not None,
-        on_gpu=chosen == "triton",
-    )
-    numbers = (
-        dtype,
-        int(options.ignore_index),
-        options.reduction,
-        float(options.label_smoothing),
-        float(options.z_loss),
-        None if options.softcap is None else float(options.softcap),
-        float(options.logit_scale),
-        float(options.temperature),
-        options.check_inputs,
-    )
-    budget = None if options.scratch_bytes is None else int(options.scratch_bytes)
-    if chosen == "triton":
-        config = planning.plan(problem, options.strategy, budget)
-        loss, *stats = triton_op.forward(*tensors, *numbers, *config, *grads, options.return_stats)
+    if choose_backend(OP, backend, {name: refusals[name] for name in order}) == "triton":
+        call = call._replace(copied=call.copied + copied_weight(matrix, dtype))
+        loss, *stats = triton_op.LOSS(triton_op.TritonCall(call, torch.compiler.is_compiling()))
     else:
-        strategy = memory.choose_strategy(problem, options.strategy, budget)
-        loss, *stats = _forward_op(*tensors, *numbers, budget, strategy, *grads, options.return_stats)
-    return (loss, LinearCrossEntropyStats(*stats[:4])) if return_stats else loss
+        # Before the targets are read, the worst case.
+        problem = call.problem(_kind(hidden), compacted=device == "cpu")
+        strategy = memory.choose_strategy(problem, options.strategy, call.budget)
+        loss, *stats = (STASHED if strategy == "stash" else RECOMPUTED)(call)
+    return (loss, LinearCrossEntropyStats._make(stats[:4])) if return_stats else loss
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -312,301 +300,198 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
 
 
-def _problem(
-    hidden: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype,
-    grads: Sequence[bool],
-    *,
-    softcap: float | None,
-    stats: bool,
-    smoothing: bool = False,
-    per_token_loss: bool = False,
-    weight_grad_out: bool = False,
-    compacted: bool | None = None,
-    on_gpu: bool = False,
-) -> Problem:
-    vocab, hidden_size = weight.shape
-    device = "cpu" if hidden.device.type == "cpu" and not on_gpu else "cuda"
-    return Problem(
-        tokens=hidden.numel() // hidden_size,
-        hidden=hidden_size,
-        vocab=vocab,
-        dtype=DTYPES[dtype],
-        hidden_dtype=DTYPES[hidden.dtype],
-        weight_dtype=DTYPES[weight.dtype],
-        device=device,
-        grad_hidden=grads[0],
-        grad_weight=grads[1],
-        grad_bias=grads[2],
-        per_token_loss=per_token_loss,
-        softcap=softcap is not None,
-        smoothing=smoothing,
-        stats=stats,
-        weight_grad_out=weight_grad_out,
-        # Before the targets are read, the worst case.
-        compacted=device == "cpu" if compacted is None else compacted,
-        copied=copied_rows(hidden) + (copied_weight(weight, dtype) if on_gpu else 0),
-    )
-
-
 # ------------------------------------------------------------------------------------------------ registered operators
 
 
-# The arguments of both operators; `_Arguments` gives them their shapes and Python names, in the same order.
-# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
-_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? token_temperature, "
-    "Tensor? normalizer, Tensor? weight_grad_out, ScalarType dtype, int ignore_index, str reduction, "
-    "float label_smoothing, float z_loss, float? softcap, float logit_scale, float temperature, bool check_inputs, "
-    "int? scratch_bytes, str strategy, bool grad_hidden, bool grad_weight, bool grad_bias, bool stats"
-)
+def _kind(x: Tensor) -> str:
+    return "cpu" if x.device.type == "cpu" else "cuda"
 
 
-class _Arguments(NamedTuple):
-    """The arguments of `_forward_op`, in order."""
-
-    hidden: Tensor  # [..., H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    target: Tensor  # [...]
-    token_weight: Tensor | None  # [...]
-    token_temperature: Tensor | None  # [...] or []
-    normalizer: Tensor | None  # []
-    weight_grad_out: Tensor | None  # [V, H] float32; used in backward
-    dtype: torch.dtype
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    check_inputs: bool
-    scratch_bytes: int | None
-    strategy: str
-    grad_hidden: bool
-    grad_weight: bool
-    grad_bias: bool
-    stats: bool
-
-    @property
-    def grads(self) -> tuple[bool, bool, bool]:
-        return self.grad_hidden, self.grad_weight, self.grad_bias
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """What the gradients of hidden, weight and bias are returned in."""
-        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
-
-    def prepare(self, *, check_values: bool) -> tuple[Tensor, torch_tiles.Head, torch_tiles.Tokens]:
-        """Hidden states as [T, H], the head and the tokens, in the dtype of the products."""
-        tokens = torch_tiles.select_tokens(
-            self.target,
-            self.weight.shape[0],
-            self.token_weight,
-            self.token_temperature,
-            self.normalizer,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            temperature=self.temperature,
-            check_values=check_values,
-        )
-        head = torch_tiles.Head(
-            self.weight.to(self.dtype),
-            # In the products' dtype first, as F.linear does under autocast.
-            None if self.bias is None else self.bias.to(self.dtype).float(),
-            self.label_smoothing,
-            self.z_loss,
-            self.softcap,
-            self.logit_scale,
-        )
-        return self.hidden.reshape(-1, self.hidden.shape[-1]).to(self.dtype), head, tokens
-
-    def plan(self, strategy: str, tokens: torch_tiles.Tokens) -> Config:
-        compacted = tokens.index is not None
-        problem = _problem(
-            self.hidden,
-            self.weight,
-            self.dtype,
-            self.grads,
-            softcap=self.softcap,
-            stats=self.stats,
-            weight_grad_out=self.weight_grad_out is not None,
-            compacted=compacted,
-        )
-        return memory.plan(problem, strategy, self.scratch_bytes)
+def _layer(call: Call) -> Projection:
+    return Projection.of(call.hidden, call.weight, call.bias, call.dtype)
 
 
-@torch.library.custom_op(
-    "onchip::linear_cross_entropy_torch", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 9)})"
-)
-def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return loss, lse, log_prob, entropy, correct, and what 'stash' keeps: the gradients of hidden, weight and bias in
-    float32, for an upstream gradient of 1.  What isn't asked for is empty, and so is the last, the link.
-    """
-    a = _Arguments(*args)
-    shape = a.target.shape
-    # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
-    with torch.autocast(a.hidden.device.type, enabled=False):
-        hidden, head, tokens = a.prepare(check_values=a.check_inputs)
-        stashed = [hidden.new_empty(0, dtype=torch.float32) for _ in range(3)]
-        if a.strategy == "stash":
-            config = a.plan("stash", tokens)
-            softmax, *made = torch_tiles.stash(hidden, head, tokens, config, grads=a.grads, stats=a.stats)
-            stashed = [blank if x is None else x for x, blank in zip(made, stashed, strict=True)]
-            if a.grad_hidden:
-                stashed[0] = stashed[0].view(a.hidden.shape)
-        else:
-            softmax = torch_tiles.forward_only(hidden, head, tokens, a.plan("forward", tokens), stats=a.stats)
-        loss = tokens.spread(softmax.loss(head, tokens), shape)
-        if a.reduction != "none":
-            loss = loss.sum() * tokens.inverse_count
-        return (
-            loss,
-            tokens.spread(softmax.lse, shape),
-            tokens.spread(softmax.log_prob(tokens), shape),
-            tokens.spread(softmax.entropy(), shape) if a.stats else hidden.new_empty(0, dtype=torch.float32),
-            tokens.spread(softmax.correct(tokens), shape) if a.stats else hidden.new_empty(0, dtype=torch.bool),
-            *stashed,
-            loss.new_empty(0),
-        )
+def _plan(call: Call, strategy: str, tokens: Tokens) -> Config:
+    return memory.plan(call.problem(_kind(call.hidden), compacted=tokens.index is not None), strategy, call.budget)
 
 
-@_forward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
-    per_token = [a.target.new_empty(a.target.shape, dtype=torch.float32) for _ in range(4)]
-    blank = [a.hidden.new_empty(0, dtype=torch.float32) for _ in range(5)]
-    stash = a.strategy == "stash"
-
-    def kept(x: Tensor | None, wanted: bool, blank: Tensor) -> Tensor:
-        return x.new_empty(x.shape, dtype=torch.float32) if x is not None and stash and wanted else blank
-
-    return (
-        per_token[0] if a.reduction == "none" else a.hidden.new_empty((), dtype=torch.float32),
-        per_token[1],
-        per_token[2],
-        per_token[3] if a.stats else blank[3],
-        a.target.new_empty(a.target.shape if a.stats else 0, dtype=torch.bool),
-        kept(a.hidden, a.grad_hidden, blank[0]),
-        kept(a.weight, a.grad_weight, blank[1]),
-        kept(a.bias, a.grad_bias, blank[2]),
-        blank[4],
+def _outputs(call: Call, tokens: Tokens, stats: TokenStats) -> Outputs:
+    shape = call.target.shape
+    loss = tokens.spread(token_losses(Loss.of(call.options), stats, tokens), shape)
+    if call.options.reduction != "none":
+        loss = loss.sum() * tokens.inverse_count
+    return Outputs(
+        loss,
+        tokens.spread(stats.lse, shape),
+        tokens.spread(stats.log_prob, shape),
+        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
+        tokens.spread(stats.is_top1(tokens), shape) if call.options.return_stats else None,
     )
 
 
-@torch.library.custom_op(
-    "onchip::linear_cross_entropy_torch_backward",
-    mutates_args=("weight_grad_out",),
-    schema=(
-        "(Tensor grad_loss, Tensor lse, Tensor log_prob, "
-        f"{_SCHEMA.replace('Tensor? weight_grad_out', 'Tensor(a!)? weight_grad_out')}) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-def _backward_op(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of hidden, weight and bias by 'recompute'; what isn't asked for is empty."""
-    a = _Arguments(*args)
-    with torch.autocast(a.hidden.device.type, enabled=False):
-        hidden, head, tokens = a.prepare(check_values=False)
-        scale = tokens.inverse_count
-        if a.reduction == "none":
-            tokens = replace(tokens, weight=tokens.weight * tokens.upstream(grad_loss))
-        else:
-            scale = scale * grad_loss
-        made = torch_tiles.recompute(
-            hidden,
-            head,
-            tokens,
-            a.plan("recompute", tokens),
-            lse=lse.reshape(-1),
-            log_prob=log_prob.reshape(-1),
-            scale=scale,
-            grads=a.grads,
-            dtypes=a.dtypes,
-            weight_grad_out=a.weight_grad_out,
-        )
-        shapes = (a.hidden.shape, a.weight.shape, a.weight.shape[:1])
-        return tuple(hidden.new_empty(0) if x is None else x.view(s) for x, s in zip(made, shapes, strict=True))
+# 'recompute', and 'forward' where nothing needs a gradient.
 
 
-@_backward_op.register_fake
-def _(grad_loss: Tensor, lse: Tensor, log_prob: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
-    returned = (a.grad_hidden, a.grad_weight and a.weight_grad_out is None, a.grad_bias)
-    return tuple(
-        x.new_empty(x.shape) if x is not None and wanted else a.hidden.new_empty(0)
-        for x, wanted in zip((a.hidden, a.weight, a.bias), returned, strict=True)
+class Kept(NamedTuple):
+    """What 'recompute' keeps for backward."""
+
+    call: Call
+    lse: Tensor
+    log_prob: Tensor
+
+
+def _forward(call: Call) -> Outputs:
+    tokens = call.tokens(check_values=call.options.check_inputs)
+    stats = walk.forward(
+        _layer(call),
+        Transform.of(call.options),
+        tokens,
+        _plan(call, "forward", tokens),
+        entropy=call.options.return_stats,
+        uniform=Loss.of(call.options).uniform,
     )
+    return _outputs(call, tokens, stats)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a = _Arguments(*inputs)
-    _, lse, log_prob, _, _, *stashed, link = output
-    ctx.mark_non_differentiable(*output[1:-1])
-    ctx.set_materialize_grads(False)  # or autograd would make a [V, H] of zeros for each of them
-    ctx.stash = None
-    # Not saved as a tensor: other micro-batches may add to it before this one does, and that is no mistake.
-    ctx.weight_grad_out = a.weight_grad_out
-    if a.strategy == "stash":
-        # Neither hidden nor weight is kept alive: the stash is enough, with the target to tell ignored tokens by.
-        ctx.save_for_backward(link, *stashed, a.target)
-        ctx.stash = _Stash(a.grads, a.dtypes, a.reduction, a.ignore_index)
-    else:
-        ctx.save_for_backward(link, lse, log_prob, *a[:7])
-        ctx.options = a[8:]
+def _save(call: Call, outputs: Outputs) -> Kept:
+    return Kept(call, outputs.lse, outputs.log_prob)
 
 
-class _Stash(NamedTuple):
-    """What must be known of a call to use its stash."""
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, grad_loss = kept.call._replace(grads=tuple(wanted)), upstream[0]
+    assert grad_loss is not None
+    layer, transform, tokens = _layer(call), Transform.of(call.options), call.tokens(check_values=False)
+    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
+    row, grad_scale = scaled_rows(tokens, transform, each * tokens.inverse_count, operand_dtype(layer.hidden))
+    lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
+    made = walk.recompute(
+        layer,
+        transform,
+        tokens,
+        _plan(call, "recompute", tokens),
+        loss_gradient(Loss.of(call.options), row, lse, log_prob[:, None], layer.vocab, tokens.kept),
+        grad_scale=grad_scale,
+        grads=wanted,
+        dtypes=call.dtypes,
+        weight_grad_out=call.weight_grad_out,
+    )
+    return None if made[0] is None else made[0].view(call.hidden.shape), *made[1:]
 
-    grads: Sequence[bool]
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    return empty_gradients(kept.call, wanted)
+
+
+RECOMPUTED = register(
+    "linear_cross_entropy_recomputed",
+    op=OP,
+    forward=_forward,
+    fake=empty_outputs,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("hidden", "weight", "bias"),
+    adds_to={"weight": "weight_grad_out"},
+)
+
+
+# 'stash'.
+
+
+class Stashed(NamedTuple):
+    """`Outputs`, and the gradients in float32 for an upstream gradient of 1."""
+
+    loss: Tensor
+    lse: Tensor
+    log_prob: Tensor
+    entropy: Tensor | None
+    correct: Tensor | None
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+class KeptStash(NamedTuple):
+    """What 'stash' keeps for backward: neither hidden nor weight, but the target to tell ignored tokens by."""
+
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+    target: Tensor
+    weight_grad_out: Tensor | None
+    hidden_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype
     reduction: str
     ignore_index: int
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (len(_Arguments._fields) - 3)
-    if grad_loss is None:
-        return (None, None, None, *nothing)
-    grads: list[Tensor | None]
-    link, *saved = ctx.saved_tensors
-    if ctx.stash is not None:
-        stash = ctx.stash._replace(grads=asked_for(ctx, ctx.stash.grads))
-        grads = _scale_stash(stash, saved, grad_loss, ctx.weight_grad_out)
-    else:
-        lse, log_prob, *tensors = saved
-        a = _Arguments._make((*tensors, ctx.weight_grad_out, *ctx.options))
-        to_hidden, to_weight, to_bias = asked_for(ctx, a.grads)
-        a = a._replace(grad_hidden=to_hidden, grad_weight=to_weight, grad_bias=to_bias)
-        made = _backward_op(grad_loss, lse, log_prob, *a)
-        grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
-        if a.weight_grad_out is not None:
-            grads[1] = None
-    return (*differentiable_once(grads, grad_loss, link), *nothing)
+def _stash(call: Call) -> Stashed:
+    tokens = call.tokens(check_values=call.options.check_inputs)
+    layer, transform, loss = _layer(call), Transform.of(call.options), Loss.of(call.options)
+    row, grad_scale = scaled_rows(tokens, transform, tokens.inverse_count, operand_dtype(layer.hidden))
+
+    def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
+        return loss_gradient(loss, row[t0:t1], lse, log_prob, layer.vocab)
+
+    stats, (grad_hidden, grad_weight, grad_bias) = walk.stash(
+        layer,
+        transform,
+        tokens,
+        _plan(call, "stash", tokens),
+        gradient,
+        grad_scale=grad_scale,
+        grads=call.grads,
+        entropy=call.options.return_stats,
+        uniform=loss.uniform,
+    )
+    grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
+    return Stashed(*_outputs(call, tokens, stats), grad_hidden, grad_weight, grad_bias)
 
 
-def _scale_stash(
-    stash: _Stash, saved: Sequence[Tensor], grad_loss: Tensor, weight_grad_out: Tensor | None
-) -> list[Tensor | None]:
+def _fake_stash(call: Call) -> Stashed:
+    def make(x: Tensor | None, wanted: bool) -> Tensor | None:
+        return x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None
+
+    parameters = (call.hidden, call.weight, call.bias)
+    return Stashed(*empty_outputs(call), *[make(x, w) for x, w in zip(parameters, call.grads, strict=True)])
+
+
+def _save_stash(call: Call, made: Stashed) -> KeptStash:
+    return KeptStash(
+        *made[5:], call.target, call.weight_grad_out, *call.dtypes, call.options.reduction, call.options.ignore_index
+    )
+
+
+def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Sequence[Tensor | None]:
     """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
-    if stash.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
-        if not stash.grads[0]:
-            return [None] * 3
-        grad_hidden, _, _, target = saved
-        upstream = grad_loss.float().masked_fill(target == stash.ignore_index, 0)
-        return [scale_stash(grad_hidden, upstream[..., None], stash.dtypes[0]), None, None]
-    as_is = is_plain_one(grad_loss)
-    wanted = list(stash.grads)
-    if weight_grad_out is not None and wanted[1]:
-        with torch.no_grad():
-            weight_grad_out.addcmul_(saved[1], grad_loss.float())
-        wanted[1] = False
-    return [
-        scale_stash(stashed, None if as_is else grad_loss, dtype) if want else None
-        for stashed, dtype, want in zip(saved[:3], stash.dtypes, wanted, strict=True)
-    ]
+    grad_loss = upstream[0]
+    assert grad_loss is not None
+    factor: Tensor | None = grad_loss
+    if kept.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
+        factor = grad_loss.float().masked_fill(kept.target == kept.ignore_index, 0)[..., None]
+    elif is_plain_one(grad_loss):
+        factor = None
+    made: list[Tensor | None] = [None] * 3
+    dtypes = (kept.hidden_dtype, kept.weight_dtype, kept.bias_dtype)
+    for i, (stashed, dtype) in enumerate(zip(kept[:3], dtypes, strict=True)):
+        if not wanted[i] or stashed is None:
+            continue
+        if i == 1 and kept.weight_grad_out is not None:
+            kept.weight_grad_out.addcmul_(stashed, grad_loss.float())
+        else:
+            made[i] = scale_stash(stashed, factor, dtype)
+    return made
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+STASHED = register(
+    "linear_cross_entropy_stashed",
+    op=OP,
+    forward=_stash,
+    fake=_fake_stash,
+    save=_save_stash,
+    gradients=_scaled_stash,
+    fake_gradients=None,
+    differentiable=("hidden", "weight", "bias"),
+    adds_to={"weight": "weight_grad_out"},
+)

@@ -337,8 +337,9 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (len(Arguments._fields) - 8)
     if grad_loss is None:
         return (*[None] * 8, *nothing)
-    saved, link = Saved(*ctx.saved_tensors[:8]), ctx.saved_tensors[8]
-    a = Arguments(*ctx.saved_tensors[9:], *ctx.options)
+    kept = ctx.saved_tensors  # once: checkpointing unpacks them no second time
+    saved, link = Saved(*kept[:8]), kept[8]
+    a = Arguments(*kept[9:], *ctx.options)
     if graph_is_kept():
         memories: dict[str, Tensor] = saved._asdict()
         for name in ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight"):

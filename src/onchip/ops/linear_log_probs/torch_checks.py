@@ -14,9 +14,9 @@ from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_log_probs.checks import float32_bounds
 from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
-from onchip.ops.linear_log_probs.triton_op import refusal
 from onchip.oracle.checks import Check, compare
 from onchip.oracle.torch_checks import DTYPES, as_array, detached, for_oracle, linear_arguments, relative_error
+from onchip.vocab.triton.plan import refusal
 
 
 def planned_checks(device: str) -> list[Callable[[], list[Check]]]:

@@ -1,24 +1,27 @@
-"""linear_log_probs for PyTorch: the public function, torch.library and autograd.
+"""linear_log_probs for PyTorch: the public function, and the backend of PyTorch's own products.
 
-Read from the top: the public function has its inputs checked (torch_inputs.py), chooses a backend and calls its
-registered operator: that of triton_op.py, or `_forward_op` here, which walks the logits in tiles (torch_walks.py) and
-keeps a few numbers per token.  In backward, autograd calls `_backward_op`, which walks the tiles again.  The maths is
-in the package's docstring.
+From `linear_log_probs` to a product or a kernel: the public function checks its inputs (torch_inputs.py) and chooses a
+backend, whose operator (`frontend.torch_register`) runs its `_forward` (here or in triton_op.py), which runs a walk of
+the engine (`vocab`) and keeps a few numbers per token.  Backward walks over the logits again.  The maths is in the
+package's docstring.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.torch_autograd import differentiable_once
-from onchip.frontend.torch_inputs import DTYPES, copied_rows, copied_weight, temperature_tensor
-from onchip.ops.linear_log_probs import spec, torch_walks, triton_op
-from onchip.ops.linear_log_probs.spec import OP, Options, Problem
+from onchip.frontend.torch_inputs import copied_rows, copied_weight, temperature_tensor
+from onchip.frontend.torch_register import Made, Wanted, needed, register
+from onchip.ops.linear_log_probs import spec, triton_op
+from onchip.ops.linear_log_probs.spec import OP, Options
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs, empty_gradients, empty_outputs
+from onchip.ops.linear_log_probs.torch_gradient import gradient_of_log_probs
 from onchip.ops.linear_log_probs.torch_inputs import check_tensors
-from onchip.vocab.torch.tiles import Head, operand_dtype
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.tiles import Projection, Transform, operand_dtype
+from onchip.vocab.triton import plan as planning
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
@@ -135,243 +138,132 @@ def linear_log_probs(
     device = hidden.device.type
     refusals = {
         "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
-        "triton": triton_op.refusal(device, hidden.device.index, dtype),
+        "triton": planning.refusal(device, hidden.device.index, dtype),
     }
-    chosen = choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS})
-    grads = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    arguments = _Arguments(
+    call = Call(
         hidden,
         weight,
         bias,
         ids,
         token_temperature,
         dtype,
-        int(options.ignore_index),
-        None if options.softcap is None else float(options.softcap),
-        float(options.logit_scale),
-        float(options.temperature),
-        options.check_inputs,
-        None if options.scratch_bytes is None else int(options.scratch_bytes),
-        options.entropy,
-        *grads,
+        options,
+        needed(hidden, weight, bias),
+        copied_rows(hidden),
     )
-    if chosen == "triton":
-        log_prob, entropies, lses, argmax = _forward_triton(arguments, top1)
+    if choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS}) == "triton":
+        call = call._replace(copied=call.copied + copied_weight(weight, dtype))
+        made = triton_op.LOG_PROBS(triton_op.TritonCall(call, torch.compiler.is_compiling()))
+        log_prob, entropies, lses, argmax = made[:4]
     else:
-        spec.require_scratch(arguments.problem(compacted=device == "cpu"), arguments.scratch_bytes)
-        log_prob, entropies, lses, argmax, _ = _forward_op(*arguments)
+        spec.require_scratch(call.problem(compacted=device == "cpu"), call.budget)
+        log_prob, entropies, lses, argmax, _ = LOG_PROBS(call)
     if not (entropy or lse or top1):
         return log_prob
     return LogProbs(log_prob, entropies if entropy else None, lses if lse else None, argmax if top1 else None)
 
 
-# ------------------------------------------------------------------------------------------------ registered operators
+# ------------------------------------------------------------------------------------------------- registered operator
 
 
-# The arguments of both operators; `_Arguments` gives them their shapes and Python names, in the same order.
-# torch.compile's cache on disk knows an operator by its name alone: a release that changes a schema must rename it.
-_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? token_temperature, ScalarType dtype, "
-    "int ignore_index, float? softcap, float logit_scale, float temperature, bool check_inputs, int? scratch_bytes, "
-    "bool with_entropy, bool grad_hidden, bool grad_weight, bool grad_bias"
-)
+class TorchOutputs(NamedTuple):
+    """`Outputs`, and for backward the mean of the logits under their softmax; entropy and mean where that is asked
+    for."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    top1: Tensor
+    mean: Tensor | None
 
 
-class _Arguments(NamedTuple):
-    """The arguments of `_forward_op`, in order."""
+class Kept(NamedTuple):
+    """What backward is given."""
 
-    hidden: Tensor  # [..., H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    ids: Tensor  # [...] or [..., K]
-    token_temperature: Tensor | None  # [...] or []
-    dtype: torch.dtype
-    ignore_index: int
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    check_inputs: bool
-    scratch_bytes: int | None
-    with_entropy: bool
-    grad_hidden: bool
-    grad_weight: bool
-    grad_bias: bool
-
-    @property
-    def grads(self) -> tuple[bool, bool, bool]:
-        return self.grad_hidden, self.grad_weight, self.grad_bias
-
-    def problem(self, *, compacted: bool, entropy: bool | None = None) -> Problem:
-        vocab, size = self.weight.shape
-        return Problem(
-            tokens=self.hidden.numel() // size,
-            hidden=size,
-            vocab=vocab,
-            ids=self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1,
-            dtype=DTYPES[self.dtype],
-            hidden_dtype=DTYPES[self.hidden.dtype],
-            weight_dtype=DTYPES[self.weight.dtype],
-            device="cpu" if self.hidden.device.type == "cpu" else "cuda",
-            grad_hidden=self.grad_hidden,
-            grad_weight=self.grad_weight,
-            grad_bias=self.grad_bias,
-            softcap=self.softcap is not None,
-            entropy=self.with_entropy if entropy is None else entropy,
-            compacted=compacted,
-            copied=copied_rows(self.hidden),
-        )
-
-    def prepare(self, *, check_values: bool) -> tuple[Tensor, Head, torch_walks.Picks]:
-        """Hidden states as [T, H], the head and the ids, in the dtype of the products."""
-        size = self.hidden.shape[-1]
-        picks = torch_walks.select(
-            self.ids,
-            self.hidden.numel() // size,
-            self.weight.shape[0],
-            self.token_temperature,
-            ignore_index=self.ignore_index,
-            temperature=self.temperature,
-            check_values=check_values,
-        )
-        # The bias in the products' dtype first, as F.linear does under autocast.
-        bias = None if self.bias is None else self.bias.to(self.dtype).float()
-        head = Head(self.weight.to(self.dtype), bias, 0.0, 0.0, self.softcap, self.logit_scale)
-        return self.hidden.reshape(-1, size).to(self.dtype), head, picks
+    call: Call
+    log_prob: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    mean: Tensor | None
 
 
-def _forward_triton(a: _Arguments, top1: bool) -> tuple[Tensor, ...]:
-    problem = a.problem(compacted=False)
-    copied = problem.copied + copied_weight(a.weight, a.dtype)
-    config = triton_op.plan(replace(problem, top1=top1, copied=copied), a.scratch_bytes)
-    return triton_op.forward(*a[:11], *config, a.with_entropy or top1, *a.grads)
+def _layer(call: Call) -> Projection:
+    return Projection.of(call.hidden, call.weight, call.bias, call.dtype)
 
 
-@torch.library.custom_op(
-    "onchip::linear_log_probs_torch", mutates_args=(), schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * 5)})"
-)
-def _forward_op(*args: Any) -> tuple[Tensor, ...]:
-    """Return log_prob, entropy, lse, top1 and the mean of the logits under their softmax; entropy and mean are empty
-    where the entropy isn't asked for.
-    """
-    a = _Arguments(*args)
-    shape = a.hidden.shape[:-1]
-    # An operator runs below autocast's dispatch but not outside its reach: products in here would be cast again.
-    with torch.autocast(a.hidden.device.type, enabled=False):
-        hidden, head, picks = a.prepare(check_values=a.check_inputs)
-        config = spec.plan(a.problem(compacted=picks.tokens.index is not None), "forward", a.scratch_bytes)
-        softmax = torch_walks.forward(hidden, head, picks, config, entropy=a.with_entropy)
-        entropy, mean = hidden.new_empty(0, dtype=torch.float32), hidden.new_empty(0, dtype=torch.float32)
-        if a.with_entropy:
-            entropy = picks.spread(softmax.log_total - softmax.mean_offset).view(shape)
-            mean = picks.spread(softmax.max + softmax.mean_offset).view(shape)
-        return (
-            picks.spread(softmax.log_prob(picks)).view(a.ids.shape),
-            entropy,
-            picks.spread(softmax.lse).view(shape),
-            picks.spread(softmax.argmax, -1).view(shape),
-            mean,
-        )
-
-
-@_forward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args)
-    shape = a.hidden.shape[:-1]
-
-    def make(shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        return a.hidden.new_empty(shape, dtype=dtype)
-
-    asked = shape if a.with_entropy else 0
-    return make(a.ids.shape), make(asked), make(shape), make(shape, torch.int64), make(asked)
-
-
-@torch.library.custom_op(
-    "onchip::linear_log_probs_torch_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor? grad_log_prob, Tensor? grad_entropy, Tensor? grad_lse, Tensor log_prob, Tensor entropy, Tensor lse, "
-        f"Tensor mean, {_SCHEMA}) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-def _backward_op(
-    grad_log_prob: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    log_prob: Tensor,
-    entropy: Tensor,
-    lse: Tensor,
-    mean: Tensor,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of hidden, weight and bias; what isn't asked for is empty."""
-    a = _Arguments(*args)
-    with torch.autocast(a.hidden.device.type, enabled=False):
-        hidden, head, picks = a.prepare(check_values=False)
-        total = picks.total
-        ids_shape = (total, picks.ids.shape[1])
-
-        def rows(x: Tensor | None, *shape: int) -> Tensor | None:
-            return x if x is None else picks.take(x.reshape(shape or (total,)).float())
-
-        log_probs, lses = rows(log_prob, *ids_shape), rows(lse)
-        assert log_probs is not None
-        assert lses is not None
-        known, too_large = torch_walks.prepare(
-            picks,
-            head,
-            operand_dtype(hidden),
-            log_prob=log_probs,
-            lse=lses,
-            mean=rows(mean) if a.with_entropy else None,
-            entropy=rows(entropy) if a.with_entropy else None,
-            grad_log_prob=rows(grad_log_prob, *ids_shape),
-            grad_entropy=rows(grad_entropy) if a.with_entropy else None,
-            grad_lse=rows(grad_lse),
-        )
-        problem = a.problem(compacted=picks.tokens.index is not None, entropy=known.entropy is not None)
-        made = torch_walks.backward(
-            hidden,
-            head,
-            picks,
-            spec.plan(problem, "recompute", a.scratch_bytes),
-            known,
-            too_large,
-            grads=a.grads,
-            dtypes=(a.hidden.dtype, a.weight.dtype, (a.weight if a.bias is None else a.bias).dtype),
-        )
-        shapes = (a.hidden.shape, a.weight.shape, a.weight.shape[:1])
-        return tuple(hidden.new_empty(0) if x is None else x.view(s) for x, s in zip(made, shapes, strict=True))
-
-
-@_backward_op.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    a = _Arguments(*args[7:])
-    return tuple(
-        x.new_empty(x.shape) if x is not None and wanted else a.hidden.new_empty(0)
-        for x, wanted in zip((a.hidden, a.weight, a.bias), a.grads, strict=True)
+def _forward(call: Call) -> TorchOutputs:
+    shape = call.hidden.shape[:-1]
+    tokens = call.tokens(check_values=call.options.check_inputs)
+    config = spec.plan(call.problem(compacted=tokens.index is not None), "forward", call.budget)
+    stats = walk.forward(_layer(call), Transform.of(call.options), tokens, config, entropy=call.options.entropy)
+    return TorchOutputs(
+        tokens.spread(stats.log_prob, call.ids.shape),
+        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
+        tokens.spread(stats.lse, shape),
+        tokens.spread(stats.argmax, shape, -1),
+        None if stats.mean is None else tokens.spread(stats.mean, shape),
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    log_prob, entropy, lse, top1, mean = output
-    ctx.mark_non_differentiable(top1, mean)
-    ctx.set_materialize_grads(False)  # a tile of work is saved where the entropy has no gradient
-    ctx.save_for_backward(log_prob, entropy, lse, mean, *inputs[:5])
-    ctx.options = inputs[5:]
+def _fake(call: Call) -> TorchOutputs:
+    made: Outputs = empty_outputs(call, call.options.entropy)
+    mean = None if made.entropy is None else torch.empty_like(made.entropy)
+    return TorchOutputs(made.log_prob, made.entropy, made.lse, torch.empty_like(made.lse, dtype=torch.int64), mean)
 
 
-def _backward(
-    ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, grad_lse: Tensor | None, *_: Any
-) -> tuple[Any, ...]:
-    nothing = (None,) * (len(_Arguments._fields) - 3)
-    upstream = (grad_log_prob, grad_entropy, grad_lse)
-    if all(x is None for x in upstream):
-        return (None, None, None, *nothing)
-    log_prob, entropy, lse, mean, *tensors = ctx.saved_tensors
-    a = _Arguments._make((*tensors, *ctx.options))
-    made = _backward_op(*upstream, log_prob, entropy, lse, mean, *a)
-    grads = [x if wanted else None for x, wanted in zip(made, a.grads, strict=True)]
-    return (*differentiable_once(OP, grads, *upstream, log_prob), *nothing)
+def _save(call: Call, made: TorchOutputs) -> Kept:
+    return Kept(call, made.log_prob, made.entropy, made.lse, made.mean)
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call = kept.call._replace(grads=tuple(wanted))
+    tokens, layer, transform = call.tokens(check_values=False), _layer(call), Transform.of(call.options)
+    with_entropy = call.options.entropy
+
+    def rows(x: Tensor | None, *shape: int) -> Tensor | None:
+        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).float())
+
+    log_prob, lse = rows(kept.log_prob, tokens.ids.shape[1]), rows(kept.lse)
+    assert log_prob is not None
+    assert lse is not None
+    gradient, grad_scale = gradient_of_log_probs(
+        tokens,
+        transform,
+        operand_dtype(layer.hidden),
+        log_prob=log_prob,
+        lse=lse,
+        mean=rows(kept.mean) if with_entropy else None,
+        entropy=rows(kept.entropy) if with_entropy else None,
+        grad_log_prob=rows(upstream[0], tokens.ids.shape[1]),
+        grad_entropy=rows(upstream[1]) if with_entropy else None,
+        grad_lse=rows(upstream[2]),
+    )
+    problem = call.problem(compacted=tokens.index is not None, entropy=gradient.entropy_row is not None)
+    made = walk.recompute(
+        layer,
+        transform,
+        tokens,
+        spec.plan(problem, "recompute", call.budget),
+        gradient,
+        grad_scale=grad_scale,
+        grads=wanted,
+        dtypes=call.dtypes,
+    )
+    return None if made[0] is None else made[0].view(call.hidden.shape), *made[1:]
+
+
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    return empty_gradients(kept.call, wanted)
+
+
+LOG_PROBS = register(
+    "linear_log_probs_recomputed",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("hidden", "weight", "bias"),
+    differentiable_outputs=3,
+)

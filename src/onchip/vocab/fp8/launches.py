@@ -3,6 +3,9 @@
 The two functions without `launch` in their names are as those of fp8_torch.py.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,6 @@ from onchip.kernels.triton.launch import Launch, device_of
 from onchip.vocab.fp8 import kernels as fp8_kernels
 from onchip.vocab.fp8 import memory as fp8_spec
 from onchip.vocab.fp8.torch import Call, Gradient, Softmax
-from onchip.vocab.rows.arguments import Arguments
 from onchip.vocab.rows.launches import launch_rows
 
 # Two programs on a multiprocessor, with a few registers spilled: 0.64 ms for 2048 x 128256 logits on an H100, 0.95 with
@@ -50,18 +52,14 @@ def softmax_of_chunk(
 ) -> None:
     """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
     part, mine = call.part(first, first + len(logits)), out.part(first, first + len(logits))
-    arguments = Arguments(
-        logits, part.target, part.token_weight, part.temperature, None, call.ignore_index, "none",
-        call.label_smoothing, call.z_loss, call.softcap, call.logit_scale, call.plain_temperature,
-        check_inputs=False, scratch_bytes=None, stats=call.stats, inplace=False, grad=False,
+    options: Any = SimpleNamespace(
+        ignore_index=call.ignore_index, label_smoothing=call.label_smoothing, z_loss=call.z_loss,
+        softcap=call.softcap, logit_scale=call.logit_scale, temperature=call.plain_temperature,
     )  # fmt: skip
     with device_of(logits):
         launch_rows(
-            arguments, "losses", logits[:0],
-            {
-                **mine._asdict(), "divisor": call.divisor, "target_logit": of_targets, "TARGET_LOGIT": True,
-                "STATS": call.stats, "GRADIENT": False,
-            },
+            "losses", logits, None, part.target, part.token_weight, part.temperature, options, **mine._asdict(),
+            divisor=call.divisor, target_logit=of_targets, TARGET_LOGIT=True, STATS=call.stats, GRADIENT=False,
         )  # fmt: skip
         if into is not None:
             terms = of_targets.new_empty(fp8_spec.TERMS, len(logits))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, blocks
 from onchip.fp8.torch_quantize import Quantized, quantize_activation
-from onchip.vocab.torch import tiles as torch_tiles
-from onchip.vocab.torch.tiles import Head, Tokens, to_gradient, transform
+from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
+from onchip.vocab.torch.softmax import Running
+from onchip.vocab.torch.tiles import Tokens, Transform, apply
 
 
 @dataclass(frozen=True)
@@ -103,30 +104,32 @@ def softmax_of_chunk(
     tokens = Tokens(
         None,
         kept,
-        bad,
-        part.target.masked_fill(~kept | bad, 0),
-        weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
+        part.target.masked_fill(~kept | bad, 0)[:, None],
+        bad[:, None],
         tau,
+        n,
+        weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
         1 / call.divisor,
     )
-    head = Head(logits.new_empty((vocab, 0)), None, call.label_smoothing, call.z_loss, call.softcap, call.logit_scale)
-    z = logits.float().scatter_(1, tokens.label[:, None], of_targets[:, None])
+    loss, transform = Loss(call.label_smoothing, call.z_loss), Transform(call.logit_scale, call.softcap)
+    z = logits.float().scatter_(1, tokens.ids, of_targets[:, None])
     slope = None if call.softcap is None else torch.empty_like(z)
-    transform(z, head, tau, slope)
-    softmax = torch_tiles.Softmax.empty(n, z.device)
+    apply(transform, z, tau, slope)
+    running = Running.empty(tokens.ids)
     spare = torch.empty_like(z) if call.stats else None
-    e = softmax.absorb(z, 0, tokens.label, smoothing=call.label_smoothing > 0, spare=spare)
-    made = [softmax.loss(head, tokens), softmax.lse, softmax.log_prob(tokens)]
-    if call.stats:
-        made += [softmax.entropy(), softmax.correct(tokens)]
+    e = running.absorb(z, 0, tokens.ids, uniform=loss.uniform, spare=spare)
+    stats = running.stats(tokens, vocab, entropy=call.stats, uniform=loss.uniform)
+    made = [token_losses(loss, stats, tokens), stats.lse, stats.log_prob[:, 0]]
+    if stats.entropy is not None:
+        made += [stats.entropy, stats.is_top1(tokens)]
     for x, value in zip(out.part(first, first + n), made, strict=False):
         assert x is not None
-        x.copy_(value.masked_fill(~kept, 0))
+        x.copy_(tokens.mask(value))
     if into is None:
         return
-    row = tokens.weight * tokens.inverse_count * call.logit_scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
-    factor = row * (1 + 2 * call.z_loss * softmax.lse) / softmax.total
-    g = to_gradient(e, factor, row, softmax.lse, softmax.target_log_prob, tokens.label, 0, head, slope)
+    row, _ = scaled_rows(tokens, transform, tokens.inverse_count, torch.float32)
+    gradient = loss_gradient(loss, row, running.lse, running.log_prob, vocab)
+    g = gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope)
     rows, columns = quantize_activation(
         g, "e4m3", "float32", rows=into.rows is not None, columns=into.columns is not None
     )

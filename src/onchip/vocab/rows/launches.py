@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,48 +11,74 @@ from torch import Tensor
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.arguments import Arguments
 from onchip.vocab.rows.memory import RowTiles
 
 
-def launch_rows(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) -> None:
-    """Launch a kernel of triton_rows.py on the rows of the logits and of their gradient."""
+class LossOptions(Protocol):
+    """The numbers that a row's loss is made with, as the ops' options have them."""
+
+    @property
+    def ignore_index(self) -> int: ...
+    @property
+    def label_smoothing(self) -> float: ...
+    @property
+    def z_loss(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def logit_scale(self) -> float: ...
+    @property
+    def temperature(self) -> float: ...
+
+
+def launch_rows(
+    kernel: str,
+    logits: Tensor,  # [..., V]
+    out: Tensor | None,  # [..., V]: the gradient, contiguous, or `logits`
+    target: Tensor,  # [...]
+    token_weight: Tensor | None,  # [...]
+    token_temperature: Tensor | None,  # [...] or []
+    options: LossOptions,
+    **more: Any,
+) -> None:
+    """Launch a kernel of onchip.vocab.rows.triton; `more` are its arguments that are not told here."""
     from onchip.vocab.rows import triton as triton_rows
 
-    tokens, vocab, element = a.target.numel(), a.logits.shape[-1], a.logits.element_size()
-    tiles = tiles_of(vocab, DTYPES[a.logits.dtype], twice=a.fused and kernel == "losses")
-    inner, *rows = _rows(a.logits, out)
-    strides = [x.stride(-1) if vocab > 1 and x.numel() > 0 else 1 for x in (a.logits, out)]
+    tokens, vocab, element = target.numel(), logits.shape[-1], logits.element_size()
+    out = logits.new_empty(0) if out is None else out
+    tiles = tiles_of(vocab, DTYPES[logits.dtype], twice=more.get("GRADIENT", False))
+    inner, *rows = _rows(logits, out)
+    strides = [x.stride(-1) if vocab > 1 and x.numel() > 0 else 1 for x in (logits, out)]
     # So many elements are read and written at a time.
-    whole = all(x.data_ptr() % 16 == 0 for x in (a.logits, out)) and strides == [1, 1]
+    whole = all(x.data_ptr() % 16 == 0 for x in (logits, out)) and strides == [1, 1]
     unit = math.gcd(16 // element, vocab, *rows) if whole else 1
     logits_outer, logits_inner, out_outer, out_inner = (x // unit for x in rows)
-    temperature = a.token_temperature
     loops = (vocab - 1) // tiles.tile
+    scale, softcap = options.logit_scale, options.softcap
     arguments = {
-        "logits": a.logits,
-        "target": a.target.reshape(-1).to(torch.int64).contiguous(),
-        "token_weight": None if a.token_weight is None else _flat(a.token_weight),
-        "temperature": None if temperature is None else _flat(temperature.expand(a.target.shape)),
+        "logits": logits,
+        "target": target.reshape(-1).to(torch.int64).contiguous(),
+        "token_weight": None if token_weight is None else flat(token_weight),
+        "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "out": out,
         "T": tokens,
         "V_units": vocab // unit,
         "loops": loops,
-        "ignore_index": a.ignore_index,
+        "ignore_index": options.ignore_index,
         "inner": inner,
         "logits_outer": logits_outer,
         "logits_inner": logits_inner,
         "logits_stride": strides[0],
         "out_inner": out_inner,
-        "inner_scale": 1.0 if a.softcap is None else a.logit_scale / a.softcap,
-        "outer_scale": (a.logit_scale if a.softcap is None else a.softcap) / a.temperature,
-        "logit_scale": a.logit_scale / a.temperature,
-        "label_smoothing": a.label_smoothing,
-        "z_loss": a.z_loss,
-        "TOKEN_WEIGHT": a.token_weight is not None,
-        "TEMPERATURE": temperature is not None,
-        "SMOOTHING": a.label_smoothing > 0,
-        "SOFTCAP": a.softcap is not None,
+        "inner_scale": 1.0 if softcap is None else scale / softcap,
+        "outer_scale": (scale if softcap is None else softcap) / options.temperature,
+        "logit_scale": scale / options.temperature,
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+        "TOKEN_WEIGHT": token_weight is not None,
+        "TEMPERATURE": token_temperature is not None,
+        "SMOOTHING": options.label_smoothing > 0,
+        "SOFTCAP": softcap is not None,
         "UNIT": unit,
         "TILE": tiles.tile,
         "LANES": 32 * tiles.warps,
@@ -62,7 +88,7 @@ def launch_rows(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) ->
         arguments |= {"LOOP": loops > 0, "target_logit": None, "TARGET_LOGIT": False}
     else:
         arguments |= {"out_outer": out_outer, "out_stride": strides[1]}
-    grid = (min(tokens, tiles.programs * _multiprocessors(a.logits)),)
+    grid = (min(tokens, tiles.programs * _multiprocessors(logits)),)
     Launch(getattr(triton_rows, kernel), grid, arguments | more, warps=tiles.warps, registers=tiles.registers).run()
 
 
@@ -82,7 +108,8 @@ def _rows(logits: Tensor, out: Tensor) -> tuple[int, int, int, int, int]:
     return inner, outer, row, inner * vocab, vocab
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
+    """As the kernels take it: float32, one number after the other."""
     return x.reshape(-1).to(torch.float32).contiguous()
 
 

@@ -7,7 +7,9 @@ float32 and works in it in place.  Nothing here synchronises a GPU.
 import torch
 from torch import Tensor
 
-from onchip.vocab.torch.tiles import Head, Softmax, Tokens, spans, temperature_of, to_gradient, transform
+from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows
+from onchip.vocab.torch.softmax import Running, TokenStats
+from onchip.vocab.torch.tiles import Tokens, Transform, apply, spans, temperature_of
 
 
 class Rows:
@@ -62,26 +64,26 @@ def flatten(x: Tensor) -> Tensor | None:
         return None
 
 
-def forward(logits: Tensor, head: Head, tokens: Tokens, chunk: int, *, stats: bool) -> Softmax:
+def forward(logits: Tensor, transform: Transform, loss: Loss, tokens: Tokens, chunk: int, *, stats: bool) -> TokenStats:
     """The softmax statistics of every computed token."""
-    n, vocab = tokens.label.numel(), logits.shape[-1]
+    n, vocab = tokens.number, logits.shape[-1]
     rows = Rows(logits)
-    softmax = Softmax.empty(n, logits.device)
+    running = Running.empty(tokens.ids)
     tile, spare = _buffer(n, chunk, logits), _buffer(n, chunk, logits) if stats else None
     for start, stop in spans(n, chunk):
         size = (stop - start) * vocab
         z = tile[:size].view(-1, vocab)
         rows.read(tokens, start, stop, z)
-        transform(z, head, temperature_of(tokens, start, stop), None)
-        part = softmax.part(start, stop)
+        apply(transform, z, temperature_of(tokens, start, stop), None)
         beside = None if spare is None else spare[:size].view(-1, vocab)
-        part.absorb(z, 0, tokens.label[start:stop], smoothing=head.label_smoothing > 0, spare=beside)
-    return softmax
+        running.part(start, stop).absorb(z, 0, tokens.ids[start:stop], uniform=loss.uniform, spare=beside)
+    return running.stats(tokens, vocab, entropy=stats, uniform=loss.uniform)
 
 
 def backward(
     logits: Tensor,
-    head: Head,
+    transform: Transform,
+    loss: Loss,
     tokens: Tokens,
     chunk: int,
     *,
@@ -91,25 +93,19 @@ def backward(
     out: Tensor,
 ) -> None:
     """Write the gradient of the logits to `out`, which may be `logits`."""
-    n, vocab = tokens.label.numel(), logits.shape[-1]
-    tau = tokens.temperature
-    row = tokens.weight * upstream * head.logit_scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
-    if tokens.index is not None:
-        lse, log_prob = lse[tokens.index], log_prob[tokens.index]
-    factor = row * (1 + 2 * head.z_loss * lse)
-    # exp(z - inf) is 0 for ignored tokens.
-    shift = lse if tokens.kept is None else lse.masked_fill(~tokens.kept, float("inf"))
+    n, vocab = tokens.number, logits.shape[-1]
+    row, _ = scaled_rows(tokens, transform, upstream, torch.float32)
+    gradient = loss_gradient(loss, row, tokens.take(lse), tokens.take(log_prob)[:, None], vocab, tokens.kept)
     source, target = Rows(logits), Rows(out)
     tile = _buffer(n, chunk, logits)
-    derivative = None if head.softcap is None else _buffer(n, chunk, logits)
+    derivative = None if transform.softcap is None else _buffer(n, chunk, logits)
     for start, stop in spans(n, chunk):
-        size, span = (stop - start) * vocab, slice(start, stop)
+        size = (stop - start) * vocab
         z = tile[:size].view(-1, vocab)
         slope = None if derivative is None else derivative[:size].view(-1, vocab)
         source.read(tokens, start, stop, z)
-        transform(z, head, temperature_of(tokens, start, stop), slope)
-        e = z.sub_(shift[span, None]).exp_()
-        g = to_gradient(e, factor[span], row[span], lse[span], log_prob[span], tokens.label[span], 0, head, slope)
+        apply(transform, z, temperature_of(tokens, start, stop), slope)
+        g = gradient.part(start, stop).of_logits(z, tokens.ids[start:stop], 0, slope, None)
         target.write(tokens, start, stop, g)
     if tokens.index is not None:
         ignored = torch.ones(out.shape[:-1].numel(), dtype=torch.bool, device=out.device)

@@ -264,7 +264,6 @@ def merge_tiles(
     alone = (rest == 0) & (own > 0)
     log_total = tl.where(alone, 0.0, log_total)
     value_lse = top + log_total
-    value_lse = top + log_total
     tl.store(base + at, tl.where(far, value_lse, tl.load(shift + at, mask=mine, other=0.0)), mask=mine)
     store = (t < T) & (mine | ((first == 0) & (at == -1)))
     log_prob = tl.where(alone, 0.0, (z - top) - log_total)

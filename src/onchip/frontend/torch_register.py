@@ -1,0 +1,501 @@
+"""Registration of an op with torch.library and autograd, from functions of one declared call.
+
+An op declares what it is told as a NamedTuple or a frozen dataclass: tensors, dtypes, numbers, words and flags, and
+options objects made of the same.  `forward(call)` computes the outputs, `save(call, outputs)` says what backward
+keeps, as another such object, and `gradients(kept, upstream, wanted)` turns that into the gradients of the call's
+`differentiable` tensors.  `register` makes of them two operators of torch.library, for torch.compile and for whatever
+else watches operators go by, and a Function of autograd for plain tensors, which avoids a registered
+operator's 0.2 ms of Python each way.  Both run the same functions.
+
+On the stack of a plain call, between the public function and `forward`: `Operator.__call__` and `_Eager.forward`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept
+
+C = TypeVar("C")
+O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
+K = TypeVar("K")
+
+Wanted = Sequence[bool]
+"""Which gradients are asked for, in the order of the `differentiable` tensors."""
+Made = Sequence[Tensor | None]
+"""The gradients, in the same order."""
+
+
+def register(
+    name: str,
+    *,
+    op: str,
+    forward: Callable[[C], O],
+    fake: Callable[[C], O],
+    save: Callable[[C, O], K],
+    gradients: Callable[[K, Made, Wanted], Made],
+    fake_gradients: Callable[[K, Made, Wanted], Made] | None,
+    differentiable: Sequence[str],
+    differentiable_outputs: int = 1,
+    consumed: Sequence[str] = (),
+    adds_to: Mapping[str, str] | None = None,
+    collect: Callable[[K, Made, Wanted], Made] | None = None,
+    clone: Callable[[Tensor], Tensor] = torch.clone,
+    direct: Callable[[K], bool] | None = None,
+) -> "Operator[C, O]":
+    """Register `onchip::<name>` and `onchip::<name>_backward`; return what runs a call.
+
+    The types of the call, of the outputs (a NamedTuple) and of what is kept are read from the annotations of `forward`
+    and `save`.  A field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of
+    any number of one of the last four; or another such object.  The names of tensors are unique.  The call has a field
+    `grads`, which tells for each of the `differentiable` tensors whether it needs a gradient.
+
+    torch.compile's cache on disk knows an operator by its name alone: a release that changes the fields of a call, of
+    the outputs or of what is kept must rename the operator.
+
+    Args:
+        name: of the operator.
+        op: what errors speak for.
+        forward: computes the outputs, outside of autocast and on the call's device.  One that is not asked for is None,
+            and an empty tensor where it comes from the registered operator.  Outputs share no memory.
+        fake: empty outputs of the same shapes and dtypes, which may depend on symbols.
+        save: what backward keeps, of tensors of the call and of the outputs.
+        gradients: the gradients, given those of the first `differentiable_outputs` outputs (None: nothing depends on
+            that one; at least one is given).  What isn't wanted is None.  None of them shares the memory of what is
+            kept.
+        fake_gradients: the same of empty tensors; None: `gradients` consists of PyTorch's own operators and is not
+            registered, so that its results may be what is kept.
+        differentiable: names of the call's tensors that can have a gradient.
+        differentiable_outputs: how many outputs, the first ones, depend on them differentiably.
+        consumed: names of the kept tensors, outputs of forward, that `gradients` overwrites.  They are cloned first
+            where the graph is retained.
+        adds_to: for a differentiable tensor the name of a kept one, memory of the caller's, to which `gradients` adds
+            its gradient if it isn't None; the gradient itself is then None.
+        collect: turns what `gradients` made into the gradients, where some of them are in `consumed` tensors.
+        clone: how a consumed tensor is cloned.
+        direct: whether `gradients` is to run unregistered for this call, so that autograd sees what it changes.
+    """
+    call_type = next(iter(_hints(forward).values()))
+    hints = _hints(save)
+    return Operator(
+        _Op(
+            name,
+            op,
+            forward,
+            fake,
+            save,
+            gradients,
+            fake_gradients,
+            tuple(differentiable),
+            differentiable_outputs,
+            tuple(consumed),
+            dict(adds_to or {}),
+            collect,
+            clone,
+            direct,
+            _Packing(call_type),
+            _Packing(hints["return"]),
+            _hints(forward)["return"],
+        )
+    )
+
+
+def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Whether each needs a gradient: a call's `grads`."""
+    enabled = torch.is_grad_enabled()
+    return tuple([enabled and x is not None and x.requires_grad for x in tensors])
+
+
+class _Op(NamedTuple):
+    """What `register` was told."""
+
+    name: str
+    op: str
+    forward: Callable[[Any], Any]
+    fake: Callable[[Any], Any]
+    save: Callable[[Any, Any], Any]
+    gradients: Callable[[Any, Made, Wanted], Made]
+    fake_gradients: Callable[[Any, Made, Wanted], Made] | None
+    differentiable: tuple[str, ...]
+    differentiable_outputs: int
+    consumed: tuple[str, ...]
+    adds_to: dict[str, str]
+    collect: Callable[[Any, Made, Wanted], Made] | None
+    clone: Callable[[Tensor], Tensor]
+    direct: Callable[[Any], bool] | None
+    call: "_Packing"
+    kept: "_Packing"
+    outputs: Any
+
+
+class Operator(Generic[C, O]):
+    """A registered op, which runs calls; `forward_op` and `backward_op` are its operators."""
+
+    def __init__(self, op: _Op) -> None:
+        self.op = op
+        self._places = [op.call.tensors.index(name) for name in op.differentiable]
+        count = len(op.outputs._fields) + 1
+        self.forward_op = torch.library.custom_op(
+            f"onchip::{op.name}",
+            self._forward,
+            mutates_args=(),
+            schema=f"({op.call.schema()}) -> ({', '.join(['Tensor'] * count)})",
+        )
+        self.forward_op.register_fake(self._fake)
+        self.forward_op.register_autograd(self._backward, setup_context=self._setup_context)
+        self.backward_op: Any = None
+        if op.fake_gradients is not None:
+            mutated = [x for x in (*op.consumed, *op.adds_to.values()) if x in op.kept.tensors]
+            upstream = "".join(f"Tensor? upstream_{i}, " for i in range(op.differentiable_outputs))
+            made = ", ".join(["Tensor"] * len(op.differentiable))
+            self.backward_op = torch.library.custom_op(
+                f"onchip::{op.name}_backward",
+                self._gradients,
+                mutates_args=mutated,
+                schema=f"({upstream}{op.kept.schema(mutated)}, bool[] wanted) -> ({made})",
+            )
+            self.backward_op.register_fake(self._fake_gradients)
+        self._eager = _eager(op)
+
+    def __call__(self, call: C) -> O:
+        op = self.op
+        if torch.compiler.is_compiling() or not _plain(tensors := op.call.tensors_of(call)):
+            made = self.forward_op(*op.call.pack(call))[:-1]
+        elif any(op.call.get(call, "grads")):
+            made = self._eager.apply(call, *[tensors[place] for place in self._places])[:-1]
+        else:
+            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(tensors):
+                made = op.forward(call)
+        return cast(O, op.outputs(*made))
+
+    def pack(self, call: C) -> tuple[Any, ...]:
+        """The call as `forward_op` takes it."""
+        return self.op.call.pack(call)
+
+    # What the registered operators run: the op's functions on unpacked arguments.
+
+    def _forward(self, *args: Any) -> tuple[Tensor, ...]:
+        call = self.op.call.unpack(args)
+        with _alone(args):
+            return _filled((*self.op.forward(call), None), args)
+
+    def _fake(self, *args: Any) -> tuple[Tensor, ...]:
+        return _filled((*self.op.fake(self.op.call.unpack(args)), None), args)
+
+    def _gradients(self, *args: Any) -> Any:
+        kept, upstream, wanted = self._unpack_gradients(args)
+        with _alone(args):
+            made = _filled(self.op.gradients(kept, upstream, wanted), args)
+            return made if len(made) > 1 else made[0]
+
+    def _fake_gradients(self, *args: Any) -> Any:
+        assert self.op.fake_gradients is not None
+        made = _filled(self.op.fake_gradients(*self._unpack_gradients(args)), args)
+        return made if len(made) > 1 else made[0]
+
+    def _unpack_gradients(self, args: Sequence[Any]) -> tuple[Any, Made, Wanted]:
+        count = self.op.differentiable_outputs
+        return self.op.kept.unpack(args[count:-1]), args[:count], args[-1]
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        op = self.op
+        call = op.call.unpack(inputs)
+        tensors, rest = op.kept.split(op.save(call, op.outputs(*output[:-1])))
+        _keep(ctx, op, call, tensors, output)
+        ctx.rest = op.kept.encode(rest)
+        ctx.edges = _edges(inputs, self._places)
+
+    def _backward(self, ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        op = self.op
+        grads: list[Any] = [None] * (len(op.call.tensors) + len(_LISTS))
+        given = upstream[: op.differentiable_outputs]
+        if any(x is not None for x in given):
+            wanted = asked_for(ctx, ctx.grads, ctx.edges)
+            tensors, link = _taken(ctx, op)
+            # Compiled autograd would trace this: what needn't be built is left packed.
+            kept = op.kept.unpack((*tensors, *ctx.rest)) if op.direct or op.collect or not self.backward_op else None
+            if self.backward_op is None or (op.direct is not None and op.direct(kept)):
+                with torch.no_grad():
+                    made = op.gradients(kept, given, wanted)
+            else:
+                made = self.backward_op(*given, *tensors, *ctx.rest, wanted)
+                made = [made] if isinstance(made, Tensor) else made
+            made = _finish(op, kept, tensors, made, wanted, (*given, link))
+            for place, grad in zip(self._places, made, strict=True):
+                grads[place] = grad
+        return tuple(grads)
+
+
+def _eager(op: _Op) -> Any:
+    """The op as a Function of autograd.  (A `setup_context` would cost an inspection of forward each time.)"""
+
+    class _Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, call: Any, *differentiable: Tensor | None) -> tuple[Tensor | None, ...]:
+            first = op.call.tensors_of(call)
+            # Below autograd, as an operator runs: or the caller couldn't change an output that is a view in place.
+            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(first):
+                made = op.forward(call)
+                output = (*made, next(x for x in first if x is not None).new_empty(0, dtype=torch.float32))
+            tensors, ctx.rest = op.kept.split(op.save(call, made))
+            _keep(ctx, op, call, tensors, output)
+            ctx.edges = _edges(differentiable, range(len(differentiable)))
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+            given = upstream[: op.differentiable_outputs]
+            if all(x is None for x in given):
+                return (None,) * (1 + len(op.differentiable))
+            wanted = asked_for(ctx, ctx.grads, ctx.edges)
+            tensors, link = _taken(ctx, op)
+            kept = op.kept.build(tensors, ctx.rest)
+            if op.fake_gradients is None or (op.direct is not None and op.direct(kept)):
+                with torch.no_grad():
+                    made = op.gradients(kept, given, wanted)
+            else:
+                with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(given):
+                    made = op.gradients(kept, given, wanted)
+                # Nobody saw that it was written to.
+                for of, memory in op.adds_to.items():
+                    x = tensors[op.kept.tensors.index(memory)]
+                    if x is not None and wanted[op.differentiable.index(of)]:
+                        torch.autograd.graph.increment_version(x)
+            return (None, *_finish(op, kept, tensors, made, wanted, (*given, link)))
+
+    _Eager.__name__ = _Eager.__qualname__ = op.name
+    return _Eager
+
+
+# ---------------------------------------------------------------------------------------------- what both ways share
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nothing watches operators go by (a dispatch mode, a subclass): plain tensors with storage."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(x is None or (type(x) in (Tensor, Parameter) and x.device.type != "meta") for x in tensors)
+
+
+@contextlib.contextmanager
+def _alone(args: Sequence[Any]) -> Iterator[None]:
+    """Outside of autocast, and with the tensors' device as the current one.
+
+    An operator runs below autocast's dispatch but not outside its reach: products in there would be cast again.
+    """
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    cast_off: Any = contextlib.nullcontext()
+    if torch.is_autocast_enabled(device.type):
+        cast_off = torch.autocast(device.type, enabled=False)
+    with cast_off, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """As operators return them: an empty tensor for None."""
+    first = next(x for x in args if isinstance(x, Tensor))
+    return tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
+
+
+def _keep(ctx: Any, op: _Op, call: Any, tensors: Sequence[Tensor | None], output: Sequence[Tensor | None]) -> None:
+    ctx.mark_non_differentiable(*[x for x in output[op.differentiable_outputs : -1] if x is not None])
+    ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
+    ctx.grads = tuple(op.call.get(call, "grads"))
+    # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and that
+    # is no mistake.
+    theirs = op.adds_to.values()
+    ctx.theirs = [x if name in theirs else None for name, x in zip(op.kept.tensors, tensors, strict=True)]
+    saved = [None if name in theirs else x for name, x in zip(op.kept.tensors, tensors, strict=True)]
+    ctx.save_for_backward(*saved, output[-1])
+
+
+def _edges(args: Sequence[Any], places: Sequence[int]) -> list[int]:
+    """Where autograd's node has its ways to the arguments at these places: it has none for those that are None."""
+    return [sum(isinstance(x, Tensor) for x in args[:place]) for place in places]
+
+
+def _taken(ctx: Any, op: _Op) -> tuple[list[Tensor | None], Tensor]:
+    """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
+    *saved, link = ctx.saved_tensors
+    tensors = [a if b is None else b for a, b in zip(saved, ctx.theirs, strict=True)]
+    if op.consumed and graph_is_kept():
+        for i, name in enumerate(op.kept.tensors):
+            x = tensors[i]
+            if name in op.consumed and x is not None:
+                tensors[i] = op.clone(x)
+    return tensors, link
+
+
+def _finish(
+    op: _Op, kept: Any, tensors: Sequence[Tensor | None], made: Made, wanted: Wanted, sources: Sequence[Tensor | None]
+) -> Made:
+    """The gradients as autograd takes them, such that differentiating them raises.
+
+    The last of `sources`, the link, is an output that no caller has and that none can change in place (`loss /= 2`).
+    """
+    if op.collect is not None:
+        made = op.collect(kept, made, wanted)
+    grads = [x if want else None for x, want in zip(made, wanted, strict=True)]
+    for of, memory in op.adds_to.items():
+        if tensors[op.kept.tensors.index(memory)] is not None:
+            grads[op.differentiable.index(of)] = None
+    return differentiable_once(op.op, grads, *sources)
+
+
+# ------------------------------------------------------------------------------------ objects as operators' arguments
+
+
+# What torch.library does in Python grows with the square of the number of arguments, so all that isn't a tensor travels
+# in four of them: with an argument for each number it took 0.24 ms per call.
+_LISTS = ("SymInt[] sizes", "float[] numbers", "bool[] flags", "str words")
+_DTYPES = {x: name for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+
+
+class _Leaf(NamedTuple):
+    """A field that is no object of fields itself."""
+
+    path: tuple[str, ...]
+    kind: type
+    optional: bool
+    many: bool
+
+
+class _Packing:
+    """How objects of a class travel as arguments of an operator."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.members = _members(cls, ())
+        leaves = list(_leaves(self.members))
+        self.of_tensors = [leaf for leaf in leaves if leaf.kind is Tensor]
+        self.of_rest = [leaf for leaf in leaves if leaf.kind is not Tensor]
+        self.tensors = [leaf.path[-1] for leaf in self.of_tensors]
+        assert len(set(self.tensors)) == len(self.tensors), self.tensors
+
+    def schema(self, mutated: Sequence[str] = ()) -> str:
+        letters = {name: f"({'abcdef'[i]}!)" for i, name in enumerate(mutated)}
+        tensors = [
+            f"Tensor{letters.get(name, '')}{'?' if leaf.optional else ''} {name}"
+            for name, leaf in zip(self.tensors, self.of_tensors, strict=True)
+        ]
+        return ", ".join([*tensors, *_LISTS])
+
+    def get(self, x: Any, name: str) -> Any:
+        """The field of this name, wherever it is."""
+        return _get(x, next(leaf.path for leaf in self.of_rest if leaf.path[-1] == name))
+
+    def tensors_of(self, x: Any) -> list[Tensor | None]:
+        return [_get(x, leaf.path) for leaf in self.of_tensors]
+
+    def split(self, x: Any) -> tuple[list[Tensor | None], list[Any]]:
+        """The tensors, and all else."""
+        return self.tensors_of(x), [_get(x, leaf.path) for leaf in self.of_rest]
+
+    def build(self, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Any:
+        """What was split."""
+        return _build(self.cls, self.members, iter(tensors), iter(rest))
+
+    def encode(self, rest: Sequence[Any]) -> tuple[Any, ...]:
+        """All that isn't a tensor, as an operator takes it."""
+        sizes: list[Any] = []
+        numbers: list[float] = []
+        flags: list[bool] = []
+        words: list[str] = []
+        for leaf, value in zip(self.of_rest, rest, strict=True):
+            if leaf.optional:
+                flags.append(value is not None)
+                if value is None:
+                    continue
+            values = value if leaf.many else (value,)
+            if leaf.many:
+                sizes.append(len(values))
+            for x in values:
+                if leaf.kind is int:
+                    sizes.append(x if isinstance(x, int | torch.SymInt) else int(x))
+                elif leaf.kind is float:
+                    numbers.append(float(x))
+                elif leaf.kind is bool:
+                    flags.append(x)
+                else:
+                    words.append(_DTYPES[x] if leaf.kind is torch.dtype else x)
+        return sizes, numbers, flags, ",".join(words)
+
+    def decode(self, lists: Sequence[Any]) -> list[Any]:
+        sizes, numbers, flags = (iter(x) for x in lists[:3])
+        words = iter(lists[3].split(","))
+        source: dict[Any, Iterator[Any]] = {int: sizes, float: numbers, bool: flags}
+        rest: list[Any] = []
+        for leaf in self.of_rest:
+            if leaf.optional and not next(flags):
+                rest.append(None)
+                continue
+            values = [next(source.get(leaf.kind, words)) for _ in range(next(sizes) if leaf.many else 1)]
+            if leaf.kind is torch.dtype:
+                values = [getattr(torch, x) for x in values]
+            rest.append(tuple(values) if leaf.many else values[0])
+        return rest
+
+    def pack(self, x: Any) -> tuple[Any, ...]:
+        tensors, rest = self.split(x)
+        return (*tensors, *self.encode(rest))
+
+    def unpack(self, args: Sequence[Any]) -> Any:
+        count = len(self.tensors)
+        return self.build(args[:count], self.decode(args[count:]))
+
+
+def _hints(of: Any) -> dict[str, Any]:
+    return get_type_hints(of)
+
+
+def _members(cls: Any, path: tuple[str, ...]) -> dict[str, Any]:
+    """Each field by its name: a `_Leaf`, or for an object of fields its class and its own members."""
+    hints = _hints(cls)
+    members: dict[str, Any] = {}
+    for name in [field.name for field in fields(cls)] if is_dataclass(cls) else cls._fields:
+        hint = hints[name]
+        optional = isinstance(hint, UnionType)
+        kinds = [x for x in get_args(hint) if x is not NoneType] if optional else [hint]
+        many = get_origin(kinds[0]) is tuple
+        kind = get_args(kinds[0])[0] if many else kinds[0]
+        if kind in (Tensor, torch.dtype, int, float, bool, str):
+            members[name] = _Leaf((*path, name), kind, optional, many)
+        else:
+            assert len(kinds) == 1 and not optional, f"{cls.__name__}.{name}: {hint}"  # noqa: PT018
+            members[name] = (kind, _members(kind, (*path, name)))
+    return members
+
+
+def _leaves(members: Mapping[str, Any]) -> Iterator[_Leaf]:
+    for member in members.values():
+        if isinstance(member, _Leaf):
+            yield member
+        else:
+            yield from _leaves(member[1])
+
+
+def _build(cls: Any, members: Mapping[str, Any], tensors: Iterator[Tensor | None], rest: Iterator[Any]) -> Any:
+    values = {
+        name: _build(member[0], member[1], tensors, rest)
+        if not isinstance(member, _Leaf)
+        else next(tensors if member.kind is Tensor else rest)
+        for name, member in members.items()
+    }
+    if not is_dataclass(cls):
+        return cls(**values)
+    # Its values were checked when the call was made, and may be symbols here.
+    made: Any = object.__new__(cast(type, cls))
+    made.__dict__.update(values)
+    return made
+
+
+def _get(x: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        x = getattr(x, name)
+    return x

@@ -1,0 +1,81 @@
+"""Cross-entropy with label smoothing and z-loss: its value and its gradient, of each token's softmax statistics."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale
+from onchip.vocab.torch.tiles import Ids, Tokens, Transform
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is added up of a token's statistics."""
+
+    label_smoothing: float
+    z_loss: float
+
+    @staticmethod
+    def of(options: Any) -> "Loss":
+        return Loss(float(options.label_smoothing), float(options.z_loss))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the plain mean of the logits is part of it."""
+        return self.label_smoothing > 0
+
+
+def token_losses(loss: Loss, stats: TokenStats, tokens: Tokens) -> Tensor:
+    """[n]: the loss of each token, weighted but not yet reduced."""
+    value = torch.zeros_like(stats.lse)
+    if loss.label_smoothing < 1:
+        value = -(1 - loss.label_smoothing) * stats.log_prob[:, 0]
+    if stats.uniform is not None:
+        value = value + loss.label_smoothing * stats.uniform
+    if loss.z_loss > 0:
+        value = value + loss.z_loss * stats.lse.square()
+    return value * tokens.weight
+
+
+def scaled_rows(
+    tokens: Tokens, transform: Transform, upstream: Tensor, operand: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """[n]: the upstream gradient of each token's loss times what leads from the final logits to the product, and
+    what that was multiplied by for float16's sake (None: nothing).
+
+    `upstream` is that of the reduced loss, 0-d or [n].
+    """
+    row = tokens.weight * upstream * factor_to_product(tokens, transform)
+    grad_scale = float16_scale(row, operand)
+    return (row if grad_scale is None else row * grad_scale), grad_scale
+
+
+def factor_to_product(tokens: Ids, transform: Transform) -> Tensor | float:
+    """[n], or one number for all: the derivative of final logits by the product, but for the softcap."""
+    tau = tokens.temperature
+    return transform.scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
+
+
+def loss_gradient(
+    loss: Loss,
+    row: Tensor,  # [n]
+    lse: Tensor,  # [n]
+    log_prob: Tensor,  # [n, 1]
+    vocab: int,
+    kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
+) -> TokenGradient:
+    """The gradient of the logits of these tokens, for upstream gradients of `row`."""
+    even = loss.label_smoothing / vocab
+    # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
+    at_target = torch.expm1(log_prob[:, 0]) + (loss.label_smoothing - even)
+    if loss.z_loss > 0:
+        at_target = at_target + 2 * loss.z_loss * lse * log_prob[:, 0].exp()
+    return TokenGradient(
+        # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
+        lse if kept is None else lse.masked_fill(~kept, float("inf")),
+        row * (1 + 2 * loss.z_loss * lse),
+        (row * at_target)[:, None],
+        row * even if loss.uniform else None,
+    )

@@ -1,0 +1,191 @@
+"""The softmax of each token over the vocabulary, tile by tile, and its gradient.
+
+Every loss over a vocabulary is a function of each token's `TokenStats`, and the gradient of its logits is a
+`TokenGradient`: p (factor + entropy_row (z - mean)) - even, but for the ids' own entries.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.vocab.torch.tiles import NOWHERE, Ids
+
+# Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
+LOWEST = torch.finfo(torch.float32).min / 4
+# exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
+VANISHED = -128.0
+# float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
+FLOAT16_ROW = 256.0
+
+
+class TokenStats(NamedTuple):
+    """What is known of each computed token's softmax; [n] float32 where not said otherwise."""
+
+    lse: Tensor
+    log_prob: Tensor  # [n, K]: of the ids; 0 for ignored ones, NaN for those out of range
+    argmax: Tensor  # int64: -1 where all logits are -inf
+    entropy: Tensor | None
+    mean: Tensor | None  # the logits' mean under their softmax
+    uniform: Tensor | None  # lse minus the plain mean of the logits: the cross-entropy of the uniform distribution
+
+    def is_top1(self, tokens: Ids) -> Tensor:
+        """[n] bool: the first id is the argmax."""
+        value = self.argmax == tokens.ids[:, 0]
+        return value if tokens.bad is None else value & ~tokens.bad[:, 0]
+
+
+@dataclass
+class Running:
+    """The running softmax of each token over the vocabulary seen so far, [n] float32."""
+
+    max: Tensor
+    others: Tensor  # sum of exp(z - max) over all but the argmax
+    moment: Tensor  # sum of exp(z - max) * (z - max), for the entropy
+    offset_sum: Tensor  # sum of z - max, for the plain mean
+    argmax: Tensor  # int64, -1 where all logits so far are -inf
+    picked: Tensor  # [n, K]: the ids' logits
+
+    @staticmethod
+    def empty(ids: Tensor) -> "Running":
+        n, k = ids.shape
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=ids.device)
+
+        lowest = torch.full((n,), LOWEST, dtype=torch.float32, device=ids.device)
+        return Running(lowest, zeros(n), zeros(n), zeros(n), torch.full((n,), -1, device=ids.device), zeros(n, k))
+
+    def part(self, start: int, stop: int) -> "Running":
+        """The same storage for tokens [start, stop)."""
+        return Running(**{name: x[start:stop] for name, x in vars(self).items()})
+
+    def absorb(self, z: Tensor, start: int, ids: Tensor, *, uniform: bool, spare: Tensor | None) -> Tensor:
+        """Take in the logits of the vocabulary from `start` on, and return exp(z - max).
+
+        Overwrites `z`.  With `spare`, of z's shape, also follows the entropy; the result is then there.
+        """
+        column, inside = columns_of(ids, start, z.shape[1])
+        self.picked.copy_(torch.where(inside, z.gather(1, column), self.picked))
+        top, at = z.max(1)
+        leads = ~(top <= self.max)  # True for NaN
+        new_max = torch.maximum(self.max, top)
+        drop = self.max - new_max
+        decay = drop.exp()
+        z.sub_(new_max[:, None])
+        if uniform:
+            self.offset_sum.add_(drop, alpha=start).add_(z.sum(1))
+        if spare is None:
+            e = z.exp_()
+        else:
+            e = torch.exp(z, out=spare)
+            new = z.clamp_(min=VANISHED).mul_(e).sum(1)
+            self.moment.add_(drop * self.total).mul_(decay).add_(new)
+        largest = e.gather(1, at[:, None])
+        # The argmax is left out of the sum: where it leads by far, 1 + others would round the others away.
+        e.scatter_(1, at[:, None], torch.where(leads[:, None], 0, largest))
+        led = (self.argmax >= 0).to(torch.float32)
+        self.others.add_(led * leads).mul_(decay).add_(e.sum(1))
+        e.scatter_(1, at[:, None], largest)
+        self.argmax.copy_(torch.where(leads, at + start, self.argmax))
+        self.max.copy_(new_max)
+        return e
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of exp(z - max)."""
+        return self.others + (self.argmax >= 0).to(torch.float32)
+
+    @property
+    def log_total(self) -> Tensor:
+        return torch.where(self.argmax >= 0, self.others.log1p(), self.others.log())
+
+    @property
+    def lse(self) -> Tensor:
+        return self.max + self.log_total
+
+    @property
+    def log_prob(self) -> Tensor:
+        """[n, K]: of the ids, whether they count or not."""
+        return (self.picked - self.max[:, None]) - self.log_total[:, None]
+
+    def stats(self, tokens: Ids, vocab: int, *, entropy: bool, uniform: bool) -> TokenStats:
+        """Where the tokens have seen all of the vocabulary."""
+        log_total = self.log_total
+        mean_offset = self.moment / self.total if entropy else None
+        log_prob = self.log_prob.masked_fill(tokens.ids == NOWHERE, 0)
+        if tokens.bad is not None:
+            log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
+        return TokenStats(
+            self.max + log_total,
+            log_prob,
+            self.argmax,
+            None if mean_offset is None else log_total - mean_offset,
+            None if mean_offset is None else self.max + mean_offset,
+            log_total - self.offset_sum / vocab if uniform else None,
+        )
+
+
+def columns_of(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Where each id lies in the vocabulary [start, start + width): a legal column, and if it is there; [n, K]."""
+    column = (ids - start).clamp_(0, width - 1)
+    return column, column + start == ids
+
+
+# ----------------------------------------------------------------------------------------------------------- gradient
+
+
+@dataclass(frozen=True)
+class TokenGradient:
+    """The gradient of each computed token's final logits; [n] float32, or one number for all.
+
+    With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even, and `at_ids` for the ids.
+    All are multiplied by what leads from the final logits to the product (scale / temperature), and by `grad_scale`.
+    """
+
+    center: Tensor  # the mean logit where the entropy has a gradient, else the log-sum-exp
+    factor: Tensor
+    at_ids: Tensor  # [n, K]
+    even: Tensor | None = None
+    width: Tensor | None = None  # where the entropy has a gradient, the entropy
+    entropy_row: Tensor | None = None  # then minus its upstream gradient
+
+    def part(self, start: int, stop: int) -> "TokenGradient":
+        def cut(x: Tensor | None) -> Any:
+            return None if x is None else x[start:stop]
+
+        return TokenGradient(**{name: cut(x) for name, x in vars(self).items()})
+
+    def of_logits(self, z: Tensor, ids: Tensor, start: int, slope: Tensor | None, spare: Tensor | None) -> Tensor:
+        """Turn final logits in place into the gradient of the logits before softcap and scale."""
+        z.sub_(self.center[:, None])
+        if self.entropy_row is None or self.width is None:
+            return self.of_exponentials(z.exp_(), self.factor, ids, start, slope)
+        p = torch.sub(z, self.width[:, None], out=spare).exp_()
+        z.clamp_(min=VANISHED).mul_(self.entropy_row[:, None]).add_(self.factor[:, None]).mul_(p)
+        return self._finished(z, ids, start, slope)
+
+    def of_exponentials(self, e: Tensor, factor: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
+        """The same of exponentials, which `factor` makes the factor times p."""
+        return self._finished(e.mul_(factor[:, None]), ids, start, slope)
+
+    def _finished(self, g: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
+        if self.even is not None:
+            g.sub_(self.even[:, None])
+        # The ids that lie elsewhere repeat one that lies here, so that no two write different numbers to one place;
+        # where none does, what is there is written again.
+        column, inside = columns_of(ids, start, g.shape[1])
+        one = inside.to(torch.int8).argmax(1, keepdim=True)
+        column = torch.where(inside, column, column.gather(1, one))
+        value = torch.where(inside, self.at_ids, self.at_ids.gather(1, one))
+        g.scatter_(1, column, torch.where(inside.gather(1, one), value, g.gather(1, column)))
+        return g if slope is None else g.mul_(slope)
+
+
+def float16_scale(size: Tensor, operand: torch.dtype) -> Tensor | None:
+    """What gradients of these sizes [n] are multiplied by to lie in float16's range; None: they are left."""
+    if operand != torch.float16 or size.numel() == 0:
+        return None
+    largest = size.abs().nan_to_num(nan=0).amax()
+    return torch.where(largest > 0, FLOAT16_ROW / largest, 1)

@@ -1,0 +1,169 @@
+"""The walk over the [tokens, vocab] matrix with PyTorch's own matrix products, tile by tile, on CPU and CUDA.
+
+`forward` makes each token's statistics; `stash` with them the gradients, for upstream gradients known before; and
+`recompute` the gradients, of logits computed again.  A walk holds one tile of logits at a time and works in it in
+place.  Nothing here synchronises a GPU.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from onchip.vocab.chunks import Config
+from onchip.vocab.torch.softmax import Running, TokenGradient, TokenStats
+from onchip.vocab.torch.tiles import (
+    Ids,
+    Projection,
+    Tile,
+    Transform,
+    final_logits,
+    product,
+    spans,
+    temperature_of,
+    widen,
+)
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of hidden, weight and bias; None: not wanted."""
+
+
+def forward(
+    layer: Projection, transform: Transform, tokens: Ids, config: Config, *, entropy: bool, uniform: bool = False
+) -> TokenStats:
+    """The statistics of every token; one product."""
+    n = tokens.number
+    running = Running.empty(tokens.ids)
+    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, layer.hidden, spare=entropy)
+    for t0, t1 in spans(n, config.token_chunk):
+        h = tokens.rows(layer.hidden, t0, t1, masked=False)
+        part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
+        for v0, v1 in spans(layer.vocab, config.vocab_chunk):
+            z, _, spare = tile.cut(t1 - t0, v1 - v0)
+            final_logits(z, h, layer, transform, v0, tau, None)
+            part.absorb(z, v0, ids, uniform=uniform, spare=spare)
+    return running.stats(tokens, layer.vocab, entropy=entropy, uniform=uniform)
+
+
+def stash(
+    layer: Projection,
+    transform: Transform,
+    tokens: Ids,
+    config: Config,
+    gradient: Callable[[Tensor, Tensor, int, int], TokenGradient],
+    *,
+    grad_scale: Tensor | None,
+    grads: Sequence[bool],
+    entropy: bool,
+    uniform: bool = False,
+) -> tuple[TokenStats, Gradients]:
+    """The statistics, and the gradients in float32.
+
+    `gradient` makes that of tokens [t0, t1) from their log-sum-exp and the log-probabilities of their ids, `grad_scale`
+    times too large.
+    """
+    n, vocab = tokens.number, layer.vocab
+    running = Running.empty(tokens.ids)
+    size = min(n, config.token_chunk) * vocab
+    tile = Tile(size, layer.hidden, slope=transform.softcap is not None, spare=entropy, narrow=True)
+    into = _Accumulated(layer, tokens, config, grads)
+    for t0, t1 in spans(n, config.token_chunk):
+        h = tokens.rows(layer.hidden, t0, t1)
+        part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
+        z, slope, spare = tile.cut(t1 - t0, vocab)
+        for v0, v1 in spans(vocab, config.vocab_chunk):
+            final_logits(z[:, v0:v1], h, layer, transform, v0, tau, None if slope is None else slope[:, v0:v1])
+        e = part.absorb(z, 0, ids, uniform=uniform, spare=spare)
+        made = gradient(part.lse, part.log_prob, t0, t1)
+        g = made.of_exponentials(e, made.factor / part.total, ids, 0, slope)
+        into.add(g, tile, h, t0, t1, 0, into.weight)
+    stats = running.stats(tokens, vocab, entropy=entropy, uniform=uniform)
+    return stats, tuple(_unscaled(x, grad_scale) for x in (into.hidden, into.weight, into.bias))  # type: ignore[return-value]
+
+
+def recompute(
+    layer: Projection,
+    transform: Transform,
+    tokens: Ids,
+    config: Config,
+    gradient: TokenGradient,
+    *,
+    grad_scale: Tensor | None,
+    grads: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    weight_grad_out: Tensor | None = None,  # [V, H] float32
+) -> Gradients:
+    """The gradients in `dtypes`, chunk by chunk of the vocabulary, of `gradient`, `grad_scale` times too large.
+
+    Weight's is added to `weight_grad_out` if that is given.
+    """
+    n, vocab, hidden = tokens.number, layer.vocab, layer.hidden
+    size = min(n, config.token_chunk) * config.vocab_chunk
+    spare = gradient.entropy_row is not None
+    tile = Tile(size, hidden, slope=transform.softcap is not None, spare=spare, narrow=True)
+    into = _Accumulated(layer, tokens, config, (grads[0], False, grads[2]))
+    grad_weight = weight_grad_out if grads[1] else None
+    if grads[1] and weight_grad_out is None:
+        grad_weight = torch.empty(layer.weight.shape, dtype=dtypes[1], device=hidden.device)
+    chunk = None
+    if grads[1] and (dtypes[1] != torch.float32 or weight_grad_out is not None):
+        chunk = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=torch.float32)
+    # Where all tokens are one chunk, the rows of hidden are made ready once.
+    h = tokens.rows(hidden, 0, n) if config.token_chunk >= n else None
+    for v0, v1 in spans(vocab, config.vocab_chunk):
+        part = None
+        if grad_weight is not None:
+            part = grad_weight[v0:v1] if chunk is None else chunk[: v1 - v0]
+            if n == 0:
+                part.zero_()
+        for t0, t1 in spans(n, config.token_chunk):
+            rows = tokens.rows(hidden, t0, t1) if h is None else h
+            z, slope, beside = tile.cut(t1 - t0, v1 - v0)
+            final_logits(z, rows, layer, transform, v0, temperature_of(tokens, t0, t1), slope)
+            g = gradient.part(t0, t1).of_logits(z, tokens.ids[t0:t1], v0, slope, beside)
+            into.add(g, tile, rows, t0, t1, v0, part)
+        if grad_weight is not None and part is not None:
+            _unscaled(part, grad_scale)
+            if weight_grad_out is not None:
+                grad_weight[v0:v1] += part
+            elif chunk is not None:
+                grad_weight[v0:v1] = part
+    grad_hidden, grad_bias = _unscaled(into.hidden, grad_scale), _unscaled(into.bias, grad_scale)
+    return (
+        None if grad_hidden is None else grad_hidden.to(dtypes[0]),
+        None if weight_grad_out is not None else grad_weight,
+        None if grad_bias is None else grad_bias.to(dtypes[2]),
+    )
+
+
+class _Accumulated:
+    """The gradients in float32, to which tiles of the logits' gradient are added."""
+
+    def __init__(self, layer: Projection, tokens: Ids, config: Config, grads: Sequence[bool]) -> None:
+        hidden = layer.hidden
+        self._layer, self._tokens, self._chunk = layer, tokens, config.vocab_chunk
+        self.hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if grads[0] else None
+        self.weight = hidden.new_empty(layer.weight.shape, dtype=torch.float32) if grads[1] else None
+        if self.weight is not None and tokens.number == 0:
+            self.weight.zero_()
+        self.bias = hidden.new_zeros(layer.vocab, dtype=torch.float32) if grads[2] else None
+
+    def add(self, g: Tensor, tile: Tile, h: Tensor, t0: int, t1: int, v0: int, weight_rows: Tensor | None) -> None:
+        """Add what the gradient `g` of tokens [t0, t1) and the vocabulary from v0 on leads to; weight's rows go to
+        `weight_rows`, which the first tokens overwrite."""
+        if self.bias is not None:
+            self.bias[v0 : v0 + g.shape[1]].add_(g.sum(0))
+        g = tile.operand(g)
+        if self.hidden is not None:
+            index = self._tokens.index
+            rows = self.hidden[t0:t1] if index is None else self.hidden.new_zeros(t1 - t0, self.hidden.shape[1])
+            for c0, c1 in spans(g.shape[1], self._chunk):
+                product(rows, g[:, c0:c1], widen(self._layer.weight[v0 + c0 : v0 + c1]), accumulate=True)
+            if index is not None:
+                self.hidden.index_add_(0, index[t0:t1], rows)
+        if weight_rows is not None:
+            product(weight_rows, g.t(), h, accumulate=t0 > 0)
+
+
+def _unscaled(gradient: Tensor | None, grad_scale: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or grad_scale is None else gradient.div_(grad_scale)

@@ -1,0 +1,229 @@
+"""Registration of an op: a toy op, x * y * factor + shift, through both of its ways."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from onchip.frontend.torch_register import needed, register
+
+
+@dataclass(frozen=True)
+class Options:
+    factor: float | None
+    name: str
+    sizes: tuple[int, ...]
+    square: bool
+    budget: int | None
+
+
+class Call(NamedTuple):
+    x: Tensor
+    label: Tensor | None
+    y: Tensor
+    memory: Tensor | None
+    dtype: torch.dtype
+    options: Options
+    grads: tuple[bool, ...]
+
+
+class Outputs(NamedTuple):
+    out: Tensor
+    total: Tensor
+    extra: Tensor | None
+    kept_memory: Tensor
+
+
+class Kept(NamedTuple):
+    x: Tensor
+    y: Tensor
+    memory: Tensor | None
+    kept_memory: Tensor
+    options: Options
+
+
+seen: list[tuple[str, object]] = []
+
+
+def _forward(call: Call) -> Outputs:
+    seen.append(("forward", call.options))
+    assert not torch.is_autocast_enabled("cpu")
+    out = call.x * call.y * (call.options.factor or 1.0)
+    out = out.to(call.dtype).reshape(-1).view(call.x.shape)
+    return Outputs(out, out.sum(), call.x + 1 if call.options.square else None, call.x * 1)
+
+
+def _fake(call: Call) -> Outputs:
+    def like(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape, dtype=call.dtype)
+
+    return Outputs(
+        like(call.x),
+        call.x.new_empty((), dtype=call.dtype),
+        like(call.x) if call.options.square else None,
+        like(call.x),
+    )
+
+
+def _save(call: Call, outputs: Outputs) -> Kept:
+    return Kept(call.x, call.y, call.memory, outputs.kept_memory, call.options)
+
+
+def _upstream(kept, upstream):
+    g = torch.zeros_like(kept.x) if upstream[0] is None else upstream[0]
+    return (g if upstream[1] is None else g + upstream[1]) * (kept.options.factor or 1.0)
+
+
+def _gradients(kept, upstream, wanted):
+    seen.append(("gradients", tuple(wanted)))
+    g = _upstream(kept, upstream)
+    to_y = None
+    if wanted[1]:
+        to_y = g * kept.kept_memory
+        if kept.memory is not None:
+            kept.memory.add_(to_y)
+            to_y = None
+    kept.kept_memory.copy_(g * kept.y)  # x's gradient, in place
+    return None, to_y
+
+
+def _fake_gradients(kept, upstream, wanted):
+    return None, torch.empty_like(kept.y) if wanted[1] and kept.memory is None else None
+
+
+def _collect(kept, made, wanted):
+    return kept.kept_memory, made[1]
+
+
+OP = register(
+    "test_register",
+    op="toy",
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("x", "y"),
+    differentiable_outputs=2,
+    consumed=("kept_memory",),
+    adds_to={"y": "memory"},
+    collect=_collect,
+)
+OPTIONS = Options(2.0, "word", (3, 4), False, None)
+
+
+def call(x, y, memory=None, options=OPTIONS):
+    made = OP(Call(x, None, y, memory, torch.float32, options, needed(x, y)))
+    return made._replace(kept_memory=None)  # backward uses it up: no caller has it
+
+
+def tensors():
+    torch.manual_seed(0)
+    return [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+
+
+WAYS = ("plain", "watched", "compiled")
+
+
+def run(way, *args, **kwargs):
+    if way == "plain":
+        return call(*args, **kwargs)
+    if way == "watched":
+        with FlopCounterMode(display=False):
+            return call(*args, **kwargs)
+    torch.compiler.reset()
+    return torch.compile(call, fullgraph=True, backend="aot_eager")(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_outputs_and_gradients(way, factor):
+    x, y = tensors()
+    options = Options(factor, "word", (), True, 7)
+    seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = run(way, x, y, options=options)
+    assert isinstance(out, Outputs)
+    torch.testing.assert_close(out.out, x * y * (factor or 1))
+    torch.testing.assert_close(out.extra, x + 1)
+    assert [entry for entry in seen if entry[0] == "forward"] == [("forward", options)]
+    assert not out.extra.requires_grad
+    (out.out.sum() + 3 * out.total).backward()
+    torch.testing.assert_close(x.grad, 4 * (factor or 1) * y.detach())
+    torch.testing.assert_close(y.grad, 4 * (factor or 1) * x.detach())
+
+
+def test_operators_check():
+    x, y = tensors()
+    args = OP.pack(Call(x, None, y, None, torch.float32, OPTIONS, (True, True)))
+    # Not AOT: a caller of the operator itself would have the memory that backward uses up.
+    torch.library.opcheck(
+        OP.forward_op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+    kept = OP.op.kept.pack(Kept(x.detach(), y.detach(), None, torch.ones(3, 4), OPTIONS))
+    torch.library.opcheck(OP.backward_op, (torch.ones(3, 4), None, *kept, [True, True]))
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_retained_graph_keeps_what_is_consumed(way):
+    x, y = tensors()
+    out = run(way, x, y).total
+    for retain in (True, True, False):
+        x.grad = y.grad = None
+        out.backward(retain_graph=retain)
+        torch.testing.assert_close(x.grad, 2 * y.detach())
+        torch.testing.assert_close(y.grad, 2 * x.detach())
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_only_what_is_asked_for(way):
+    x, y = tensors()
+    total = run(way, x, y).total
+    seen.clear()
+    torch.autograd.grad(total, x)
+    assert seen == [("gradients", (True, False))]
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_memory_of_the_callers_is_added_to(way):
+    x, y = tensors()
+    memory = torch.ones(3, 4)
+    outs = [run(way, x, y, memory).total for _ in range(2)]
+    version = memory._version
+    for out in outs:  # the second after the first has changed the memory
+        out.backward()
+    torch.testing.assert_close(memory, 1 + 4 * x.detach())
+    assert y.grad is None
+    assert memory._version > version
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_an_output_may_be_changed_in_place_and_differentiated_once(way):
+    x, y = tensors()
+    out = run(way, x, y).out
+    out /= 2
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, y.detach())
+    total = run(way, x, y).total
+    (g,) = torch.autograd.grad(total, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="toy: a backward of the backward is not supported"):
+        g.sum().backward()
+
+
+def test_without_gradients():
+    x, y = tensors()
+    with torch.no_grad():
+        assert not call(x, y).out.requires_grad
+    assert not call(x.detach(), y.detach()).total.requires_grad
+
+
+def test_symbolic_sizes():
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (3, 5, 6):
+        x, y = torch.randn(n, 4, requires_grad=True), torch.randn(n, 4, requires_grad=True)
+        compiled(x, y, options=Options(2.0, "w", (n,), False, n)).total.backward()
+        torch.testing.assert_close(x.grad, 2 * y.detach())
