@@ -1,18 +1,7 @@
 """The Triton backend against the oracle, without a GPU: ce_interpreted.py has the checks, and says how it is run."""
 
 import ce_interpreted
-import pytest
 
-from interpreter import run_all
+from interpreter import interpreted
 
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return run_all(ce_interpreted.__file__, list(ce_interpreted.CHECKS), tmp_path_factory.mktemp("interpreted"))
-
-
-@pytest.mark.parametrize("name", ce_interpreted.CHECKS)
-def test_interpreted(name, outcomes):
-    said, errors = outcomes
-    assert name in said, f"its process ended before it: {errors}"
-    assert not said[name], said[name]
+outcomes, test_interpreted = interpreted(ce_interpreted)

@@ -15,27 +15,16 @@ from unittest import mock
 import pytest
 import torch
 
-from interpreter import main
+from interpreter import main, registering
 from onchip.ops.linear_jsd import triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.torch_checks import check_case
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
-from onchip.torch import TopK, jsd, linear_jsd
+from onchip.torch import TopK, linear_jsd
 
 CHECKS = {}
+check = registering(CHECKS)
 op = partial(linear_jsd, backend="triton")
-
-
-def check(*arguments):
-    """Register a function, once for each of `arguments` if there are any."""
-
-    def register(f):
-        for x in arguments or ((),):
-            parts = x if isinstance(x, tuple) else (x,)
-            CHECKS["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
-        return f
-
-    return register
 
 
 def planned(*sizes):
@@ -174,44 +163,6 @@ def what_is_refused_says_why():
         op(*(p.float() for p in (h, w, x, v)))
     with pytest.raises(ValueError, match="on backend 'triton', which needs"):
         op(h, w, x, v, scratch_bytes=1)
-
-
-@check()
-def tokens_of_none():
-    h, w, x, v = problem(0)
-    assert all(not g.any() for g in gradients(op(h, w, x, v), (h, w)))
-    z = torch.zeros(0, 30, requires_grad=True)
-    assert gradients(jsd(z, z.detach(), backend="triton"), (z,))[1].shape == (0, 30)
-
-
-@check("linear", "logits")
-def the_schema_is_true(kind):
-    """The operators change what they say they change, and alias nothing."""
-    from onchip.ops.linear_jsd import torch_op, triton_op
-
-    found = []
-    with mock.patch.object(triton_op, "forward", side_effect=lambda a: found.append(a) or torch.zeros(())):
-        if kind == "linear":
-            h, w, x, v = problem(3)
-            torch_op.linear_jsd(h, w, x, v, backend="triton", teacher_grad=True)
-        else:
-            z = torch.randn(3, 40, requires_grad=True)
-            torch_op.jsd(z, torch.randn(3, 40), backend="triton")
-    names = ["test_autograd_registration", "test_faketensor"] + ["test_schema"] * (kind == "logits")
-    for name in names:
-        torch.library.opcheck(triton_op._forward_op, tuple(found[0]), test_utils=name)
-
-
-@check()
-def compile_takes_it_whole():
-    h, w, x, v = problem(3)
-
-    def f(h, w, x, v):
-        return op(torch.tanh(h), w, x, v, temperature=2.0).sum() * 3
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
-    made = gradients(compiled(h, w, x, v), (h, w))
-    assert all(torch.equal(p, q) for p, q in zip(made, gradients(f(h, w, x, v), (h, w)), strict=True))
 
 
 if __name__ == "__main__":

@@ -6,24 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter import run_all
+from interpreter import interpreted
 from linear_cross_entropy.ahead_of_time import PRODUCTS, compile_all, recording, turned, weights_read
 from onchip.ops.linear_log_probs import triton_spec
 from onchip.ops.linear_log_probs.spec import Problem
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
 from onchip.vocab.triton import memory as head_spec
 
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return run_all(interpreted_llp.__file__, list(interpreted_llp.CHECKS), tmp_path_factory.mktemp("interpreted"))
-
-
-@pytest.mark.parametrize("name", interpreted_llp.CHECKS)
-def test_interpreted(name, outcomes):
-    said, errors = outcomes
-    assert name in said, f"its process ended before it: {errors}"
-    assert not said[name], said[name]
+outcomes, test_interpreted = interpreted(interpreted_llp)
 
 
 # ------------------------------------------------------------------------------------------------ ahead of time
