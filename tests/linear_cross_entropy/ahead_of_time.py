@@ -62,7 +62,7 @@ def recording(device, *, tiles=None, plan=None):
     with (
         mock.patch.object(planning, "refusal", return_value=None),
         mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
-        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else [plan]),
+        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else lambda *_, **__: plan),
         mock.patch.object(triton_launches, "Run", run),
         mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),
     ):
