@@ -72,7 +72,7 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
     }
     assert {name for name, _ in made} == in_files - OF_LOG_PROBS
     for name, switch in (("softmax_tiles", "buffer"), ("weight_gradient", "ADD"), ("hidden_gradient", "product_scale")):
-        there = {arguments[switch] not in (None, False) for kernel, arguments in made if kernel == name}
+        there = {x[switch] is not None and x[switch] is not False for kernel, x in made if kernel == name}
         assert there == {True, False}, name
 
 
