@@ -166,8 +166,8 @@ def differentiated_twice(problem):
     loss = (made * upstream).sum()
     kept = not problem.inplace
     # Where the graph is used up, PyTorch may come to the loss's part of it first, and says so.
-    said = f"{problem.name}: a backward of the backward is not supported"
-    said += "" if kept else "|backward through the graph a second time"
+    refused = f"{problem.name}: a backward of the backward is not supported"
+    said = refused if kept else f"{refused}|backward through the graph a second time"
     for x in leaves:
         (g,) = torch.autograd.grad(loss, x, create_graph=True, retain_graph=kept)
         for y in (*leaves, upstream):

@@ -11,9 +11,11 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 PROCESSES = 2
@@ -43,6 +45,37 @@ def run_all(script, names, folder):
             said[outcome["name"]] = outcome["error"]
         errors += err.read_text()[-4000:] if process.returncode else ""
     return said, errors
+
+
+def interpreted(script):
+    """A fixture and a test for a test module to have, of a script's CHECKS."""
+
+    @pytest.fixture(scope="module")
+    def outcomes(tmp_path_factory):
+        return run_all(script.__file__, list(script.CHECKS), tmp_path_factory.mktemp("interpreted"))
+
+    @pytest.mark.parametrize("name", script.CHECKS)
+    def test_interpreted(name, outcomes):
+        said, errors = outcomes
+        assert name in said, f"its process ended before it: {errors}"
+        assert not said[name], said[name]
+
+    return outcomes, test_interpreted
+
+
+def registering(checks):
+    """A decorator that adds a function to the checks, once for each of its arguments if there are any."""
+
+    def check(*arguments):
+        def register(f):
+            for x in arguments or ((),):
+                parts = x if isinstance(x, tuple) else (x,)
+                checks["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
+            return f
+
+        return register
+
+    return check
 
 
 def patched_once():

@@ -37,6 +37,7 @@ _TYPES = {
 class Compiled:
     kernel: str
     constants: Mapping[str, object]
+    """By parameter; of what is no constant, whether there is any."""
     ptx: str
     shared: int
     """Bytes of shared memory of a block."""
@@ -61,7 +62,7 @@ def recording(device, *, tiles=None, plan=None):
     with (
         mock.patch.object(planning, "refusal", return_value=None),
         mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
-        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else [plan]),
+        mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else lambda *_, **__: plan),
         mock.patch.object(triton_launches, "Run", run),
         mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),
     ):
@@ -116,23 +117,24 @@ def _source(launch):
     """The kernel with its arguments' types, and what Triton specialises on: 1, and multiples of 16."""
     signature, constants, attributes = {}, {}, {}
     for i, p in enumerate(launch.kernel.params):
-        value = launch.arguments[p.name]
-        if p.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[p.name], constants[p.name] = "constexpr", value
-        elif isinstance(value, TensorDescriptor):
-            signature[p.name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, torch.Tensor):
-            signature[p.name] = f"*{_TYPES[value.dtype]}"
-            attributes[(i,)] = [["tt.divisibility", 16]]  # as CUDA's allocations; slices may not be
-        elif isinstance(value, int):
-            signature[p.name] = "i32"
-            if value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[p.name] = "fp32"
-        else:
-            raise TypeError(f"{launch.kernel.__name__}: {p.name} is {value!r}")
+        signature[p.name] = _type((i,), launch.arguments[p.name], constants, attributes, constant=p.is_constexpr)
     return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def _type(path, value, constants, attributes, *, constant=False):
+    if isinstance(value, tuple) and not constant:
+        parts = [_type((*path, i), x, constants, attributes) for i, x in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if constant or value is None or (type(value) is int and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        attributes[path] = [["tt.divisibility", 16]]  # tensors as CUDA's allocations; slices may not be
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    return {int: "i32", float: "fp32"}[type(value)]
 
 
 def compile_all(found, capability):
@@ -148,7 +150,8 @@ def compile_all(found, capability):
 def _compile(source, launch, capability):
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, stack = _resources(kernel.asm["cubin"])
-    constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
+    given = {p: launch.arguments[p.name] for p in launch.kernel.params}
+    constants = {p.name: x if p.is_constexpr else x is not None for p, x in given.items()}
     return Compiled(launch.kernel.__name__, constants, kernel.asm["ptx"], kernel.metadata.shared, registers, stack)
 
 

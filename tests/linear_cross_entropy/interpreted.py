@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from common import assert_right, gradients, memory_off_by_256, mixed_plan, small_problem
 
-from interpreter import main
+from interpreter import main, registering
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import as_arguments, run_oracle
 from onchip.oracle.checks import float32_bounds, relative_error
@@ -27,20 +27,9 @@ STRATEGIES = ("stash", "recompute")
 # The interpreter takes 18 s for it.
 TOO_LARGE = ("gpt-2 vocab",)
 CHECKS = {}
+check = registering(CHECKS)
 op = partial(linear_cross_entropy, backend="triton")
 right = partial(assert_right, dtype=torch.float16, device="cpu", backend="triton")
-
-
-def check(*arguments):
-    """Register a function, once for each of `arguments` if there are any."""
-
-    def register(f):
-        for x in arguments or ((),):
-            parts = x if isinstance(x, tuple) else (x,)
-            CHECKS["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
-        return f
-
-    return register
 
 
 for _case, _strategy in product((case for case in CHECK_CASES if case.name not in TOO_LARGE), STRATEGIES):

@@ -86,7 +86,7 @@ def test_kernels_compile(launched, monkeypatch, capability, device, dtype, optio
         assert ("wgmma.mma_async" if capability == "9.0" else "mma.sync") in x.ptx
         # Operands are loaded 16 bytes at a time.
         assert "cp.async.cg.shared.global" in x.ptx, x.kernel
-        wanted = [name for name in ("SMOOTHING", "STATS", "SOFTCAP", "BIAS") if x.constants.get(name)]
+        wanted = [name for name in ("offset_sum", "moment", "inner", "even", "bias") if x.constants.get(name)]
         assert x.stack <= (512 if wanted else 64), (x.kernel, x.constants, x.stack)
 
 

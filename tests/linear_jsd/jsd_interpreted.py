@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from interpreter import main
+from interpreter import main, registering
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
@@ -23,19 +23,8 @@ from onchip.ops.linear_jsd.triton_memory import TritonConfig
 from onchip.torch import TopK, linear_jsd
 
 CHECKS = {}
+check = registering(CHECKS)
 op = partial(linear_jsd, backend="triton")
-
-
-def check(*arguments):
-    """Register a function, once for each of `arguments` if there are any."""
-
-    def register(f):
-        for x in arguments or ((),):
-            parts = x if isinstance(x, tuple) else (x,)
-            CHECKS["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
-        return f
-
-    return register
 
 
 def planned(*sizes):

@@ -12,7 +12,7 @@ from onchip.ops.linear_jsd.triton_memory import TritonConfig
 HOPPER, AMPERE = (90, 232448), (80, 166912)
 # The gradients of the first tokens are kept, those of the others made in backward.
 MIXED = TritonConfig(128, 128, 512, 256)
-OWN = ("logit_tiles", "divergence_rows", "scale_positions")
+OWN = ("logit_tiles", "divergence_rows")
 OPTIONS = {
     "plain": {},
     "all": {"bias": True, "hard_weight": 0.3, "temperature": 2.0, "teacher_grad": True, "plan": MIXED},

@@ -13,7 +13,7 @@ import pytest
 import torch
 from common_llp import assert_right, small_problem
 
-from interpreter import main
+from interpreter import main, registering
 from onchip.ops.linear_log_probs.cases import Case, make_inputs
 from onchip.ops.linear_log_probs.checks import as_arguments, plain_linear_log_probs
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
@@ -21,20 +21,9 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.triton import memory as head_spec
 
 CHECKS = {}
+check = registering(CHECKS)
 op = partial(linear_log_probs, backend="triton")
 right = partial(assert_right, dtype=torch.float16, device="cpu", backend="triton")
-
-
-def check(*arguments):
-    """Register a function, once for each of `arguments` if there are any."""
-
-    def register(f):
-        for x in arguments or ((),):
-            parts = x if isinstance(x, tuple) else (x,)
-            CHECKS["-".join([f.__name__, *map(str, parts)])] = partial(f, *parts)
-        return f
-
-    return register
 
 
 CASES = {

@@ -95,9 +95,9 @@ class Problem:
     run: "launches.Run"
     rows: Tensor  # [T, H]
     vectors: "launches.Vectors"
-    upstream: "launches.Upstream"
+    terms: "launches.Terms"
     exponentials: Tensor  # [tiles, T up to a multiple of 128, VOCAB_TILE]
-    places: "launches.Exponentials"
+    buffer: "launches.LogitBuffer"
     partials: "launches.Partials"
     grad_weight: Tensor  # [V, H]
     sums: Tensor  # [T, H] float32
@@ -135,38 +135,40 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     vectors.factor.fill_(1.0)
     vectors.shift.fill_(_SHIFT)
     lse = torch.full((tokens,), _LSE, device=device)
-    upstream = launches.Upstream(
+    terms = launches.Terms(
+        row_scale=torch.ones_like(lse),
+        even=None,
+        entropy_scale=None,
+        mean=None,
+        product_scale=torch.rand(tokens, generator=generator, device=device) + 0.5,
         lse=lse,
-        log_prob=-lse,
-        row=torch.ones_like(lse),
-        scale=torch.rand(tokens, generator=generator, device=device) + 0.5,
-        at_target=torch.zeros_like(lse),
-        shrink=None,
-        label=vectors.label,
+        entry=torch.zeros_like(lse),
+        entry_label=vectors.label,
+        inverse_grad_scale=None,
     )
 
     exponentials = torch.empty(tiles, padded, VOCAB_TILE, device=device, dtype=kind)
     for tile in exponentials:  # one by one, as each takes more memory in float32
         tile.copy_(normal(padded, VOCAB_TILE).exp_())
     memory, nothing = exponentials.view(-1), exponentials.view(-1)[:0]
-    again = kernel == "gradient_tiles"
-    places = launches.exponentials(
-        nothing if again else memory,
+    recomputed = kernel == "gradient_tiles"
+    buffer = launches.logit_buffer(
+        nothing if recomputed else memory,
         0,
         padded,
-        0 if again else padded,
+        0 if recomputed else padded,
         nothing,
         0,
-        memory if again else nothing,
-        padded if again else 0,
+        memory if recomputed else nothing,
+        padded if recomputed else 0,
     )
     return Problem(
         run,
         normal(tokens, hidden).to(kind),
         vectors,
-        upstream,
+        terms,
         exponentials,
-        places,
+        buffer,
         launches.Partials.empty(tiles, tokens, torch.device(device), smoothing=False, stats=False),
         blank(kernel == "weight_gradient", vocab, hidden, dtype=kind),
         blank(kernel == "hidden_gradient", tokens, hidden),
@@ -198,13 +200,13 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
     run = replace(p.run, tiles={**p.run.tiles, kernel: launches.Tiles(**config)})
     tiles = run.vocab_tiles
     launch = {
-        "softmax_tiles": lambda: launches.softmax(run, p.rows, p.vectors, p.partials, p.places, 0, stats=False),
-        "gradient_tiles": lambda: launches.gradient_again(run, p.rows, p.vectors, p.upstream, p.places, 0, tiles),
+        "softmax_tiles": lambda: launches.softmax(run, p.rows, p.vectors, p.partials, p.buffer, 0),
+        "gradient_tiles": lambda: launches.gradient(run, p.rows, p.vectors, p.terms, p.buffer, 0, tiles),
         "weight_gradient": lambda: launches.weight_product(
-            run, p.places, p.rows, p.vectors, p.grad_weight, None, 0, 0, tiles, add=False
+            run, p.buffer, p.rows, p.vectors, p.grad_weight, None, 0, 0, tiles, add=False
         ),
         "hidden_gradient": lambda: launches.hidden_product(
-            run, p.places, p.vectors, p.upstream.scale, p.sums, False, 0, tiles
+            run, p.buffer, p.vectors, p.terms.product_scale, p.sums, False, 0, tiles
         ),
     }[kernel]()
     for out in outputs:
@@ -232,7 +234,7 @@ def reference(kernel: str, problem: Problem) -> tuple[Tensor, ...]:
         return (torch.cat([e.T @ p.rows.float() for e in exponentials])[: p.run.vocab],)
     weights = [w.float() for w in p.run.head.weight.split(VOCAB_TILE)]
     product = sum(e[:, : len(w)] @ w for e, w in zip(exponentials, weights, strict=True))
-    return (product * p.upstream.scale[:, None],)
+    return (product * p.terms.product_scale[:, None],)
 
 
 def _logits(p: Problem) -> Iterator[tuple[Tensor, Tensor]]:

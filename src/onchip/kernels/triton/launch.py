@@ -30,6 +30,18 @@ class Launch:
         """How it is compiled."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
+    @staticmethod
+    def of(
+        kernel: Any,
+        grid: tuple[int, ...],
+        known: Mapping[str, Any],
+        warps: int = 4,
+        stages: int = 1,
+        registers: int | None = None,
+    ) -> "Launch":
+        """With the kernel's arguments found by its parameters' names."""
+        return Launch(kernel, grid, {name: known[name] for name in kernel.arg_names}, warps, stages, registers)
+
     def run(self) -> None:
         self.kernel[self.grid](**self.arguments, **self.options)
 

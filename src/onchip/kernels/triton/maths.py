@@ -36,22 +36,14 @@ def expm1(x):
 
 
 @triton.jit
-def target_gradient(lse, log_prob, z_loss):
-    """d loss / dz of the target, without label smoothing.
-
-    p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-    """
-    return expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E)
-
-
-@triton.jit
 def gradient_terms(lse, log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING: tl.constexpr):
     """What the gradient of a token's V logits is made of: factor * exp2(z * log2(e) - lse2) - even, or at_target.
 
     `row_factor` is what all of it is multiplied with.  Returns lse2, factor, even and at_target.
     """
     even = row_factor * (label_smoothing / V)
-    at_target = row_factor * target_gradient(lse, log_prob, z_loss)
+    # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
+    at_target = row_factor * (expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E))
     if SMOOTHING:
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
         at_target = at_target + row_factor * (label_smoothing - label_smoothing / V)

@@ -31,6 +31,11 @@ class TritonCall(NamedTuple):
         call = self.call
         return planning.plan(call.problem("cuda"), call.options.strategy, call.budget, compiled=self.compiled)
 
+    @property
+    def ids(self) -> Tensor:
+        """[T, 1] int64."""
+        return self.call.target.reshape(-1, 1).to(torch.int64).contiguous()
+
     def run(self) -> Any:
         """The call as walks take it."""
         options = self.call.options
@@ -64,29 +69,28 @@ def _forward(told: TritonCall) -> TritonOutputs:
     run = told.run()
     per_token = None if call.token_temperature is None else setup.flat(call.token_temperature.expand(shape))
     saved = planning.saved_of(call, config)
-    rows, exponentials = planning.rows_and_exponentials(call, config, saved)
+    rows, buffer = planning.rows_and_buffer(call, config, saved)
     out, vectors = walks.forward(
         run,
         call.hidden.reshape(-1, run.hidden),
-        call.target.reshape(-1).to(torch.int64).contiguous(),
-        setup.flat(call.token_weight),
+        told.ids,
         float(options.temperature) if per_token is None else per_token,
         int(options.ignore_index),
         rows,
-        exponentials,
+        buffer,
         stats=options.return_stats,
     )
-    assert out.loss is not None
-    loss = out.loss.view(shape)
+    losses, correct = walks.losses(run, vectors, out, setup.flat(call.token_weight))
+    loss = losses.view(shape)
     if options.reduction != "none":
-        loss = out.loss.sum() / call.divisor(vectors.number)
+        loss = losses.sum() / call.divisor(vectors.number)
     return TritonOutputs(
         Outputs(
             loss,
             out.lse.view(shape),
             out.log_prob.view(shape),
             None if out.entropy is None else out.entropy.view(shape),
-            None if out.correct is None else out.correct.view(shape),
+            None if correct is None else correct.view(shape),
         ),
         saved._replace(vectors=vectors.packed) if any(call.grads) else saved,
     )
@@ -109,30 +113,26 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     tokens, add = call.target.numel(), call.weight_grad_out is not None
     run = kept.told.run()
     vectors = launches.Vectors.unpack(saved.vectors, tokens)
-    row = vectors.factor * (run.head.logit_scale / run.outer_scale)
-    if call.options.reduction == "none":
-        row = row * grad_loss.reshape(-1).float()[vectors.order]
-    else:
-        row = row * (grad_loss / call.divisor(vectors.number))
+    grad = grad_loss.reshape(-1).float()
+    if call.options.reduction != "none":
+        grad = (grad / call.divisor(vectors.number)).expand(tokens)
     weights = setup.flat(call.token_weight)
     if weights is not None:
-        row = row * weights[vectors.order]
-    row = row.masked_fill(vectors.label < 0, float("nan"))
-    too_large = walks.scale_for_float16(row, vectors, call.dtype)
-    row = row if too_large is None else row * too_large
+        grad = grad * weights
+    softmax = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     memory = planning.backward_memory(call, config, saved, (wanted[0], wanted[1] and not add, wanted[2]))
     if tokens > 0:
-        of_loss = launches.Upstream(
-            kept.lse.reshape(-1),
-            kept.log_prob.reshape(-1),
-            row,
-            row.clone(),
-            torch.empty_like(row),
-            None if too_large is None else 1 / too_large,
-            vectors.label,
-        )
         into = {"grad_weight": call.weight_grad_out} if add and wanted[1] else {}
-        walks.backward(run, vectors, of_loss, **memory | into, add=add)
+        walks.backward(
+            run,
+            vectors,
+            kept.told.ids,
+            int(call.options.ignore_index),
+            softmax,
+            walks.loss_gradients(run, softmax, grad),
+            **memory | into,
+            add=add,
+        )
     return planning.new_gradients(call, saved, memory)
 
 

@@ -1,9 +1,9 @@
-"""The Triton kernels of linear_jsd around the rows' own (triton_rows.py); triton_launches.py says more on all of them.
+"""The Triton kernel of linear_jsd's logits; triton_launches.py says more on it and on the rows' (triton_rows.py).
 
 Sizes: T tokens, H hidden, V vocab, C the tokens of a chunk.  Tokens that are not ignored are compacted to the front: a
 *position* is an index among those, `count` of them, known to the device alone.
 
-A product's kernel never stores logits as such: of each tile of VOCAB_TILE columns it stores the largest logit of each
+Logits are never stored as such: of each tile of VOCAB_TILE columns it stores the largest logit of each
 position, in float32, the distances of all below it, taken from the float32 accumulator, and a sum of exponentials.  Of
 bfloat16 operands the distances are float16: exact where the probability is, and elsewhere off by 2^-12 of themselves at
 most, which is less than the rounding of the hidden states moves a logit by, and a fraction of what a logit rounded to
@@ -41,9 +41,6 @@ def logit_tiles(
     H,
     V,
     inverse_temperature,
-    BIAS: tl.constexpr,
-    HARD: tl.constexpr,
-    SUMS: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -70,7 +67,7 @@ def logit_tiles(
         t = t0 + tl.arange(0, BLOCK_T)
         v = v0 + tl.arange(0, VOCAB_TILE)
         inside = t < n
-        if BIAS:
+        if bias is not None:
             z += tl.load(bias + v, mask=v < V, other=0.0)[None, :]
         if RAGGED:
             z = tl.where((v < V)[None, :], z, float("-inf"))
@@ -78,35 +75,15 @@ def logit_tiles(
         z -= top[:, None]
         at = t.to(tl.int64) * chunk_tiles + j
         tl.store(largest + at, top, mask=inside)
-        if SUMS and HARD:
+        if others is not None:
             y = tl.load(label + t, mask=inside, other=-1)
             e = tl.exp2(z * LOG2E)
             e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
             tl.store(others + at, tl.sum(e, 1), mask=inside)
         value = z.to(below.dtype if TMA else below.dtype.element_ty)
-        if SUMS:
+        if total is not None:
             # Of what is stored: a gradient is a difference of terms that cancel if the probabilities sum to 1.
             e = tl.exp2(value.to(tl.float32) * (inverse_temperature * LOG2E))
             tl.store(total + at, tl.sum(e, 1), mask=inside)
         into = j * tile_rows + t0
         store_columns(below, VOCAB_TILE, into, 0, below_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA)
-
-
-@triton.jit
-def scale_positions(
-    rows,  # [T, H] in and out
-    scale,  # [T] float32
-    count,  # [1] int32
-    held,
-    H,
-    BLOCK: tl.constexpr,
-):
-    """Multiply the rows of the positions before `held` by their factors."""
-    t = tl.program_id(0)
-    if (t < tl.load(count)) & (t < held):
-        r = tl.load(scale + t)
-        for start in range(0, H, BLOCK):
-            c = start + tl.arange(0, BLOCK)
-            at = rows + t.to(tl.int64) * H + c
-            h = tl.load(at, mask=c < H, other=0).to(tl.float32)
-            tl.store(at, (h * r).to(rows.dtype.element_ty), mask=c < H)

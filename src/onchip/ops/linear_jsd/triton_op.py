@@ -103,11 +103,10 @@ def _forward(a: Call) -> Outputs:
         a.tokens(check=True)  # for its checks alone
     plan = _plan(a)
     made = _memory(a, plan)
-    target, ignore_index = _target(a)
     call = _call(_save(a, made), plan)
     if a.student_hidden is None:
-        _number(a, call, target, ignore_index)
-    losses = launches.forward(call, target, ignore_index, _flat(a.token_weight), plan.token_chunk, plan.held)
+        _number(a, call)
+    losses = launches.forward(call, _flat(a.token_weight), plan.token_chunk, plan.held)
     reduced = losses.view(a.shape) if a.options.reduction == "none" else losses.sum() / _divisor(a, call.vectors)
     return made._replace(loss=reduced, vectors=call.vectors.packed)
 
@@ -128,7 +127,6 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     assert grad_loss is not None
     plan = _plan(a)
     call = _call(kept, plan, again=True)
-    target, _ = _target(a)
     row = _row(a, grad_loss, call.vectors)
     bias, logits = ([_zeros(a, 4 * k + i, dtype) for k in (0, 1)] for i, dtype in ((2, torch.float32), (_LOGITS, None)))
     if a.student_hidden is None:
@@ -139,7 +137,6 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     if call.tokens > 0:
         launches.backward(
             call,
-            target,
             row,
             plan.held,
             plan.vocab_chunk,
@@ -238,10 +235,10 @@ def _row(a: Call, grad_loss: Tensor, vectors: Any) -> Tensor:
     return row.masked_fill(vectors.label < 0, float("nan"))
 
 
-def _number(a: Call, call: Any, target: Tensor, ignore_index: int) -> None:
+def _number(a: Call, call: Any) -> None:
     """Fill in the vectors of tokens that stay where they are: those of logits."""
-    vectors = call.vectors
-    kept = target != ignore_index
+    vectors, target = call.vectors, call.target
+    kept = target != call.ignore_index
     numbers = torch.arange(call.tokens, dtype=torch.int32, device=target.device)
     vectors.position.copy_(numbers.masked_fill(~kept, -1))
     vectors.order.copy_(numbers)
@@ -277,7 +274,7 @@ def _memory(a: Call, plan: TritonConfig, *, fake: bool = False) -> Outputs:
 
 
 def _call(kept: Kept, plan: TritonConfig, *, again: bool = False) -> Any:
-    """The call as the walks take it; `again`: with places for what is computed again, for backward."""
+    """The call as the walks take it; `again`: with memory for what backward recomputes."""
     from onchip.ops.linear_jsd import triton_launches as launches
     from onchip.vocab.triton import launches as ce
 
@@ -293,6 +290,7 @@ def _call(kept: Kept, plan: TritonConfig, *, again: bool = False) -> Any:
         _side(kept, 0, plan, more),
         _side(kept, 1, plan, more),
         vectors,
+        *_target(a),
         torch.empty(tokens, dtype=torch.float32, device=a.first.device),
         kept.stats.view(-1, tokens) if tokens else kept.stats,
     )
@@ -313,13 +311,13 @@ def _side(kept: Kept, side: int, plan: TritonConfig, again: int) -> Any:
     assert weight is not None
     run = _run(a, side)
     dtype = run.head.weight.dtype
-    rows = places = None
+    rows = buffer = None
     hidden_memory, weight_memory, scratch = kept.of(side)
     if any(grads):
         rows = hidden_memory.view(-1).view(dtype)[: run.tokens * run.hidden].view(run.tokens, run.hidden)
         stashed = jsd_spec.stashed(a.head(side), plan)
         if plan.held or again:
-            places = ce.exponentials(
+            buffer = ce.logit_buffer(
                 weight_memory.view(-1).view(dtype) if stashed else scratch[:0],
                 plan.weight_chunk // jsd_spec.VOCAB_TILE,
                 run.hidden * weight.element_size() // dtype.itemsize,
@@ -329,7 +327,7 @@ def _side(kept: Kept, side: int, plan: TritonConfig, again: int) -> Any:
                 setup.aligned(scratch, (again * plan.vocab_chunk,), dtype),
                 again,
             )
-    return launches.Side(run, hidden.reshape(-1, run.hidden), None, rows, places, grads)  # type: ignore[arg-type]
+    return launches.Side(run, hidden.reshape(-1, run.hidden), None, rows, buffer, grads)  # type: ignore[arg-type]
 
 
 def _run(a: Call, side: int) -> Any:

@@ -17,11 +17,13 @@ An H100 has time for some fifty instructions per entry while it reads both model
 the gradient 24, for beta 1/2, which needs no choice of w.
 """
 
+from typing import Any, NamedTuple
+
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, LOWEST, expm1, log1p
-from onchip.vocab.triton.blocks import VOCAB_TILE, exponential_row
+from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row
 
 # log-probabilities below this are taken for it: a difference of two is never NaN, and one that passes INFINITE tells
 # that one of the two probabilities is 0.
@@ -34,13 +36,31 @@ NEAR = tl.constexpr(0.75)
 LN2 = tl.constexpr(0.6931471805599453)
 GROUP_OF = tl.constexpr(8)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Rows of `stats`, [STATS, T] float32 by position.
-STUDENT_MAX, STUDENT_LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log2 s = (z - max) log2(e) / temperature - log_sum
-TEACHER_MAX, TEACHER_LOG_SUM = tl.constexpr(2), tl.constexpr(3)
-STUDENT_MEAN, TEACHER_MEAN = tl.constexpr(4), tl.constexpr(5)  # what the gradients are centred by, over log(2)
-HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(6), tl.constexpr(7)  # of the student at temperature 1
-STUDENT_SHRINK, TEACHER_SHRINK = tl.constexpr(8), tl.constexpr(9)  # a kept gradient is to be multiplied by
+# Rows of `stats`, [STATS, T] float32 by position: of a model, from its first one on, and of the label.
+STUDENT, TEACHER = tl.constexpr(0), tl.constexpr(4)
+MAXIMUM, LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log2 p = (z - maximum) log2(e) / temperature - log_sum
+MEAN = tl.constexpr(2)  # what the gradient is centred by, over log(2)
+INVERSE_SCALE = tl.constexpr(3)  # a kept gradient is to be multiplied by
+HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(8), tl.constexpr(9)  # of the student at temperature 1
 STATS = tl.constexpr(10)
+
+
+class Logits(NamedTuple):
+    """A model's logits: tiles as `logit_tiles` leaves them, or without `largest` those that the caller gave."""
+
+    numbers: Any  # [tiles * tile_rows, VOCAB_TILE], or [T, V]
+    stride: Any  # of rows
+    largest: Any  # [tile_rows, tiles] float32, and so on
+    total: Any
+    others: Any
+
+
+class Gradient(NamedTuple):
+    """Where the gradient by a model's logits goes: rows of a buffer, or without one those of a matrix [T, V]."""
+
+    out: Any  # None: it is not wanted
+    stride: Any  # of rows
+    buffer: Any  # BufferRows
 
 
 @triton.jit
@@ -53,30 +73,51 @@ def _log2(x):
 
 
 @triton.jit
-def _places_of_a_row(i, token, tile_rows, stride, first_tile, LOGITS: tl.constexpr, TILES: tl.constexpr):
-    """Where a token's row starts, how far apart its blocks of tiles are, and a block's elements from its start."""
-    c = tl.arange(0, VOCAB_TILE)
-    j = tl.arange(0, TILES)
-    if LOGITS:
-        start = token.to(tl.int64) * stride + first_tile * VOCAB_TILE
-        return start, TILES * VOCAB_TILE, j[:, None] * VOCAB_TILE + c[None, :]
-    else:  # noqa: RET505
-        of_tile = tile_rows.to(tl.int64) * VOCAB_TILE
-        return i.to(tl.int64) * VOCAB_TILE, of_tile * TILES, j.to(tl.int64)[:, None] * of_tile + c[None, :]
+def _addresses_of_logits(token, stride, first_tile, TILES: tl.constexpr):
+    """Where a token's row of logits starts, from one block of tiles to the next, and a block's elements from there."""
+    within = tl.arange(0, TILES)[:, None] * VOCAB_TILE + tl.arange(0, VOCAB_TILE)[None, :]
+    return token.to(tl.int64) * stride + first_tile * VOCAB_TILE, TILES * VOCAB_TILE, within
 
 
 @triton.jit
-def _log2_probs(
-    source, within, largest, i, j, v, tiles, V, scale, maximum, log2_sum, LOGITS: tl.constexpr
-):  # fmt: skip
+def _addresses_of_tiles(row, tile_rows, TILES: tl.constexpr):
+    """The same in tiles: from row `row` on, and from one tile to the next `tile_rows` further."""
+    of_tile = tile_rows.to(tl.int64) * VOCAB_TILE
+    within = tl.arange(0, TILES).to(tl.int64)[:, None] * of_tile + tl.arange(0, VOCAB_TILE)[None, :]
+    return row.to(tl.int64) * VOCAB_TILE, of_tile * TILES, within
+
+
+@triton.jit
+def _addresses(model, i, token, tile_rows, first_tile, TILES: tl.constexpr):
+    """Pointers to a token's first block of logits, and how far it is to the next."""
+    if model.largest is None:
+        start, step, within = _addresses_of_logits(token, model.stride, first_tile, TILES)
+    else:
+        start, step, within = _addresses_of_tiles(i, tile_rows, TILES)
+    return model.numbers + start, step, within
+
+
+@triton.jit
+def _addresses_of_gradient(gradient, at, token, first_tile, TILES: tl.constexpr):
+    if gradient.buffer is None:
+        start, step, within = _addresses_of_logits(token, gradient.stride, first_tile, TILES)
+    else:
+        row = buffer_row(first_tile, at, gradient.buffer, first_tile)
+        apart = buffer_row(first_tile + 1, at, gradient.buffer, first_tile) - row
+        start, step, within = _addresses_of_tiles(row, apart, TILES)
+    return gradient.out + start, step, within
+
+
+@triton.jit
+def _log2_probs(source, within, model, i, j, v, tiles, V, scale, maximum, log2_sum):
     """log2 of a token's probabilities in a block of tiles, at least FLOOR, and z - maximum, [TILES, VOCAB_TILE]."""
-    if LOGITS:
+    if model.largest is None:
         below = tl.load(source + within, mask=v < V, other=float("-inf")).to(tl.float32) - maximum
         x = below * scale - log2_sum
     else:
         mine = j < tiles
         x = tl.load(source + within, mask=mine[:, None], other=0.0).to(tl.float32)
-        top = tl.load(largest + i.to(tl.int64) * tiles + j, mask=mine, other=LOWEST) - maximum
+        top = tl.load(model.largest + i.to(tl.int64) * tiles + j, mask=mine, other=LOWEST) - maximum
         below = x + top[:, None]
         x = x * scale + (top * scale - log2_sum)[:, None]
     return tl.maximum(x, FLOOR, propagate_nan=tl.PropagateNan.ALL), below
@@ -89,38 +130,36 @@ def _groups(x):
 
 
 @triton.jit
-def _sums_of_tiles(largest, total, others, i, tiles, inverse_temperature, HARD: tl.constexpr):
+def _sums_of_tiles(model, i, tiles, inverse_temperature, HARD: tl.constexpr):
     """Of one token: its largest logit, the sum of exponentials at the temperature, and, but for the label, at 1."""
     lane = tl.arange(0, 256)
     row = i.to(tl.int64) * tiles
     top = tl.full((256,), LOWEST, tl.float32)
     for start in range(0, tiles, 256):
         j = start + lane
-        top = tl.maximum(top, tl.load(largest + row + j, mask=j < tiles, other=LOWEST))
+        top = tl.maximum(top, tl.load(model.largest + row + j, mask=j < tiles, other=LOWEST))
     maximum = tl.max(top, 0)
     soft = tl.zeros((256,), tl.float32)
     hard = tl.zeros((256,), tl.float32)
     for start in range(0, tiles, 256):
         j = start + lane
-        drop = tl.load(largest + row + j, mask=j < tiles, other=LOWEST) - maximum
+        drop = tl.load(model.largest + row + j, mask=j < tiles, other=LOWEST) - maximum
         decay = tl.exp2(drop * (inverse_temperature * LOG2E))
-        soft += tl.load(total + row + j, mask=j < tiles, other=0.0) * decay
+        soft += tl.load(model.total + row + j, mask=j < tiles, other=0.0) * decay
         if HARD:
-            hard += tl.load(others + row + j, mask=j < tiles, other=0.0) * tl.exp2(drop * LOG2E)
+            hard += tl.load(model.others + row + j, mask=j < tiles, other=0.0) * tl.exp2(drop * LOG2E)
     return maximum, tl.sum(soft, 0), tl.sum(hard, 0)
 
 
 @triton.jit
-def _sums_of_logits(
-    source, token, stride, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr
-):  # fmt: skip
+def _sums_of_logits(model, token, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr):
     """The same of logits that exist, in one reading: each group has a maximum of its own."""
     c = tl.arange(0, VOCAB_TILE)
     scale = inverse_temperature * LOG2E
     top = tl.full((TILES * VOCAB_TILE // GROUP_OF,), LOWEST, tl.float32)
     soft = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
     hard = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-    row = source + token.to(tl.int64) * stride
+    row = model.numbers + token.to(tl.int64) * model.stride
     for start in range(0, tiles, TILES):
         v = (start + tl.arange(0, TILES))[:, None] * VOCAB_TILE + c[None, :]
         z = _groups(tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32))
@@ -140,6 +179,29 @@ def _sums_of_logits(
 
 
 @triton.jit
+def _sums(model, i, token, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr):
+    if model.largest is None:
+        maximum, soft, hard = _sums_of_logits(model, token, V, y, tiles, inverse_temperature, HARD, TILES)
+    else:
+        maximum, soft, hard = _sums_of_tiles(model, i, tiles, inverse_temperature, HARD)
+    return maximum, tl.log2(soft), hard
+
+
+@triton.jit
+def _store_model(into, T, maximum, log_sum, mean, inverse_scale):
+    tl.store(into + MAXIMUM * T, maximum)
+    tl.store(into + LOG_SUM * T, log_sum)
+    tl.store(into + MEAN * T, mean)
+    tl.store(into + INVERSE_SCALE * T, inverse_scale)
+
+
+@triton.jit
+def _load_model(of, T):
+    maximum, log_sum = tl.load(of + MAXIMUM * T), tl.load(of + LOG_SUM * T)
+    return maximum, log_sum, tl.load(of + MEAN * T), tl.load(of + INVERSE_SCALE * T)
+
+
+@triton.jit
 def _mixture(d, beta, EVEN: tl.constexpr):
     """Of d = log2(t / s): whether s is the larger, the weight w of the smaller one, m / hi, and its log2."""
     below = d <= 0
@@ -155,14 +217,12 @@ def _mixture(d, beta, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _terms(log_s, log_t, beta, near0, near1, near2, near3, near4, near5, MODE: tl.constexpr, EVEN: tl.constexpr):
+def _terms(log_s, log_t, beta, near, MODE: tl.constexpr, EVEN: tl.constexpr):
     """Of each entry, from log2 of both probabilities: its part of the loss, what the gradients' means are made of, both
     probabilities.  All but these over log(2), as logarithms to base 2 give them.
     """
     if MODE == REVERSE_KL:
-        term, by_t, by_s, t, s = _terms(
-            log_t, log_s, beta, near0, near1, near2, near3, near4, near5, FORWARD_KL, EVEN
-        )  # fmt: skip
+        term, by_t, by_s, t, s = _terms(log_t, log_s, beta, near, FORWARD_KL, EVEN)
     else:
         d = log_t - log_s
         if MODE == FORWARD_KL:
@@ -185,7 +245,7 @@ def _terms(log_s, log_t, beta, near0, near1, near2, near3, near4, near5, MODE: t
             far = -(hi * share) * log_share - (w * lo) * tl.abs(d)
             x = d
             of = s
-        series = near0 + x * (near1 + x * (near2 + x * (near3 + x * (near4 + x * near5))))
+        series = near[0] + x * (near[1] + x * (near[2] + x * (near[3] + x * (near[4] + x * near[5]))))
         far = tl.maximum(far, 0.0, propagate_nan=tl.PropagateNan.ALL)
         term = tl.where(tl.abs(d) < NEAR, of * (d * d) * series, far)
     return term, by_s, by_t, s, t
@@ -211,122 +271,56 @@ def _gradient(log_own, log_other, mean, beta, DIFFERENCE: tl.constexpr, KL: tl.c
 
 
 @triton.jit
-def _places_of_a_gradient(
-    at,
-    token,
-    stride,
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
-    again,
-    again_tokens,
-    first_tile,
-    LOGITS: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    """`_places_of_a_row` of what a token's gradient is written to, [rows, VOCAB_TILE] or [T, V]."""
-    row = at
-    apart = at
-    if not LOGITS:
-        row = exponential_row(
-            first_tile, at, stash, stash_stride, stash_tokens, overflow, overflow_tokens, again, again_tokens,
-            first_tile,
-        )  # fmt: skip
-        apart = exponential_row(
-            first_tile + 1, at, stash, stash_stride, stash_tokens, overflow, overflow_tokens, again, again_tokens,
-            first_tile,
-        ) - row  # fmt: skip
-    return _places_of_a_row(row, token, apart, stride, first_tile, LOGITS, TILES)
+def _store_gradient(gradient, into, g, j, v, tiles, V):
+    tl.store(into, g.to(gradient.out.dtype.element_ty), mask=v < V if gradient.buffer is None else (j < tiles)[:, None])
 
 
 @triton.jit
-def _store_gradient(out, within, g, j, v, tiles, V, LOGITS: tl.constexpr):
-    tl.store(out + within, g.to(out.dtype.element_ty), mask=v < V if LOGITS else (j < tiles)[:, None])
-
-
-@triton.jit
-def _shrink(bound):
+def _inverse_scale(bound):
     """The inverse of the power of two that takes `bound` to below 2^14: float16's range is short."""
     return tl.exp2(tl.floor(tl.log2(tl.maximum(bound, 1e-30))) - 13)
 
 
 @triton.jit
 def divergence_rows(
-    student,  # [tiles * tile_rows, VOCAB_TILE] as `logit_tiles` leaves it, or logits [T, V]
-    teacher,  # the same
-    student_largest,  # [tile_rows, tiles] float32, and so on
-    student_total,
-    student_others,
-    teacher_largest,
-    teacher_total,
-    student_gradient,  # [rows, VOCAB_TILE] out, or [T, V] out
-    teacher_gradient,
+    student,  # Logits
+    teacher,  # Logits
+    student_gradient,  # Gradient
+    teacher_gradient,  # Gradient
     stats,  # [STATS, T] float32 in or out
-    loss,  # [T] float32 out, by token
+    loss,  # [T] float32 out, by token; with it `stats` is made, else used
     position,  # [T] int32, by token: -1 for ignored ones
     order,  # [T] int32: the token of a position
     count,  # [1] int32
     label,  # [T] int32: -1 if it is out of range
     target_logit,  # [T] float32: the label's, of a student given by tiles
     token_weight,  # [T] float32, by token
-    row,  # [T] float32, by position: factor of its gradients
+    row_scale,  # [T] float32, by position: factor of its gradients
     first,  # position
     first_tile,
     tiles,
     tile_rows,
     T,
     V,
-    student_stride,
-    teacher_stride,
-    student_gradient_stride,
-    teacher_gradient_stride,
-    student_stash,
-    student_stash_stride,
-    student_stash_tokens,
-    student_overflow,
-    student_overflow_tokens,
-    student_again,
-    student_again_tokens,
-    teacher_stash,
-    teacher_stash_stride,
-    teacher_stash_tokens,
-    teacher_overflow,
-    teacher_overflow_tokens,
-    teacher_again,
-    teacher_again_tokens,
     inverse_temperature,
     beta,
-    near0,  # coefficients of the loss where both probabilities are nearly equal
-    near1,
-    near2,
-    near3,
-    near4,
-    near5,
+    near,  # six coefficients of the loss where both probabilities are nearly equal
     soft_weight,  # of the divergence in the loss
     hard_weight,  # of the cross-entropy
     MODE: tl.constexpr,
     EVEN: tl.constexpr,
-    STUDENT_LOGITS: tl.constexpr,
-    TEACHER_LOGITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     HARD: tl.constexpr,
-    SUMS: tl.constexpr,
-    STUDENT: tl.constexpr,
-    TEACHER: tl.constexpr,
-    STUDENT_MEAN_WANTED: tl.constexpr,
-    TEACHER_MEAN_WANTED: tl.constexpr,
-    ROW: tl.constexpr,
+    STUDENT_MEAN: tl.constexpr,
+    TEACHER_MEAN: tl.constexpr,
     STUDENT_SCALED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr,
-    TOKEN_WEIGHT: tl.constexpr,
     TILES: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """Losses and statistics (with SUMS), and the logits' gradients, of one token per program.
+    """Losses and statistics, and the logits' gradients, of one token per program.
 
-    With ROW gradients are multiplied by their row's factor, else by what suits float16 (SCALED).  Gradients of
+    Gradients are multiplied by their row's factor, or without one by what suits float16 (SCALED).  Gradients of
     logits are 0 for ignored tokens, those in tiles for the positions up to a whole block: products read them.
     """
     i = tl.program_id(0)
@@ -344,76 +338,38 @@ def divergence_rows(
     c = tl.arange(0, VOCAB_TILE)
     lane = tl.arange(0, TILES)
     blocks = tl.cdiv(tiles, TILES)
-    if STUDENT:
-        start, s_into_step, s_into = _places_of_a_gradient(
-            at, token, student_gradient_stride, student_stash, student_stash_stride, student_stash_tokens,
-            student_overflow, student_overflow_tokens, student_again, student_again_tokens, first_tile,
-            STUDENT_LOGITS, TILES,
-        )  # fmt: skip
-        student_gradient += start
-    if TEACHER:
-        start, t_into_step, t_into = _places_of_a_gradient(
-            at, token, teacher_gradient_stride, teacher_stash, teacher_stash_stride, teacher_stash_tokens,
-            teacher_overflow, teacher_overflow_tokens, teacher_again, teacher_again_tokens, first_tile,
-            TEACHER_LOGITS, TILES,
-        )  # fmt: skip
-        teacher_gradient += start
+    if student_gradient.out is not None:
+        s_out, s_out_step, s_out_within = _addresses_of_gradient(student_gradient, at, token, first_tile, TILES)
+    if teacher_gradient.out is not None:
+        t_out, t_out_step, t_out_within = _addresses_of_gradient(teacher_gradient, at, token, first_tile, TILES)
     if there:
         y = tl.load(label + at)
         scale = inverse_temperature * LOG2E
-        start, s_step, s_within = _places_of_a_row(
-            i, token, tile_rows, student_stride, first_tile, STUDENT_LOGITS, TILES
-        )  # fmt: skip
-        student_row = student + start
-        start, t_step, t_within = _places_of_a_row(
-            i, token, tile_rows, teacher_stride, first_tile, TEACHER_LOGITS, TILES
-        )  # fmt: skip
-        teacher_row = teacher + start
-        if SUMS:
-            if STUDENT_LOGITS:
-                s_max, s_sum, s_others = _sums_of_logits(
-                    student, token, student_stride, V, y, tiles, inverse_temperature, HARD, TILES
-                )
-            else:
-                s_max, s_sum, s_others = _sums_of_tiles(
-                    student_largest, student_total, student_others, i, tiles, inverse_temperature, HARD
-                )
-            if TEACHER_LOGITS:
-                t_max, t_sum, _others = _sums_of_logits(
-                    teacher, token, teacher_stride, V, y, tiles, inverse_temperature, False, TILES
-                )
-            else:
-                t_max, t_sum, _others = _sums_of_tiles(
-                    teacher_largest, teacher_total, None, i, tiles, inverse_temperature, False
-                )
-            s_log = tl.log2(s_sum)
-            t_log = tl.log2(t_sum)
+        student_row, s_step, s_within = _addresses(student, i, token, tile_rows, first_tile, TILES)
+        teacher_row, t_step, t_within = _addresses(teacher, i, token, tile_rows, first_tile, TILES)
+        if loss is not None:
+            s_max, s_log, s_others = _sums(student, i, token, V, y, tiles, inverse_temperature, HARD, TILES)
+            t_max, t_log, _others = _sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
             losses = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-            by_ss = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-            by_ts = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-            ss = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-            ts = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-            s_bounds = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
-            t_bounds = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
+            by_ss = losses
+            by_ts = losses
+            ss = losses
+            ts = losses
+            s_bounds = losses
+            t_bounds = losses
             for block in range(blocks):
                 j = block * TILES + lane
                 v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
-                log_s, _z = _log2_probs(
-                    student_row, s_within, student_largest, i, j, v, tiles, V, scale, s_max, s_log, STUDENT_LOGITS
-                )
-                log_t, _u = _log2_probs(
-                    teacher_row, t_within, teacher_largest, i, j, v, tiles, V, scale, t_max, t_log, TEACHER_LOGITS
-                )
+                log_s, _z = _log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
+                log_t, _u = _log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
                 student_row += s_step
                 teacher_row += t_step
-                term, by_s, by_t, s, t = _terms(
-                    log_s, log_t, beta, near0, near1, near2, near3, near4, near5, MODE, EVEN
-                )
+                term, by_s, by_t, s, t = _terms(log_s, log_t, beta, near, MODE, EVEN)
                 losses += tl.sum(_groups(term), 1)
-                if STUDENT_MEAN_WANTED:
+                if STUDENT_MEAN:
                     by_ss += tl.sum(_groups(by_s), 1)
                     ss += tl.sum(_groups(s), 1)
-                if TEACHER_MEAN_WANTED:
+                if TEACHER_MEAN:
                     by_ts += tl.sum(_groups(by_t), 1)
                     ts += tl.sum(_groups(t), 1)
                 if STUDENT_SCALED:
@@ -424,21 +380,21 @@ def divergence_rows(
             s_mean = value * 0
             t_mean = value * 0
             # Over the sums of the probabilities as they are: where both models are certain, all of a gradient cancels.
-            if STUDENT_MEAN_WANTED:
+            if STUDENT_MEAN:
                 s_mean = tl.where(value == float("inf"), value, tl.sum(by_ss, 0) / tl.sum(ss, 0))
-            if TEACHER_MEAN_WANTED:
+            if TEACHER_MEAN:
                 t_mean = tl.where(value == float("inf"), value, tl.sum(by_ts, 0) / tl.sum(ts, 0))
             # A gradient is at most (1 + |mean|) times the largest of |by_s| and s.
             soft = soft_weight * inverse_temperature
-            s_shrink = _shrink(tl.max(s_bounds) * (1 + tl.abs(s_mean)) * soft + hard_weight)
-            t_shrink = _shrink(tl.max(t_bounds) * (1 + tl.abs(t_mean)) * soft)
+            s_inverse = _inverse_scale(tl.max(s_bounds) * (1 + tl.abs(s_mean)) * soft + hard_weight)
+            t_inverse = _inverse_scale(tl.max(t_bounds) * (1 + tl.abs(t_mean)) * soft)
             value *= soft_weight
             hard_log = value * 0
             label_log_prob = value * 0
             if HARD:
-                if STUDENT_LOGITS:
-                    own_at = token.to(tl.int64) * student_stride + tl.maximum(y, 0)
-                    z_y = tl.load(student + own_at).to(tl.float32)
+                if student.largest is None:
+                    own_at = token.to(tl.int64) * student.stride + tl.maximum(y, 0)
+                    z_y = tl.load(student.numbers + own_at).to(tl.float32)
                 else:
                     z_y = tl.load(target_logit + at)
                 top = tl.maximum(s_max, z_y)  # computed apart: the last digit may differ
@@ -449,49 +405,35 @@ def divergence_rows(
                 label_log_prob = (z_y - top) - log_total
                 hard_log = log_total + (top - s_max)
                 value -= hard_weight * label_log_prob
-            if TOKEN_WEIGHT:
+            if token_weight is not None:
                 value *= tl.load(token_weight + token)
             tl.store(loss + token, tl.where(y < 0, float("nan"), value))
-            into = stats + at
-            tl.store(into + STUDENT_MAX * T, s_max)
-            tl.store(into + STUDENT_LOG_SUM * T, s_log)
-            tl.store(into + TEACHER_MAX * T, t_max)
-            tl.store(into + TEACHER_LOG_SUM * T, t_log)
-            tl.store(into + STUDENT_MEAN * T, s_mean)
-            tl.store(into + TEACHER_MEAN * T, t_mean)
-            tl.store(into + HARD_LOG_SUM * T, hard_log)
-            tl.store(into + LABEL_LOG_PROB * T, label_log_prob)
-            tl.store(into + STUDENT_SHRINK * T, s_shrink)
-            tl.store(into + TEACHER_SHRINK * T, t_shrink)
+            _store_model(stats + STUDENT * T + at, T, s_max, s_log, s_mean, s_inverse)
+            _store_model(stats + TEACHER * T + at, T, t_max, t_log, t_mean, t_inverse)
+            tl.store(stats + HARD_LOG_SUM * T + at, hard_log)
+            tl.store(stats + LABEL_LOG_PROB * T + at, label_log_prob)
         else:
-            of = stats + at
-            s_max = tl.load(of + STUDENT_MAX * T)
-            s_log = tl.load(of + STUDENT_LOG_SUM * T)
-            t_max = tl.load(of + TEACHER_MAX * T)
-            t_log = tl.load(of + TEACHER_LOG_SUM * T)
-            s_mean = tl.load(of + STUDENT_MEAN * T)
-            t_mean = tl.load(of + TEACHER_MEAN * T)
-            hard_log = tl.load(of + HARD_LOG_SUM * T)
-            label_log_prob = tl.load(of + LABEL_LOG_PROB * T)
-            s_shrink = tl.load(of + STUDENT_SHRINK * T)
-            t_shrink = tl.load(of + TEACHER_SHRINK * T)
-        if STUDENT or TEACHER:
+            s_max, s_log, s_mean, s_inverse = _load_model(stats + STUDENT * T + at, T)
+            t_max, t_log, t_mean, t_inverse = _load_model(stats + TEACHER * T + at, T)
+            hard_log = tl.load(stats + HARD_LOG_SUM * T + at)
+            label_log_prob = tl.load(stats + LABEL_LOG_PROB * T + at)
+        if student_gradient.out is not None or teacher_gradient.out is not None:
             s_factor = soft_weight * inverse_temperature
             t_factor = soft_weight * inverse_temperature
             if MODE == MIXTURE:
                 s_factor *= 1 - beta
                 t_factor *= beta
             hard_factor = hard_weight
-            if ROW:
-                r = tl.load(row + at)
+            if row_scale is not None:
+                r = tl.load(row_scale + at)
                 s_factor *= r
                 t_factor *= r
                 hard_factor *= r
-            if STUDENT_SCALED and not ROW:
-                s_factor /= s_shrink
-                hard_factor /= s_shrink
-            if TEACHER_SCALED and not ROW:
-                t_factor /= t_shrink
+            if STUDENT_SCALED and row_scale is None:
+                s_factor /= s_inverse
+                hard_factor /= s_inverse
+            if TEACHER_SCALED and row_scale is None:
+                t_factor /= t_inverse
             at_label = hard_factor * expm1(label_log_prob)
             # What is not a plain difference is over log(2).
             if MODE != FORWARD_KL:
@@ -499,47 +441,41 @@ def divergence_rows(
             if MODE != REVERSE_KL:
                 t_factor *= LN2
             # From the last on: what was read last is still in the cache.
-            if not SUMS:
+            if loss is None:
                 student_row += blocks * s_step
                 teacher_row += blocks * t_step
-            if STUDENT:
-                student_gradient += blocks * s_into_step
-            if TEACHER:
-                teacher_gradient += blocks * t_into_step
+            if student_gradient.out is not None:
+                s_out += blocks * s_out_step
+            if teacher_gradient.out is not None:
+                t_out += blocks * t_out_step
             for back in range(blocks):
                 student_row -= s_step
                 teacher_row -= t_step
                 j = (blocks - 1 - back) * TILES + lane
                 v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
-                log_s, z = _log2_probs(
-                    student_row, s_within, student_largest, i, j, v, tiles, V, scale, s_max, s_log, STUDENT_LOGITS
-                )
-                log_t, _u = _log2_probs(
-                    teacher_row, t_within, teacher_largest, i, j, v, tiles, V, scale, t_max, t_log, TEACHER_LOGITS
-                )
-                if STUDENT:
-                    g = s_factor * _gradient(
-                        log_s, log_t, s_mean, beta, MODE == FORWARD_KL, MODE == REVERSE_KL, EVEN
-                    )  # fmt: skip
+                log_s, z = _log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
+                log_t, _u = _log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
+                if student_gradient.out is not None:
+                    g = s_factor * _gradient(log_s, log_t, s_mean, beta, MODE == FORWARD_KL, MODE == REVERSE_KL, EVEN)
                     if HARD:
                         p = hard_factor * tl.exp2((z - hard_log) * LOG2E)
                         g += tl.where(v == y, at_label, p)
-                    student_gradient -= s_into_step
-                    _store_gradient(student_gradient, s_into, g, j, v, tiles, V, STUDENT_LOGITS)
-                if TEACHER:
+                    s_out -= s_out_step
+                    _store_gradient(student_gradient, s_out + s_out_within, g, j, v, tiles, V)
+                if teacher_gradient.out is not None:
                     g = t_factor * _gradient(
                         log_t, log_s, t_mean, 1 - beta, MODE == REVERSE_KL, MODE == FORWARD_KL, EVEN
                     )  # fmt: skip
-                    teacher_gradient -= t_into_step
-                    _store_gradient(teacher_gradient, t_into, g, j, v, tiles, V, TEACHER_LOGITS)
-    elif blank and (STUDENT or TEACHER):
+                    t_out -= t_out_step
+                    _store_gradient(teacher_gradient, t_out + t_out_within, g, j, v, tiles, V)
+    elif blank:
         zero = tl.zeros((TILES, VOCAB_TILE), tl.float32)
         for block in range(blocks):
             j = block * TILES + lane
             v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
-            if STUDENT:
-                _store_gradient(student_gradient, s_into, zero, j, v, tiles, V, STUDENT_LOGITS)
-                student_gradient += s_into_step
-            if TEACHER:
-                _store_gradient(teacher_gradient, t_into, zero, j, v, tiles, V, TEACHER_LOGITS)
-                teacher_gradient += t_into_step
+            if student_gradient.out is not None:
+                _store_gradient(student_gradient, s_out + s_out_within, zero, j, v, tiles, V)
+                s_out += s_out_step
+            if teacher_gradient.out is not None:
+                _store_gradient(teacher_gradient, t_out + t_out_within, zero, j, v, tiles, V)
+                t_out += t_out_step

@@ -1,7 +1,7 @@
 """linear_log_probs for PyTorch on Triton kernels.
 
 As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in the memory that they will take, and
-backward turns it into them, in place.  What is launched is in triton_walks.py.
+backward turns it into them, in place.  What is launched is in `vocab.triton.walks`.
 """
 
 from typing import NamedTuple
@@ -61,7 +61,7 @@ class Kept(NamedTuple):
 
 
 def _forward(told: TritonCall) -> TritonOutputs:
-    from onchip.ops.linear_log_probs import triton_walks as walks
+    from onchip.vocab.triton import walks
 
     call, config, options = told.call, told.config, told.call.options
     shape = call.hidden.shape[:-1]
@@ -70,7 +70,7 @@ def _forward(told: TritonCall) -> TritonOutputs:
     run = setup.make_run(planning.head_of(call), call.number)
     per_token = None if call.token_temperature is None else setup.flat(call.token_temperature.expand(shape))
     saved = planning.saved_of(call, config)
-    rows, exponentials = planning.rows_and_exponentials(call, config, saved)
+    rows, buffer = planning.rows_and_buffer(call, config, saved)
     out, vectors = walks.forward(
         run,
         call.hidden.reshape(call.number, run.hidden),
@@ -78,7 +78,7 @@ def _forward(told: TritonCall) -> TritonOutputs:
         float(options.temperature) if per_token is None else per_token,
         int(options.ignore_index),
         rows,
-        exponentials,
+        buffer,
         stats=told.stats,
     )
     return TritonOutputs(
@@ -102,22 +102,20 @@ def _save(told: TritonCall, made: TritonOutputs) -> Kept:
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the overflow."""
-    from onchip.ops.linear_log_probs import triton_walks as walks
-    from onchip.vocab.triton import launches
+    from onchip.vocab.triton import launches, walks
 
     told, call, saved = kept.told, kept.told.call, kept.saved
     ids = told.ids
     memory = planning.backward_memory(call, told.config, saved, wanted)
     if call.number > 0:
         log_probs = setup.flat(upstream[0])
-        entropy = kept.lse[:0] if kept.entropy is None else kept.entropy
         walks.backward(
             setup.make_run(planning.head_of(call), call.number),
             launches.Vectors.unpack(saved.vectors, call.number),
             ids,
             int(call.options.ignore_index),
-            walks.LogProbs(kept.log_prob.reshape(ids.shape), kept.lse.reshape(-1), entropy.reshape(-1), None),
-            walks.Gradients(
+            launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(ids.shape), setup.flat(kept.entropy)),
+            walks.OutputGradients(
                 None if log_probs is None else log_probs.view(ids.shape),
                 setup.flat(upstream[2]),
                 setup.flat(upstream[1]) if told.stats else None,

@@ -1,27 +1,34 @@
-"""What the Triton kernels of linear_cross_entropy share; the kernels are in triton_softmax.py and triton_gradients.py.
+"""What the Triton kernels of a head and a loss share; the kernels are in softmax.py and gradients.py.
 
-Sizes: T tokens, H hidden, V vocab.  Tokens that are not ignored are compacted to the front: `count` of them, known to
-the device alone; a *position* is an index among those.  Every kernel works through `count` and skips the rest, so
-nothing waits for the host.  VOCAB_TILE columns of logits of one block of positions make a tile; per tile and position
-the forward kernel stores the maximum and the sum of exponentials, [tiles, T], and on request the exponentials.
+Sizes: T tokens, H hidden, V vocab, K ids per token.  Tokens that are not ignored are compacted to the front: there are
+`count` of them, a number that the device alone knows, and a *position* is an index among them.  Every kernel works
+through `count` positions and skips the rest, so nothing waits for the host.  A tile is VOCAB_TILE columns of logits of
+one block of positions; per tile and position the forward kernel stores the maximum and the sum of exponentials,
+[tiles, T], and on request the exponentials.
 
-Exponentials are matrices of VOCAB_TILE columns with a row for each tile and position, in up to three places
-(`exponential_row`): the memory of the weight's gradient, scratch, and, computed again in backward, a buffer for one
-chunk of the vocabulary.  One descriptor spans all three: rows are counted from the lowest of their addresses.
+Exponentials, or the gradient of the logits, are rows of VOCAB_TILE columns, one for each tile and position, in up to
+three places (`BufferRows`): the memory of the weight's gradient, scratch, and, where backward recomputes them, a buffer
+for one chunk of the vocabulary.  One descriptor spans all three: rows are counted from the lowest of their addresses.
 
-What is kept is exp(z - shift), with a shift of each token that is known beforehand, its target's logit plus 30.  16-bit
-floats with 8 bits of exponent hold that exactly as well as any, unless a logit is more than 90 above the target's;
-`settle_exponentials` mends such tokens, and costs nothing where there are none.  So the gradients are plain products of
-what is kept: the factor exp(shift - lse) of each token goes into the rows of hidden (for the weight's gradient) and
-into the result's rows (for hidden's).
+What is kept is exp(z - shift), where each token's shift is known beforehand: its target's logit plus 30.  Floats of 16
+bits with an 8-bit exponent hold that as exactly as anything, unless a logit is more than 90 above the target's;
+`rebase_exponentials` mends such tokens, and costs nothing where there are none.  So the gradients are plain products of
+what is kept: each token's factor exp(shift - lse) goes into the rows of hidden (for the weight's gradient) and into the
+result's rows (for hidden's).
 
-A target's entry, p - 1, is the largest of its row by far, and would carry the roundings of the exponential and of the
+A target's entry, p - 1, is by far the largest of its row, and would carry the roundings of the exponential and of the
 scaled row into both gradients.  So where exponentials are kept it is left out of the products, and added to their
 results from the weight's and hidden's own rows: in float32, the tokens of each vocabulary entry together.
+
+Of several ids per token the *leader*, the one with the largest logit, is the target: a log-probability near 0 can only
+be the leader's, so the leader is left out of the sum of exponentials, and the other ids' log-probabilities follow from
+its own.
 
 Matrix operands come through TMA descriptors where `TMA` (Hopper, rows of a multiple of 16 bytes), else by pointers.
 The persistent loop over tiles with its flattened product is that of Triton's matrix multiplication tutorial.
 """
+
+from typing import Any, NamedTuple
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -32,24 +39,31 @@ from onchip.kernels.triton.tiles import load_block
 VOCAB_TILE = tl.constexpr(256)
 # Logits up to so much above a token's shift are stored relative to it.
 REACH = tl.constexpr(60.0)
-# What stands for the target of a position that has none, where targets are sorted.
+# Stands for the target of a position that has none, where targets are sorted.
 NO_LABEL = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
-def exponential_row(
-    j, t, stash, stash_stride, stash_tokens, overflow, overflow_tokens, again, again_tokens, first_tile
-):
-    """Row of tile j's exponentials of the positions from t on, a multiple of the blocks that they are handled in.
+class BufferRows(NamedTuple):
+    """Which rows of VOCAB_TILE columns hold the logits' exponentials or gradient, by position, as kernels take it."""
 
-    The first `stash_tokens` positions live in the weight gradient's memory, the next `overflow_tokens` in scratch, and
-    the rest, for the tiles from `first_tile` on, in the buffer for what is computed again.
-    """
-    in_stash = stash + j * stash_stride + t
-    in_overflow = overflow + j * overflow_tokens + t - stash_tokens
-    in_again = again + (j - first_tile) * again_tokens + t - stash_tokens - overflow_tokens
-    kept = tl.where(t < stash_tokens, in_stash, in_overflow)
-    return tl.where(t < stash_tokens + overflow_tokens, kept, in_again)
+    weight_grad_row: Any  # the first one in the memory of the weight's gradient, and so on
+    weight_grad_stride: Any  # from one tile to the next
+    in_weight_grad: Any  # positions, the first ones, in multiples of the blocks that they are handled in
+    scratch_row: Any
+    in_scratch: Any  # positions, the next ones
+    recomputed_row: Any
+    recomputed: Any  # positions, the others: for the tiles of one chunk of the vocabulary
+
+
+@triton.jit
+def buffer_row(j, t, buffer, first_tile):
+    """Row of tile j of the positions from t on, a multiple of their blocks; what is recomputed begins at first_tile."""
+    in_weight_grad = buffer.weight_grad_row + j * buffer.weight_grad_stride + t
+    after = t - buffer.in_weight_grad
+    in_scratch = buffer.scratch_row + j * buffer.in_scratch + after
+    recomputed = buffer.recomputed_row + (j - first_tile) * buffer.recomputed + after - buffer.in_scratch
+    kept = tl.where(t < buffer.in_weight_grad, in_weight_grad, in_scratch)
+    return tl.where(t < buffer.in_weight_grad + buffer.in_scratch, kept, recomputed)
 
 
 @triton.jit
@@ -62,11 +76,11 @@ def load_weight(weight, stride, v, h, V, H, R: tl.constexpr, C: tl.constexpr, TU
 
 
 @triton.jit
-def unscaled_logits(product, bias, v, inner_scale, V, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
+def unscaled_logits(product, bias, v, inner_scale, V):
     """The logits up to a factor of each token: x with z = x * factor."""
     x = product
-    if BIAS:
+    if bias is not None:
         x += tl.load(bias + v, mask=v < V, other=0.0)[None, :]
-    if SOFTCAP:
+    if inner_scale is not None:
         x = tanh(x * inner_scale)
     return x

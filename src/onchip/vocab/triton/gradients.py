@@ -1,79 +1,140 @@
-"""The kernels of backward: both gradients, from exponentials that were kept and from logits computed again.
+"""The kernels of backward: both gradients, from exponentials that were kept and from logits that are recomputed.
 
-Sizes, positions and the matrix of exponentials are explained in triton_blocks.py.
+Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument: there is none.
+
+The gradient of a position's logits is p * (row_scale + entropy_scale * (z - mean)) - even, but for its ids' entries,
+which are given: `position_terms` makes all of these.
 """
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, target_gradient
+from onchip.kernels.triton.maths import LOG2E, expm1
 from onchip.kernels.triton.tiles import add_columns, load_block, place_tile, store_columns
-from onchip.vocab.triton.blocks import NO_LABEL, VOCAB_TILE, exponential_row, load_weight, unscaled_logits
+from onchip.vocab.triton.blocks import NO_LABEL, VOCAB_TILE, buffer_row, load_weight, unscaled_logits
+
+# Below this exp is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
+VANISHED = tl.constexpr(-128.0)
+
+
+@triton.jit
+def position_terms(
+    ids,  # [T, K] int64
+    order,  # [T] int32
+    count,
+    factor,  # [T] float32: z = x * factor
+    base,  # [T] float32: what kept exponentials are relative to
+    lse,  # [T] float32, by token, and so on
+    log_prob,  # [T, K] float32
+    entropy,
+    grad_log_prob,  # [T, K] float32
+    grad_lse,
+    grad_entropy,
+    row_scale,  # [T] float32 out, by position, and so on
+    even,
+    entropy_scale,
+    mean,
+    product_scale,  # what multiplies kept exponentials
+    position_lse,
+    size,  # of the upstream gradients
+    entry,  # [T, K] float32 out: the ids' entries of the gradient
+    entry_label,  # [T, K] int32 out: whose, -1 for none: it is ignored, out of range, or the same as one before
+    V,
+    K,
+    ignore_index,
+    inner_scale,
+    slope_scale,  # d product = d z * factor * slope_scale
+    inverse_exponential_scale,
+    label_smoothing,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """What the gradient of a position's logits is made of.
+
+    With `even` there is one id, and a share `label_smoothing` of its log-probability's upstream gradient goes to all
+    entries instead.
+    """
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = t < tl.load(count)
+    token = tl.load(order + t, mask=inside, other=0).to(tl.int64)
+    here = inside[:, None] & (k < K)[None, :]
+    y = tl.load(ids + token[:, None] * K + k[None, :], mask=here, other=ignore_index)
+    counted = here & (y != ignore_index)
+    lp = tl.load(log_prob + token[:, None] * K + k[None, :], mask=counted, other=0.0)
+    lse_t = tl.load(lse + token, mask=inside, other=0.0)
+    # Of an id's occurrences, and of all other ids.
+    same = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    rest = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    repeats = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    large = tl.zeros((BLOCK_T,), tl.float32)
+    for j in range(K):
+        y_j = tl.load(ids + token * K + j, mask=inside, other=ignore_index)
+        counts = y_j != ignore_index
+        g = tl.zeros((BLOCK_T,), tl.float32)
+        if grad_log_prob is not None:
+            g = tl.load(grad_log_prob + token * K + j, mask=counts, other=0.0)
+        g = tl.where(counts & ((y_j < 0) | (y_j >= V)), float("nan"), g)
+        equal = y == y_j[:, None]
+        same += tl.where(equal, g[:, None], 0.0)
+        rest += tl.where(equal, 0.0, g[:, None])
+        repeats += (equal & (k > j)[None, :]).to(tl.int32)
+        total += g
+        large += tl.abs(g)
+    of_log_probs = total
+    if grad_lse is not None:
+        g = tl.load(grad_lse + token, mask=inside, other=0.0)
+        total -= g
+        large += tl.abs(g)
+        rest -= g[:, None]
+    k_z = tl.load(factor + t, mask=inside, other=1.0)
+    f = k_z * slope_scale
+    if grad_entropy is not None:
+        g = tl.load(grad_entropy + token, mask=inside, other=0.0)
+        h = tl.load(entropy + token, mask=inside, other=0.0)
+        large += tl.abs(g)
+        rest += g[:, None] * tl.maximum(lp + h[:, None], VANISHED)
+        tl.store(entropy_scale + t, -g * f, mask=inside)
+        tl.store(mean + t, lse_t - h, mask=inside)
+    tl.store(row_scale + t, -total * f, mask=inside)
+    above = tl.load(base + t, mask=inside, other=0.0) - lse_t
+    tl.store(product_scale + t, -total * f * tl.exp2(above * LOG2E) * inverse_exponential_scale, mask=inside)
+    tl.store(position_lse + t, lse_t, mask=inside)
+    tl.store(size + t, large * f, mask=inside)
+    # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
+    value = -(same * expm1(lp)) - tl.exp2(lp * LOG2E) * rest
+    if even is not None:
+        tl.store(even + t, -of_log_probs * (label_smoothing / V) * f, mask=inside)
+        # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
+        value += (of_log_probs * (label_smoothing / V - label_smoothing))[:, None]
+    if inner_scale is not None:
+        x = tl.minimum(tl.maximum((lp + lse_t[:, None]) / k_z[:, None], -1.0), 1.0)
+        value *= 1 - x * x
+    good = counted & (y >= 0) & (y < V) & (repeats == 0)
+    to = t.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(entry + to, tl.where(good, value * f[:, None], 0.0), mask=here)
+    tl.store(entry_label + to, tl.where(good, y, -1).to(tl.int32), mask=here)
 
 
 @triton.jit
 def scale_rows(
     rows,  # [T, H] in and out
-    scale,  # [T] float32 in: factor of each row of the gradient; out: of each row of the product for hidden's
-    at_target,  # [T] float32 out, unless given: the target's entry of the gradient
-    order,
+    product_scale,  # [T] float32
     count,
-    label,
-    lse,
-    log_prob,
-    base,
-    held,
+    kept,
     H,
-    z_loss,
-    inverse_exponential_scale,
-    GIVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply hidden's rows by what kept exponentials lack: their token's factor times exp(base - lse)."""
+    """Multiply hidden's rows of the positions before `kept` by what their kept exponentials, or gradients, lack."""
     t = tl.program_id(0)
-    if t < tl.load(count):
-        token = tl.load(order + t)
-        lse_t = tl.load(lse + token)
-        scale_t = tl.load(scale + t)
-        if not GIVEN:
-            entry = scale_t * target_gradient(lse_t, tl.load(log_prob + token), z_loss)
-            tl.store(at_target + t, tl.where(tl.load(label + t) >= 0, entry, 0.0))
-        if t < held:
-            r = scale_t * (1 + 2 * z_loss * lse_t) * tl.exp2((tl.load(base + t) - lse_t) * LOG2E)
-            r *= inverse_exponential_scale
-            for start in range(0, H, BLOCK):
-                c = start + tl.arange(0, BLOCK)
-                h = tl.load(rows + t.to(tl.int64) * H + c, mask=c < H, other=0).to(tl.float32)
-                tl.store(rows + t.to(tl.int64) * H + c, (h * r).to(rows.dtype.element_ty), mask=c < H)
-            tl.store(scale + t, r)
-
-
-@triton.jit
-def _to_gradient(
-    p,
-    v,
-    y,
-    lse,
-    log_prob,
-    row,
-    V,
-    label_smoothing,
-    z_loss,
-    TARGETS: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-):
-    """row * d(loss) / dz from probabilities p [tokens, vocab]; the target's is 0, or made from its log-probability."""
-    at_target = target_gradient(lse, log_prob, z_loss) if TARGETS else tl.zeros_like(lse)
-    factor = row
-    if Z_LOSS:
-        factor = row * (1 + 2 * z_loss * lse)
-    g = p * factor[:, None]
-    if SMOOTHING:
-        even = label_smoothing / V
-        at_target += label_smoothing - even
-        g -= (row * even)[:, None]
-    return tl.where(v[None, :] == y[:, None], (row * at_target)[:, None], g)
+    if (t < tl.load(count)) & (t < kept):
+        r = tl.load(product_scale + t)
+        for start in range(0, H, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            at = rows + t.to(tl.int64) * H + c
+            h = tl.load(at, mask=c < H, other=0).to(tl.float32)
+            tl.store(at, (h * r).to(rows.dtype.element_ty), mask=c < H)
 
 
 @triton.jit
@@ -82,49 +143,37 @@ def gradient_tiles(
     weight,
     bias,
     exponentials,  # [rows, VOCAB_TILE] out
-    order,
     count,
     label,
     factor,
-    lse,
-    log_prob,
-    row,
+    lse,  # [T] float32, by position, and so on: see `position_terms`
+    row_scale,
+    even,
+    at_target,
+    entropy_scale,
+    mean,
+    buffer,
     first,  # position
     first_tile,
     chunk_tiles,
     exponential_rows,
-    again,
-    again_tokens,
     rows_stride,
     weight_stride,
     T,
     H,
     V,
     inner_scale,
-    label_smoothing,
-    z_loss,
-    TARGETS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
-    at_target=None,  # [T] float32: the target's entry of the gradient
-    entropy_row=None,  # [T] float32: minus the entropy's upstream gradient
-    mean=None,  # [T] float32: of z under the softmax
-    GIVEN: tl.constexpr = False,
-    ENTROPY: tl.constexpr = False,
     TURNED: tl.constexpr = False,
 ):
-    """Logits computed again, and their gradient, of the positions from `first` on, for a chunk of the vocabulary.
+    """Recomputed logits' gradient, of the positions from `first` on, for a chunk of the vocabulary.
 
-    Without TARGETS the targets' entries are 0.  With GIVEN, `row` is the coefficient of p, and the targets' entries are
-    those of `at_target`; with ENTROPY the coefficient is row + entropy_row * (z - mean).
+    `at_target` is the label's entry; without it, that is 0.
     """
     n = tl.load(count)
     tiles_t = tl.cdiv(tl.maximum(tl.maximum(n, 1) - first, 0), BLOCK_T)
@@ -142,35 +191,96 @@ def gradient_tiles(
         t = t0 + tl.arange(0, BLOCK_T)
         v = v0 + tl.arange(0, VOCAB_TILE)
         inside = t < n
-        token = tl.load(order + t, mask=inside, other=0)
-        lse_t = tl.load(lse + token, mask=inside, other=0.0)
-        if not GIVEN:
-            lp = tl.load(log_prob + token, mask=inside, other=0.0)
-        r = tl.load(row + t, mask=inside, other=0.0)
+        lse_t = tl.load(lse + t, mask=inside, other=0.0)
+        r = tl.load(row_scale + t, mask=inside, other=0.0)
         y = tl.load(label + t, mask=inside, other=-1)
         k_z = tl.load(factor + t, mask=inside, other=0.0)
-        x = unscaled_logits(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
+        x = unscaled_logits(z, bias, v, inner_scale, V)
         p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
-        if GIVEN:
+        if entropy_scale is None:
             g = p * r[:, None]
-            if ENTROPY:
-                r_entropy = tl.load(entropy_row + t, mask=inside, other=0.0)
-                offset = x * k_z[:, None] - tl.load(mean + t, mask=inside, other=0.0)[:, None]
-                # p log p is 0 at p = 0, and 0 * -inf is not.
-                g = p * (r[:, None] + r_entropy[:, None] * tl.maximum(offset, -1e30))
         else:
-            g = _to_gradient(p, v, y, lse_t, lp, r, V, label_smoothing, z_loss, TARGETS, SMOOTHING, Z_LOSS)
-        if SOFTCAP:
-            g *= 1 - x * x
-        if GIVEN:
-            entry = tl.load(at_target + t, mask=inside, other=0.0) if TARGETS else tl.zeros_like(r)
-            g = tl.where(v[None, :] == y[:, None], entry[:, None], g)
+            r_entropy = tl.load(entropy_scale + t, mask=inside, other=0.0)
+            offset = x * k_z[:, None] - tl.load(mean + t, mask=inside, other=0.0)[:, None]
+            # p log p is 0 at p = 0, and 0 * -inf is not.
+            g = p * (r[:, None] + r_entropy[:, None] * tl.maximum(offset, -1e30))
+        if even is not None:
+            g -= tl.load(even + t, mask=inside, other=0.0)[:, None]
+        entry = tl.zeros_like(r) if at_target is None else tl.load(at_target + t, mask=inside, other=0.0)
+        if inner_scale is not None:
+            g *= 1 - x * x  # before the entry: after it, registers are spilled
+        g = tl.where(v[None, :] == y[:, None], entry[:, None], g)
         g = tl.where(inside[:, None] & (v < V)[None, :], g, 0.0)
         value = g.to(rows.dtype if TMA else rows.dtype.element_ty)
-        into = again + j * again_tokens + t0 - first
+        into = buffer.recomputed_row + j * buffer.recomputed + t0 - first
         store_columns(
             exponentials, VOCAB_TILE, into, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
         )
+
+
+@triton.jit
+def entropy_gradient(
+    exponentials,  # [rows, VOCAB_TILE] in and out
+    count,
+    lse,  # [T] float32, by position, and so on
+    base,
+    row_scale,
+    entropy_scale,
+    mean,
+    inverse_exponential_scale,
+    buffer,
+    BLOCK_T: tl.constexpr,
+):
+    """Make kept exponentials the gradient of their logits, which is 0 where they are.
+
+    z comes from the logarithm of what was kept: a relative error of that is as large an absolute one of z, and moves
+    the gradient about as far as its own rounding does.
+    """
+    j = tl.program_id(0)
+    t0 = tl.program_id(1) * BLOCK_T
+    n = tl.load(count)
+    if t0 < n:
+        t = t0 + tl.arange(0, BLOCK_T)
+        inside = t < n
+        b = tl.load(base + t, mask=inside, other=0.0)
+        factor = tl.exp2((b - tl.load(lse + t, mask=inside, other=0.0)) * LOG2E)
+        middle = b - tl.load(mean + t, mask=inside, other=0.0)
+        r = tl.load(row_scale + t, mask=inside, other=0.0)
+        r_entropy = tl.load(entropy_scale + t, mask=inside, other=0.0)
+        at = buffer_row(j, t0, buffer, 0)
+        where = (tl.cast(at, tl.int64) + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE
+        where += tl.arange(0, VOCAB_TILE)[None, :]
+        e = tl.load(exponentials + where).to(tl.float32) * inverse_exponential_scale
+        offset = tl.log(e) + middle[:, None]
+        g = e * factor[:, None] * (r[:, None] + r_entropy[:, None] * offset)
+        tl.store(exponentials + where, tl.where(e > 0, g, 0.0).to(exponentials.dtype.element_ty))
+
+
+@triton.jit
+def write_entries(
+    exponentials,  # [rows, VOCAB_TILE] in and out
+    label,  # [T, K] int32, by position: -1 for none
+    entry,  # [T, K] float32, by position; None: zeros
+    count,
+    first,  # position
+    last,
+    first_tile,
+    chunk_tiles,
+    K,
+    buffer,
+    BLOCK: tl.constexpr,
+):
+    """Put the ids' entries in the place of what is there, for positions in [first, last) and a chunk of tiles."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    t = (i // K).to(tl.int32)
+    inside = (t >= first) & (t < tl.minimum(tl.load(count), last))
+    y = tl.load(label + i, mask=inside, other=-1)
+    j = y // VOCAB_TILE
+    inside &= (y >= 0) & (j >= first_tile) & (j < first_tile + chunk_tiles)
+    row = buffer_row(j, t, buffer, first_tile)
+    where = row.to(tl.int64) * VOCAB_TILE + y - j * VOCAB_TILE
+    value = tl.zeros((BLOCK,), tl.float32) if entry is None else tl.load(entry + i, mask=inside, other=0.0)
+    tl.store(exponentials + where, value.to(exponentials.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -179,24 +289,17 @@ def weight_gradient(
     rows,  # [T, H]
     out,  # [V, H] out, or added to
     count,
-    shrink,  # [] float32: what the product is multiplied by
-    again_from,  # the first tile that was computed again
+    inverse_grad_scale,  # [] float32: what the product is multiplied by
+    recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
     chunk_tiles,
     exponential_rows,
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
-    again,
-    again_tokens,
+    buffer,
     rows_stride,
     out_stride,
     T,
     H,
     V,
-    SHRINK: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -218,23 +321,12 @@ def weight_gradient(
         acc = tl.zeros((BLOCK_V, BLOCK_H), tl.float32)
         for k in range(steps):
             t = k * BLOCK_K
-            row = exponential_row(
-                vocab_tile,
-                t,
-                stash,
-                stash_stride,
-                stash_tokens,
-                overflow,
-                overflow_tokens,
-                again,
-                again_tokens,
-                again_from,
-            )
+            row = buffer_row(vocab_tile, t, buffer, recomputed_from)
             a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
             b = load_block(rows, rows_stride, t, j * BLOCK_H, T, H, BLOCK_K, BLOCK_H, TMA)
             acc = tl.dot(a.T, b, acc)
-        if SHRINK:
-            acc *= tl.load(shrink)
+        if inverse_grad_scale is not None:
+            acc *= tl.load(inverse_grad_scale)
         v = vocab_tile * VOCAB_TILE + column
         if ADD:
             add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
@@ -252,15 +344,12 @@ def add_targets(
     sorted_label,  # [N] int32: the targets in ascending order, NO_LABEL at the end
     sorted_position,  # [N] int64: whose they are, IDS of each position
     at_target,  # [N] float32
-    shrink,
+    inverse_grad_scale,
     hidden_stride_t,
     hidden_stride_h,
     N,
     H,
     IDS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    SHRINK: tl.constexpr,
     OPERAND: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -280,21 +369,21 @@ def add_targets(
             t = tl.load(sorted_position + j, mask=mine, other=0)
             g = tl.load(at_target + t, mask=mine, other=0.0)
             sum_g += tl.sum(g, 0)
-            if WEIGHT:
+            if grad_weight is not None:
                 token = tl.load(order + t // IDS, mask=mine, other=0).to(tl.int64)
                 at = token[:, None] * hidden_stride_t + c.to(tl.int64)[None, :] * hidden_stride_h
                 h = tl.load(hidden + at, mask=mine[:, None] & (c < H)[None, :], other=0.0).to(OPERAND).to(tl.float32)
                 total += tl.sum(h * g[:, None], 0)
             more = tl.sum(mine.to(tl.int32), 0) == TOKENS
             i += TOKENS
-        if SHRINK:
-            total *= tl.load(shrink)
-            sum_g *= tl.load(shrink)
-        if WEIGHT:
+        if inverse_grad_scale is not None:
+            total *= tl.load(inverse_grad_scale)
+            sum_g *= tl.load(inverse_grad_scale)
+        if grad_weight is not None:
             row = grad_weight + y.to(tl.int64) * H + c
             value = tl.load(row, mask=c < H, other=0.0).to(tl.float32) + total
             tl.store(row, value.to(grad_weight.dtype.element_ty), mask=c < H)
-        if BIAS:
+        if grad_bias is not None:
             once = tl.program_id(1) == 0
             tl.store(grad_bias + y, tl.load(grad_bias + y) + sum_g, mask=once)
 
@@ -305,7 +394,7 @@ def hidden_gradient(
     weight,  # [V, H]
     out,  # [out_rows, H] float32, added to
     count,
-    scale,  # [T] float32: what each row of the product is multiplied by
+    product_scale,  # [T] float32: what each row of the product is multiplied by
     first,
     last,
     out_rows,
@@ -313,19 +402,12 @@ def hidden_gradient(
     first_tile,
     chunk_tiles,
     exponential_rows,
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
-    again,
-    again_tokens,
+    buffer,
     weight_stride,
     out_stride,
     H,
     V,
     SHARE: tl.constexpr,
-    SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -366,25 +448,14 @@ def hidden_gradient(
         for k in range(begin, end):
             of_chunk = k * BLOCK_K // VOCAB_TILE
             column = k * BLOCK_K - of_chunk * VOCAB_TILE
-            row = exponential_row(
-                first_tile + of_chunk,
-                t0,
-                stash,
-                stash_stride,
-                stash_tokens,
-                overflow,
-                overflow_tokens,
-                again,
-                again_tokens,
-                first_tile,
-            )
+            row = buffer_row(first_tile + of_chunk, t0, buffer, first_tile)
             v = first_tile * VOCAB_TILE + k * BLOCK_K
             a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
             b = load_weight(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TURNED, TMA)
             acc = tl.dot(a, b, acc)
-        if SCALE:
+        if product_scale is not None:
             t = t0 + tl.arange(0, BLOCK_T)
-            acc *= tl.load(scale + t, mask=t < n, other=0.0)[:, None]
+            acc *= tl.load(product_scale + t, mask=t < n, other=0.0)[:, None]
         add_columns(
             out, out_stride, t0 - first + half * half_rows, j * BLOCK_H, out_rows, H, acc, BLOCK_T, BLOCK_H, PARTS, TMA
         )
@@ -395,18 +466,11 @@ def bias_gradient(
     exponentials,
     out,  # [V] float32 out
     count,
-    scale,
-    shrink,
+    product_scale,
+    inverse_grad_scale,
     first_tile,
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
-    again,
-    again_tokens,
+    buffer,
     V,
-    SHRINK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -418,54 +482,50 @@ def bias_gradient(
     total = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, n, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        row = exponential_row(
-            j, start, stash, stash_stride, stash_tokens, overflow, overflow_tokens, again, again_tokens, first_tile
-        ).to(tl.int64)
+        row = buffer_row(j, start, buffer, first_tile).to(tl.int64)
         where = (row + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE + c[None, :]
         g = tl.load(exponentials + where, mask=(t < n)[:, None], other=0.0).to(tl.float32)
-        held = t < stash_tokens + overflow_tokens
-        r = tl.where(held, tl.load(scale + t, mask=(t < n) & held, other=0.0), 1.0)
+        kept = t < buffer.in_weight_grad + buffer.in_scratch
+        r = tl.where(kept, tl.load(product_scale + t, mask=(t < n) & kept, other=0.0), 1.0)
         total += tl.sum(g * r[:, None], 0)
-    if SHRINK:
-        total *= tl.load(shrink)
+    if inverse_grad_scale is not None:
+        total *= tl.load(inverse_grad_scale)
     tl.store(out + v, total, mask=v < V)
 
 
 @triton.jit
 def finish_hidden(
-    sums,  # [T, H] float32, by position; with again_rows the others' are in two halves, so many rows apart
+    sums,  # [T, H] float32, by position; with half_rows those from `kept` on are in two halves, so many rows apart
     weight,  # [V, H]
     position,
     label,  # [T * IDS] int32: a position's targets
     at_target,  # [T * IDS] float32
-    shrink,
+    inverse_grad_scale,
     out,  # [T, H] out, by token
     weight_stride_v,
     weight_stride_h,
     H,
-    held,
-    again_rows,
+    kept,
+    half_rows,
     IDS: tl.constexpr,
-    TARGETS: tl.constexpr,
-    SHRINK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Round the hidden gradient, and put each row in its token's place; 0 for ignored tokens.
 
-    Without TARGETS, the targets' terms aren't in the sums yet.
+    With `at_target`, the targets' terms are not in the sums yet.
     """
     t = tl.program_id(0)
     at = tl.load(position + t)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(sums + tl.cast(at, tl.int64) * H + c, mask=(c < H) & (at >= 0), other=0.0)
-    if (at >= held) & (again_rows > 0):
-        value += tl.load(sums + tl.cast(at + again_rows, tl.int64) * H + c, mask=c < H, other=0.0)
-    if not TARGETS:
+    if (at >= kept) & (half_rows > 0):
+        value += tl.load(sums + tl.cast(at + half_rows, tl.int64) * H + c, mask=c < H, other=0.0)
+    if at_target is not None:
         for k in range(IDS):
             g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
             y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
             w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
             value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
-    if SHRINK:
-        value *= tl.load(shrink)
+    if inverse_grad_scale is not None:
+        value *= tl.load(inverse_grad_scale)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)

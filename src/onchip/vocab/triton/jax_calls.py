@@ -20,6 +20,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.vocab.mosaic.positions import Positions, Upstream
 from onchip.vocab.triton import blocks, gradients, softmax
+from onchip.vocab.triton.blocks import BufferRows
 from onchip.vocab.xla.tiles import TokenStats, Wanted
 
 Array = jax.Array
@@ -27,7 +28,7 @@ VOCAB_TILE: int = blocks.VOCAB_TILE.value
 
 
 class Code(str):
-    """What an entry computes for a parameter, from its own arrays and constants."""
+    """What an entry computes for a parameter, from its own arrays and constants; it may be `BufferRows`."""
 
 
 def call(
@@ -78,7 +79,7 @@ def _entry(kernel: Any, arrays: tuple[str, ...], constants: tuple[str, ...], cod
     # Triton reads a kernel's source where Python's own tools find it.
     file = f"<{name} {hash((arrays, constants, code)):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope = {"kernel": kernel, "tl": tl, "__name__": __name__}
+    scope = {"kernel": kernel, "tl": tl, "BufferRows": BufferRows, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)
     return triton.jit(scope[name])
 
@@ -138,14 +139,8 @@ class Launch(NamedTuple):
             "factor": at.factor[part],
             "rows_stride": hidden,
             "weight_stride": hidden,
-            "inner_scale": 0.0 if at.inner is None else Code("tl.load(inner)"),
-            "BIAS": at.bias is not None,
-            "SOFTCAP": at.inner is not None,
+            "inner_scale": None if at.inner is None else Code("tl.load(inner)"),
         }, inner
-
-
-# Where exponentials would be kept.
-_NOWHERE = dict.fromkeys(("stash", "stash_stride", "stash_tokens", "overflow", "overflow_tokens"), 0)
 
 
 def softmax_tiles(launch: Launch, rows: Array, part: slice, wanted: Wanted) -> Partials:
@@ -160,18 +155,15 @@ def softmax_tiles(launch: Launch, rows: Array, part: slice, wanted: Wanted) -> P
         **given,
         **launch.cut("softmax_tiles"),
         "T": tokens,
-        **_NOWHERE,
         **{name: None for name in Partials._fields if name not in names},
         "count": launch.positions.count_in(part),
         "shift": None,
         "exponentials": None,
+        "buffer": None,
         "first": 0,
         "partial_stride": tokens,
         "exponential_rows": 0,
         "exponential_scale": 1.0,
-        "SMOOTHING": wanted.even,
-        "STATS": wanted.entropy,
-        "KEEP": False,
         "RAGGED": vocab % VOCAB_TILE > 0,
         "BLOCK_T": launch.tiles["softmax_tiles"]["rows"],
     }
@@ -188,12 +180,14 @@ class Chunk(NamedTuple):
         # The number too: chunks of all sizes are one compiled kernel.
         return jnp.stack([jnp.asarray(x, jnp.int32) for x in self])
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, tokens: int) -> dict[str, Any]:
+        """With where the logits' gradient of so many positions is, all of it recomputed."""
         tiles = "tl.load(chunk + 1)"
         return {
             "first_tile": Code("tl.load(chunk)"),
             "chunk_tiles": Code(tiles),
-            "exponential_rows": Code(f"{tiles} * again_tokens"),
+            "exponential_rows": Code(f"{tiles} * {tokens}"),
+            "buffer": Code(f"BufferRows(0, 0, 0, 0, 0, 0, {tokens})"),
         }
 
 
@@ -201,34 +195,29 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
     """The logits' gradient for a chunk of the vocabulary: [tiles * P, 256], tile by tile; of positions beyond the last
     token 0 up to a whole block, and then whatever was there.
     """
-    at, tokens = launch.positions, len(rows)
-    loss = {name: x.reshape(1) for name, x in at.call.loss._asdict().items() if x is not None}
+    at, tokens, entry = launch.positions, len(rows), upstream.at_target
     given, arrays = launch.logits(rows, slice(None))
+    if at.inner is not None:
+        x = jnp.clip((stats.log_prob[:, 0] + stats.lse) / at.factor, -1, 1)
+        entry *= 1 - x * x
     arguments = {
         **given,
         **launch.cut("gradient_tiles"),
         "T": tokens,
-        **chunk.arguments(),
-        "order": jnp.arange(tokens, dtype=jnp.int32),
+        **chunk.arguments(tokens),
         "count": at.number,
         "lse": stats.lse,
-        "log_prob": stats.log_prob[:, 0],
-        "row": upstream.row_scale,
+        "row_scale": upstream.factor,
+        "even": upstream.even,
+        "at_target": entry,
+        "entropy_scale": None,
+        "mean": None,
         "first": 0,
-        "again": 0,
-        "again_tokens": tokens,
-        "label_smoothing": Code("tl.load(smoothing)") if "label_smoothing" in loss else 0.0,
-        "z_loss": Code("tl.load(squares)") if "z_loss" in loss else 0.0,
-        "TARGETS": True,
-        "SMOOTHING": "label_smoothing" in loss,
-        "Z_LOSS": "z_loss" in loss,
         "BLOCK_T": launch.tiles["gradient_tiles"]["rows"],
     }
-    named = {"label_smoothing": "smoothing", "z_loss": "squares"}
-    arrays |= {named[name]: x for name, x in loss.items()} | {"chunk": chunk.array()}
     outputs = {"exponentials": jax.ShapeDtypeStruct((chunk.tiles * tokens, VOCAB_TILE), rows.dtype)}
-    options = launch.options("gradient_tiles")
-    return call(gradients.gradient_tiles, arguments, outputs, arrays=arrays, **options)["exponentials"]
+    options = launch.options("gradient_tiles") | {"arrays": arrays | {"chunk": chunk.array()}}
+    return call(gradients.gradient_tiles, arguments, outputs, **options)["exponentials"]
 
 
 def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chunk) -> Array:
@@ -236,22 +225,18 @@ def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chu
     tile, (tokens, hidden) = launch.tiles["hidden_gradient"], sums.shape
     arguments = {
         **launch.cut("hidden_gradient"),
-        **chunk.arguments(),
-        **_NOWHERE,
+        **chunk.arguments(tokens),
         "exponentials": exponentials,
         "weight": launch.positions.layer.weight,
         "count": launch.positions.number,
-        "scale": None,
+        "product_scale": None,
         "first": 0,
         "last": tokens,
         "out_rows": tokens,
         "half_rows": 0,
-        "again": 0,
-        "again_tokens": tokens,
         "weight_stride": hidden,
         "out_stride": hidden,
         "SHARE": False,
-        "SCALE": False,
         "BLOCK_T": tile["rows"],
         "BLOCK_H": tile["columns"],
     }
@@ -267,18 +252,14 @@ def weight_gradient(
     arguments = {
         **launch.cut("weight_gradient"),
         "T": tokens,
-        **chunk.arguments(),
-        **_NOWHERE,
+        **chunk.arguments(tokens),
         "exponentials": exponentials,
         "rows": rows,
         "count": launch.positions.number,
-        "shrink": upstream.inverse_grad_scale,
-        "again_from": Code("tl.load(chunk)"),
-        "again": 0,
-        "again_tokens": tokens,
+        "inverse_grad_scale": upstream.inverse_grad_scale,
+        "recomputed_from": Code("tl.load(chunk)"),
         "rows_stride": hidden,
         "out_stride": hidden,
-        "SHRINK": upstream.inverse_grad_scale is not None,
         "ADD": False,
         "BLOCK_V": tile["rows"],
         "BLOCK_H": tile["columns"],

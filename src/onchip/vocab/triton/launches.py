@@ -1,10 +1,12 @@
-"""The launches of linear_cross_entropy's Triton kernels, one function for each, and the memory that they work on.
+"""The launches of the kernels of a head and a loss, one function for each, and the memory that they work on.
 
-In which order they run is in triton_walks.py.
+A kernel's arguments are found by its parameters' names: in what a run knows, in the vectors of its tokens, and in what
+a launch adds.  In which order they run is in walks.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +16,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.tiles import Head
-from onchip.vocab.triton import blocks as triton_blocks
-from onchip.vocab.triton import gradients as triton_gradients
-from onchip.vocab.triton import softmax as triton_softmax
+from onchip.vocab.triton import blocks, gradients
+from onchip.vocab.triton import softmax as softmax_kernels
+from onchip.vocab.triton.blocks import BufferRows
 from onchip.vocab.triton.memory import vector_elements
 
-VOCAB_TILE: int = triton_blocks.VOCAB_TILE.value
+VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
 TOKEN_TILE = 128
-# A float16 stash holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
+# Elements that a program takes at a time of what is no product.
+_BLOCK = 1024
+# A float16 buffer holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
 _FLOAT16_EXPONENTIAL = 32768.0
 
 
@@ -56,6 +60,10 @@ class Vectors(NamedTuple):
     def empty(tokens: int, device: torch.device) -> "Vectors":
         return Vectors.unpack(torch.zeros(vector_elements(tokens), dtype=torch.int32, device=device), tokens)
 
+    @property
+    def known(self) -> dict[str, Any]:
+        return {**self._asdict(), "count": self.number}
+
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
         *per_token, count = packed.split([*[tokens] * 6, 1])
@@ -87,11 +95,8 @@ class Run:
         return -(-self.vocab // VOCAB_TILE)
 
     @property
-    def inner_scale(self) -> float:
-        return 1.0 if self.head.softcap is None else self.head.logit_scale / self.head.softcap
-
-    @property
     def outer_scale(self) -> float:
+        """Of logits after softcap's tanh, or of products without one."""
         return self.head.logit_scale if self.head.softcap is None else self.head.softcap
 
     @property
@@ -108,6 +113,27 @@ class Run:
         stride = x.stride(0) or x.shape[1]
         return TensorDescriptor(x, list(x.shape), [stride, 1], [rows, columns])
 
+    @cached_property
+    def known(self) -> dict[str, Any]:
+        """What kernels are told of the head; the weight by pointer."""
+        head = self.head
+        return {
+            "weight": head.weight,
+            "weight_stride_v": head.weight.stride(0),
+            "weight_stride_h": head.weight.stride(1),
+            "bias": head.bias,
+            "T": self.tokens,
+            "H": self.hidden,
+            "V": self.vocab,
+            "tiles": self.vocab_tiles,
+            "inner_scale": None if head.softcap is None else head.logit_scale / head.softcap,
+            "label_smoothing": head.label_smoothing,
+            "z_loss": head.z_loss,
+            "exponential_scale": self.exponential_scale,
+            "inverse_exponential_scale": 1 / self.exponential_scale,
+            "RAGGED": self.vocab % VOCAB_TILE > 0,
+        }
+
     def weight(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
         weight = self.head.weight
@@ -115,17 +141,33 @@ class Run:
         operand = self.operand(weight.T, columns, rows) if turned else self.operand(weight, rows, columns)
         return {"weight": operand, "weight_stride": max(weight.stride()), "TURNED": turned}
 
-    def cut(self, name: str) -> dict[str, Any]:
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], vectors: Vectors, arguments: Mapping[str, Any], warps: int = 4
+    ) -> Launch:
+        return Launch.of(kernel, grid, {**self.known, **vectors.known, **arguments}, warps)
+
+    def product(self, name: str, kernel: Any, vectors: Vectors, arguments: Mapping[str, Any]) -> Launch:
+        """Of a kernel that is cut as the tiles of this name say."""
         t = self.tiles[name]
-        return {"BLOCK_K": t.depth, "GROUP": t.group, "PROGRAMS": self.programs, "PARTS": t.parts, "TMA": self.tma}
+        known = {
+            "BLOCK_K": t.depth,
+            "GROUP": t.group,
+            "PROGRAMS": self.programs,
+            "PARTS": t.parts,
+            "TMA": self.tma,
+            **self.known,
+            **vectors.known,
+            **arguments,
+        }
+        return Launch.of(kernel, (self.programs,), known, t.warps, t.stages)
 
 
-_PLACES = ("stash", "stash_stride", "stash_tokens", "overflow", "overflow_tokens")
+# ------------------------------------------------------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True)
-class Exponentials:
-    """Where the exponentials of the logits are, as `exponential_row` counts: rows of VOCAB_TILE from one address on.
+class LogitBuffer:
+    """Memory for the exponentials of logits, or for their gradient: rows of VOCAB_TILE from one address on.
 
     The pieces are allocations of their own.  The matrix spans them all and what lies between, of which nothing is ever
     read or written.
@@ -133,36 +175,31 @@ class Exponentials:
 
     pieces: tuple[Tensor, ...]  # kept from being freed
     matrix: Tensor  # [rows, VOCAB_TILE]
-    stash: int
-    stash_stride: int
-    stash_tokens: int
-    overflow: int
-    overflow_tokens: int
-    again: int
-    again_tokens: int
+    rows: BufferRows
 
     @property
-    def held(self) -> int:
-        return self.stash_tokens + self.overflow_tokens
+    def kept(self) -> int:
+        """Positions whose rows forward fills; backward recomputes those of the others."""
+        return int(self.rows.in_weight_grad + self.rows.in_scratch)
 
-    def arguments(self, *, again: bool) -> dict[str, int]:
-        """As kernels take them, with or without what is computed again."""
-        return {name: getattr(self, name) for name in (*_PLACES, *(("again", "again_tokens") if again else ()))}
+    @property
+    def known(self) -> dict[str, Any]:
+        return {"exponentials": self.matrix, "exponential_rows": len(self.matrix), "buffer": self.rows}
 
 
-def exponentials(
-    stash: Tensor,  # flat; from `pad` tiles on
+def logit_buffer(
+    weight_grad: Tensor,  # flat; from `pad` tiles on
     pad: int,
-    stash_stride: int,
-    stash_tokens: int,
-    overflow: Tensor,  # flat
-    overflow_tokens: int,
-    again: Tensor,  # flat
-    again_tokens: int,
-) -> Exponentials:
+    weight_grad_stride: int,
+    in_weight_grad: int,
+    scratch: Tensor,  # flat
+    in_scratch: int,
+    for_recomputed: Tensor,  # flat
+    recomputed: int,
+) -> LogitBuffer:
     """The matrix that spans the three pieces, each of which begins at a multiple of a row's bytes."""
-    row = VOCAB_TILE * stash.element_size()
-    pieces = [x for x in (stash, overflow, again) if x.numel() > 0]
+    row = VOCAB_TILE * weight_grad.element_size()
+    pieces = [x for x in (weight_grad, scratch, for_recomputed) if x.numel() > 0]
     first = min(pieces, key=Tensor.data_ptr)
     end = max(x.data_ptr() + x.numel() * x.element_size() for x in pieces)
 
@@ -180,74 +217,19 @@ def exponentials(
     rows = (end - first.data_ptr()) // row
     if rows >= 1 << 31:
         raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
-    return Exponentials(
+    return LogitBuffer(
         tuple(pieces),
         first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(rows, VOCAB_TILE),
-        start(stash) + pad * stash_stride,
-        stash_stride,
-        stash_tokens,
-        start(overflow),
-        overflow_tokens,
-        start(again),
-        again_tokens,
+        BufferRows(
+            start(weight_grad) + pad * weight_grad_stride,
+            weight_grad_stride,
+            in_weight_grad,
+            start(scratch),
+            in_scratch,
+            start(for_recomputed),
+            recomputed,
+        ),
     )
-
-
-def compact(run: Run, target: Tensor, ignore_index: int, vectors: Vectors) -> Launch:
-    arguments = {
-        "target": target,
-        "position": vectors.position,
-        "order": vectors.order,
-        "count": vectors.number,
-        "T": run.tokens,
-        "ignore_index": ignore_index,
-        "BLOCK": 4096,
-    }
-    return Launch(triton_softmax.compact_tokens, (1,), arguments, warps=8)
-
-
-def gather(
-    run: Run,
-    hidden: Tensor,
-    target: Tensor,
-    temperature: Tensor | float,
-    vectors: Vectors,
-    target_logit: Tensor,
-    rows: Tensor,
-    first: int,
-) -> Launch:
-    per_token = isinstance(temperature, Tensor)
-    arguments = {
-        "hidden": hidden,
-        "weight": run.head.weight,
-        "bias": run.head.bias,
-        "target": target,
-        "temperature": temperature if per_token else None,
-        "order": vectors.order,
-        "count": vectors.number,
-        "rows": rows,
-        "label": vectors.label,
-        "factor": vectors.factor,
-        "target_logit": target_logit,
-        "shift": vectors.shift,
-        "first": first,
-        "hidden_stride_t": hidden.stride(0),
-        "hidden_stride_h": hidden.stride(1),
-        "weight_stride_v": run.head.weight.stride(0),
-        "weight_stride_h": run.head.weight.stride(1),
-        "H": run.hidden,
-        "V": run.vocab,
-        "T": run.tokens,
-        "inner_scale": run.inner_scale,
-        "outer_scale": run.outer_scale / (1.0 if per_token else temperature),
-        "BIAS": run.head.bias is not None,
-        "SOFTCAP": run.head.softcap is not None,
-        "TEMPERATURE": per_token,
-        "SHIFT": run.head.weight.dtype != torch.float16,  # whose exponents don't reach
-        "BLOCK": 1024,
-        "PAD": TOKEN_TILE,
-    }
-    return Launch(triton_softmax.gather_tokens, (min(len(rows), run.tokens - first),), arguments)
 
 
 class Partials(NamedTuple):
@@ -266,198 +248,237 @@ class Partials(NamedTuple):
 
         return Partials(make(True), make(True), make(smoothing), make(stats), make(stats, torch.int32))
 
+    @property
+    def known(self) -> dict[str, Any]:
+        return {**self._asdict(), "partial_stride": self.maximum.stride(0)}
+
+
+class Picked(NamedTuple):
+    """What is known of the ids before the softmax, by position; the latter two where a token has several."""
+
+    target_logit: Tensor  # [T] float32: the largest of the ids' logits
+    picked: Tensor | None  # [T, K] float32: each id's logit
+    picked_label: Tensor | None  # [T, K] int32: the id, -1 if it is ignored or out of range
+
+
+class TokenSoftmax(NamedTuple):
+    """What forward makes and backward uses, [T] float32 by token; None: not wanted."""
+
+    lse: Tensor
+    log_prob: Tensor  # [T, K]
+    entropy: Tensor | None = None
+    leading: Tensor | None = None  # log-probability of the leader
+    uniform_loss: Tensor | None = None  # cross-entropy with the uniform distribution
+    top1: Tensor | None = None  # int64: index of the largest logit
+
+
+class Terms(NamedTuple):
+    """What backward knows of each position's gradient, [T] float32; see `position_terms`."""
+
+    row_scale: Tensor
+    even: Tensor | None
+    entropy_scale: Tensor | None  # with it, `product_scale` is 1 and what is kept is made the gradient first
+    mean: Tensor | None
+    product_scale: Tensor  # what multiplies kept exponentials
+    lse: Tensor
+    entry: Tensor  # [T * ids]
+    entry_label: Tensor  # [T * ids] int32: the ids, -1 for none; a position's are different ones
+    inverse_grad_scale: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled for float16
+
+    @property
+    def ids(self) -> int:
+        """Of a position."""
+        return self.entry.numel() // self.lse.numel()
+
+
+# ------------------------------------------------------------------------------------------------------------ forward
+
+
+def compact(run: Run, target: Tensor, ignore_index: int, vectors: Vectors) -> Launch:
+    arguments = {"target": target, "ignore_index": ignore_index, "BLOCK": 4096}
+    return run.launch(softmax_kernels.compact_tokens, (1,), vectors, arguments, warps=8)
+
+
+def gather(
+    run: Run,
+    hidden: Tensor,
+    ids: Tensor,  # [T, K] int64
+    ignore_index: int,
+    temperature: Tensor | float,
+    vectors: Vectors,
+    picked: Picked,
+    rows: Tensor,
+    first: int,
+) -> Launch:
+    per_token = isinstance(temperature, Tensor)
+    arguments = {
+        **picked._asdict(),
+        "hidden": hidden,
+        "ids": ids,
+        "K": ids.shape[1],
+        "ignore_index": ignore_index,
+        "temperature": temperature if per_token else None,
+        "outer_scale": run.outer_scale / (1.0 if per_token else temperature),
+        "rows": rows,
+        "first": first,
+        "hidden_stride_t": hidden.stride(0),
+        "hidden_stride_h": hidden.stride(1),
+        "SHIFT": run.head.weight.dtype != torch.float16,  # whose exponents don't reach
+        "BLOCK": _BLOCK,
+        "PAD": TOKEN_TILE,
+    }
+    return run.launch(softmax_kernels.gather_tokens, (min(len(rows), run.tokens - first),), vectors, arguments)
+
 
 def softmax(
-    run: Run, rows: Tensor, vectors: Vectors, partials: Partials, kept: Exponentials | None, first: int, *, stats: bool
+    run: Run, rows: Tensor, vectors: Vectors, partials: Partials, kept: LogitBuffer | None, first: int
 ) -> Launch:
     t = run.tiles["softmax_tiles"]
     arguments = {
-        "rows": run.operand(rows, t.rows, t.depth),
+        **partials.known,
         **run.weight(VOCAB_TILE, t.depth),
-        "bias": run.head.bias,
+        "rows": run.operand(rows, t.rows, t.depth),
+        "rows_stride": rows.stride(0),
+        "T": len(rows),
+        "first": first,
         "label": vectors.label[first:],
         "factor": vectors.factor[first:],
-        "count": vectors.number,
-        **partials._asdict(),
         "shift": vectors.shift[first:],
         "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
         "exponential_rows": 0 if kept is None else len(kept.matrix),
-        **(dict.fromkeys(_PLACES, 0) if kept is None else kept.arguments(again=False)),
-        "first": first,
-        "rows_stride": rows.stride(0),
-        "T": len(rows),
-        "H": run.hidden,
-        "V": run.vocab,
-        "partial_stride": partials.maximum.stride(0),
-        "inner_scale": run.inner_scale,
-        "exponential_scale": run.exponential_scale,
-        "BIAS": run.head.bias is not None,
-        "SOFTCAP": run.head.softcap is not None,
-        "SMOOTHING": run.head.label_smoothing > 0,
-        "STATS": stats,
-        "KEEP": kept is not None,
-        "RAGGED": run.vocab % VOCAB_TILE > 0,
+        "buffer": None if kept is None else kept.rows,
         "BLOCK_T": t.rows,
-        **run.cut("softmax_tiles"),
     }
-    return Launch(triton_softmax.softmax_tiles, (run.programs,), arguments, t.warps, t.stages)
-
-
-class PerToken(NamedTuple):
-    """What forward returns, [T] by token; the loss and `correct`, or `top1`."""
-
-    loss: Tensor | None
-    lse: Tensor
-    log_prob: Tensor
-    entropy: Tensor | None
-    correct: Tensor | None
-    top1: Tensor | None = None  # int64
+    return run.product("softmax_tiles", softmax_kernels.softmax_tiles, vectors, arguments)
 
 
 def merge(
-    run: Run,
-    vectors: Vectors,
-    target_logit: Tensor,
-    partials: Partials,
-    token_weight: Tensor | None,
-    out: PerToken,
-    first: int,
+    run: Run, vectors: Vectors, target_logit: Tensor, partials: Partials, out: TokenSoftmax, first: int
 ) -> Launch:
     arguments = {
-        "position": vectors.position,
-        "label": vectors.label,
-        "target_logit": target_logit,
-        **partials._asdict(),
-        "shift": vectors.shift,
-        "base": vectors.base,
-        "token_weight": token_weight,
+        **partials.known,
         **out._asdict(),
-        "T": run.tokens,
-        "V": run.vocab,
-        "tiles": run.vocab_tiles,
-        "partial_stride": partials.maximum.stride(0),
+        "target_logit": target_logit,
         "first": first,
         "last": first + partials.maximum.shape[1],
-        "label_smoothing": run.head.label_smoothing,
-        "z_loss": run.head.z_loss,
-        "TOKEN_WEIGHT": token_weight is not None,
-        "SMOOTHING": run.head.label_smoothing > 0,
-        "STATS": out.entropy is not None,
-        "LOSS": out.loss is not None,
         "BLOCK_T": 16,
         "BLOCK": 256,
     }
-    return Launch(triton_softmax.merge_tiles, (-(-run.tokens // 16),), arguments, warps=8)
+    return run.launch(softmax_kernels.merge_tiles, (-(-run.tokens // 16),), vectors, arguments, warps=8)
 
 
-def settle(run: Run, kept: Exponentials, vectors: Vectors, maximum: Tensor) -> Launch:
+def rebase(run: Run, kept: LogitBuffer, vectors: Vectors, partials: Partials) -> Launch:
+    arguments = {**kept.known, **partials.known, "TILES": 16, "BLOCK_T": TOKEN_TILE}
+    grid = (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE)
+    return run.launch(softmax_kernels.rebase_exponentials, grid, vectors, arguments, warps=8)
+
+
+def spread(run: Run, ids: Tensor, ignore_index: int, vectors: Vectors, picked: Picked, made: TokenSoftmax) -> Launch:
     arguments = {
-        "exponentials": kept.matrix,
-        "count": vectors.number,
-        "maximum": maximum,
-        "shift": vectors.shift,
-        "base": vectors.base,
-        "partial_stride": maximum.stride(0),
-        "tiles": run.vocab_tiles,
-        **kept.arguments(again=False),
-        "TILES": 16,
-        "BLOCK_T": TOKEN_TILE,
+        **picked._asdict(),
+        **made._asdict(),
+        "ids": ids,
+        "ignore_index": ignore_index,
+        "N": ids.numel(),
+        "K": ids.shape[1],
+        "BLOCK": _BLOCK,
     }
-    grid = (-(-run.vocab_tiles // 16), kept.held // TOKEN_TILE)
-    return Launch(triton_softmax.settle_exponentials, grid, arguments, warps=8)
+    return run.launch(softmax_kernels.spread_log_probs, (-(-ids.numel() // _BLOCK),), vectors, arguments)
 
 
-@dataclass(frozen=True)
-class Upstream:
-    """What backward knows of each token; lse and log_prob by token, the others by position."""
-
-    lse: Tensor
-    log_prob: Tensor | None  # None: `row` is the coefficient of p, and `at_target` is given
-    row: Tensor  # [T] float32: factor of the position's row of the gradient
-    scale: Tensor  # [T] float32: the same times exp(base - lse), where exponentials are kept
-    at_target: Tensor  # [T * ids] float32: the targets' entries of the gradient, where exponentials are kept
-    shrink: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled up for float16
-    label: Tensor  # [T * ids] int32: the targets, -1 for none; a position's are different ones
-    ids: int = 1
-    # [T] float32: the coefficient of p * (z - mean).  With it, `scale` is 1 and kept exponentials are the gradient.
-    entropy_row: Tensor | None = None
-    mean: Tensor | None = None  # [T] float32
-
-
-def scale_hidden(run: Run, rows: Tensor, places: Exponentials, vectors: Vectors, upstream: Upstream) -> Launch:
-    arguments = {
-        "rows": rows,
-        "scale": upstream.scale,
-        "at_target": upstream.at_target,
-        "order": vectors.order,
-        "count": vectors.number,
-        "label": vectors.label,
-        "lse": upstream.lse,
-        "log_prob": upstream.log_prob,
-        "base": vectors.base,
-        "held": places.held,
-        "H": run.hidden,
-        "z_loss": run.head.z_loss,
-        "inverse_exponential_scale": 1 / run.exponential_scale,
-        "GIVEN": upstream.log_prob is None,
-        "BLOCK": 1024,
-    }
-    return Launch(triton_gradients.scale_rows, (run.tokens,), arguments)
-
-
-def gradient_again(
-    run: Run, rows: Tensor, vectors: Vectors, upstream: Upstream, places: Exponentials, first_tile: int, tiles: int
+def losses(
+    run: Run, vectors: Vectors, made: TokenSoftmax, token_weight: Tensor | None, loss: Tensor, correct: Tensor | None
 ) -> Launch:
-    t = run.tiles["gradient_tiles"]
+    arguments = {**made._asdict(), "token_weight": token_weight, "loss": loss, "correct": correct, "BLOCK": 256}
+    return run.launch(softmax_kernels.token_losses, (-(-run.tokens // 256),), vectors, arguments)
+
+
+# ----------------------------------------------------------------------------------------------------------- backward
+
+
+def position_terms(run: Run, vectors: Vectors, arguments: Mapping[str, Any], ids: Tensor) -> Launch:
+    """`arguments` are the ids and what is known of them, upstream gradients, and what is made."""
+    block_k = 1
+    while block_k < min(ids.shape[1], 32):
+        block_k *= 2
+    block_t = 256 // block_k
+    known = {
+        "ids": ids,
+        "K": ids.shape[1],
+        "slope_scale": run.head.logit_scale / run.outer_scale,
+        "BLOCK_T": block_t,
+        "BLOCK_K": block_k,
+        **arguments,
+    }
+    grid = (-(-run.tokens // block_t), -(-ids.shape[1] // block_k))
+    return run.launch(gradients.position_terms, grid, vectors, known)
+
+
+def write(
+    run: Run,
+    buffer: LogitBuffer,
+    label: Tensor,  # [T, K] int32
+    entry: Tensor | None,  # [T, K] float32; None: zeros
+    vectors: Vectors,
+    first: int,
+    last: int,
+    first_tile: int,
+    tiles: int,
+) -> Launch:
     arguments = {
-        "rows": run.operand(rows, t.rows, t.depth),
-        **run.weight(VOCAB_TILE, t.depth),
-        "bias": run.head.bias,
-        "exponentials": run.operand(places.matrix, t.rows, VOCAB_TILE // t.parts),
-        "order": vectors.order,
-        "count": vectors.number,
-        "label": vectors.label,
-        "factor": vectors.factor,
-        "lse": upstream.lse,
-        "log_prob": upstream.log_prob,
-        "row": upstream.row,
-        "first": places.held,
+        **buffer.known,
+        "label": label,
+        "entry": entry,
+        "K": label.shape[1],
+        "first": first,
+        "last": last,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "exponential_rows": len(places.matrix),
-        "again": places.again,
-        "again_tokens": places.again_tokens,
-        "rows_stride": rows.stride(0),
-        "T": run.tokens,
-        "H": run.hidden,
-        "V": run.vocab,
-        "inner_scale": run.inner_scale,
-        "label_smoothing": run.head.label_smoothing,
-        "z_loss": run.head.z_loss,
-        "TARGETS": places.held == 0 and upstream.ids == 1,
-        "BIAS": run.head.bias is not None,
-        "SOFTCAP": run.head.softcap is not None,
-        "SMOOTHING": run.head.label_smoothing > 0,
-        "Z_LOSS": run.head.z_loss > 0,
-        "BLOCK_T": t.rows,
-        "at_target": upstream.at_target if upstream.log_prob is None else None,
-        "entropy_row": upstream.entropy_row,
-        "mean": upstream.mean,
-        "GIVEN": upstream.log_prob is None,
-        "ENTROPY": upstream.entropy_row is not None,
-        **run.cut("gradient_tiles"),
+        "BLOCK": _BLOCK,
     }
-    return Launch(triton_gradients.gradient_tiles, (run.programs,), arguments, t.warps, t.stages)
+    return run.launch(gradients.write_entries, (-(-label.numel() // _BLOCK),), vectors, arguments)
+
+
+def entropy_gradient(run: Run, buffer: LogitBuffer, vectors: Vectors, terms: Terms) -> Launch:
+    grid = (run.vocab_tiles, buffer.kept // 32)
+    return run.launch(gradients.entropy_gradient, grid, vectors, {**buffer.known, **terms._asdict(), "BLOCK_T": 32})
+
+
+def scale_rows(run: Run, rows: Tensor, product_scale: Tensor, vectors: Vectors, kept: int) -> Launch:
+    arguments = {"rows": rows, "product_scale": product_scale, "kept": kept, "BLOCK": _BLOCK}
+    return run.launch(gradients.scale_rows, (run.tokens,), vectors, arguments)
+
+
+def gradient(
+    run: Run, rows: Tensor, vectors: Vectors, terms: Terms, buffer: LogitBuffer, first_tile: int, tiles: int
+) -> Launch:
+    """The gradient of logits that are recomputed."""
+    t = run.tiles["gradient_tiles"]
+    arguments = {
+        **buffer.known,
+        **terms._asdict(),
+        **run.weight(VOCAB_TILE, t.depth),
+        "rows": run.operand(rows, t.rows, t.depth),
+        "rows_stride": rows.stride(0),
+        "exponentials": run.operand(buffer.matrix, t.rows, VOCAB_TILE // t.parts),
+        # Where some targets' entries are added to the results, all are; several ids' are written apart.
+        "at_target": terms.entry if buffer.kept == 0 and terms.ids == 1 else None,
+        "first": buffer.kept,
+        "first_tile": first_tile,
+        "chunk_tiles": tiles,
+        "BLOCK_T": t.rows,
+    }
+    return run.product("gradient_tiles", gradients.gradient_tiles, vectors, arguments)
 
 
 def weight_product(
     run: Run,
-    places: Exponentials,
+    buffer: LogitBuffer,
     rows: Tensor,
     vectors: Vectors,
     out: Tensor,
-    shrink: Tensor | None,
-    again_from: int,
+    inverse_grad_scale: Tensor | None,
+    recomputed_from: int,
     first_tile: int,
     tiles: int,
     *,
@@ -466,147 +487,128 @@ def weight_product(
     t = run.tiles["weight_gradient"]
     parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
     arguments = {
-        "exponentials": run.operand(places.matrix, t.depth, t.rows),
+        **buffer.known,
+        "exponentials": run.operand(buffer.matrix, t.depth, t.rows),
         "rows": run.operand(rows, t.depth, t.columns),
+        "rows_stride": rows.stride(0),
         "out": run.operand(out, t.rows, t.columns // parts),
-        "count": vectors.number,
-        "shrink": shrink,
-        "again_from": again_from,
+        "out_stride": out.stride(0),
+        "inverse_grad_scale": inverse_grad_scale,
+        "recomputed_from": recomputed_from,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "exponential_rows": len(places.matrix),
-        **places.arguments(again=True),
-        "rows_stride": rows.stride(0),
-        "out_stride": out.stride(0),
-        "T": run.tokens,
-        "H": run.hidden,
-        "V": run.vocab,
-        "SHRINK": shrink is not None,
         "ADD": add,
         "BLOCK_V": t.rows,
         "BLOCK_H": t.columns,
-        **run.cut("weight_gradient"),
         "PARTS": parts,
     }
-    return Launch(triton_gradients.weight_gradient, (run.programs,), arguments, t.warps, t.stages)
+    return run.product("weight_gradient", gradients.weight_gradient, vectors, arguments)
 
 
 def target_terms(
-    run: Run,
-    hidden: Tensor,
-    vectors: Vectors,
-    upstream: Upstream,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
+    run: Run, hidden: Tensor, vectors: Vectors, terms: Terms, grad_weight: Tensor | None, grad_bias: Tensor | None
 ) -> Launch:
-    number = len(upstream.label)
-    there = torch.arange(number, device=hidden.device) < vectors.number * upstream.ids
-    there &= upstream.label >= 0
-    labels, positions = upstream.label.masked_fill(~there, triton_blocks.NO_LABEL.value).sort(stable=True)
+    number = len(terms.entry_label)
+    there = torch.arange(number, device=hidden.device) < vectors.number * terms.ids
+    there &= terms.entry_label >= 0
+    labels, positions = terms.entry_label.masked_fill(~there, blocks.NO_LABEL.value).sort(stable=True)
     arguments = {
         "hidden": hidden,
         "grad_weight": grad_weight,
         "grad_bias": grad_bias,
-        "order": vectors.order,
         "sorted_label": labels,
         "sorted_position": positions,
-        "at_target": upstream.at_target,
-        "shrink": upstream.shrink,
+        "at_target": terms.entry,
+        "inverse_grad_scale": terms.inverse_grad_scale,
         "hidden_stride_t": hidden.stride(0),
         "hidden_stride_h": hidden.stride(1),
         "N": number,
-        "H": run.hidden,
-        "IDS": upstream.ids,
-        "WEIGHT": grad_weight is not None,
-        "BIAS": grad_bias is not None,
-        "SHRINK": upstream.shrink is not None,
+        "IDS": terms.ids,
         "OPERAND": tl.float16 if run.head.weight.dtype == torch.float16 else tl.bfloat16,
         "TOKENS": 4,  # with 16 it took 0.63 ms instead of 0.04 at T4096 H4096 on an H100
-        "BLOCK": 1024,
+        "BLOCK": _BLOCK,
     }
-    blocks = 1 if grad_weight is None else -(-run.hidden // 1024)
-    return Launch(triton_gradients.add_targets, (number, blocks), arguments)
+    grid = (number, 1 if grad_weight is None else -(-run.hidden // _BLOCK))
+    return run.launch(gradients.add_targets, grid, vectors, arguments)
 
 
 def hidden_product(
     run: Run,
-    places: Exponentials,
+    buffer: LogitBuffer,
     vectors: Vectors,
-    scale: Tensor | None,
+    product_scale: Tensor | None,
     sums: Tensor,
     halves: bool,
     first_tile: int,
     tiles: int,
 ) -> Launch:
-    """With `scale` of the positions that are held, else of the others."""
-    held = min(places.held, run.tokens)
-    out = sums[:held] if scale is not None else sums[held:]
+    """With `product_scale` of the positions that are kept, else of the others."""
+    kept = min(buffer.kept, run.tokens)
+    first, last = (kept, run.tokens) if product_scale is None else (0, kept)
+    out = sums[first:] if product_scale is None else sums[:kept]
     t = run.tiles["hidden_gradient"]
     arguments = {
-        "exponentials": run.operand(places.matrix, t.rows, t.depth),
+        **buffer.known,
         **run.weight(t.depth, t.columns),
+        "exponentials": run.operand(buffer.matrix, t.rows, t.depth),
         "out": run.operand(out, t.rows, t.columns // t.parts),
-        "count": vectors.number,
-        "scale": scale,
-        "first": 0 if scale is not None else held,
-        "last": held if scale is not None else run.tokens,
+        "out_stride": out.stride(0),
         "out_rows": len(out),
-        "half_rows": places.again_tokens if scale is None else 0,
+        "product_scale": product_scale,
+        "first": first,
+        "last": last,
+        "half_rows": buffer.rows.recomputed if product_scale is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "exponential_rows": len(places.matrix),
-        **places.arguments(again=True),
-        "out_stride": out.stride(0),
-        "H": run.hidden,
-        "V": run.vocab,
-        "SHARE": scale is not None or halves,
-        "SCALE": scale is not None,
+        "SHARE": product_scale is not None or halves,
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
-        **run.cut("hidden_gradient"),
     }
-    return Launch(triton_gradients.hidden_gradient, (run.programs,), arguments, t.warps, t.stages)
+    return run.product("hidden_gradient", gradients.hidden_gradient, vectors, arguments)
 
 
 def bias_sums(
-    run: Run, places: Exponentials, vectors: Vectors, upstream: Upstream, out: Tensor, first_tile: int, tiles: int
+    run: Run,
+    buffer: LogitBuffer,
+    vectors: Vectors,
+    product_scale: Tensor,
+    inverse_grad_scale: Tensor | None,
+    out: Tensor,
+    first_tile: int,
+    tiles: int,
 ) -> Launch:
     arguments = {
-        "exponentials": places.matrix,
+        **buffer.known,
+        "product_scale": product_scale,
+        "inverse_grad_scale": inverse_grad_scale,
         "out": out,
-        "count": vectors.number,
-        "scale": upstream.scale,
-        "shrink": upstream.shrink,
         "first_tile": first_tile,
-        **places.arguments(again=True),
-        "V": run.vocab,
-        "SHRINK": upstream.shrink is not None,
         "BLOCK_T": 64,
         "BLOCK_V": 64,
     }
-    return Launch(triton_gradients.bias_gradient, (tiles, VOCAB_TILE // 64), arguments)
+    return run.launch(gradients.bias_gradient, (tiles, VOCAB_TILE // 64), vectors, arguments)
 
 
 def finish(
-    run: Run, sums: Tensor, vectors: Vectors, upstream: Upstream, out: Tensor, held: int, again_rows: int
+    run: Run,
+    sums: Tensor,
+    vectors: Vectors,
+    inverse_grad_scale: Tensor | None,
+    out: Tensor,
+    kept: int = 0,
+    half_rows: int = 0,
+    terms: Terms | None = None,
 ) -> Launch:
-    block = 1024
+    """With `terms` the ids' entries are added."""
     arguments = {
         "sums": sums,
-        "weight": run.head.weight,
-        "position": vectors.position,
-        "label": upstream.label,
-        "at_target": upstream.at_target,
-        "shrink": upstream.shrink,
+        "label": None if terms is None else terms.entry_label,
+        "at_target": None if terms is None else terms.entry,
+        "inverse_grad_scale": inverse_grad_scale,
         "out": out,
-        "weight_stride_v": run.head.weight.stride(0),
-        "weight_stride_h": run.head.weight.stride(1),
-        "H": run.hidden,
-        "held": held,
-        "again_rows": again_rows,
-        "IDS": upstream.ids,
-        "TARGETS": held == 0,
-        "SHRINK": upstream.shrink is not None,
-        "BLOCK": block,
+        "kept": kept,
+        "half_rows": half_rows,
+        "IDS": 1 if terms is None else terms.ids,
+        "BLOCK": _BLOCK,
     }
-    return Launch(triton_gradients.finish_hidden, (run.tokens, -(-run.hidden // block)), arguments)
+    return run.launch(gradients.finish_hidden, (run.tokens, -(-run.hidden // _BLOCK)), vectors, arguments)

@@ -57,21 +57,21 @@ def saved_of(call: Any, config: TritonConfig, *, fake: bool = False) -> Saved:
     )
 
 
-def rows_and_exponentials(call: Any, config: TritonConfig, saved: Saved) -> tuple[Tensor, Any]:
+def rows_and_buffer(call: Any, config: TritonConfig, saved: Saved) -> tuple[Tensor, Any]:
     """What forward fills in: the tokens' hidden states by position, and exponentials, None where none are kept."""
     size = call.hidden.shape[-1]
     tokens = call.hidden.numel() // size
     if not any(call.grads):
         return call.hidden.new_empty((min(config.token_chunk, tokens), size), dtype=call.dtype), None
-    kept = setup.kept_exponentials(saved, call.weight, call.dtype, config) if config.held > 0 else None
-    return setup.rows_in(saved.hidden_memory, tokens, size, call.dtype), kept
+    buffer = setup.logit_buffer(saved, call.weight, call.dtype, config) if config.held > 0 else None
+    return setup.rows_in(saved.hidden_memory, tokens, size, call.dtype), buffer
 
 
 def backward_memory(call: Any, config: TritonConfig, saved: Saved, wanted: Sequence[bool]) -> dict[str, Any]:
     """The same for backward, as walks take it, with where the gradients go; weight's is new where nothing was kept."""
     vocab, size = call.weight.shape
     tokens = call.hidden.numel() // size
-    again = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - config.stashed - config.overflow
+    recomputed = triton_spec.up(tokens, triton_spec.TOKEN_TILE) - config.stashed - config.overflow
     grad_weight = None
     if wanted[1]:
         grad_weight = saved.weight_memory[:vocab]
@@ -89,7 +89,7 @@ def backward_memory(call: Any, config: TritonConfig, saved: Saved, wanted: Seque
     return gradients | {
         "rows": setup.rows_in(saved.hidden_memory, tokens, size, call.dtype),
         "hidden": call.hidden.reshape(tokens, size),
-        "places": setup.kept_exponentials(saved, call.weight, call.dtype, config, again_tokens=again),
+        "buffer": setup.logit_buffer(saved, call.weight, call.dtype, config, recomputed=recomputed),
         "chunk_tiles": (config.vocab_chunk // triton_spec.VOCAB_TILE, config.weight_chunk // triton_spec.VOCAB_TILE),
         "halves": config.halves,
     }

@@ -44,7 +44,7 @@ def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward; see `triton_walks`."""
+    """What forward leaves for backward; see walks.py."""
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
     weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
@@ -76,8 +76,8 @@ def make_saved(
     make = empty if fake else aligned
     return Saved(
         hidden.new_empty(hidden.shape, dtype=hidden.dtype if grad_hidden else dtype),
-        # A chunk more than the gradient takes: each chunk of that is written where the exponentials of the one before
-        # were, while those of its own are being read.
+        # A chunk more than the gradient takes: each chunk of the gradient overwrites the previous chunk's exponentials
+        # while reading its own.
         make(weight, (tiles * triton_spec.VOCAB_TILE + config.weight_chunk, size), weight.dtype)
         if in_place
         else blank(),
@@ -119,25 +119,25 @@ def rows_in(memory: Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> Ten
     return memory.view(-1).view(dtype)[: tokens * hidden].view(tokens, hidden)
 
 
-def kept_exponentials(
-    saved: Saved, weight: Tensor, dtype: torch.dtype, config: TritonConfig, *, again_tokens: int | None = None
-) -> "launches.Exponentials":
-    """Where exponentials are; with `again_tokens` there is a buffer as well, for those that are computed again."""
+def logit_buffer(
+    saved: Saved, weight: Tensor, dtype: torch.dtype, config: TritonConfig, *, recomputed: int | None = None
+) -> "launches.LogitBuffer":
+    """The memory for exponentials; with `recomputed` also for those of so many tokens that backward recomputes."""
     from onchip.vocab.triton import launches
 
     nothing = saved.overflow[:0]
-    again = nothing
-    if again_tokens is not None:
-        again = aligned(saved.vectors, (max(0, again_tokens) * config.vocab_chunk,), dtype)
-    return launches.exponentials(
+    for_recomputed = nothing
+    if recomputed is not None:
+        for_recomputed = aligned(saved.vectors, (max(0, recomputed) * config.vocab_chunk,), dtype)
+    return launches.logit_buffer(
         saved.weight_memory.view(-1).view(dtype) if config.stashed > 0 else nothing,
         config.weight_chunk // triton_spec.VOCAB_TILE,
         weight.shape[1] * weight.element_size() // dtype.itemsize,
         config.stashed,
         saved.overflow,
         config.overflow,
-        again,
-        again_tokens or 0,
+        for_recomputed,
+        recomputed or 0,
     )
 
 

@@ -1,6 +1,6 @@
 """The kernels of forward: the tokens that count, the softmax of their logits, and what is kept of those.
 
-Sizes, positions and the matrix of exponentials are explained in triton_blocks.py.
+Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument: it is not wanted.
 """
 
 import triton  # type: ignore[import-untyped]
@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, LOWEST, log1p, tanh
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
-from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, exponential_row, load_weight, unscaled_logits
+from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, load_weight, unscaled_logits
 
 
 @triton.jit
@@ -30,15 +30,17 @@ def gather_tokens(
     hidden,  # [T, H], any strides
     weight,  # [V, H], any strides
     bias,  # [V] float32
-    target,  # [T] int64
+    ids,  # [T, K] int64
     temperature,  # [T] float32
     order,  # [T] int32
     count,
     rows,  # [T, H] out: hidden of each position, 0 beyond the last up to a whole block
-    label,  # [T] int32 out: target of each position, -1 if it is out of range
+    label,  # [T] int32 out: the leader of each position's ids, -1 if all are out of range or ignored
     factor,  # [T] float32 out: z = x * factor
-    target_logit,  # [T] float32 out: z of the target
+    target_logit,  # [T] float32 out: z of the leader
     shift,  # [T] float32 out
+    picked,  # [T, K] float32 out, by position: each id's logit
+    picked_label,  # [T, K] int32 out, by position: the id, -1 if it is out of range or ignored
     first,
     hidden_stride_t,
     hidden_stride_h,
@@ -46,48 +48,56 @@ def gather_tokens(
     weight_stride_h,
     H,
     V,
-    T,
+    K,
+    ignore_index,
     inner_scale,  # of the product before tanh
     outer_scale,  # of what comes after, but for the temperature
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TEMPERATURE: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """Hidden states and labels by position, from position `first` on; and the target's logit."""
+    """Hidden states, ids and their logits by position, from position `first` on."""
     i = tl.program_id(0)
     at = first + i
     n = tl.load(count)
     if at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD:
         there = at < n
         t = tl.load(order + at, mask=there, other=0).to(tl.int64)
-        y = tl.load(target + t)
-        good = (y >= 0) & (y < V)
-        y = tl.where(good, y, 0)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, H, BLOCK):
-            c = start + tl.arange(0, BLOCK)
-            h = tl.load(hidden + t * hidden_stride_t + c.to(tl.int64) * hidden_stride_h, mask=(c < H) & there, other=0)
-            h = h.to(rows.dtype.element_ty)
-            tl.store(rows + i.to(tl.int64) * H + c, h, mask=c < H)
-            w = tl.load(weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=c < H, other=0)
-            total += h.to(tl.float32) * w.to(tl.float32)
-        x = tl.sum(total, 0)
-        if BIAS:
-            x += tl.load(bias + y)
-        if SOFTCAP:
-            x = tanh(x * inner_scale)
-        k = outer_scale
-        if TEMPERATURE:
-            k = k / tl.load(temperature + t)
-        tl.store(factor + at, k)
-        z = x * k
-        tl.store(target_logit + at, z)
-        # Without a shift every token is one to be settled.
-        tl.store(shift + at, z + 30.0 if SHIFT else -3.0e38)
-        tl.store(label + at, tl.where(good, y, -1).to(tl.int32))
+        k_z = outer_scale
+        if temperature is not None:
+            k_z = k_z / tl.load(temperature + t)
+        best = tl.full((), float("-inf"), tl.float32)
+        leader = tl.full((), -1, tl.int64)
+        for k in range(K):
+            y = tl.load(ids + t * K + k)
+            good = (y != ignore_index) & (y >= 0) & (y < V)
+            row = tl.where(good, y, 0)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, H, BLOCK):
+                c = start + tl.arange(0, BLOCK)
+                h = tl.load(
+                    hidden + t * hidden_stride_t + c.to(tl.int64) * hidden_stride_h, mask=(c < H) & there, other=0
+                ).to(rows.dtype.element_ty)
+                tl.store(rows + i.to(tl.int64) * H + c, h, mask=(c < H) & (k == 0))
+                w = tl.load(weight + row * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=c < H, other=0)
+                total += h.to(tl.float32) * w.to(tl.float32)
+            x = tl.sum(total, 0)
+            if bias is not None:
+                x += tl.load(bias + row)
+            if inner_scale is not None:
+                x = tanh(x * inner_scale)
+            z = x * k_z
+            leads = good & ((leader < 0) | (z > best))
+            best = tl.where(leads | (k == 0), z, best)
+            leader = tl.where(leads, y, leader)
+            if picked is not None:
+                tl.store(picked + at.to(tl.int64) * K + k, z)
+                tl.store(picked_label + at.to(tl.int64) * K + k, tl.where(good, y, -1).to(tl.int32))
+        tl.store(factor + at, k_z)
+        tl.store(target_logit + at, best)
+        # Without a shift every token is one to be rebased.
+        tl.store(shift + at, best + 30.0 if SHIFT else -3.0e38)
+        tl.store(label + at, leader.to(tl.int32))
 
 
 @triton.jit
@@ -102,9 +112,10 @@ def softmax_tiles(
     others,  # [tiles, T] float32 out: sum of exp(z - maximum) over all but the target
     offset_sum,  # [tiles, T] float32 out: sum of z - maximum
     moment,  # [tiles, T] float32 out: sum of exp(z - maximum) * (z - maximum)
-    argmax,  # [tiles, T] int32 out
+    argmax,  # [tiles, T] int32 out, with `moment`
     shift,  # [T] float32
-    exponentials,  # [rows, VOCAB_TILE] out, of the first stash_tokens + overflow_tokens positions
+    exponentials,  # [rows, VOCAB_TILE] out, of the positions that `buffer` has rows for
+    buffer,  # BufferRows
     first,
     rows_stride,
     weight_stride,
@@ -113,18 +124,8 @@ def softmax_tiles(
     V,
     partial_stride,
     exponential_rows,
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
     inner_scale,
     exponential_scale,  # what exponentials are multiplied by before they are stored
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    STATS: tl.constexpr,
-    KEEP: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -137,7 +138,7 @@ def softmax_tiles(
     """The softmax of each tile of logits, which live in registers alone."""
     n = tl.minimum(tl.load(count) - first, T)
     # At least one block where exponentials are kept: of no token at all, so that no product reads what nobody wrote.
-    tiles_t = tl.cdiv(tl.maximum(n, 1 if KEEP else 0), BLOCK_T)
+    tiles_t = tl.cdiv(tl.maximum(n, 0 if exponentials is None else 1), BLOCK_T)
     tiles_v = tl.cdiv(V, VOCAB_TILE)
     steps = tl.cdiv(H, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
@@ -155,30 +156,30 @@ def softmax_tiles(
         inside = t < n
         y = tl.load(label + t, mask=inside, other=-1)
         k_z = tl.load(factor + t, mask=inside, other=1.0)
-        x = unscaled_logits(z, bias, v, inner_scale, V, BIAS, SOFTCAP)
+        x = unscaled_logits(z, bias, v, inner_scale, V)
         if RAGGED:
             x = tl.where((v < V)[None, :], x, float("-inf"))
         top = tl.maximum(tl.max(x, 1), LOWEST)
         at = j.to(tl.int64) * partial_stride + t
         tl.store(maximum + at, top * k_z, mask=inside)
-        if STATS:
+        if argmax is not None:
             tl.store(argmax + at, v0 + tl.argmax(x, 1), mask=inside)
         k_2 = k_z * LOG2E
-        if SMOOTHING:
+        if offset_sum is not None:
             tl.store(offset_sum + at, tl.sum(tl.where((v < V)[None, :], x - top[:, None], 0.0), 1) * k_z, mask=inside)
         e = tl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
-        if STATS:
+        if moment is not None:
             # p log p is 0 at p = 0, and 0 * -inf is not.
             tl.store(moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside)
         e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
         tl.store(others + at, tl.sum(e, 1), mask=inside)
-        if KEEP:
+        if exponentials is not None:
             # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.
             above = top * k_z - tl.load(shift + t, mask=inside, other=float("inf"))
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
             # No branch, around which Triton 3.6 can't flatten a loop: a row past the end is not stored.
-            row = exponential_row(j, t0, stash, stash_stride, stash_tokens, overflow, overflow_tokens, 0, 0, 0)
-            row = tl.where(t0 < stash_tokens + overflow_tokens, row, exponential_rows)
+            kept = t0 < buffer.in_weight_grad + buffer.in_scratch
+            row = tl.where(kept, buffer_row(j, t0, buffer, 0), exponential_rows)
             value = (e * f[:, None]).to(rows.dtype if TMA else rows.dtype.element_ty)
             store_columns(
                 exponentials, VOCAB_TILE, row, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
@@ -197,32 +198,21 @@ def merge_tiles(
     argmax,
     shift,
     base,  # [T] float32 out, by position: what the exponentials are relative to in the end
-    token_weight,  # [T] float32
-    loss,  # [T] float32 out, and so on; all by token
-    lse,
-    log_prob,
+    lse,  # [T] float32 out, and so on; all by token
+    leading,  # log-probability of the label
+    uniform_loss,  # cross-entropy with the uniform distribution, with `offset_sum`
     entropy,
-    correct,  # [T] bool out
-    top1,  # [T] int64 out: index of the largest logit
+    top1,  # [T] int64 out, with `entropy`: index of the largest logit, -1 for ignored tokens
     T,
     V,
     tiles,
     partial_stride,
     first,
     last,
-    label_smoothing,
-    z_loss,
-    TOKEN_WEIGHT: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    STATS: tl.constexpr,
-    LOSS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The softmax over all tiles, and the loss, of tokens with positions in [first, last); 0 for ignored ones.
-
-    Without LOSS there is none, and top1 (-1 for ignored tokens) instead of whether it is the target.
-    """
+    """The softmax over all tiles of tokens with positions in [first, last); 0 for ignored ones."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     at = tl.load(position + t, mask=t < T, other=-2)
     mine = (at >= first) & (at < last)
@@ -235,7 +225,7 @@ def merge_tiles(
         where = j.to(tl.int64)[:, None] * partial_stride + (at - first)[None, :]
         m = tl.load(maximum + where, mask=(j < tiles)[:, None] & mine[None, :], other=LOWEST)
         best = tl.max(m, 0)
-        if STATS:
+        if argmax is not None:
             tile = start + tl.argmax(m, 0)
             found = tl.load(
                 argmax + tile.to(tl.int64) * partial_stride + at - first, mask=mine & (tile < tiles), other=0
@@ -256,11 +246,11 @@ def merge_tiles(
         decay = tl.exp2(drop * LOG2E)
         s = tl.load(others + where, mask=inside, other=0.0)
         rest += tl.sum(s * decay, 0)
-        if SMOOTHING:
+        if offset_sum is not None:
             width = tl.minimum(V - j * VOCAB_TILE, VOCAB_TILE).to(tl.float32)
             offset = tl.load(offset_sum + where, mask=inside, other=0.0)
             offsets += tl.sum(tl.where(inside, offset + drop * width[:, None], 0.0), 0)
-        if STATS:
+        if moment is not None:
             m = tl.load(moment + where, mask=inside, other=0.0)
             # The target belongs to its tile's moment, and to its sum here.
             own = (y >= 0)[None, :] & (y[None, :] // VOCAB_TILE == j[:, None])
@@ -274,32 +264,83 @@ def merge_tiles(
     alone = (rest == 0) & (own > 0)
     log_total = tl.where(alone, 0.0, log_total)
     value_lse = top + log_total
-    value_log_prob = tl.where(alone, 0.0, (z - top) - log_total)
-    value_log_prob = tl.where(y < 0, float("nan"), value_log_prob)
-    if LOSS:
-        value = -(1 - label_smoothing) * value_log_prob + z_loss * value_lse * value_lse
-        if SMOOTHING:
-            offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
-            value += label_smoothing * (log_total - offsets / V)
-        if TOKEN_WEIGHT:
-            value *= tl.load(token_weight + t, mask=mine, other=0.0)
-        value = tl.where(y < 0, float("nan"), value)
     tl.store(base + at, tl.where(far, value_lse, tl.load(shift + at, mask=mine, other=0.0)), mask=mine)
     store = (t < T) & (mine | ((first == 0) & (at == -1)))
-    if LOSS:
-        tl.store(loss + t, tl.where(mine, value, 0.0), mask=store)
+    log_prob = tl.where(alone, 0.0, (z - top) - log_total)
+    log_prob = tl.where(y < 0, float("nan"), log_prob)
     tl.store(lse + t, tl.where(mine, value_lse, 0.0), mask=store)
-    tl.store(log_prob + t, tl.where(mine, value_log_prob, 0.0), mask=store)
-    if STATS:
+    tl.store(leading + t, tl.where(mine, log_prob, 0.0), mask=store)
+    if offset_sum is not None:
+        offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
+        tl.store(uniform_loss + t, tl.where(mine, log_total - offsets / V, 0.0), mask=store)
+    if moment is not None:
         tl.store(entropy + t, tl.where(mine & ~alone, log_total - moments / total, 0.0), mask=store)
-        if LOSS:
-            tl.store(correct + t, mine & (index == y), mask=store)
-        else:
-            tl.store(top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
+        tl.store(top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
 
 
 @triton.jit
-def settle_exponentials(
+def spread_log_probs(
+    ids,  # [T, K] int64
+    position,  # [T] int32
+    picked,
+    target_logit,
+    leading,  # [T] float32, by token: the log-probability of the leader
+    log_prob,  # [T, K] float32 out, by token
+    N,  # T * K
+    V,
+    K,
+    ignore_index,
+    BLOCK: tl.constexpr,
+):
+    """Each id's log-probability, from the leader's: that has its digits where it is near 0."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    t = i // K
+    y = tl.load(ids + i, mask=i < N, other=ignore_index)
+    counted = y != ignore_index
+    good = counted & (y >= 0) & (y < V)
+    at = tl.load(position + t, mask=good, other=0).to(tl.int64)
+    z = tl.load(picked + at * K + i - t * K, mask=good, other=0.0)
+    top = tl.load(target_logit + at, mask=good, other=0.0)
+    # The difference of two that are -inf is NaN.
+    value = tl.load(leading + t, mask=good, other=0.0) + tl.where(z == top, 0.0, z - top)
+    tl.store(log_prob + i, tl.where(good, value, tl.where(counted, float("nan"), 0.0)), mask=i < N)
+
+
+@triton.jit
+def token_losses(
+    position,
+    label,
+    lse,
+    leading,
+    uniform_loss,
+    top1,
+    token_weight,  # [T] float32
+    loss,  # [T] float32 out
+    correct,  # [T] bool out, with `top1`
+    T,
+    label_smoothing,
+    z_loss,
+    BLOCK: tl.constexpr,
+):
+    """The weighted loss of each token, and whether its target has the largest logit; 0 for ignored ones."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(position + t, mask=t < T, other=-1)
+    kept = at >= 0
+    y = tl.load(label + at, mask=kept, other=0)
+    lse_t = tl.load(lse + t, mask=kept, other=0.0)
+    value = -(1 - label_smoothing) * tl.load(leading + t, mask=kept, other=0.0) + z_loss * lse_t * lse_t
+    if uniform_loss is not None:
+        value += label_smoothing * tl.load(uniform_loss + t, mask=kept, other=0.0)
+    if token_weight is not None:
+        value *= tl.load(token_weight + t, mask=kept, other=0.0)
+    value = tl.where(y < 0, float("nan"), value)
+    tl.store(loss + t, tl.where(kept, value, 0.0), mask=t < T)
+    if top1 is not None:
+        tl.store(correct + t, kept & (tl.load(top1 + t, mask=kept, other=-1) == y), mask=t < T)
+
+
+@triton.jit
+def rebase_exponentials(
     exponentials,
     count,
     maximum,
@@ -307,15 +348,11 @@ def settle_exponentials(
     base,
     partial_stride,
     tiles,
-    stash,
-    stash_stride,
-    stash_tokens,
-    overflow,
-    overflow_tokens,
+    buffer,
     TILES: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Make the exponentials of tokens whose logits are far above their shift relative to their lse."""
+    """Make the exponentials of a token whose logits are far above its shift relative to its lse instead."""
     first = tl.program_id(0) * TILES
     t0 = tl.program_id(1) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
@@ -327,7 +364,7 @@ def settle_exponentials(
         for j in range(first, tl.minimum(first + TILES, tiles)):
             m = tl.load(maximum + tl.cast(j, tl.int64) * partial_stride + t, mask=inside, other=0.0)
             used = tl.where(m - before > REACH, m, before)
-            row = exponential_row(j, t0, stash, stash_stride, stash_tokens, overflow, overflow_tokens, 0, 0, 0)
+            row = buffer_row(j, t0, buffer, 0)
             where = (tl.cast(row, tl.int64) + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE
             where += tl.arange(0, VOCAB_TILE)[None, :]
             e = tl.load(exponentials + where, mask=moved[:, None], other=0.0).to(tl.float32)
