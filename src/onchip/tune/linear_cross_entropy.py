@@ -142,7 +142,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
         mean=None,
         product_scale=torch.rand(tokens, generator=generator, device=device) + 0.5,
         lse=lse,
-        entry=torch.zeros_like(lse),
+        entry=torch.full_like(lse, math.expm1(-_LSE)),
         entry_label=vectors.label,
         inverse_grad_scale=None,
     )
