@@ -26,14 +26,13 @@ def test_arrows_go_one_way():
         ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
         ("onchip.plan.run", ["torch", "jax"]),
-        ("onchip.bench.ops.fp8_linear_sizes", ["torch", "jax"]),
-        ("onchip.bench.ops.fp8_linear_jax", ["torch", "triton"]),
+        *((f"onchip.bench.ops.{op}", ["torch", "jax"]) for op in (*OPS, "fp8_linear")),
         ("onchip.vocab.xla.memory", ["torch", "jax", "numpy"]),
         *((f"onchip.ops.{op}.spec", ["torch", "jax", "numpy"]) for op in OPS),
         ("onchip.frontend.options", ["torch", "jax", "numpy"]),
         ("onchip.vocab.memory", ["torch", "jax", "numpy"]),
         # These import cases.py and reference.py too.
-        *((f"onchip.ops.{op}.checks", ["torch", "jax"]) for op in OPS),
+        *((f"onchip.ops.{op}.checks", ["torch", "jax"]) for op in (*OPS, "fp8_linear")),
         ("onchip.oracle.checks", ["torch", "jax"]),
     ],
 )

@@ -1,16 +1,13 @@
-"""The harness with a toy op, the files that a run writes, and a tiny real run."""
+"""The harness with a toy op, and the files that a run writes."""
 
-import dataclasses
 import gc
 import json
 import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -24,16 +21,11 @@ from rich.console import Console
 from torch import Tensor
 
 from onchip.bench import environment, harness, measure, plots, report, run, units
-from onchip.bench import peers as bench_peers
-from onchip.bench.ops import linear_cross_entropy as benchmark
-from onchip.bench.ops import linear_cross_entropy_peers as peers
-from onchip.bench.peers import Implementation
 from onchip.bench.run import run_bench
 from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_jsd import cases as jsd_cases
-from onchip.torch import linear_cross_entropy
 
 ROW = {
     "op", "case", "sizes", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms",
@@ -524,50 +516,7 @@ def test_units() -> None:
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- the first op's bench
-
-
-@pytest.fixture
-def small_case(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    case = cases.Case("small", tokens=96, hidden=32, vocab=1000)
-    monkeypatch.setattr(benchmark, "CASES", {"small": case})
-    monkeypatch.setattr(benchmark, "DEFAULT_CASES", {"cpu": ("small",)})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads would wait for each other most of the time
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.usefixtures("small_case")
-def test_linear_cross_entropy(dtype: str, tmp_path: Path) -> None:
-    names = [impl.name for impl in benchmark.IMPLEMENTATIONS if impl.name != "torch.compile"]
-    document = run_bench(
-        "linear_cross_entropy",
-        benchmark.__name__,
-        cases=["small"],
-        device="cpu",
-        dtype=dtype,
-        repeats=1,
-        impls=names,
-        out=tmp_path,
-        console=Console(file=StringIO()),
-    )
-    not_run = [n["impl"] for n in document["not_run"]]
-    older = [] if hasattr(torch.nn.functional, "linear_cross_entropy") else [n for n in names if n.startswith("F.")]
-    need_gpu = [n for n in names if n.startswith(("liger", "cut-cross-entropy", "quack"))]
-    budgets = [n for n in names if n.startswith("onchip,")]
-    same = ["torch eager, float32 logits"] if dtype == "float32" else []
-    in_fp8 = [n for n in names if n.startswith("onchip fp8")]
-    assert not_run == budgets + in_fp8 + same + older + need_gpu
-    ran = [plots.short_name(r["impl"]) for r in document["rows"] if r["mode"] == "forward"]
-    assert ran == [name for name in names if name not in not_run]
-    wrong = {plots.short_name(r["impl"]) for r in document["rows"] if not r["ok"]}
-    # In bfloat16 PyTorch's chunked loss may be off by more than twice eager's error.
-    assert wrong <= ({"F.linear_cross_entropy chunked"} if dtype == "bfloat16" else set())
-    strategies = {plots.short_name(r["impl"]): r["config"].get("strategy") for r in document["rows"]}
-    assert strategies["onchip recompute"] == "recompute"
-    assert strategies["onchip stash"] == "stash"
+# ------------------------------------------------------------------------------------------- adding to an earlier run
 
 
 def test_add_keeps_the_rows_of_an_earlier_run() -> None:
@@ -639,220 +588,3 @@ def test_what_can_not_be_added_to_is_refused_before_anything_runs(
     path.mkdir()
     with pytest.raises(ValueError, match=r"--out must be a folder .*\.json is a folder where a file goes"):
         bench(GOOD, cases=["size-10"])
-
-
-def test_small_scratch_of_the_cpu_case() -> None:
-    (recompute,) = (i for i in benchmark.IMPLEMENTATIONS if i.name == "onchip recompute")
-    assert isinstance(recompute, benchmark.Own)
-    problem = benchmark.Problem(cases.CPU_CASE.tokens, cases.CPU_CASE.hidden, cases.CPU_CASE.vocab)
-    assert recompute.scratch_bytes(problem) == 32 << 20
-
-
-@pytest.mark.parametrize("spoil", [lambda g: g * 1.001, lambda g: g.index_fill(0, torch.tensor([3]), torch.nan)])
-def test_a_wrong_gradient_is_found(spoil: Callable[[Tensor], Tensor]) -> None:
-    case = cases.Case("small", tokens=96, hidden=32, vocab=1000)
-    problem = benchmark.make_problem(case, "cpu", "float32")
-    reference = benchmark.reference(problem)
-    (eager,) = (i for i in benchmark.IMPLEMENTATIONS if i.name == "torch eager")
-    loss, *gradients = eager.steps(problem)["forward+backward"]()
-    assert right(benchmark.check(reference, "forward+backward", [loss, *gradients])) == ["loss", *GRADIENTS]
-    for i, name in enumerate(GRADIENTS):
-        spoiled = [spoil(g) if j == i else g for j, g in enumerate(gradients)]
-        found = right(benchmark.check(reference, "forward+backward", [loss, *spoiled]))
-        assert found == ["loss", *(n for n in GRADIENTS if n != name)]
-
-
-GRADIENTS = ("grad_hidden", "grad_weight")
-
-
-def right(checked: Mapping[str, tuple[float, float]]) -> list[str]:
-    return [name for name, (error, bound) in checked.items() if error <= bound]
-
-
-@pytest.mark.parametrize("ignored", [0.0, 0.5])
-def test_references_of_cpu_and_gpu_agree(ignored: float) -> None:
-    case = cases.Case("small", tokens=97, hidden=32, vocab=1000, ignored=ignored)
-    problem = benchmark.make_problem(case, "cpu", "bfloat16")
-    assert bool((problem.target == benchmark.IGNORED).any()) == bool(ignored)
-    pairs = zip(benchmark._float64_on_gpu(problem, chunk=30), benchmark._float64_on_cpu(problem), strict=True)
-    for by_framework, by_oracle in pairs:
-        torch.testing.assert_close(by_framework, by_oracle, rtol=1e-10, atol=1e-14)
-
-
-def test_a_result_of_another_shape_is_refused() -> None:
-    problem = benchmark.make_problem(cases.Case("small", tokens=8, hidden=4, vocab=10), "cpu", "float32")
-    reference = benchmark.reference(problem)
-    with pytest.raises(ValueError, match="shape"):
-        benchmark.check(reference, "forward", [torch.zeros(8)])
-    with pytest.raises(ValueError, match="shorter"):
-        benchmark.check(reference, "forward+backward", [reference.values["loss"]])
-
-
-def test_all_count_the_same_tokens_where_some_are_ignored() -> None:
-    case = cases.Case("small", tokens=96, hidden=32, vocab=1000, ignored=0.5)
-    problem = benchmark.make_problem(case, "cpu", "float32")
-    reference = benchmark.reference(problem)
-    assert not reference.values["grad_hidden"][problem.target == benchmark.IGNORED].any()
-    for impl in benchmark.IMPLEMENTATIONS:
-        if impl.name != "torch.compile" and impl.unavailable("cpu", "float32") is None:
-            for mode, step in impl.steps(problem).items():
-                checked = benchmark.check(reference, mode, step())
-                assert right(checked) == list(checked), impl.name
-
-
-# Half the tokens ignored, words' frequencies, sure predictions, larger logits.
-DRAWN = {"ignored": 0.5, "zipf": True, "target_prob": 0.99, "logit_std": 3.0}
-
-
-def test_inputs_drawn_on_the_device_are_distributed_as_those_of_numpy() -> None:
-    plain = cases.Case("plain", tokens=4000, hidden=64, vocab=50, **DRAWN)
-    numpy = cases.make_inputs(plain)
-    by_numpy = tuple(torch.from_numpy(x) for x in (numpy.hidden, numpy.weight, numpy.target))
-    by_torch = benchmark._draw(plain, "cpu")
-    assert [x.dtype for x in by_torch] == [x.dtype for x in by_numpy]
-    assert [x.shape for x in by_torch] == [x.shape for x in by_numpy]
-    for hidden, weight, target in (by_numpy, by_torch):
-        kept = target != benchmark.IGNORED
-        assert float(kept.float().mean()) == pytest.approx(0.5, abs=0.05)
-        assert float(weight.std() * 8) == pytest.approx(3, rel=0.05)
-        shares = target[kept].bincount(minlength=50) / kept.sum()
-        assert float(shares[0]) == pytest.approx(1 / sum(1 / n for n in range(1, 51)), abs=0.04)
-        assert float(shares[49]) < 0.02
-        probs = (hidden @ weight.T)[kept].softmax(1).gather(1, target[kept, None])
-        assert 0.97 < float(probs.median()) < 0.997
-    hidden, weight, target = benchmark._draw(cases.Case("plain", tokens=4000, hidden=64, vocab=50), "cpu")
-    assert float(hidden.std()) == pytest.approx(1, rel=0.02)
-    assert target.bincount(minlength=50).min() > 40
-    assert int(target.min()) >= 0
-    assert torch.equal(benchmark._draw(plain, "cpu")[0], by_torch[0])
-
-
-def test_options_are_for_no_bench_case() -> None:
-    case = cases.Case("odd", tokens=8, hidden=4, vocab=10, options={"softcap": 3.0})
-    with pytest.raises(AssertionError):
-        benchmark.make_problem(case, "cpu", "float32")
-
-
-def test_cases_of_the_bench() -> None:
-    llama = [name for name in benchmark.DEFAULT_CASES["cuda"] if fnmatchcase(name, "llama3.1-8b*")]
-    tokens = {f"llama3.1-8b-t{t}": t for t in (1024, 4096, 8192, 16384, 32768)}
-    variants = [f"llama3.1-8b-{name}" for name in ("half-ignored", "zipf", "peaked", "std30")]
-    assert llama == ["llama3.1-8b", *variants, *tokens]
-    assert {name: benchmark.CASES[name].tokens for name in tokens} == tokens
-    assert {name: benchmark.CASES[name].tokens for name in cases.MODELS} == {
-        **dict.fromkeys(cases.MODELS, 4096), "deepseek-v3": 8192,
-    }  # fmt: skip
-    assert set(benchmark.DEFAULT_CASES["cuda"]) == {*cases.MODELS, *llama}
-    assert all(benchmark.CASES[name].name == name for name in benchmark.CASES)
-
-
-def test_budget_of_an_implementation_is_a_function_of_the_problem() -> None:
-    eighth = benchmark.Own("onchip, an eighth", "auto", benchmark._part_of_logits(8, "recompute"))
-    problem = benchmark.make_problem(cases.Case("small", tokens=512, hidden=32, vocab=4096), "cpu", "float32")
-    assert eighth.config(problem, "forward+backward")["scratch_bytes"] == 512 * 4096 * 4 // 8
-    assert benchmark.Own("onchip auto", "auto").config(problem, "forward")["scratch_bytes"] is None
-
-
-def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is right where the op's own bound would call it wrong, and wrong past its own."""
-    case = cases.Case("small", 96, 64, 1000)
-
-    class OnTheCpu(benchmark.InFp8):
-        def unavailable(self, device: str, dtype: str) -> str | None:
-            return None
-
-        def steps(self, problem: Any) -> Any:
-            return benchmark._steps(problem, partial(linear_cross_entropy, precision="fp8"))
-
-    class Strict(OnTheCpu):
-        @property
-        def error_bounds(self) -> dict[str, float]:
-            return {"loss": 1e-9, "grad_hidden": 1e-9, "grad_weight": 1e-9}
-
-    monkeypatch.setattr(benchmark, "CASES", {"small": case})
-    both = (OnTheCpu("near", before=True), Strict("strict", before=False))
-    monkeypatch.setattr(benchmark, "IMPLEMENTATIONS", both)
-    document = run_bench(
-        "linear_cross_entropy", benchmark.__name__, cases=["small"], device="cpu", dtype="float32", repeats=1,
-        impls=None, out=tmp_path, console=Console(file=StringIO()),
-    )  # fmt: skip
-    ok = {(plots.short_name(r["impl"]), r["mode"]): r["ok"] for r in document["rows"]}
-    assert ok == {(name, mode): name == "near" for name in ("near", "strict") for mode in harness.MODES}
-    assert {r["error_bound"] for r in document["rows"] if r["ok"]} <= {1e-3, 10 ** (-25 / 20)}
-
-
-def test_peers_carry_the_version_of_their_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_peers.metadata, "version", lambda package: f"{package}=1.2+cu130")
-    versions = {impl.name: impl.version() for impl in benchmark.IMPLEMENTATIONS}
-    assert versions["torch eager"] == "torch=1.2"
-    assert versions["liger"] == "liger-kernel=1.2"
-    assert versions["cut-cross-entropy, no filter"] == "cut-cross-entropy=1.2"
-    assert versions["quack scaled-exp"] == "quack-kernels=1.2"
-
-
-OPTIONAL = [
-    impl for impl in benchmark.IMPLEMENTATIONS if isinstance(impl, Implementation) if impl.peer.package != "torch"
-]
-
-
-@pytest.mark.parametrize("impl", OPTIONAL, ids=lambda impl: impl.name)
-def test_optional_peers_say_why_they_do_not_run(impl: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(package: str) -> str:
-        raise bench_peers.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(bench_peers.metadata, "version", missing)
-    assert impl.unavailable("cpu", "bfloat16") == "it runs on CUDA devices only"
-    assert "not float64" in (impl.unavailable("cuda", "float64") or "")
-    reason = f"{impl.peer.package} is not installed; pip install 'onchip[peers]'"
-    assert impl.unavailable("cuda", "bfloat16") == reason
-    monkeypatch.setattr(bench_peers.metadata, "version", lambda package: "1.2")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert (impl.unavailable("cuda", "bfloat16") is None) == (impl.name != "quack scaled-exp")
-
-
-@pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
-@pytest.mark.usefixtures("small_case")
-def test_a_peer_that_fails_at_import_is_listed(
-    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "cut_cross_entropy"
-    package.mkdir()
-    (package / "__init__.py").write_text(f"raise {error.__name__}('built for another Triton')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    broken = dataclasses.replace(
-        next(p for p in peers.PEERS if p.name == "cut-cross-entropy"), unavailable=bench_peers.always
-    )
-    eager = next(impl for impl in benchmark.IMPLEMENTATIONS if impl.name == "torch eager")
-    monkeypatch.setattr(benchmark, "IMPLEMENTATIONS", (Implementation(broken, benchmark._peer_steps), eager))
-    document = run_bench(
-        "linear_cross_entropy",
-        benchmark.__name__,
-        cases=None,
-        device="cpu",
-        dtype=None,
-        repeats=1,
-        impls=None,
-        out=tmp_path,
-        console=Console(file=StringIO()),
-    )
-    reason = f"{error.__name__}: built for another Triton"
-    assert document["not_run"] == [{"impl": "cut-cross-entropy", "case": "small", "mode": None, "reason": reason}]
-    assert [plots.short_name(r["impl"]) for r in document["rows"]] == ["torch eager", "torch eager"]
-    assert list(document["rows"][1]["errors"]) == ["loss", "grad_hidden", "grad_weight"]
-
-
-def test_peers_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {peer.name: peer for peer in peers.PEERS}
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no-such-compiler" in (by_name["torch.compile"].unavailable("cpu", "float32") or "")
-    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
-    assert "2.13" in (by_name["F.linear_cross_entropy"].unavailable("cpu", "float32") or "")
-
-
-def test_peers_are_imported_only_when_asked_for() -> None:
-    code = (
-        "import sys; from onchip.ops.linear_cross_entropy import jax_peers, peers; import onchip.bench.run;"
-        "heavy = ('torch', 'jax', 'optax', 'matplotlib', 'jinja2', 'liger_kernel', 'cut_cross_entropy', 'quack');"
-        "print([m for m in heavy if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

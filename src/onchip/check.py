@@ -35,7 +35,7 @@ def run_check(
         table = Table(title=f"{op} in {name} on {device}, against the float64 oracle")
         for column in ("case", "dtype", "implementation", "worst of", "error", "bound", ""):
             table.add_column(column, justify="right" if column in ("error", "bound") else "left")
-        planned = checks.planned_checks(device)
+        planned = checks.planned_checks(device, framework)
         if not full:
             planned = planned[:: -_ONE_IN[framework]][::-1]
         for run in track(planned, description=f"checking {op} in {name}", console=console, transient=True):

@@ -28,10 +28,9 @@ app = typer.Typer(
 OPS = ("linear_cross_entropy", "linear_log_probs", "cross_entropy", "linear_jsd")
 CHECKED = (*OPS, "fp8_linear")
 # Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
-CHECKS = {framework: {op: f"onchip.ops.{op}.{framework}_checks" for op in CHECKED} for framework in ("torch", "jax")}
+CHECKS = {framework: {op: f"onchip.ops.{op}.checks" for op in CHECKED} for framework in ("torch", "jax")}
 BENCHMARKS = {
-    framework: {op: f"onchip.bench.ops.{op}{suffix}" for op in CHECKED}
-    for framework, suffix in (("torch", ""), ("jax", "_jax"))
+    framework: {op: f"onchip.bench.ops.{op}:{framework.upper()}" for op in CHECKED} for framework in ("torch", "jax")
 }
 TUNINGS = {
     "torch": {op: f"onchip.tune.{op}" for op in ("linear_cross_entropy", "fp8_linear")},
@@ -364,8 +363,8 @@ def _torch_backends(op: str, no_torch: str | None, no_cuda: str | None) -> list[
     if no_torch is not None:
         return [_row(op, "torch", "torch", device, no_torch) for device in ("cpu", "cuda")]
     checks = import_module(CHECKS["torch"][op])
-    on_cpu = checks.plain_refusals("cpu", "bfloat16")
-    on_gpu = dict.fromkeys(on_cpu, no_cuda) if no_cuda else checks.plain_refusals("cuda", "bfloat16")
+    on_cpu = checks.plain_refusals("cpu", "bfloat16", "torch")
+    on_gpu = dict.fromkeys(on_cpu, no_cuda) if no_cuda else checks.plain_refusals("cuda", "bfloat16", "torch")
     rows = [_row(op, "torch", backend, "cpu", None) for backend, reason in on_cpu.items() if reason is None]
     return rows + [_row(op, "torch", backend, "cuda", reason) for backend, reason in on_gpu.items()]
 
@@ -377,7 +376,7 @@ def _jax_backends(op: str) -> list[dict[str, Any]]:
     sees_cuda = any(d.platform == "gpu" for d in jax.devices())
     no_cuda = None if sees_cuda else f"JAX sees no CUDA device (jaxlib {metadata.version('jaxlib')})"
     checks = import_module(CHECKS["jax"][op])
-    on_cpu, on_gpu = (checks.plain_refusals(platform, "bfloat16") for platform in ("cpu", "gpu"))
+    on_cpu, on_gpu = (checks.plain_refusals(device, "bfloat16", "jax") for device in ("cpu", "cuda"))
     rows = [_row(op, "jax", backend, "cpu", None) for backend, reason in on_cpu.items() if reason is None]
     return rows + [_row(op, "jax", backend, "cuda", no_cuda or reason) for backend, reason in on_gpu.items()]
 

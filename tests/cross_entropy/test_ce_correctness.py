@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.cross_entropy.torch_checks import as_arguments, run_oracle
+from onchip.ops.cross_entropy.checks import as_arguments, run_oracle
 from onchip.ops.cross_entropy.torch_op import cross_entropy
 from onchip.oracle.checks import relative_error
 from onchip.vocab.rows import memory as row_memory
@@ -313,8 +313,8 @@ def test_small_losses_keep_their_digits(prob):
     """p - 1 and log p of a p that float32 can hardly tell from 1, row by row."""
     case = Case("peaked", 64, 500, target_prob=prob, options={"reduction": "none"})
     inputs = make_inputs(case)
-    logits, target, _ = as_arguments(case, inputs, torch.float32, "cpu")
-    oracle = run_oracle(logits, target, case.options, inputs.grad_loss)
+    (logits, target), _ = as_arguments(case, inputs, torch.float32, "cpu")
+    oracle = run_oracle([logits, target], case.options, inputs)
     loss = cross_entropy(logits, target, reduction="none")
     grad = gradient(loss, logits, torch.from_numpy(inputs.grad_loss))
     bound = 8 * torch.finfo(torch.float32).eps * float(np.abs(oracle.lse).max())

@@ -3,7 +3,7 @@
 import torch
 
 from onchip.ops.fp8_linear import reference
-from onchip.ops.fp8_linear.torch_checks import check_case
+from onchip.ops.fp8_linear.checks import check_case
 
 
 def small_problem(m=24, n=136, k=144, dtype=torch.float32, bias=False, seed=0, device="cpu"):

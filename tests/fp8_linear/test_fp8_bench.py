@@ -1,4 +1,4 @@
-"""The benchmark of fp8_linear: a small real run, its gate, what doesn't fit, its summary, a peer's stand-in."""
+"""The benchmark of fp8_linear in both frameworks: small real runs, its gate, what doesn't fit, its summary, a peer."""
 
 import dataclasses
 import json
@@ -7,6 +7,8 @@ import sys
 from io import StringIO
 from types import ModuleType
 
+import jax
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,91 +16,115 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from onchip import cli
-from onchip.bench import harness, measure, plots
-from onchip.bench.ops import fp8_linear as benchmark
-from onchip.bench.ops import fp8_linear_peers as peers
-from onchip.bench.ops import fp8_linear_sizes as bench_spec
+from onchip.bench import harness, jax_steps, plots, torch_steps
+from onchip.bench.measuring import measuring
+from onchip.bench.ops import fp8_linear as module
+from onchip.bench.peers import Implementation
 from onchip.bench.run import run_bench
-from onchip.ops.fp8_linear import cases
+from onchip.fp8 import numbers
+from onchip.ops.fp8_linear import cases, torch_op
+from onchip.oracle.checks import adapter_of
+from shared_jax import quick_compilation  # noqa: F401
 
 # Ragged sizes, with more rows than are checked at the end of each result.
 SMALL = cases.Case("small", 200, 136, 150)
-LAYER = ["forward", "forward+backward"]
+TORCH, JAX = module.TORCH, module.JAX
+each = pytest.mark.parametrize("benchmark", [TORCH, JAX], ids=["torch", "jax"])
 
 
-def implementation(name):
+def plain_of(benchmark):
+    return implementation(benchmark, module.LINEAR if benchmark is TORCH else module.UNQUANTISED)
+
+
+def own_of(benchmark):
+    return implementation(benchmark, "onchip dequantize" if benchmark is TORCH else "onchip xla")
+
+
+def implementation(benchmark, name):
     (found,) = (impl for impl in benchmark.IMPLEMENTATIONS if impl.name == name)
     return found
 
 
-def small_problem(dtype="float32"):
-    return benchmark.make_problem(SMALL, "cpu", dtype)
+def array(x):
+    return adapter_of(x).as_array(x)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(benchmark, "CASES", {**benchmark.CASES, "small": SMALL})
+    for benchmark in (TORCH, JAX):
+        monkeypatch.setattr(benchmark, "CASES", {**benchmark.CASES, "small": SMALL})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads would wait for each other most of the time
     yield
     torch.set_num_threads(threads)
 
 
-def outcome(*implementations, dtype="float32"):
+def outcome(benchmark, *implementations):
     """Of a run without files."""
     return harness.run_cases(
-        "fp8_linear", benchmark, measure, cases=["small"], implementations=implementations, device="cpu", dtype=dtype,
-        repeats=1, console=Console(file=StringIO()),
+        "fp8_linear", benchmark, measuring(benchmark.framework), cases=["small"], implementations=implementations,
+        device="cpu", dtype="float32", repeats=1, console=Console(file=StringIO()),
     )  # fmt: skip
 
 
-def test_a_run(tmp_path, monkeypatch):
+@each
+def test_a_run(benchmark, tmp_path, monkeypatch):
+    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
     monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
     document = run_bench(
-        "fp8_linear", benchmark.__name__, cases=["small"], device="cpu", dtype="bfloat16", repeats=1, impls=None,
-        out=tmp_path, console=Console(file=StringIO()),
+        "fp8_linear", cli.BENCHMARKS[benchmark.framework]["fp8_linear"], framework=benchmark.framework,
+        cases=["small"], device="cpu", dtype="bfloat16", repeats=1, impls=None, out=tmp_path,
+        console=Console(file=StringIO()),
     )  # fmt: skip
-    assert {n["impl"] for n in document["not_run"]} == {
-        "onchip scaled_mm", "onchip triton", peers.QUANTIZED_BEFORE.name, "torchao blockwise", peers.SCALED_MM,
-    }  # fmt: skip
+    own, not_here = ["onchip xla"], {"onchip mosaic_gpu"}
+    if benchmark is TORCH:
+        own = ["onchip auto", "onchip dequantize"]
+        not_here = {"onchip scaled_mm", "onchip triton", module.QUANTIZED_BEFORE, "torchao blockwise", module.SCALED_MM}
+    assert {n["impl"] for n in document["not_run"]} == not_here
     rows = {(r["mode"], plots.short_name(r["impl"])): r for r in document["rows"]}
-    own = [(mode, name) for mode in benchmark.MODES for name in ("onchip auto", "onchip dequantize")]
-    assert set(rows) == {*own, *((mode, peers.LINEAR) for mode in LAYER)}
-    assert all(r["ok"] and r["error_bound"] == 10 ** (-28 / 20) for r in rows.values())
+    plain = plain_of(benchmark).name
+    assert set(rows) == {*((m, n) for m in benchmark.MODES for n in own), *((m, plain) for m in module.LAYER)}
     for (mode, name), row in rows.items():
-        assert list(row["errors"]) == list(benchmark.RETURNED[mode])
+        assert row["ok"]
+        assert row["error_bound"] == 10 ** (-28 / 20)
+        assert list(row["errors"]) == list(module.RETURNED[mode])
         # 28.65 dB is 0.037; of few numbers it is a little more.
-        assert all((error > 0.02) == (name != peers.LINEAR) for error in row["errors"].values())
-        assert (row["floor_ms"] is not None) == (mode in LAYER)
-    assert rows["forward", "onchip auto"]["config"] == {"backend": "dequantize"}
+        assert all((error > 0.02) == (name != plain) for error in row["errors"].values())
+        assert (row["floor_ms"] is not None) == (mode in module.LAYER)
+    assert rows["forward", own[0]]["config"] == {"backend": own[-1].removeprefix("onchip ")}
     assert document["summary"] == []  # of layers that are large enough
 
 
-def wrong_steps(problem, spoil):
-    return {mode: lambda s=step: spoil(s()) for mode, step in implementation(peers.LINEAR).steps(problem).items()}
+@each
+def test_a_wrong_peer_gets_no_time(benchmark):
+    def with_zeros(x):
+        rows = np.ones((len(x), 1), np.float32)
+        rows[-9:] = 0
+        return x * (rows if benchmark is JAX else torch.from_numpy(rows))
+
+    def with_nan(x):
+        columns = np.zeros(x.shape[1], np.float32)
+        columns[-1] = math.nan
+        return x + (columns if benchmark is JAX else torch.from_numpy(columns))
+
+    plain = plain_of(benchmark)
+    for spoil in (lambda x: x * 1.05, with_zeros, with_nan):
+
+        def steps(problem, peer, spoil=spoil):
+            spoiled = {}
+            for mode, step in plain.steps(problem).items():
+                made = [spoil(x) for x in step()]
+                spoiled[mode] = lambda made=made: made
+            return spoiled
+
+        found = outcome(benchmark, Implementation(plain.peer, steps), own_of(benchmark))
+        assert [(r.ok, r.median_ms) for r in found.rows if r.impl.startswith(plain.name)] == [(False, None)] * 2
+        assert sum(r.ok for r in found.rows) == len(benchmark.MODES)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda made: [x * 1.05 for x in made],
-        lambda made: [x.index_fill(0, torch.tensor([len(x) - 1]), 0.0) * 1.03 for x in made],
-        lambda made: [x.index_fill(1, torch.tensor([x.shape[1] - 1]), math.nan) for x in made],
-    ],
-)
-def test_a_wrong_peer_gets_no_time(spoil):
-    def steps(problem, peer):
-        return wrong_steps(problem, spoil)
-
-    wrong = benchmark.Implementation(implementation(peers.LINEAR).peer, steps)
-    found = outcome(wrong, implementation("onchip dequantize"))
-    assert [(r.ok, r.median_ms) for r in found.rows if r.impl.startswith(peers.LINEAR)] == [(False, None)] * 2
-    assert found.not_run == []
-    assert sum(r.ok for r in found.rows) == len(benchmark.MODES)
-
-
-def test_a_result_of_another_shape_is_refused():
-    problem = small_problem()
+@each
+def test_a_result_of_another_shape_is_refused(benchmark):
+    problem = benchmark.make_problem(SMALL, "cpu", "float32")
     reference = benchmark.reference(problem)
     with pytest.raises(ValueError, match=r"out has shape \[136, 200\] where \[200, 136\] is right"):
         benchmark.check(reference, "forward", [problem.grad_out.T])
@@ -106,31 +132,40 @@ def test_a_result_of_another_shape_is_refused():
         benchmark.check(reference, "forward+backward", [problem.grad_out])
 
 
-def test_the_reference_is_the_unquantised_layer():
-    problem = small_problem()
-    x, w, g = (t.detach().double() for t in (problem.x, problem.weight, problem.grad_out))
+@pytest.mark.parametrize("chunk", [module.CHUNK, 50 * 150])
+@each
+def test_the_reference_is_the_unquantised_layer(benchmark, chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", chunk)  # rows of 150 numbers, all or 50 at a time
+    problem = benchmark.make_problem(SMALL, "cpu", "float32")
+    x, w, g = (array(a) for a in (problem.x, problem.weight, problem.grad_out))
+    exact = {"out": x @ w.T, "grad_x": g @ w, "grad_weight": g.T @ x}
     reference = benchmark.reference(problem)
-    for name, exact in {"out": x @ w.T, "grad_x": g @ w, "grad_weight": g.T @ x}.items():
+    for name, right in exact.items():
         rows = reference.where[name]
         assert 64 < len(rows) <= 128
-        assert rows[-64:].tolist() == list(range(len(exact) - 64, len(exact)))
-        torch.testing.assert_close(reference.values[name].double(), exact[rows], rtol=1e-4, atol=1e-5)
+        assert rows[-64:].tolist() == list(range(len(right) - 64, len(right)))
+        np.testing.assert_allclose(array(reference.values[name]), right[rows], rtol=1e-4, atol=1e-5)
+    made = plain_of(benchmark).steps(problem)["forward+backward"]()
+    for result, right in zip(made, exact.values(), strict=True):
+        np.testing.assert_allclose(array(result), right, rtol=1e-4, atol=1e-5)
+    shapes = [tuple(a.shape) for a in benchmark.floor(problem, "forward+backward")()]
+    assert shapes == [a.shape for a in exact.values()]
+    assert [tuple(a.shape) for a in benchmark.floor(problem, "forward")()] == shapes[:1]
 
 
-def test_chunks_of_the_reference_change_nothing(monkeypatch):
-    problem = small_problem()
-    whole = benchmark.reference(problem)
-    monkeypatch.setattr(bench_spec, "CHUNK", 50 * 150)  # rows of 150 numbers, 50 at a time
-    for name, value in benchmark.reference(problem).values.items():
-        torch.testing.assert_close(value, whole.values[name], rtol=1e-5, atol=1e-5)
-
-
-def test_tf32_is_off_for_the_reference_alone():
+def test_tf32_is_off_for_the_reference_alone(monkeypatch):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
+    seen = []
+
+    class Spy(torch.Tensor):
+        def __matmul__(self, other):
+            seen.append(torch.get_float32_matmul_precision())
+            return super().__matmul__(other)
+
     try:
-        with benchmark._no_tf32():
-            assert torch.get_float32_matmul_precision() == "highest"
+        torch_steps.product(torch.ones(2, 2).as_subclass(Spy), torch.ones(2, 2))
+        assert seen == ["highest"]
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -138,48 +173,80 @@ def test_tf32_is_off_for_the_reference_alone():
 
 def test_every_step_quantises_the_weight_once_or_it_was_before(monkeypatch):
     made = []
-    quantize = benchmark.torch_op.torch_quantize.quantize_weight
+    quantize = torch_op.torch_quantize.quantize_weight
 
     def counted(w, scale, **wanted):
         made.append(wanted)
         return quantize(w, scale, **wanted)
 
-    monkeypatch.setattr(benchmark.torch_op.torch_quantize, "quantize_weight", counted)
-    problem = small_problem()
-    steps = implementation("onchip dequantize").steps(problem)
-    for mode, both in zip(LAYER, (False, True), strict=True):
+    monkeypatch.setattr(torch_op.torch_quantize, "quantize_weight", counted)
+    problem = TORCH.make_problem(SMALL, "cpu", "float32")
+    steps = own_of(TORCH).steps(problem)
+    for mode, both in zip(module.LAYER, (False, True), strict=True):
         made.clear()
         for _ in range(3):
             steps[mode]()
         assert made == [{"rows": True, "transposed": both}] * 3
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))  # where copies aren't checked
-    before = implementation(peers.QUANTIZED_BEFORE.name).steps(problem)
-    assert tuple(before) == tuple(LAYER)
+    before = implementation(TORCH, module.QUANTIZED_BEFORE).steps(problem)
+    assert tuple(before) == tuple(module.LAYER)
     made.clear()
     for mode, step in before.items():
         assert all(torch.equal(p, q) for p, q in zip(step(), steps[mode](), strict=True))
     assert len(made) == 2
 
 
-def test_a_problem_that_does_not_fit_is_reported_with_the_bytes(monkeypatch):
+def test_inputs_in_jax_are_normal_and_of_many_values():
+    """JAX draws 128 values, none beyond 2.7, where it is asked for bfloat16."""
+    made = JAX.make_problem(dataclasses.replace(SMALL, m=2048), "cpu", "bfloat16")
+    assert {a.dtype.name for a in (made.x, made.weight, made.grad_out)} == {"bfloat16"}
+    for x, std in ((made.x, 1), (made.weight, SMALL.k**-0.5), (made.grad_out, 1)):
+        drawn = np.asarray(x, np.float32)
+        assert drawn.std() == pytest.approx(std, rel=0.03)
+        assert np.abs(drawn).max() > 3.2 * std
+        assert len(np.unique(drawn)) > 500
+    assert len(np.unique(np.asarray(made.x[:, 0], np.float32))) > 500  # blocks of rows are different ones
+
+
+@each
+def test_a_problem_that_does_not_fit_is_reported_with_the_bytes(benchmark, monkeypatch):
     needed = benchmark.needed_bytes(SMALL, "float32")
-    monkeypatch.setattr(benchmark, "_device_bytes", lambda device: needed - 1)
-    found = outcome(implementation("onchip dequantize"))
+    own = own_of(benchmark)
+    monkeypatch.setattr(benchmark.fw, "free_bytes", lambda device: needed - 1)
     reason = f"the problem was not made: MemoryError: it needs {needed} bytes of device memory; {needed - 1} are there"
-    assert found.not_run == [harness.NotRun("onchip dequantize", "small", None, reason)]
-    assert found.rows == []
-    monkeypatch.setattr(benchmark, "_device_bytes", lambda device: needed)
-    assert outcome(implementation("onchip dequantize")).not_run == []
+    assert outcome(benchmark, own) == harness.Outcome([], [harness.NotRun(own.name, "small", None, reason)])
+    monkeypatch.setattr(benchmark.fw, "free_bytes", lambda device: needed)
+    assert outcome(benchmark, own).not_run == []
 
 
-def test_the_suite_fits_an_80_gb_card():
-    largest = max(cases.MODEL_CASES, key=lambda case: benchmark.needed_bytes(case, "bfloat16"))
+def test_needed_bytes():
+    p = numbers.Problem(SMALL.m, SMALL.n, SMALL.k, "float32")
+    plain = 8 * (200 * 136 + 200 * 150 + 136 * 150)
+    of_x = numbers.quantized_bytes(SMALL.m, SMALL.k) + numbers.quantized_bytes(SMALL.k, SMALL.m)
+    in_fp8 = of_x + numbers.gradient_bytes(p)
+    weight = numbers.weight_bytes(p)
+    assert JAX.needed_bytes(SMALL, "float32") == plain + in_fp8 + weight
+    assert TORCH.needed_bytes(SMALL, "float32") == plain + 2 * in_fp8 + 3 * weight
+    largest = max(cases.MODEL_CASES, key=lambda case: TORCH.needed_bytes(case, "bfloat16"))
     assert largest.name == "llama3.1-405b-gate-up-4"
-    # Inputs and results, 23 GB, as much in FP8 for the products and for a step, and the weight's copies once more.
-    assert 45e9 < benchmark.needed_bytes(largest, "bfloat16") < 60e9
+    # Inputs and results, 23 GB, as much in FP8 for the products and for a step, and the weight's copies once more: less
+    # than an 80 GB card has.
+    assert 45e9 < TORCH.needed_bytes(largest, "bfloat16") < 60e9
 
 
-def test_suite_and_defaults():
+def test_what_a_device_has_is_asked_of_jax(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return self.stats
+
+    monkeypatch.setattr(jax, "devices", lambda platform: [Device()])
+    for stats, expected in ((None, None), ({}, None), ({"bytes_limit": 9, "bytes_in_use": 2}, 7)):
+        Device.stats = stats
+        assert jax_steps.free_bytes("cuda") == expected
+
+
+@each
+def test_suite_and_defaults(benchmark):
     assert len(benchmark.SUITES["primus"]) == 84
     assert set(benchmark.SUITES["primus"]) <= set(benchmark.CASES)
     assert all(name in benchmark.CASES for names in benchmark.DEFAULT_CASES.values() for name in names)
@@ -194,29 +261,32 @@ def test_command_says_which_suites_there_are():
     assert "got 'spec', and there is: primus" in result.stderr
 
 
-def test_summary():
+@each
+def test_summary(benchmark):
     def row(case, mode, impl, ms):
         return {"case": case, "dtype": "bfloat16", "mode": mode, "impl": f"{impl} 1.0", "median_ms": ms}
 
+    plain = plain_of(benchmark).name
     times = {"llama3.1-8b-qkv-1": (8.0, 2.0), "llama3.1-8b-out-1": (9.0, 9.0), "qwen2.5-7b-qkv-1": (1.0, 9.0)}
     rows = [
         row(case, "forward+backward", impl, ms)
         for case, both in times.items()
-        for impl, ms in zip((peers.LINEAR, "onchip auto"), both, strict=True)
+        for impl, ms in zip((plain, "onchip auto"), both, strict=True)
     ]
-    rows += [
-        row("llama3.1-8b-out-1", "wgrad product", peers.SCALED_MM, 3.0),
-        row("llama3.1-8b-out-1", "wgrad product", "onchip auto", 2.0),
-        row("llama3.1-8b-out-2", "forward+backward", "onchip auto", None),  # a wrong one
-        row("llama3.1-8b-qkv-1", "forward+backward", "onchip auto", 1.0) | {"dtype": "float32"},  # beside nothing
-    ]
-    layer, product = benchmark.summary(rows)
+    rows.append(row("llama3.1-8b-out-2", "forward+backward", "onchip auto", None))  # a wrong one
+    # Beside nothing.
+    rows.append(row("llama3.1-8b-qkv-1", "forward+backward", "onchip auto", 1.0) | {"dtype": "float32"})
+    if benchmark is TORCH:
+        for impl, ms in ((module.SCALED_MM, 3.0), ("onchip auto", 2.0)):
+            rows.append(row("llama3.1-8b-out-1", "wgrad product", impl, ms))
+    layer, *products = benchmark.summary(rows)
     assert layer == {  # qwen2.5-7b's K is 3584
         "mode": "forward+backward", "dtype": "bfloat16", "implementation": "onchip auto 1.0",
-        "times_faster_than": "torch nn.Linear 1.0", "cases": 2, "least_N_and_K": 4096,
+        "times_faster_than": f"{plain} 1.0", "cases": 2, "least_N_and_K": 4096,
         "geometric_mean": pytest.approx(2.0), "least": 1.0, "least_case": "llama3.1-8b-out-1",
     }  # fmt: skip
-    assert (product["mode"], product["geometric_mean"], product["cases"]) == ("wgrad product", pytest.approx(1.5), 1)
+    expected = [("wgrad product", pytest.approx(1.5), 1)] if benchmark is TORCH else []
+    assert [(p["mode"], p["geometric_mean"], p["cases"]) for p in products] == expected
     json.dumps(benchmark.summary(rows), allow_nan=False)
 
 
@@ -244,15 +314,19 @@ def torchao(monkeypatch):
     sys.modules[".".join(parts)].Float8BlockwiseLinear = Float8BlockwiseLinear
 
 
+def assert_right(problem, steps):
+    reference = TORCH.reference(problem)
+    for mode, step in steps.items():
+        assert all(error <= bound for error, bound in TORCH.check(reference, mode, step()).values())
+
+
 def test_torchao_is_called_as_its_interface_wants(torchao):
-    problem = small_problem("bfloat16")
-    reference = benchmark.reference(problem)
-    for mode, step in implementation("torchao blockwise").steps(problem).items():
-        assert all(error <= bound for error, bound in benchmark.check(reference, mode, step()).values())
+    problem = TORCH.make_problem(SMALL, "cpu", "bfloat16")
+    assert_right(problem, implementation(TORCH, "torchao blockwise").steps(problem))
 
 
 def test_torchao_is_not_asked_for_more_elements_than_it_counts(torchao):
-    step = peers._torchao()
+    step = module._torchao()
     x, weight = torch.empty(32768, 128, device="meta"), torch.nn.Parameter(torch.empty(65536, 128, device="meta"))
     with pytest.raises(ValueError, match="its kernels count elements in 32 bits, and the output has 2147483648"):
         step(x, weight)
@@ -260,29 +334,32 @@ def test_torchao_is_not_asked_for_more_elements_than_it_counts(torchao):
 
 
 def test_peers_say_why_they_do_not_run(monkeypatch):
-    torchao = implementation("torchao blockwise")
+    torchao = implementation(TORCH, "torchao blockwise")
     assert torchao.unavailable("cpu", "bfloat16") == "it runs on CUDA devices only"
     assert "not float32" in torchao.unavailable("cuda", "float32")
     monkeypatch.setattr("onchip.bench.peers.not_installed", lambda package: None)
-    monkeypatch.setattr(peers, "not_installed", lambda package: "missing")
+    monkeypatch.setattr(module, "not_installed", lambda package: "missing")
     assert torchao.unavailable("cuda", "bfloat16") == "torchao is not installed; pip install torchao"
-    assert "timed on the CPU" in implementation("onchip dequantize").unavailable("cuda", "bfloat16")
-    assert implementation("onchip dequantize").unavailable("cpu", "bfloat16") is None
-    assert "CUDA tensors" in implementation(peers.SCALED_MM).unavailable("cpu", "bfloat16")
+    assert "timed on the CPU" in own_of(TORCH).unavailable("cuda", "bfloat16")
+    assert own_of(TORCH).unavailable("cpu", "bfloat16") is None
+    before = implementation(TORCH, module.QUANTIZED_BEFORE)
+    assert "checks the copies" in before.unavailable("cpu", "bfloat16")
+    assert before.unavailable("cuda", "bfloat16") is None
+    problem = TORCH.make_problem(SMALL, "cpu", "float32")
+    assert before.config(problem, "forward") == {"backend": "dequantize"}  # which one 'auto' took
+    assert "CUDA tensors" in implementation(TORCH, module.SCALED_MM).unavailable("cpu", "bfloat16")
+    mosaic = implementation(JAX, "onchip mosaic_gpu").unavailable("cpu", "bfloat16")
+    assert mosaic == "it runs on NVIDIA GPUs, not on 'cpu'"
 
 
-def test_a_product_is_that_of_the_backend_and_of_operands_made_before(monkeypatch):
-    problem = dataclasses.replace(small_problem())
+def test_a_product_is_that_of_the_backend_and_of_operands_made_before():
+    problem = TORCH.make_problem(SMALL, "cpu", "float32")
     assert [o.by_block for o in problem.operands.values()] == [True, True, False]
     assert problem.operands is problem.operands
-    alone = benchmark.Implementation(
-        dataclasses.replace(
-            implementation(peers.SCALED_MM).peer, load=lambda: benchmark.torch_op._backend("dequantize").product
-        ),
-        benchmark._peer_steps,
+    alone = implementation(TORCH, module.SCALED_MM)
+    alone = dataclasses.replace(
+        alone, peer=dataclasses.replace(alone.peer, load=lambda: torch_op._backend("dequantize").product)
     )
     steps = alone.steps(problem)
-    assert tuple(steps) == benchmark.PRODUCTS
-    reference = benchmark.reference(problem)
-    for mode, step in steps.items():
-        assert all(error <= bound for error, bound in benchmark.check(reference, mode, step()).values())
+    assert tuple(steps) == module.PRODUCTS
+    assert_right(problem, steps)

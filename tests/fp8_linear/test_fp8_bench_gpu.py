@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from onchip.bench import harness, measure, plots
-from onchip.bench.ops import fp8_linear as benchmark
-from onchip.bench.ops import fp8_linear_peers as peers
+from onchip.bench.ops.fp8_linear import LINEAR, PRODUCTS, QUANTIZED_BEFORE, SCALED_MM
+from onchip.bench.ops.fp8_linear import TORCH as benchmark
 from onchip.core.configs import read_entries
 from onchip.fp8.triton_tiles import ProductConfig
 from onchip.ops.fp8_linear import cases
@@ -28,10 +28,10 @@ def test_a_run(monkeypatch):
     assert {n.impl for n in found.not_run} <= {"onchip dequantize", "torchao blockwise"}, found.not_run
     ran = {(row.mode, plots.short_name(row.impl)) for row in found.rows}
     for mode in benchmark.MODES:
-        beside = peers.SCALED_MM if mode in benchmark.PRODUCTS else peers.LINEAR
+        beside = SCALED_MM if mode in PRODUCTS else LINEAR
         assert {(mode, name) for name in ("onchip auto", "onchip scaled_mm", "onchip triton", beside)} <= ran
-    assert {(mode, peers.QUANTIZED_BEFORE.name) for mode in ("forward", "forward+backward")} <= ran
-    assert all((row.floor_ms is None) == (row.mode in benchmark.PRODUCTS) for row in found.rows)
+    assert {(mode, QUANTIZED_BEFORE) for mode in ("forward", "forward+backward")} <= ran
+    assert all((row.floor_ms is None) == (row.mode in PRODUCTS) for row in found.rows)
 
 
 def test_the_gate_sees_the_end_of_a_result_of_more_than_2_to_31_elements():

@@ -13,9 +13,8 @@ from onchip.fp8 import numbers, torch_products, torch_quantize
 from onchip.fp8.triton_tiles import ProductConfig, QuantizeConfig
 from onchip.ops.fp8_linear import torch_op
 from onchip.ops.fp8_linear.cases import CHECK_CASES
-from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR
+from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR, plain_refusals, refusals
 from onchip.ops.fp8_linear.reference import snr_db
-from onchip.ops.fp8_linear.torch_checks import plain_refusals, refusals
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation, quantize_weight
 
 pytestmark = pytest.mark.gpu

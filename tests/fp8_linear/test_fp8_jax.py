@@ -10,7 +10,7 @@ from onchip.fp8.jax_quantize import COLUMN, ROW, SQUARE, quantize
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES
-from onchip.ops.fp8_linear.jax_checks import check_case
+from onchip.ops.fp8_linear.checks import check_case
 
 
 @pytest.fixture(autouse=True, scope="module")

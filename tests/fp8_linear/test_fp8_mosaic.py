@@ -21,7 +21,7 @@ from onchip.jax import fp8_linear
 from onchip.kernels.mosaic.product import SHARED_BYTES
 from onchip.ops.fp8_linear import jax_op, reference
 from onchip.ops.fp8_linear.cases import Case
-from onchip.ops.fp8_linear.jax_checks import check_case
+from onchip.ops.fp8_linear.checks import check_case
 from shared_jax import quick_compilation  # noqa: F401
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -15,7 +15,7 @@ from onchip.fp8.numbers import FP8_MAX, SCALES, Options
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
-from onchip.ops.fp8_linear.jax_checks import check_case
+from onchip.ops.fp8_linear.checks import check_case
 
 pytestmark = pytest.mark.gpu
 op = partial(fp8_linear, backend="mosaic_gpu")

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from onchip.ops.linear_cross_entropy.torch_checks import check_case
+from onchip.ops.linear_cross_entropy.checks import check_case
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import setup as triton_setup
 from shared import assert_same as assert_same

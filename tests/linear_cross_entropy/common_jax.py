@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops.linear_cross_entropy.jax_checks import check_case
+from onchip.ops.linear_cross_entropy.checks import check_case
 from shared import assert_within_bounds
 from shared_jax import assert_same as assert_same
 from shared_jax import plain_loss

@@ -14,8 +14,9 @@ from onchip.frontend.jax_call import Needs, Static, Tensors
 from onchip.jax import LinearCrossEntropyStats, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.linear_cross_entropy.jax_checks import DTYPES, as_arguments, run_oracle
+from onchip.ops.linear_cross_entropy.checks import as_arguments, run_oracle
 from onchip.oracle.checks import relative_error
+from onchip.oracle.jax import DTYPES
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory as jax_spec
@@ -284,7 +285,7 @@ def test_small_losses_keep_their_digits(prob, strategy):
     case = Case("peaked", 64, 64, 500, target_prob=prob, options={"reduction": "none"})
     inputs = make_inputs(case)
     arguments, _ = as_arguments(case, inputs, "float32")
-    oracle = run_oracle(arguments, case.options, inputs.grad_loss)
+    oracle = run_oracle(arguments, case.options, inputs)
     _, w, y, _ = arguments
     loss, pullback = jax.vjp(lambda h: linear_cross_entropy(h, w, y, reduction="none", strategy=strategy), arguments[0])
     bound = 8 * np.finfo(np.float32).eps * float(np.abs(oracle.lse).max())

@@ -10,7 +10,7 @@ from common import capture, gradients
 from lce_fp8_common import CASES, GRADIENT_DB, LOSS_ERROR, assert_near, results
 
 from onchip.bench.measure import peak_extra_bytes
-from onchip.bench.ops import linear_cross_entropy as benchmark
+from onchip.bench.ops.linear_cross_entropy import TORCH as benchmark
 from onchip.core.sizes import MIB
 from onchip.fp8.triton_tiles import QuantizeConfig
 from onchip.ops.linear_cross_entropy.cases import BENCH_CASES
@@ -75,8 +75,8 @@ def test_every_config_makes_what_pytorchs_operations_make(case, config, chunk, m
 def test_real_heads(name):
     problem = benchmark.make_problem(BENCH_CASES[name], "cuda", "bfloat16")
     reference = benchmark.reference(problem)
-    made = step(problem.hidden, problem.weight, problem.target)
-    errors = {k: error for k, (error, _) in reference.check("forward+backward", made).items()}
+    made = step(*problem.arrays)
+    errors = {k: error for k, (error, _) in benchmark.check(reference, "forward+backward", made).items()}
     # A loss of 0.001 is the sum of what FP8 leaves of all the others.
     assert errors["loss"] <= (5 if name.endswith("peaked") else 1) * LOSS_ERROR
     assert max(errors["grad_hidden"], errors["grad_weight"]) <= 10 ** (-GRADIENT_DB / 20)

@@ -18,7 +18,7 @@ import torch
 from interpreter import main
 from onchip.ops.linear_jsd import triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
-from onchip.ops.linear_jsd.torch_checks import check_case
+from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
 from onchip.torch import TopK, jsd, linear_jsd
 

@@ -10,7 +10,7 @@ import pytest
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
-from onchip.ops.linear_jsd.jax_checks import check_case
+from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.spec import Head, Problem, TopK
 from shared import assert_within_bounds

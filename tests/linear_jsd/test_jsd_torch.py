@@ -13,8 +13,8 @@ from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
+from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.spec import Head, Problem, TopK
-from onchip.ops.linear_jsd.torch_checks import check_case
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from shared import assert_within_bounds
 

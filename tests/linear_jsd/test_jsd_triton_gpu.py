@@ -11,8 +11,8 @@ from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
+from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.spec import Head, Problem
-from onchip.ops.linear_jsd.torch_checks import check_case
 from onchip.ops.linear_jsd.triton_spec import TritonConfig
 from onchip.torch import jsd, linear_jsd
 

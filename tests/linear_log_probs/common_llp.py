@@ -2,7 +2,7 @@
 
 import torch
 
-from onchip.ops.linear_log_probs.torch_checks import check_case
+from onchip.ops.linear_log_probs.checks import check_case
 from shared import assert_same as assert_same
 from shared import assert_within_bounds
 
@@ -21,3 +21,13 @@ def small_problem(ids=None, tokens=24, hidden=16, vocab=70, dtype=torch.float32,
 def assert_right(case, dtype=torch.float32, device="cpu", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
     assert_within_bounds(check_case(case, dtype, device, **how))
+
+
+def gradients(out, arguments, inputs):
+    """The gradients of hidden, weight and bias for the case's upstream gradients, by the oracle's names."""
+    upstream = zip(out[:3], (inputs.grad_log_prob, inputs.grad_entropy, inputs.grad_lse), strict=True)
+    pairs = [(x, torch.from_numpy(g).to(x)) for x, g in upstream if x is not None]
+    named = {"grad_hidden": arguments[0], "grad_weight": arguments[1], "grad_bias": arguments[3]}
+    leaves = {name: x for name, x in named.items() if x is not None}
+    made = torch.autograd.grad([x for x, _ in pairs], list(leaves.values()), [g for _, g in pairs])
+    return dict(zip(leaves, made, strict=True))

@@ -17,8 +17,8 @@ from common_llp import assert_right, small_problem
 from interpreter import main
 from onchip.ops.linear_log_probs import triton_op, triton_spec
 from onchip.ops.linear_log_probs.cases import Case, make_inputs
+from onchip.ops.linear_log_probs.checks import as_arguments, plain_linear_log_probs
 from onchip.ops.linear_log_probs.spec import Problem
-from onchip.ops.linear_log_probs.torch_checks import as_arguments, plain_linear_log_probs
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
 from onchip.vocab.triton import memory as head_spec
 

@@ -6,7 +6,7 @@ from common_llp import assert_same, small_problem
 from torch.utils.checkpoint import checkpoint
 
 from onchip.ops.linear_log_probs import torch_op
-from onchip.ops.linear_log_probs.torch_checks import plain_linear_log_probs
+from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
 from shared import count_products
 

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from common_llp import assert_right, assert_same, small_problem
+from common_llp import assert_right, assert_same, gradients, small_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.ops.linear_log_probs import reference, spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.linear_log_probs.torch_checks import as_arguments, gradients, plain_linear_log_probs, run_oracle
+from onchip.ops.linear_log_probs.checks import as_arguments, plain_linear_log_probs, run_oracle
 from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
 from onchip.vocab.chunks import Config
 

@@ -10,7 +10,7 @@ from common_llp_jax import small_problem
 
 from onchip.ops.linear_log_probs import jax_op, reference, spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
-from onchip.ops.linear_log_probs.jax_checks import check_case, plain_linear_log_probs
+from onchip.ops.linear_log_probs.checks import check_case, plain_linear_log_probs
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 from shared import assert_within_bounds
 from shared_jax import assert_same, quick_compilation  # noqa: F401

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from common_llp import gradients
 
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
-from onchip.ops.linear_log_probs.torch_checks import as_arguments, gradients, plain_linear_log_probs, run_oracle
+from onchip.ops.linear_log_probs.checks import as_arguments, plain_linear_log_probs, run_oracle
 
 
 @pytest.mark.parametrize("name", ["one class", "half ignored", "all ignored", "masked vocab", "softcap", "everything"])

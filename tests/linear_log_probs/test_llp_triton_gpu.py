@@ -14,8 +14,8 @@ from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_log_probs import triton_op, triton_spec
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
+from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
 from onchip.ops.linear_log_probs.spec import Problem
-from onchip.ops.linear_log_probs.torch_checks import plain_linear_log_probs
 from onchip.torch import linear_log_probs
 from onchip.vocab.triton import memory as head_spec
 

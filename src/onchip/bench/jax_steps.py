@@ -1,11 +1,11 @@
-"""What the benchmarks of several ops in JAX share: inputs, compiled steps, the floor, the comparison with a reference.
+"""What the benchmarks of all ops need of JAX.  `onchip.bench.torch_steps` has the same names.
 
 Products of float32 inputs are products of float32 numbers for all: by default JAX rounds them to tf32 on a GPU.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,37 +16,77 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from onchip.bench.jax_peers import IGNORED
-from onchip.bench.peers import bounds
-from onchip.oracle.jax_checks import platform_of
+from onchip.bench.peers import IGNORED
+from onchip.oracle.jax import NAME, default_device, linear, log_softmax, platform_of, take, xp
 
-# ----------------------------------------------------------------------------------------------------------- inputs
+__all__ = ["NAME", "default_device", "linear", "log_softmax", "take", "xp"]
 
-
-def drawn_on(device: str, draw: Callable[[], Any]) -> Any:
-    """What `draw` returns, compiled for "cpu" or "cuda"."""
-    with jax.default_device(jax.devices(platform_of(device))[0]):
-        return jax.jit(draw)()
+PLAIN = "XLA, 16-bit logits"
+# Rows that are drawn at a time: random bits of a whole matrix would take eight times its bytes in bfloat16.
+_DRAWN_ROWS = 1024
+_CHUNK_BYTES = 1 << 29
 
 
-def draw_layer(keys: Array, tokens: int, hidden: int, vocab: int, std: float) -> tuple[Array, Array]:
-    """float32 hidden [T, H] ~ N(0, 1), and weight [V, H] that makes logits ~ N(0, std) of it."""
-    weight = jax.random.normal(keys[1], (vocab, hidden)) * (std / hidden**0.5)
-    return jax.random.normal(keys[0], (tokens, hidden)), weight
+def dtype_name(dtype: Any) -> str:
+    return str(dtype.name)
 
 
-def draw_labels(case: Any, key: Array) -> Array:
-    """[T] vocabulary indices: uniform, or as Zipf's law has them."""
-    if not case.zipf:
-        return jax.random.randint(key, (case.tokens,), 0, case.vocab)
-    share = 1 / np.arange(1, case.vocab + 1)
-    return jax.random.choice(key, case.vocab, (case.tokens,), p=jnp.asarray(share / share.sum()))
+def device_of(x: Array) -> str:
+    (device,) = x.devices()
+    return "cpu" if device.platform == "cpu" else "cuda"
 
 
-def ignore_some(case: Any, labels: Array, key: Array) -> Array:
-    """The labels as int32, IGNORED in the part of the tokens that the case says."""
-    shuffled = jax.random.permutation(key, case.tokens)
-    return labels.at[shuffled[: round(case.ignored * case.tokens)]].set(IGNORED).astype(jnp.int32)
+def eps(x: Array) -> float:
+    return float(jnp.finfo(x.dtype).eps)
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that this process can have of the device; None where JAX doesn't say."""
+    stats = jax.devices(platform_of(device))[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
+class Draws:
+    """Random inputs, the same ones each time, made on the default device."""
+
+    def __init__(self, device: str) -> None:
+        self.drawn = 0
+
+    def _draw(self, draw: Callable[[Array], Array]) -> Array:
+        self.drawn += 1
+        made: Array = jax.jit(draw)(jax.random.fold_in(jax.random.key(0), self.drawn))
+        return made
+
+    def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Array:
+        """Of float32 numbers: bfloat16 ones are drawn from 128 values."""
+        blocks = -(-rows // _DRAWN_ROWS)
+
+        def some(key: Array) -> Array:
+            return (std * jax.random.normal(key, (-(-rows // blocks), columns)) + mean).astype(dtype)
+
+        return self._draw(lambda key: lax.map(some, jax.random.split(key, blocks)).reshape(-1, columns)[:rows])
+
+    def labels(self, case: Any) -> Array:
+        """[T] vocabulary indices, uniform or as Zipf's law has them."""
+        if not case.zipf:
+            return self._draw(lambda key: jax.random.randint(key, (case.tokens,), 0, case.vocab))
+        share = 1 / np.arange(1, case.vocab + 1)
+        chances = jnp.asarray(share / share.sum())
+        return self._draw(lambda key: jax.random.choice(key, case.vocab, (case.tokens,), p=chances))
+
+    def ignore(self, case: Any, labels: Array) -> Array:
+        """The labels as int32, with IGNORED in the part of the tokens that the case says."""
+        shuffled = self._draw(lambda key: jax.random.permutation(key, case.tokens))
+        return labels.at[shuffled[: round(case.ignored * case.tokens)]].set(IGNORED).astype(jnp.int32)
+
+
+def constant(x: Array, dtype: str) -> Array:
+    return x.astype(dtype)
+
+
+def leaf(x: Array, dtype: str, columns: int | None = None) -> Array:
+    """`x` in `dtype`, with all of its columns: who wants less cuts it inside the step."""
+    return x.astype(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ steps
@@ -115,23 +155,12 @@ def products(mode: str, hidden: Array, weight: Array, *constants: tuple[Array, A
     return lambda: [logits(), *(other() for other in others), to_hidden(), to_weight()]
 
 
+def copies(x: Array, rows: int) -> Step:
+    """So many rows are read, and as many written."""
+    return Step(lambda x: [jnp.copy(x[:rows])], (x,))
+
+
 # ------------------------------------------------------------------------------------------------------ correctness
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a step should return in 'forward+backward', by name, and how far from it each may be."""
-
-    values: Mapping[str, Any]
-    bounds: Mapping[str, float]
-    forward: int = 1
-    """So many of them are what 'forward' returns."""
-
-    def check(self, mode: str, returned: Sequence[Array]) -> dict[str, tuple[float, float]]:
-        """Relative error and bound of each thing that a step returned."""
-        names = list(self.values)[: self.forward if mode == "forward" else None]
-        pairs = zip(names, returned, strict=True)
-        return {name: (relative_error(out, self.values[name]), self.bounds[name]) for name, out in pairs}
 
 
 def relative_error(out: Array, ref: Any) -> float:
@@ -150,20 +179,8 @@ def _squares(out: Array, ref: Array) -> tuple[Array, Array]:
     return jnp.square(out.astype(jnp.float64) - wide).sum(), jnp.square(wide).sum()
 
 
-def bounds_of(
-    values: Mapping[str, Any],
-    plain: Callable[[], Mapping[str, Step]],
-    dtype: Any,
-    lengths: Sequence[int],
-    *,
-    forward: int = 1,
-) -> dict[str, float]:
-    """As `bench_peers.bounds`; `plain` makes the steps of the plain expression, and isn't called in float32."""
-    errors = None
-    if dtype != jnp.float32:
-        made = plain()["forward+backward"]()
-        errors = [relative_error(out, ref) for out, ref in zip(made, values.values(), strict=True)]
-    return bounds(list(values), lengths, errors, float(jnp.finfo(dtype).eps), forward=forward)
+def wide(x: Array) -> Array:
+    return x.astype(jnp.float64)
 
 
 def in_float64(function: Callable[..., Any], *arguments: Array) -> Any:
@@ -172,22 +189,77 @@ def in_float64(function: Callable[..., Any], *arguments: Array) -> Any:
         return jax.jit(function)(*arguments)
 
 
-def scan_rows(
-    one: Callable[..., tuple[Any, Any]], start: Any, arrays: tuple[Array, ...], row_bytes: int, chunk: int | None = None
-) -> tuple[Any, Any]:
-    """`lax.scan` of `one(carry, *rows of the arrays, counts)` over chunks of rows; return the carry and all made rows.
+def gradient(function: Callable[[Array], Sequence[Array]], z: Array) -> tuple[Sequence[Array], Array]:
+    """What `function(z)` returns, and the gradient of its sum."""
+    values, pullback = jax.vjp(function, z)
+    return values, pullback(jax.tree.map(jnp.ones_like, values))[0]
 
-    `counts` [rows, 1] is False for the zeros that fill up the last chunk.  A chunk's rows, of `row_bytes` each, are
-    1 GiB, unless it is told otherwise.
+
+def scan_rows(
+    one: Callable[..., tuple[Any, Sequence[Array]]], start: Any, arrays: Sequence[Array], row_bytes: int
+) -> tuple[Any, Any]:
+    """`one(carry, *rows of the arrays)` over chunks of rows; the last carry, and each thing that was made of all rows.
+
+    A chunk's rows, of `row_bytes` each, are half a GiB.  The last chunk is filled up with zeros: what is made of these
+    may change no carry.
     """
     tokens = len(arrays[0])
-    chunks = -(-tokens // (chunk or max(1, (1 << 30) // row_bytes)))
+    chunks = -(-tokens // max(1, _CHUNK_BYTES // row_bytes))
     size = -(-tokens // chunks)  # the most even ones need the least filling
 
     def cut(x: Array) -> Array:
         filled = jnp.pad(x, ((0, chunks * size - tokens), *[(0, 0)] * (x.ndim - 1)))
         return filled.reshape(chunks, size, *x.shape[1:])
 
-    counts = (jnp.arange(chunks * size) < tokens).reshape(chunks, size, 1)
-    carry, made = lax.scan(lambda carry, rows: one(carry, *rows), start, (*map(cut, arrays), counts))
+    carry, made = lax.scan(lambda carry, rows: one(carry, *rows), start, tuple(map(cut, arrays)))
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], made)
+
+
+# ------------------------------------------------------------------------------------------------ the plain expression
+
+
+def logits(hidden: Array, weight: Array, wide: bool) -> Array:
+    """[T, V] float32: rounded to hidden's dtype before, unless `wide`."""
+    made = jnp.dot(hidden, weight.T, preferred_element_type=jnp.float32 if wide else None)
+    return made.astype(jnp.float32)
+
+
+def cross_entropies(logits: Array, labels: Array) -> Array:
+    """[T], of labels that are all in [0, V), by a gather."""
+    return jax.nn.logsumexp(logits, axis=1) - take(logits, labels[:, None])[:, 0]
+
+
+def mean_loss(losses: Callable[[Array, Array], Array], logits: Array, labels: Array) -> Array:
+    """The float32 mean over the tokens whose label is not IGNORED."""
+    kept = labels != IGNORED
+    each = losses(logits, jnp.where(kept, labels, 0)).astype(jnp.float32)
+    return jnp.where(kept, each, 0).sum() / jnp.maximum(kept.sum(), 1)
+
+
+# ------------------------------------------------------------------------------------------------------ linear layers
+
+
+def layer_steps(layer: Callable[..., Array], x: Array, weight: Array, grad_out: Array) -> dict[str, Step]:
+    """A step keeps nothing: it quantises the weight anew, as after an optimizer's step."""
+
+    def both(x: Array, weight: Array, grad_out: Array) -> list[Array]:
+        out, pullback = jax.vjp(layer, x, weight)
+        return [out, *pullback(grad_out)]
+
+    forward = Step(lambda x, weight: [layer(x, weight)], (x, weight))
+    return {"forward": forward, "forward+backward": Step(both, (x, weight, grad_out))}
+
+
+def parameter(x: Array) -> Array:
+    return x
+
+
+@jax.jit
+def all_finite(x: Array) -> Array:
+    return jnp.isfinite(x).all()
+
+
+@jax.jit
+def product(a: Array, b: Array) -> Array:
+    """a @ b of float32 numbers."""
+    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)

@@ -21,6 +21,8 @@ Step = Callable[[], Sequence[Any]]
 """Run once; returns the arrays that it leaves behind (loss, gradients)."""
 
 NARROW = ("float16", "bfloat16")
+IGNORED = -100
+"""The ignore_index that all implementations have by default."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Implementation:
 
     peer: Peer
     make_steps: Callable[[Any, Peer], Mapping[str, Step]]
+    record: Callable[[Any, str], dict[str, Any]] | None = None
+    """The settings for a problem and a mode, where they aren't those of the peer."""
 
     @property
     def name(self) -> str:
@@ -57,7 +61,7 @@ class Implementation:
         return self.peer.unavailable(device, dtype)
 
     def config(self, problem: Any, mode: str) -> dict[str, Any]:
-        return self.peer.config
+        return self.record(problem, mode) if self.record else self.peer.config
 
     def steps(self, problem: Any) -> Mapping[str, Step]:
         return self.make_steps(problem, self.peer)
@@ -96,6 +100,20 @@ def own(
     return [optional(f"onchip {b}{suffix}", "onchip", load, always, backend=b, **config) for b in names]
 
 
+def plain_peers(framework: str, load: Callable[[bool], Callable[..., Any]]) -> tuple[Peer, ...]:
+    """The framework's plain expression, loaded with whether its logits are float32 or in the inputs' dtype."""
+    if framework == "jax":
+        return (
+            optional("XLA, 16-bit logits", "jax", lambda: load(False), xla_only_narrow),
+            optional("XLA, float32 logits", "jax", lambda: load(True), always),
+        )
+    return (
+        Peer("torch eager", lambda: load(False), always),
+        Peer("torch eager, float32 logits", lambda: load(True), only_narrow),
+        Peer("torch.compile, float32 logits", lambda: compiled(load(True)), no_compiler),
+    )
+
+
 # -------------------------------------------------------------------------------------------------- why not
 
 
@@ -105,6 +123,10 @@ def always(device: str, dtype: str) -> None:
 
 def only_narrow(device: str, dtype: str) -> str | None:
     return "in float32 it is the same as torch eager" if dtype == "float32" else None
+
+
+def xla_only_narrow(device: str, dtype: str) -> str | None:
+    return "in float32 it is the same as XLA, float32 logits" if dtype == "float32" else None
 
 
 def no_compiler(device: str, dtype: str) -> str | None:
@@ -123,6 +145,10 @@ def gpu_only(package: str, dtypes: tuple[str, ...]) -> Refusal:
         return not_installed(package)
 
     return refusal
+
+
+def needs(package: str) -> Refusal:
+    return lambda device, dtype: not_installed(package, "peers-jax")
 
 
 def not_installed(package: str, extra: str = "peers") -> str | None:

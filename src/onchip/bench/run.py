@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypedDict, cast
 
 import msgspec
@@ -74,7 +74,7 @@ def run_bench(
     device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
-    target = cast(harness.Op, import_module(module))
+    target = cast(harness.Op, resolve_name(module))
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")

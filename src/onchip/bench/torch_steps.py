@@ -1,32 +1,126 @@
-"""What the benchmarks of several ops in PyTorch share: steps, and the comparison with a reference."""
+"""What the benchmarks of all ops need of PyTorch.  `onchip.bench.jax_steps` has the same names."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip.bench.peers import bounds
+from onchip.bench.peers import IGNORED
+from onchip.oracle.torch import NAME, default_device, dtype_name, linear, log_softmax, take, xp
+
+__all__ = ["NAME", "default_device", "dtype_name", "linear", "log_softmax", "take", "xp"]
 
 Step = Callable[[], Sequence[Tensor]]
+_CHUNK_BYTES = 1 << 29
+PLAIN = "torch eager"
+"""The implementation whose errors in 16 bits are the yardstick."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What a step should return in 'forward+backward', by name, and how far from it each may be."""
+def device_of(x: Tensor) -> str:
+    return x.device.type
 
-    values: Mapping[str, Tensor]
-    bounds: Mapping[str, float]
-    forward: int = 1
-    """So many of them are what 'forward' returns."""
 
-    def check(self, mode: str, returned: Sequence[Tensor]) -> dict[str, tuple[float, float]]:
-        """Relative error and bound of each thing that a step returned."""
-        names = list(self.values)[: self.forward if mode == "forward" else None]
-        pairs = zip(names, returned, strict=True)
-        return {name: (relative_error(out, self.values[name]), self.bounds[name]) for name, out in pairs}
+def eps(x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that this process can have of the device; of the CPU nobody asks."""
+    if device != "cuda":
+        return None
+    free: int = torch.cuda.mem_get_info()[0]
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+class Draws:
+    """Random inputs, the same ones each time, made on the device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.rng = torch.Generator(device).manual_seed(0)
+
+    def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Tensor:
+        # In the dtype at once: in float32 they could be more than the device holds.
+        wanted = getattr(torch, dtype)
+        drawn = torch.randn(rows, columns, generator=self.rng, device=self.device, dtype=wanted)
+        return drawn.mul_(std).add_(mean)
+
+    def labels(self, case: Any) -> Tensor:
+        """[T] vocabulary indices, uniform or as Zipf's law has them."""
+        if not case.zipf:
+            return torch.randint(case.vocab, (case.tokens,), generator=self.rng, device=self.device)
+        rank = torch.arange(1, case.vocab + 1, device=self.device)
+        return torch.multinomial(1 / rank, case.tokens, replacement=True, generator=self.rng)
+
+    def ignore(self, case: Any, labels: Tensor) -> Tensor:
+        """The labels with IGNORED in the part of the tokens that the case says."""
+        shuffled = torch.randperm(case.tokens, generator=self.rng, device=self.device)
+        labels[shuffled[: round(case.ignored * case.tokens)]] = IGNORED
+        return labels
+
+
+def leaf(x: Tensor, dtype: str, columns: int | None = None) -> Tensor:
+    """`x` in `dtype`, needing a gradient; only so many `columns` of it, in rows as long as before."""
+    return x.to(getattr(torch, dtype))[:, :columns].detach().requires_grad_()
+
+
+def constant(x: Tensor, dtype: str) -> Tensor:
+    """`x` in `dtype`."""
+    return x.to(getattr(torch, dtype))
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+def steps(function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int) -> dict[str, Step]:
+    """The steps of `function`, which returns a loss or several tensors; None among them is dropped.
+
+    'forward' returns these; 'forward+backward' these and the gradients of the first so many `leaves`, of the sum of the
+    tensors' means.
+    """
+
+    def made(*arguments: Tensor) -> list[Tensor]:
+        returned = function(*arguments)
+        return [x for x in (returned if isinstance(returned, tuple) else (returned,)) if x is not None]
+
+    def forward() -> Sequence[Tensor]:
+        # Detached as well: some functions look at requires_grad alone and would compute gradients.
+        with torch.no_grad():
+            return made(*(x.detach() for x in arguments))
+
+    def both() -> Sequence[Tensor]:
+        values = made(*arguments)
+        loss: Any = values[0] if values[0].ndim == 0 else sum(x.float().mean() for x in values)
+        return [*(x.detach() for x in values), *torch.autograd.grad(loss, arguments[:leaves])]
+
+    return {"forward": forward, "forward+backward": both}
+
+
+def products(mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor, Tensor]) -> Step:
+    """The matrix products alone, into buffers that exist already: the logits of (hidden, weight) and of each pair of
+    `constants`, then both gradients of the first."""
+    hidden, weight = hidden.detach(), weight.detach()
+    pairs = [(h, w, h.new_empty(len(h), len(w))) for h, w in ((hidden, weight), *constants)]
+    if mode == "forward":
+        return lambda: [torch.mm(h, w.T, out=out) for h, w, out in pairs]
+    logits, to_hidden, to_weight = pairs[0][2], torch.empty_like(hidden), torch.empty_like(weight)
+    return lambda: [
+        *(torch.mm(h, w.T, out=out) for h, w, out in pairs),
+        torch.mm(logits, weight, out=to_hidden),
+        torch.mm(logits.T, hidden, out=to_weight),
+    ]
+
+
+def copies(x: Tensor, rows: int) -> Step:
+    """So many rows are read, and as many written."""
+    x = x.detach()[:rows]
+    out = torch.empty_like(x)
+    return lambda: [out.copy_(x)]
+
+
+# ------------------------------------------------------------------------------------------------------ correctness
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:
@@ -41,21 +135,115 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     return math.sqrt(error / norm)
 
 
-def bounds_of(
-    values: Mapping[str, Tensor], plain: Sequence[Tensor], dtype: torch.dtype, lengths: Sequence[int], *, forward: int
-) -> dict[str, float]:
-    """As `bench_peers.bounds`; `plain` is what the plain expression returned, and isn't looked at in float32."""
-    errors = None
-    if dtype != torch.float32:
-        errors = [relative_error(out, ref) for out, ref in zip(plain, values.values(), strict=True)]
-    return bounds(list(values), lengths, errors, torch.finfo(dtype).eps, forward=forward)
+def wide(x: Tensor) -> Tensor:
+    """In float64."""
+    return x.detach().double()
 
 
-def gradient_step(function: Callable[[], Any], leaves: Sequence[Tensor]) -> Step:
-    """A step of 'forward+backward': what `function` returns (a loss), and the gradients of `leaves`."""
+def in_float64(function: Callable[..., Any], *arguments: Tensor) -> Any:
+    return function(*(x.detach() for x in arguments))
+
+
+def gradient(function: Callable[[Tensor], Sequence[Tensor]], z: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """What `function(z)` returns, and the gradient of its sum."""
+    z = z.detach().requires_grad_()
+    with torch.enable_grad():
+        values = function(z)
+    (g,) = torch.autograd.grad([x.sum() for x in values], z)
+    return [x.detach() for x in values], g
+
+
+def scan_rows(
+    one: Callable[..., tuple[Any, Sequence[Tensor]]], start: Any, arrays: Sequence[Tensor], row_bytes: int
+) -> tuple[Any, list[Tensor]]:
+    """`one(carry, *rows of the arrays)` over chunks of rows; the last carry, and each thing that was made of all rows.
+
+    A chunk's rows, of `row_bytes` each, are half a GiB.
+    """
+    chunk = max(1, _CHUNK_BYTES // row_bytes)
+    carry, parts = start, []
+    for rows in zip(*(x.split(chunk) for x in arrays), strict=True):
+        carry, made = one(carry, *rows)
+        parts.append(made)
+    return carry, [torch.cat(x) for x in zip(*parts, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------ the plain expression
+
+
+def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
+    """[T, V] in hidden's dtype, or if `wide` these in float32."""
+    made = linear(hidden, weight)
+    return made.float() if wide else made
+
+
+# ------------------------------------------------------------------------------------------------------- in place
+
+
+class _Given(torch.autograd.Function):
+    """Memory as a layer's output would be: neither a leaf nor a view."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, memory: Tensor) -> Tensor:
+        out = memory.new_empty(0)
+        return out.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+
+class OverItsInput:
+    """A step of 'forward+backward' that writes its gradient over its logits, a copy of the problem's.
+
+    What it finds there from the second run on is the gradient of the run before: the time depends on no value.
+    """
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> None:
+        self.loss, self.logits, self.target = loss, logits.detach(), target
+        self.memory: Tensor | None = None
+        self.anchor = torch.empty(0, requires_grad=True)
+
+    def __call__(self) -> Sequence[Tensor]:
+        first = self.memory is None
+        if self.memory is None:
+            whole = self.logits.new_empty(self.logits.shape[0], self.logits.stride(0))
+            self.memory = whole[:, : self.logits.shape[1]].copy_(self.logits)
+        logits = _Given.apply(self.anchor, self.memory)
+        loss = self.loss(logits, self.target)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        # To be checked at first; then its memory is not the step's.
+        return [loss.detach(), gradient] if first else [loss.detach()]
+
+
+# ------------------------------------------------------------------------------------------------------ linear layers
+
+
+def layer_steps(layer: Callable[..., Tensor], x: Tensor, weight: Tensor, grad_out: Tensor) -> dict[str, Step]:
+    def forward() -> Sequence[Tensor]:
+        with torch.no_grad():
+            return [layer(x, weight)]
 
     def both() -> Sequence[Tensor]:
-        value = function()
-        return [value.detach(), *torch.autograd.grad(value, leaves)]
+        out = layer(x, weight)
+        return [out.detach(), *torch.autograd.grad(out, [x, weight], grad_out)]
 
-    return both
+    return {"forward": forward, "forward+backward": both}
+
+
+def parameter(x: Tensor) -> Tensor:
+    return torch.nn.Parameter(x)
+
+
+def all_finite(x: Tensor) -> bool:
+    return bool(x.sum(dtype=torch.float32).isfinite())
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of float32 numbers, whatever a peer that was imported before has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return a.detach().float() @ b.detach().float()
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from onchip.ops.cross_entropy import checks as ce_checks
 from onchip.ops.cross_entropy import reference as ce_reference
 from onchip.ops.fp8_linear import checks as fp8_checks
-from onchip.ops.linear_cross_entropy import checks as lce_checks
 from onchip.ops.linear_jsd import checks as jsd_checks
 from onchip.ops.linear_jsd import reference as jsd_reference
-from onchip.ops.linear_log_probs import checks as llp_checks
 from onchip.ops.linear_log_probs import reference as llp_reference
-from onchip.oracle.checks import DEVIATIONS, Check, relative_error
+from onchip.oracle.checks import DEVIATIONS, Check, float32_bounds, relative_error
 from onchip.oracle.reference import Array, transform
 
 EPS = float(np.finfo(np.float32).eps)
@@ -182,14 +179,12 @@ def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping
         rounding = _jsd_rounding(case, logits, given, options)
         of_loss = _jsd_distances(dtype, logits, rest, options)
     elif "ids" in given:
-        limits = llp_checks.float32_bounds(case, oracle)
+        limits = float32_bounds(case, oracle)
         products = given["hidden"] @ given["weight"].T
         made = llp_reference.linear_log_probs(products, np.eye(case.vocab), bias=given.get("bias"), **rest, **options)
         gradients = {"": made.grad_hidden}
     else:
-        limits = (
-            lce_checks.float32_bounds(case, oracle) if "hidden" in given else ce_checks.float32_bounds(case, oracle)
-        )
+        limits = float32_bounds(case, oracle)
         gradients = {"": ce_reference.cross_entropy(logits[""], **rest, **options).grad_logits}
     if (cap := options.get("softcap")) is not None:  # 1 - tanh**2 has an ulp of 1
         finite = np.abs(logits[""][np.isfinite(logits[""])]).max(initial=0) * options.get("logit_scale", 1.0)

@@ -85,18 +85,15 @@ def drawn(seed: int, targets: Sequence[tuple[str, str, str]]) -> Iterator[Call]:
 def _backends(call: Call) -> list[str]:
     """Those that can run the call."""
     framework, device, op = call["framework"], call["device"], call["op"]
-    checks = import_module(f"onchip.ops.{op}.{framework}_checks")
-    if framework == "torch":
-        own = {"grad_dtype": call["grad_dtype"]} if op == "fp8_linear" else {"dtype": call["dtype"]}
-        refusals = (checks.refusals if op == "fp8_linear" else checks.plain_refusals)(device, **own)
-    elif op == "fp8_linear":
-        refusals = checks.refusals(checks.platform_of(device), checks.Options(call["grad_dtype"], call["scale"]))
-    elif op == "linear_cross_entropy":
+    checks = import_module(f"onchip.ops.{op}.checks")
+    if op == "fp8_linear":
+        refusals = checks.refusals(device, framework, grad_dtype=call["grad_dtype"], scale=call["scale"])
+    elif op == "linear_cross_entropy" and framework == "jax":
         sizes = (call["hidden"], call["vocab"], call["strategy"])
-        refusals = checks.plain_refusals(checks.platform_of(device), call["dtype"], *sizes)
+        refusals = checks.plain_refusals(device, call["dtype"], framework, *sizes)
         refusals = refusals if call["weight_layout"] == "vh" else {"xla": None}
     else:
-        refusals = checks.plain_refusals(checks.platform_of(device), call["dtype"])
+        refusals = checks.plain_refusals(device, call["dtype"], framework)
     return [name for name, reason in refusals.items() if reason is None]
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from onchip.fuzz.judge import CONSTANTS, least_scratch, named
-from onchip.ops.cross_entropy.torch_checks import Computed
 from onchip.ops.linear_jsd.spec import TopK
-from onchip.oracle.torch_checks import as_array
+from onchip.oracle.torch import as_array, computed
 
 
 def arrays(
@@ -59,7 +58,7 @@ def arrays(
         if not name.startswith("grad_") and name not in CONSTANTS:
             out[name] = out[name].detach().requires_grad_(name not in frozen)
     if inplace:
-        out["logits"] = Computed.apply(out["logits"])
+        out["logits"] = computed(out["logits"])
     return out
 
 

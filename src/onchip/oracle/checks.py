@@ -1,7 +1,12 @@
-"""A comparison with an oracle and its bounds.  No framework."""
+"""How an op is compared with its oracle, in either framework, and how far from it results may be.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+Imports a framework only to run a check in it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -27,8 +32,10 @@ class Check:
         return self.error <= self.bound  # False for NaN
 
 
-def relative_error(out: npt.NDArray[Any], ref: npt.NDArray[Any]) -> float:
+def relative_error(out: Any, ref: npt.NDArray[Any]) -> float:
     """||out - ref|| / ||ref||, or ||out|| where ref is 0.  Infinities must be the same ones, and count as 0."""
+    if not isinstance(out, np.ndarray | np.generic):
+        out = adapter_of(out).as_array(out)
     if out.shape != ref.shape:
         raise AssertionError(f"shape {out.shape} where {ref.shape} is right")
     got = out.astype(np.float64)
@@ -92,3 +99,191 @@ def softmax_bounds(case: Any, oracle: Any, names: Sequence[str], *, hidden: int 
         return DEVIATIONS * (eps + error / rms if rms > 0 else error)
 
     return {name: bound(name) for name in names}
+
+
+def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
+    """`softmax_bounds` of all of the oracle's fields that are numbers."""
+    names = [name for name in oracle._fields if name not in _CHOICES]
+    return softmax_bounds(case, oracle, names, hidden=getattr(case, "hidden", 0))
+
+
+_CHOICES = ("correct", "top1")
+"""The fields that depend on which logit is the largest."""
+
+
+def _compare_softmax(
+    case: Any,
+    dtype: str,
+    implementation: str,
+    results: Mapping[str, npt.NDArray[Any]],
+    oracle: Any,
+    plain: Mapping[str, float],
+    given: Mapping[str, Any],
+) -> list[Check]:
+    (choice,) = (name for name in _CHOICES if name in oracle._fields)
+    bounds = float32_bounds(case, oracle)
+    return compare(case.name, dtype, implementation, results, oracle, bounds, plain, choice=choice)
+
+
+# ------------------------------------------------------------------------------------------------------- the comparison
+
+
+def adapter(framework: str) -> Any:
+    """`onchip.oracle.torch` or `onchip.oracle.jax`, which have the same names."""
+    return import_module(f"onchip.oracle.{framework}")
+
+
+def adapter_of(x: Any) -> Any:
+    """That of an array, or of a dtype: PyTorch has dtypes of its own, of JAX's the name is given."""
+    return adapter("torch" if type(x).__module__.partition(".")[0] == "torch" else "jax")
+
+
+def op_in(fw: Any, op: str, name: str = "") -> Any:
+    """What the module of `op` in the framework of an adapter calls `name`: if none is given, the op itself."""
+    return getattr(import_module(f"onchip.ops.{op}.{fw.NAME}_op"), name or op)
+
+
+@dataclass(frozen=True)
+class Checker:
+    """How one op is compared with its oracle, whose results are named tuples.
+
+    In what follows `fw` is a framework's adapter, and `how` what a check asks of the op beside the case's options:
+    its backend, for example.
+    """
+
+    names: Sequence[str]
+    """Inputs that are arguments of the op, in their order.  Those of floats get the check's dtype, and gradients."""
+    inputs: Callable[[Any, str], Any]
+    """The inputs of a case in a dtype: a named tuple of NumPy arrays, with `grad_<value>` for each of the `values`."""
+    oracle: Callable[..., Any]
+    """`oracle(**arguments, **keywords, **upstream gradients)`."""
+    call: Callable[..., Mapping[str, Any]]
+    """`call(fw, how, **arguments, **keywords)` gives values under the names of the oracle's fields."""
+    plan: Callable[[Any], Iterable[tuple[Any, Any, Mapping[str, Any]]]]
+    """`plan(fw)` gives the case, the dtype and the `how` of each check, backends left out."""
+    refusals: Callable[..., Mapping[str, str | None]]
+    """`refusals(device, dtype's name, framework, case, how)`: why each backend can't run a check, or None."""
+    plain: Callable[..., Mapping[str, Any]] | None = None
+    """As `call`, by the framework's own functions in the dtype of the arguments."""
+    values: Sequence[str] = ("loss",)
+    """What has an upstream gradient."""
+    keywords: Callable[[Any], Mapping[str, Any]] = lambda inputs: {
+        name: getattr(inputs, name) for name in ("token_weight", "temperature") if name in inputs._fields
+    }
+    """Keyword arguments, from the inputs; what is None is left out."""
+    defaults: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=lambda: {"torch": {"backend": "torch"}, "jax": {"backend": "xla"}}
+    )
+    """`how` by framework, where a check doesn't say."""
+    label: Callable[[Any, Mapping[str, Any]], str] = lambda fw, how: str(how["backend"])
+    """What the check calls the implementation."""
+    constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False
+    """Whether an argument gets no gradient."""
+    compare: Callable[..., list[Check]] = _compare_softmax
+
+    def planned_checks(self, device: str, framework: str) -> list[Callable[[], list[Check]]]:
+        """All of the op's checks on "cpu" or "cuda", one by one."""
+        fw = adapter(framework)
+        return [
+            partial(self.check_case, case, dtype, device, backend=backend, **how)
+            for case, dtype, how in self.plan(fw)
+            for backend, reason in self.refusals(device, fw.dtype_name(dtype), framework, case, how).items()
+            if reason is None
+        ]
+
+    def as_arguments(self, case: Any, inputs: Any, dtype: Any, device: str = "cpu") -> tuple[list[Any], dict[str, Any]]:
+        """The arguments in their order and the keyword arguments, the case's options among them."""
+        fw = adapter_of(dtype)
+
+        def put(x: Any) -> Any:
+            if x is None or x.dtype != np.float32:
+                return x if x is None else fw.constant(x, device)
+            return fw.leaf(x, dtype, device, case.vocab if getattr(case, "sliced", 0) else None)
+
+        more = {name: x for name, x in self.keywords(inputs).items() if x is not None}
+        more = {name: fw.constant(x, device) if isinstance(x, np.ndarray) else x for name, x in more.items()}
+        return [put(getattr(inputs, name)) for name in self.names], {**case.options, **more}
+
+    def run_oracle(self, arguments: Sequence[Any], keywords: Mapping[str, Any], inputs: Any, **how: Any) -> Any:
+        """The oracle on exactly the numbers that the op was given."""
+        (fw,) = {adapter_of(x) for x in arguments if x is not None}
+        named = dict(zip(self.names, arguments, strict=True)) | dict(keywords)
+        given = {name: fw.as_array(x) if fw.is_array(x) else x for name, x in named.items()}
+        upstream = {f"grad_{name}": g for name, g in self._upstream(inputs, how).items()}
+        return self.oracle(**(upstream | given))
+
+    def check_case(self, case: Any, dtype: Any, device: str = "cpu", **how: Any) -> list[Check]:
+        """Run the op on `case`, forward and backward, and compare all that it returns with the oracle."""
+        fw = adapter_of(dtype)
+        how = {**self.defaults[fw.NAME], **how}
+        name = fw.dtype_name(dtype)
+        inputs = self.inputs(case, name)
+        upstream = self._upstream(inputs, how)
+        # The plain expression runs there too, so that all see the same rounded numbers.
+        with fw.default_device(device):
+            arguments, keywords = self.as_arguments(case, inputs, dtype, device)
+            oracle = self.run_oracle(arguments, keywords, inputs, **how)
+            named = dict(zip(self.names, arguments, strict=True))
+            leaves = [
+                n
+                for n, x in named.items()
+                if x is not None and getattr(inputs, n).dtype == np.float32 and not self.constant(n, inputs, how)
+            ]
+            results = fw.differentiate(partial(self.call, fw, how), named, keywords, upstream, leaves)
+            plain = {}
+            if self.plain is not None and name != "float32":
+                made = fw.differentiate(partial(self.plain, fw, how), named, keywords, upstream, leaves)
+                made = {n: x for n, x in made.items() if n not in _CHOICES}
+                plain = {n: relative_error(x, getattr(oracle, n)) for n, x in made.items()}
+        given = {n: fw.as_array(x) for n, x in named.items() if x is not None}
+        return self.compare(case, name, self.label(fw, how), results, oracle, plain, given)
+
+    def _upstream(self, inputs: Any, how: Mapping[str, Any]) -> dict[str, Any]:
+        """The upstream gradients of the values that `how` doesn't switch off."""
+        return {name: getattr(inputs, f"grad_{name}") for name in self.values if how.get(name, True)}
+
+
+def plain_cross_entropy(
+    logits: Any,
+    target: Any,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: float | None = None,
+    token_weight: Any = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    **transform: Any,
+) -> Any:
+    """The loss of cross_entropy written with the framework's own functions in the dtype of the logits."""
+    fw = adapter_of(logits)
+    z = plain_logits(logits, **transform)
+    kept = target != ignore_index
+    log_p = fw.log_softmax(z, -1)
+    loss = -(1 - label_smoothing) * fw.take(log_p, fw.xp.where(kept, target, 0)[..., None])[..., 0]
+    if z_loss > 0:
+        loss = loss + z_loss * fw.logsumexp(z, -1) ** 2
+    if label_smoothing > 0:
+        loss = loss - label_smoothing * log_p.mean(-1)
+    if token_weight is not None:
+        loss = loss * fw.like(token_weight, z)
+    return plain_reduction(loss, kept, reduction, normalizer)
+
+
+def plain_logits(z: Any, *, softcap: float | None = None, logit_scale: float = 1.0, temperature: Any = 1.0) -> Any:
+    """Softcapped, and divided by a temperature that is a number or an array with one for each token."""
+    fw = adapter_of(z)
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * fw.xp.tanh(z / softcap)
+    return z / (fw.like(temperature[..., None], z) if fw.is_array(temperature) else temperature)
+
+
+def plain_reduction(loss: Any, kept: Any, reduction: str, normalizer: float | None) -> Any:
+    """The reduced loss of the tokens that are `kept`."""
+    loss = adapter_of(loss).xp.where(kept, loss, 0)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / (kept.sum().clip(min=1) if normalizer is None else normalizer)

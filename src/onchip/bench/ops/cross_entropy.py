@@ -1,136 +1,96 @@
-"""What `onchip bench` needs to know of this op: the names that `onchip.bench.harness.Op` lists, and no more.
+"""The benchmark of cross_entropy: its inputs, its peers, and steps that write the gradient over the logits.
 
 Bench cases are plain: mean over the tokens that are not ignored, no options; so every peer can run them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from onchip.bench.ops.cross_entropy_peers import IN_PLACE, OWN, PEERS, Loss
-from onchip.bench.peers import Implementation, Peer
-from onchip.bench.torch_steps import Reference, Step, bounds_of, gradient_step
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.bench.benchmark import Benchmark, Problem, cross_entropies
+from onchip.bench.peers import NARROW, Implementation, Peer, gpu_only, needs, optional, own, plain_peers
 from onchip.ops.cross_entropy import cases
+from onchip.oracle.checks import op_in
 
-CASES = cases.BENCH_CASES
-DEFAULT_CASES = cases.DEFAULT_BENCH_CASES
-DTYPES = tuple(DTYPE_BYTES)
-
-IGNORED = -100  # the ignore_index that all implementations have by default
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Inputs of one case, in the dtype and on the device of the run."""
-
-    logits: Tensor  # [T, V], a leaf that requires grad; of wider rows, where the case is sliced
-    target: Tensor  # [T]
+Loss = Callable[[Any, Any], Any]
+"""Mean cross-entropy of (logits [T, V], target [T]) over the tokens whose target is not IGNORED."""
+# Of a peer whose `config` has this: backward, or forward already, overwrites the logits.
+IN_PLACE = "inplace"
 
 
-def make_problem(case: cases.Case, device: str, dtype: str) -> Problem:
-    """The inputs of `case` as tensors, drawn on the device."""
+def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     assert not case.options
-    rng = torch.Generator(device).manual_seed(0)
-    shape = (case.tokens, case.vocab + case.sliced)
-    # In the dtype of the run at once: in float32 they could be more than the device holds.
-    logits = torch.randn(shape, generator=rng, device=device, dtype=getattr(torch, dtype))
-    logits.mul_(case.logit_std).add_(case.logit_offset)
-    if case.zipf:
-        rank = torch.arange(1, case.vocab + 1, device=device)
-        target = torch.multinomial(1 / rank, case.tokens, replacement=True, generator=rng)
-    else:
-        target = torch.randint(case.vocab, (case.tokens,), generator=rng, device=device)
-    shuffled = torch.randperm(case.tokens, generator=rng, device=device)
-    target[shuffled[: round(case.ignored * case.tokens)]] = IGNORED
-    return Problem(logits[:, : case.vocab].detach().requires_grad_(), target)
+    draws = fw.Draws(device)
+    logits = draws.normal(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
+    target = draws.ignore(case, draws.labels(case))
+    return Problem((fw.leaf(logits, dtype, case.vocab), target), columns=case.vocab)
 
 
-class _Given(torch.autograd.Function):
-    """Memory as a layer's output would be: neither a leaf nor a view."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, memory: Tensor) -> Tensor:
-        out = memory.new_empty(0)
-        return out.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
+# ------------------------------------------------------------------------------------------------------------ peers
 
 
-class _InPlace:
-    """A step of 'forward+backward' that writes its gradient over its logits, a copy of the problem's.
+def _plain(framework: str, wide: bool) -> Loss:
+    if framework == "torch":
+        import torch.nn.functional as F
 
-    What it finds there from the second run on is the gradient of the run before: the time depends on no value.
-    """
+        return lambda logits, target: F.cross_entropy(logits.float() if wide else logits, target)
+    from onchip.bench import jax_steps as fw
 
-    def __init__(self, problem: Problem, loss: Loss) -> None:
-        self.problem, self.loss = problem, loss
-        self.memory: Tensor | None = None
-        self.anchor = torch.empty(0, requires_grad=True)
-
-    def __call__(self) -> Sequence[Tensor]:
-        first = self.memory is None
-        if self.memory is None:
-            logits = self.problem.logits.detach()
-            whole = logits.new_empty(logits.shape[0], logits.stride(0))
-            self.memory = whole[:, : logits.shape[1]].copy_(logits)
-        logits = _Given.apply(self.anchor, self.memory)
-        loss = self.loss(logits, self.problem.target)
-        (gradient,) = torch.autograd.grad(loss, logits)
-        # To be checked at first; then its memory is not the step's.
-        return [loss.detach(), gradient] if first else [loss.detach()]
+    return lambda logits, labels: fw.mean_loss(fw.cross_entropies, logits.astype("float32") if wide else logits, labels)
 
 
-def _steps(problem: Problem, peer: Peer) -> dict[str, Step]:
+def _optax() -> Loss:
+    import optax
+
+    from onchip.bench import jax_steps as fw
+
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return lambda logits, labels: fw.mean_loss(losses, logits.astype("float32"), labels)
+
+
+def _liger(inplace: bool) -> Loss:
+    from liger_kernel.transformers import LigerCrossEntropyLoss
+
+    loss: Loss = LigerCrossEntropyLoss()
+    return loss
+
+
+def _quack(inplace: bool) -> Loss:
+    from quack.cross_entropy import cross_entropy
+
+    return lambda logits, target: cross_entropy(logits, target, reduction="mean", inplace_backward=inplace)
+
+
+def _peers(fw: Any) -> Sequence[Peer | Implementation]:
+    op, backends = op_in(fw, "cross_entropy"), op_in(fw, "cross_entropy", "BACKENDS")
+
+    def load(backend: str, inplace: bool = False) -> Loss:
+        options = {"inplace_backward": inplace} if fw.NAME == "torch" else {}
+        return lambda logits, target: op(logits, target, backend=backend, **options)
+
+    plain = plain_peers(fw.NAME, lambda wide: _plain(fw.NAME, wide))
+    if fw.NAME == "jax":
+        return (*own(load, backends), *plain, optional("optax, float32 logits", "optax", _optax, needs("optax")))
+    liger, quack = (gpu_only(package, ("float32", *NARROW)) for package in ("liger-kernel", "quack-kernels"))
+    peers = (
+        *own(load, backends, inplace=False),
+        *own(load, backends, ", in place", inplace=True),
+        *plain,
+        # It writes the gradient over the logits in forward.
+        optional("liger", "liger-kernel", _liger, liger, inplace=True),
+        optional("quack", "quack-kernels", _quack, quack, inplace=False),
+        optional("quack, in place", "quack-kernels", _quack, quack, inplace=True),
+    )
+    return [Implementation(p, _in_place_steps) if p.config.get(IN_PLACE) else p for p in peers]
+
+
+def _in_place_steps(problem: Problem, peer: Peer) -> dict[str, Any]:
+    from onchip.bench.torch_steps import OverItsInput
+
     loss = peer.load()
-
-    def forward() -> Sequence[Tensor]:
-        with torch.no_grad():
-            return [loss(problem.logits.detach(), problem.target)]
-
-    if peer.config.get(IN_PLACE):
-        return {"forward": forward, "forward+backward": _InPlace(problem, loss)}
-    both = gradient_step(lambda: loss(problem.logits, problem.target), [problem.logits])
-    return {"forward": forward, "forward+backward": both}
+    both = OverItsInput(loss, *problem.arrays)
+    return {"forward": TORCH.steps(problem, peer)["forward"], "forward+backward": both}
 
 
-IMPLEMENTATIONS = tuple(Implementation(peer, _steps) for peer in (*OWN, *PEERS))
-
-
-def floor(problem: Problem, mode: str) -> Step:
-    """A copy that moves the same bytes: the logits read once, and in 'forward+backward' written once too."""
-    logits = problem.logits.detach()
-    if mode == "forward":  # half of them read, and as much written
-        logits = logits[: (len(logits) + 1) // 2]
-    out = torch.empty_like(logits)
-    return lambda: [out.copy_(logits)]
-
-
-def reference(problem: Problem) -> Reference:
-    """In the framework's float64, a chunk of rows at a time; the gradient is kept in float32 beside 16-bit logits."""
-    logits, target = problem.logits.detach(), problem.target
-    tokens, vocab = logits.shape
-    kept = (target != IGNORED).nonzero().squeeze(1)
-    loss = torch.zeros((), dtype=torch.float64, device=logits.device)
-    wide = torch.float64 if logits.dtype == torch.float32 else torch.float32
-    gradient = torch.zeros(tokens, vocab, dtype=wide, device=logits.device)
-    for rows in kept.split(max(1, (1 << 30) // (8 * vocab))):  # 1 GiB for each array
-        log_p = logits[rows].double().log_softmax(1)
-        own = target[rows, None]
-        loss -= log_p.gather(1, own).sum()
-        gradient[rows] = log_p.exp_().scatter_add_(1, own, torch.full_like(own, -1, dtype=torch.float64)).to(wide)
-    count = max(1, len(kept))
-    values = {"loss": loss / count, "grad_logits": gradient.div_(count)}
-    plain: Sequence[Tensor] = ()
-    if logits.dtype != torch.float32:
-        plain = gradient_step(lambda: F.cross_entropy(problem.logits, target), [problem.logits])()
-    return Reference(values, bounds_of(values, plain, logits.dtype, (vocab + tokens, 2 * vocab), forward=1))
-
-
-check = Reference.check
+TORCH, JAX = (
+    Benchmark(framework, cases, _make, _peers, cross_entropies, leaves=("logits",)) for framework in ("torch", "jax")
+)

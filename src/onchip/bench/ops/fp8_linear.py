@@ -1,50 +1,64 @@
-"""What `onchip bench` needs to know of this op: the names that `onchip.bench.harness.Op` lists, and no more.
+"""The benchmark of fp8_linear: its inputs, its peers, what a result is checked by, and a summary.
 
-Modes are the layer's, and each of its three products alone, of operands that were quantised beforehand.
+Modes are the layer's and, in PyTorch, each of its three products alone, of operands that were quantised beforehand.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from onchip.bench.ops import fp8_linear_sizes as bench_spec
-from onchip.bench.ops.fp8_linear_peers import LINEAR, OWN, PEERS, PRODUCT_ALONE, QUANTIZED_BEFORE, SCALED_MM, Layer
-from onchip.bench.ops.fp8_linear_sizes import BOUND
-from onchip.bench.peers import Implementation, Peer
-from onchip.bench.torch_steps import Step, relative_error
+from onchip.bench.benchmark import adapter
+from onchip.bench.peers import Implementation, Peer, always, gpu_only, not_installed, optional, own
+from onchip.bench.timing import Step
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers
-from onchip.fp8 import triton_refusal as triton_op
-from onchip.fp8.torch_quantize import Quantized
-from onchip.ops.fp8_linear import cases, torch_op
-from onchip.ops.fp8_linear.torch_op import quantize_weight
+from onchip.ops.fp8_linear import cases
+from onchip.ops.fp8_linear.checks import plain_refusals
+from onchip.oracle.checks import op_in
 
-CASES = cases.BENCH_CASES
-DEFAULT_CASES = cases.DEFAULT_BENCH_CASES
-SUITES = cases.SUITES
-DTYPES = tuple(DTYPE_BYTES)
-# What each mode returns.
+Layer = Callable[[Any, Any], Any]
+"""x [M, K] and weight [N, K] to [M, N]."""
+# What each mode of the layer returns.
+LAYER = {"forward": ("out",), "forward+backward": ("out", "grad_x", "grad_weight")}
 RETURNED = {
-    **bench_spec.LAYER,
+    **LAYER,
     "forward product": ("out",),
     "dgrad product": ("grad_x",),
     "wgrad product": ("grad_weight",),
 }
-MODES = tuple(RETURNED)
-PRODUCTS = MODES[2:]
+PRODUCTS = tuple(RETURNED)[2:]
+# Of a peer whose `config` has this: it is a product of operands that were quantised beforehand, and no layer.
+PRODUCT_ALONE = "quantising"
+LINEAR = "torch nn.Linear"
+SCALED_MM = "F.scaled_mm alone, operands quantised beforehand"
+QUANTIZED_BEFORE = "onchip auto, weight quantised before"
+UNQUANTISED = "XLA, unquantised product"
+# What each mode of an implementation is compared with in the summary.
+BASELINES = {
+    "torch": {mode: SCALED_MM if mode in PRODUCTS else LINEAR for mode in RETURNED},
+    "jax": dict.fromkeys(LAYER, UNQUANTISED),
+}
+# The noise that FP8 may add, as a relative error: 28 dB below the signal.
+BOUND = 10 ** (-28 / 20)
+# So many rows of each result are checked in all of their columns; half of them are the last ones, which in a result of
+# more than 2**31 elements lie past that.
+_CHECKED_ROWS = 128
+# Elements of an operand in float32 at a time: 1 GiB.
+CHUNK = 1 << 28
+# The layers whose speed-ups are summed up: in smaller ones, quantising takes a large part of the time.
+LEAST_SIZE = 4096
 
 
 class Operands(NamedTuple):
     """A, B and whether B's scales are 128x128."""
 
-    a: Quantized
-    b: Quantized
+    a: Any
+    b: Any
     by_block: bool
 
 
@@ -52,14 +66,23 @@ class Operands(NamedTuple):
 class Problem:
     """Inputs of one case, in the dtype and on the device of the run."""
 
-    x: Tensor  # [M, K], a leaf that requires grad
-    weight: torch.nn.Parameter  # [N, K]
-    grad_out: Tensor  # [M, N]
+    x: Any  # [M, K]; in PyTorch a leaf that requires grad
+    weight: Any  # [N, K]; in PyTorch a Parameter
+    grad_out: Any  # [M, N]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of each result."""
+        (m, k), n = self.x.shape, len(self.weight)
+        return {"out": (m, n), "grad_x": (m, k), "grad_weight": (n, k)}
 
     @cached_property
     def operands(self) -> dict[str, Operands]:
-        """What each product multiplies.  All quantisers make the same bits; a kernel makes them in less time."""
-        kernels = triton_op.refusal(self.x.device.type, self.x.device.index) is None
+        """What each product in PyTorch multiplies.  All quantisers make the same bits; a kernel takes less time."""
+        from onchip.fp8 import triton_refusal
+        from onchip.ops.fp8_linear import torch_op
+
+        kernels = triton_refusal.refusal(self.x.device.type, self.x.device.index) is None
         backend = torch_op._backend("triton" if kernels else "dequantize")
         x, x_turned = backend.quantize_activation(self.x.detach(), "e4m3", "float32", rows=True, columns=True)
         g, g_turned = backend.quantize_activation(self.grad_out, "e4m3", "float32", rows=True, columns=True)
@@ -68,174 +91,279 @@ class Problem:
         return dict(zip(PRODUCTS, made, strict=True))
 
 
-def needed_bytes(case: cases.Case, dtype: str) -> int:
-    """Device memory of a case: inputs, results, and in FP8 the operands of the products and those of a step."""
-    # One implementation's copies of the weight are made before its steps.
-    again = numbers.weight_bytes(numbers.Problem(case.m, case.n, case.k, dtype))
-    return bench_spec.plain_bytes(case, dtype) + 2 * bench_spec.quantized_bytes(case, dtype) + again
+@dataclass(frozen=True)
+class Reference:
+    """Some rows of each of a step's results, by float32 products of the unquantised numbers."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    where: Mapping[str, npt.NDArray[np.int64]]
+    values: Mapping[str, Any]
 
 
-def make_problem(case: cases.Case, device: str, dtype: str) -> Problem:
-    """The inputs of `case`, drawn on the device and in the dtype of the run at once."""
-    assert case == cases.Case(case.name, case.m, case.n, case.k)
-    bench_spec.require_memory(needed_bytes(case, dtype), _device_bytes(device))
-    rng = torch.Generator(device).manual_seed(0)
+@dataclass
+class Benchmark:
+    """The names that `onchip.bench.harness.Op` lists, in one framework."""
 
-    def normal(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=rng, device=device, dtype=getattr(torch, dtype))
+    framework: str
+    DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
 
-    weight = torch.nn.Parameter(normal(case.n, case.k).mul_(case.k**-0.5))
-    return Problem(normal(case.m, case.k).requires_grad_(), weight, normal(case.m, case.n))
+    def __post_init__(self) -> None:
+        self.CASES: Mapping[str, cases.Case] = cases.BENCH_CASES
+        self.DEFAULT_CASES: Mapping[str, Sequence[str]] = cases.DEFAULT_BENCH_CASES
+        self.SUITES: Mapping[str, Sequence[str]] = cases.SUITES
+        self.MODES = tuple(BASELINES[self.framework])
+
+    @cached_property
+    def fw(self) -> Any:
+        return adapter(self.framework)
+
+    @cached_property
+    def IMPLEMENTATIONS(self) -> tuple[Implementation, ...]:
+        return tuple(_torch_implementations() if self.framework == "torch" else _jax_implementations())
+
+    def needed_bytes(self, case: cases.Case, dtype: str) -> int:
+        """Device memory of a case: inputs and results, and what a step quantises.  In JAX 'xla' takes more.
+
+        In PyTorch there are the operands of the products too, and one implementation's copies of the weight, which are
+        made before its steps.
+        """
+        p = numbers.Problem(case.m, case.n, case.k, dtype)
+        plain = 2 * DTYPE_BYTES[dtype] * (case.m * case.k + case.n * case.k + case.m * case.n)
+        of_x = numbers.quantized_bytes(case.m, case.k) + numbers.quantized_bytes(case.k, case.m)
+        quantized = of_x + numbers.gradient_bytes(p) + numbers.weight_bytes(p)
+        return plain + (quantized if self.framework == "jax" else 2 * quantized + numbers.weight_bytes(p))
+
+    def make_problem(self, case: cases.Case, device: str, dtype: str) -> Problem:
+        """The inputs of `case`, drawn on the device; MemoryError where they don't fit."""
+        assert case == cases.Case(case.name, case.m, case.n, case.k)
+        needed, there = self.needed_bytes(case, dtype), self.fw.free_bytes(device)
+        if there is not None and needed > there:
+            raise MemoryError(f"it needs {needed} bytes of device memory; {there} are there")
+        with self.fw.default_device(device):
+            draws = self.fw.Draws(device)
+            weight = self.fw.parameter(draws.normal(case.n, case.k, case.k**-0.5, dtype=dtype))
+            x = self.fw.leaf(draws.normal(case.m, case.k, dtype=dtype), dtype)
+            return Problem(x, weight, draws.normal(case.m, case.n, dtype=dtype))
+
+    def floor(self, problem: Problem, mode: str) -> Step | None:
+        """The products of the unquantised numbers by the framework: one, or for the whole step three.
+
+        Of the modes that time a product there is none: `F.scaled_mm` beside them does the same work.
+        """
+        made: Step | None = self.fw.products(mode, problem.x, problem.weight) if mode in LAYER else None
+        return made
+
+    def reference(self, problem: Problem) -> Reference:
+        """Random rows and the last ones: a float64 copy of everything would take longer than what is timed."""
+        product, shapes = self.fw.product, problem.shapes
+        x, weight, grad_out = problem.x, problem.weight, problem.grad_out
+        rng = np.random.default_rng(0)
+        half = _CHECKED_ROWS // 2
+        where = {
+            name: np.union1d(rng.integers(rows, size=half), np.arange(max(0, rows - half), rows))
+            for name, (rows, _) in shapes.items()
+        }
+
+        def summed(a: Any, b: Any) -> Any:
+            """a @ b in float32, a chunk of b's rows at a time."""
+            return sum(product(a[:, rows], b[rows]) for rows in _chunks(*b.shape))
+
+        some = x[where["out"]]
+        values = {
+            "out": self.fw.xp.concatenate([product(some, weight[rows].T) for rows in _chunks(*weight.shape)], 1),
+            "grad_x": summed(grad_out[where["grad_x"]], weight),
+            "grad_weight": summed(grad_out[:, where["grad_weight"]].T, x),
+        }
+        return Reference(shapes, where, values)
+
+    def check(self, reference: Reference, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
+        """Relative error of these rows, and its bound; NaN if a number anywhere in the result is NaN or infinite."""
+        errors = {}
+        for name, result in zip(RETURNED[mode], returned, strict=True):
+            if tuple(result.shape) != reference.shapes[name]:
+                right = list(reference.shapes[name])
+                raise ValueError(f"{name} has shape {list(result.shape)} where {right} is right")
+            error = math.nan
+            if self.fw.all_finite(result):
+                error = self.fw.relative_error(result[reference.where[name]], reference.values[name])
+            errors[name] = (error, BOUND)
+        return errors
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """How much faster each implementation is than the layer in the inputs' dtype, and each product than
+        `F.scaled_mm`: geometric mean and minimum over the cases that have both times in a dtype, and N and K of
+        `LEAST_SIZE` or more."""
+        times: dict[tuple[str, str, str], dict[str, float]] = {}
+        for row in rows:
+            case = self.CASES[row["case"]]
+            if row["median_ms"] is not None and min(case.n, case.k) >= LEAST_SIZE:
+                times.setdefault((row["mode"], row["dtype"], row["impl"]), {})[row["case"]] = row["median_ms"]
+        lines = []
+        for (mode, dtype, impl), mine in times.items():
+            name = f"{BASELINES[self.framework][mode]} "
+            baseline = next((b for b in times if b[:2] == (mode, dtype) and b[2].startswith(name)), None)
+            if baseline is None or baseline[2] == impl:
+                continue
+            gains = {case: times[baseline][case] / ms for case, ms in mine.items() if case in times[baseline]}
+            if gains:
+                least = min(gains, key=lambda case: gains[case])
+                line = {
+                    "mode": mode,
+                    "dtype": dtype,
+                    "implementation": impl,
+                    "times_faster_than": baseline[2],
+                    "cases": len(gains),
+                    "least_N_and_K": LEAST_SIZE,
+                    "geometric_mean": math.exp(math.fsum(map(math.log, gains.values())) / len(gains)),
+                    "least": gains[least],
+                    "least_case": least,
+                }
+                lines.append(line)
+        return lines
 
 
-def _device_bytes(device: str) -> int | None:
-    """Memory that this process can have of the device; of the CPU nobody asks."""
-    if device != "cuda":
-        return None
-    free: int = torch.cuda.mem_get_info()[0]
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+def _chunks(rows: int, columns: int) -> list[slice]:
+    """Rows of a matrix that are in float32 at a time."""
+    step = max(1, CHUNK // columns)
+    return [slice(i, i + step) for i in range(0, rows, step)]
+
+
+TORCH, JAX = Benchmark("torch"), Benchmark("jax")
 
 
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _layer_steps(problem: Problem, layer: Layer) -> dict[str, Step]:
-    x, weight = problem.x, problem.weight
-
-    def forward() -> Sequence[Tensor]:
-        with torch.no_grad():
-            return [layer(x, weight)]
-
-    def both() -> Sequence[Tensor]:
-        out = layer(x, weight)
-        return [out.detach(), *torch.autograd.grad(out, [x, weight], problem.grad_out)]
-
-    return {"forward": forward, "forward+backward": both}
+def _own_peers(fw: Any, backends: Sequence[str]) -> list[Peer]:
+    op = op_in(fw, "fp8_linear")
+    return own(lambda backend: lambda x, weight: op(x, weight, backend=backend), backends)
 
 
-def _product_steps(problem: Problem, product: Callable[..., Tensor]) -> dict[str, Step]:
-    dtype = problem.x.dtype
-    return {
-        mode: lambda o=operands: [product(o.a, o.b, o.by_block, None, dtype, None)]  # type: ignore[misc]
-        for mode, operands in problem.operands.items()
-    }
+def _jax_implementations() -> list[Implementation]:
+    def refusal(name: str) -> Callable[[str, str], str | None]:
+        return lambda device, dtype: plain_refusals(device, dtype, "jax")[name]
+
+    # 'auto' is one of the two.
+    _, *named = _own_peers(JAX.fw, ("mosaic_gpu", "xla"))
+    peers = [
+        *(replace(peer, unavailable=refusal(peer.config["backend"])) for peer in named),
+        optional(UNQUANTISED, "jax", lambda: lambda x, weight: x @ weight.T, always),
+    ]
+    return [Implementation(peer, _jax_steps) for peer in peers]
 
 
-def _peer_steps(problem: Problem, peer: Peer) -> dict[str, Step]:
-    if PRODUCT_ALONE in peer.config:
-        return _product_steps(problem, peer.load())
-    return _layer_steps(problem, peer.load())
+def _jax_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+    steps: Mapping[str, Step] = JAX.fw.layer_steps(peer.load(), problem.x, problem.weight, problem.grad_out)
+    return steps
 
 
-def _own_steps(problem: Problem, peer: Peer) -> dict[str, Step]:
+def _torch_implementations() -> list[Implementation]:
+    from onchip.ops.fp8_linear.torch_op import BACKENDS
+
+    own = [
+        replace(peer, unavailable=_only_cpu) if peer.name == "onchip dequantize" else peer
+        for peer in _own_peers(TORCH.fw, BACKENDS)
+    ]
+    before = replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda)
+    peers = (
+        Peer(LINEAR, _linear, always),
+        optional("torchao blockwise", "torchao", _torchao, _no_torchao),
+        Peer(SCALED_MM, _scaled_mm, _no_scaled_mm, {PRODUCT_ALONE: "not timed"}),
+    )
+    return [
+        *(Implementation(peer, _own_steps, _record_of(peer)) for peer in own),
+        Implementation(before, _quantized_before_steps, _record_of(before)),
+        *(Implementation(peer, _peer_steps) for peer in peers),
+    ]
+
+
+def _record_of(peer: Peer) -> Callable[[Problem, str], dict[str, Any]]:
+    """Which backend 'auto' took."""
+    return lambda problem, mode: {"backend": _chosen(problem, peer)}
+
+
+def _chosen(problem: Problem, peer: Peer) -> str:
+    from onchip.ops.fp8_linear import torch_op
+
+    return torch_op._choose(numbers.OP, peer.config["backend"], problem.x)
+
+
+def _own_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+    from onchip.ops.fp8_linear import torch_op
+
     product = torch_op._backend(_chosen(problem, peer)).product
     return {**_layer_steps(problem, peer.load()), **_product_steps(problem, product)}
 
 
-def _quantized_before_steps(problem: Problem, peer: Peer) -> dict[str, Step]:
-    """Of a later micro-batch between two changes of the weight."""
-    layer = peer.load()
-    weight = quantize_weight(problem.weight)
+def _quantized_before_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+    """Those of a later micro-batch between two changes of the weight."""
+    from onchip.ops.fp8_linear.torch_op import quantize_weight
+
+    layer, weight = peer.load(), quantize_weight(problem.weight)
     return _layer_steps(problem, lambda x, _: layer(x, weight))
 
 
-def _chosen(problem: Problem, peer: Peer) -> str:
-    return torch_op._choose(numbers.OP, peer.config["backend"], problem.x)
+def _peer_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+    made = peer.load()
+    return _product_steps(problem, made) if PRODUCT_ALONE in peer.config else _layer_steps(problem, made)
 
 
-class Own(Implementation):
-    """This package's op by one backend; its record says which one that 'auto' took."""
-
-    def config(self, problem: Problem, mode: str) -> dict[str, Any]:
-        return {"backend": _chosen(problem, self.peer)}
+def _layer_steps(problem: Problem, layer: Layer) -> Mapping[str, Step]:
+    steps: Mapping[str, Step] = TORCH.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)
+    return steps
 
 
-IMPLEMENTATIONS = (
-    *(Own(peer, _own_steps) for peer in OWN),
-    Own(QUANTIZED_BEFORE, _quantized_before_steps),
-    *(Implementation(peer, _peer_steps) for peer in PEERS),
-)
+def _product_steps(problem: Problem, product: Callable[..., Any]) -> Mapping[str, Step]:
+    def step(o: Operands) -> Step:
+        return lambda: [product(o.a, o.b, o.by_block, None, problem.x.dtype, None)]
+
+    return {mode: step(operands) for mode, operands in problem.operands.items()}
 
 
-def floor(problem: Problem, mode: str) -> Step | None:
-    """The products of the unquantised numbers by the framework: one, or for the whole step three.
+def _linear() -> Layer:
+    import torch.nn.functional as F
 
-    Of the modes that time a product there is none: `F.scaled_mm` beside them does the same work.
-    """
-    x, weight, grad_out = problem.x.detach(), problem.weight.detach(), problem.grad_out
-    if mode == "forward":
-        return lambda: [torch.mm(x, weight.T)]
-    if mode == "forward+backward":
-        return lambda: [torch.mm(x, weight.T), torch.mm(grad_out, weight), torch.mm(grad_out.T, x)]
-    return None
+    return F.linear
 
 
-# ------------------------------------------------------------------------------------------------------ correctness
+def _scaled_mm() -> Callable[..., Any]:
+    from onchip.fp8.torch_products import scaled_mm_product
+
+    return scaled_mm_product
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of each of a step's results, by float32 products of the unquantised numbers."""
+def _torchao() -> Layer:
+    import torch
+    from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
 
-    shapes: Mapping[str, tuple[int, int]]
-    where: Mapping[str, Tensor]
-    values: Mapping[str, Tensor]
+    def layer(x: Any, weight: Any) -> Any:
+        if (elements := x.shape[0] * weight.shape[0]) >= 2**31:
+            # Past that they would write to addresses that aren't theirs, and nothing could run on the device after.
+            raise ValueError(f"its kernels count elements in 32 bits, and the output has {elements}")
+        plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        plain.weight = weight  # a Parameter, which its layer takes over as it is
+        return Float8BlockwiseLinear.from_float(plain)(x)
 
-    def check(self, mode: str, returned: Sequence[Tensor]) -> dict[str, tuple[float, float]]:
-        """Relative error of these rows, and its bound; NaN if a number anywhere in the result is NaN or infinite."""
-        errors = {}
-        for name, result in zip(RETURNED[mode], returned, strict=True):
-            if tuple(result.shape) != self.shapes[name]:
-                raise ValueError(f"{name} has shape {list(result.shape)} where {list(self.shapes[name])} is right")
-            finite = bool(result.sum(dtype=torch.float32).isfinite())
-            error = relative_error(result[self.where[name]], self.values[name]) if finite else math.nan
-            errors[name] = (error, BOUND)
-        return errors
+    return layer
 
 
-def reference(problem: Problem) -> Rows:
-    """Random rows and the last ones: a float64 copy of everything would take longer than what is timed."""
-    x, weight, grad_out = problem.x.detach(), problem.weight.detach(), problem.grad_out
-    (m, k), n = x.shape, len(weight)
-    shapes = bench_spec.shapes(m, n, k)
-    where = {name: torch.from_numpy(rows).to(x.device) for name, rows in bench_spec.checked_rows(shapes).items()}
-    chunks = bench_spec.chunks(n, k)
-    with _no_tf32():
-        values = {
-            "out": torch.cat([x[where["out"]].float() @ weight[rows].float().T for rows in chunks], 1),
-            "grad_x": _sum_of_products(grad_out[where["grad_x"]], weight),
-            "grad_weight": _sum_of_products(grad_out[:, where["grad_weight"]].T, x),
-        }
-    return Rows(shapes, where, values)
+def _only_cpu(device: str, dtype: str) -> str | None:
+    return "its float32 products are there to be right; it is timed on the CPU" if device == "cuda" else None
 
 
-check = Rows.check
+def _only_cuda(device: str, dtype: str) -> str | None:
+    return None if device == "cuda" else "on the CPU each call checks the copies, by quantising the weight again"
 
 
-def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, a chunk of b's rows at a time."""
-    out = torch.zeros(len(a), b.shape[1], dtype=torch.float32, device=b.device)
-    for rows in bench_spec.chunks(*b.shape):
-        out.addmm_(a[:, rows].float(), b[rows].float())
-    return out
+def _no_scaled_mm(device: str, dtype: str) -> str | None:
+    import torch
+
+    from onchip.fp8.torch_products import scaled_mm_refusal
+
+    return scaled_mm_refusal(torch.device(device))
 
 
-@contextmanager
-def _no_tf32() -> Iterator[None]:
-    """Whatever a peer that was imported before has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-# ---------------------------------------------------------------------------------------------------------- summary
-
-_BASELINES = {mode: SCALED_MM if mode in PRODUCTS else LINEAR for mode in MODES}
-
-
-def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How much faster each implementation is than `nn.Linear`, and each product than `F.scaled_mm`."""
-    return bench_spec.summary(rows, CASES, _BASELINES)
+def _no_torchao(device: str, dtype: str) -> str | None:
+    if reason := gpu_only("torch", ("bfloat16",))(device, dtype):
+        return reason
+    return None if not_installed("torchao") is None else "torchao is not installed; pip install torchao"

@@ -1,112 +1,65 @@
-"""What `onchip bench` needs to know of this op: the names that `onchip.bench.harness.Op` lists, and no more.
+"""The benchmark of linear_jsd: its inputs and its peers.
 
 Bench cases are plain: mean over all tokens, temperature 1, a teacher that is a constant; so every peer can run them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from onchip.bench.ops.linear_jsd_peers import OWN, PEERS
-from onchip.bench.peers import Implementation, Peer
-from onchip.bench.torch_steps import Reference, Step, bounds_of, gradient_step
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.bench.benchmark import Benchmark, Problem, draw_layer
+from onchip.bench.peers import NARROW, Peer, gpu_only, optional, own, plain_peers
 from onchip.ops.linear_jsd import cases
+from onchip.ops.linear_jsd.checks import plain_divergence
+from onchip.oracle.checks import op_in
 
-CASES = cases.BENCH_CASES
-DEFAULT_CASES = cases.DEFAULT_BENCH_CASES
-DTYPES = tuple(DTYPE_BYTES)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Inputs of one case, in the dtype and on the device of the run."""
-
-    hidden: Tensor  # [T, Hs], a leaf that requires grad
-    weight: Tensor  # [V, Hs], a leaf that requires grad
-    teacher_hidden: Tensor  # [T, Ht]
-    teacher_weight: Tensor  # [V, Ht]
-    beta: float
+Loss = Callable[..., Any]
+"""Mean divergence of (student's hidden [T, Hs] and weight [V, Hs], teacher's [T, Ht] and [V, Ht], *, beta)."""
 
 
-def make_problem(case: cases.Case, device: str, dtype: str) -> Problem:
-    """The inputs of `case` as tensors, drawn on the device: two models of their own."""
-    rng = torch.Generator(device).manual_seed(0)
-
-    def head(size: int) -> list[Tensor]:
-        h = torch.randn(case.tokens, size, generator=rng, device=device)
-        w = torch.randn(case.vocab, size, generator=rng, device=device).mul_(case.logit_std / size**0.5)
-        return [x.to(getattr(torch, dtype)) for x in (h, w)]
-
-    hidden, weight = (x.requires_grad_() for x in head(case.hidden))
-    teacher_hidden, teacher_weight = head(case.teacher_hidden or case.hidden)
-    return Problem(hidden, weight, teacher_hidden, teacher_weight, float(case.options.get("beta", 0.5)))
+def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+    """Two models of their own."""
+    draws = fw.Draws(device)
+    student = [fw.leaf(x, dtype) for x in draw_layer(fw, draws, case, case.hidden)]
+    teacher = [fw.constant(x, dtype) for x in draw_layer(fw, draws, case, case.teacher_hidden or case.hidden)]
+    return Problem((*student, *teacher), {"beta": float(case.options.get("beta", 0.5))})
 
 
-def _steps(problem: Problem, peer: Peer) -> dict[str, Step]:
-    loss = peer.load()
-    h, w, teacher = problem.hidden, problem.weight, (problem.teacher_hidden, problem.teacher_weight)
-
-    def forward() -> Sequence[Tensor]:
-        # Detached as well: some functions look at requires_grad alone and would compute gradients.
-        with torch.no_grad():
-            return [loss(h.detach(), w.detach(), *teacher, problem.beta)]
-
-    both = gradient_step(lambda: loss(h, w, *teacher, problem.beta), [h, w])
-    return {"forward": forward, "forward+backward": both}
+def _rows(fw: Any, z: Any, teacher_hidden: Any, teacher_weight: Any, beta: float) -> tuple[Any]:
+    u = fw.wide(teacher_hidden) @ teacher_weight.T
+    return (plain_divergence(fw.log_softmax(z, -1), fw.log_softmax(u, -1), beta),)
 
 
-IMPLEMENTATIONS = tuple(Implementation(peer, _steps) for peer in (*OWN, *PEERS))
+def _liger() -> Loss:
+    import torch
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    def loss(h: Any, w: Any, x: Any, v: Any, beta: float) -> Any:
+        # It wants labels, for a hard loss whose weight is 0 here.
+        labels = torch.zeros(len(h), dtype=torch.int64, device=h.device)
+        soft = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
+        out = soft(h, w, x, v, labels, None, None)
+        return out[0] if isinstance(out, tuple) else out
+
+    return loss
 
 
-def floor(problem: Problem, mode: str) -> Step:
-    """The matrix products alone, into buffers that exist already: both models' logits, then the student's gradients."""
-    h, w, x, v = problem.hidden.detach(), problem.weight.detach(), problem.teacher_hidden, problem.teacher_weight
-    z, u = h.new_empty(len(h), len(w)), h.new_empty(len(h), len(w))
-    if mode == "forward":
-        return lambda: [torch.mm(h, w.T, out=z), torch.mm(x, v.T, out=u)]
-    grad_hidden, grad_weight = torch.empty_like(h), torch.empty_like(w)
-    return lambda: [
-        torch.mm(h, w.T, out=z),
-        torch.mm(x, v.T, out=u),
-        torch.mm(z, w, out=grad_hidden),
-        torch.mm(z.T, h, out=grad_weight),
-    ]
+def _peers(fw: Any) -> Sequence[Peer]:
+    op = op_in(fw, "linear_jsd")
+
+    def load(backend: str) -> Loss:
+        return lambda h, w, x, v, beta: op(h, w, x, v, beta=beta, backend=backend)
+
+    def plain(wide: bool) -> Loss:
+        def loss(h: Any, w: Any, x: Any, v: Any, beta: float) -> Any:
+            ls, lt = (fw.log_softmax(fw.logits(*head, wide), -1) for head in ((h, w), (x, v)))
+            return plain_divergence(ls, lt, beta).mean()
+
+        return loss
+
+    common = (*own(load, op_in(fw, "linear_jsd", "BACKENDS")), *plain_peers(fw.NAME, plain))
+    if fw.NAME == "jax":
+        return common
+    return (*common, optional("liger", "liger-kernel", _liger, gpu_only("liger-kernel", ("float32", *NARROW))))
 
 
-def reference(problem: Problem) -> Reference:
-    """In the framework's float64, a chunk of tokens at a time, by autograd through the definition."""
-    tokens, vocab, size = len(problem.hidden), len(problem.weight), problem.hidden.shape[1]
-    weight, teacher_weight = problem.weight.detach().double(), problem.teacher_weight.double()
-    loss = weight.new_zeros(())
-    grad_hidden, grad_weight = weight.new_zeros(problem.hidden.shape), torch.zeros_like(weight)
-    for rows in torch.arange(tokens, device=weight.device).split(max(1, (1 << 29) // (8 * vocab))):
-        h = problem.hidden.detach()[rows].double()
-        z = (h @ weight.T).requires_grad_()
-        u = problem.teacher_hidden[rows].double() @ teacher_weight.T
-        with torch.enable_grad():
-            value = _definition(z.log_softmax(1), u.log_softmax(1), problem.beta) / tokens
-        (g,) = torch.autograd.grad(value, z)
-        loss += value.detach()
-        grad_hidden[rows] = g @ weight
-        grad_weight.addmm_(g.T, h)
-    values = {"loss": loss, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
-    lengths = (size + vocab, size + 2 * vocab, size + vocab + tokens)
-    plain: Sequence[Tensor] = ()
-    if problem.hidden.dtype != torch.float32:
-        plain = _steps(problem, PEERS[0])["forward+backward"]()
-    return Reference(values, bounds_of(values, plain, problem.hidden.dtype, lengths, forward=1))
-
-
-def _definition(ls: Tensor, lt: Tensor, beta: float) -> Tensor:
-    """The sum over rows of the divergence of log-probabilities."""
-    s, t = ls.exp(), lt.exp()
-    if beta in (0.0, 1.0):
-        return (t * (lt - ls)).sum() if beta == 0 else (s * (ls - lt)).sum()
-    lm = ((1 - beta) * s + beta * t).log()
-    return ((1 - beta) * s * (ls - lm) + beta * t * (lt - lm)).sum()
-
-
-check = Reference.check
+TORCH, JAX = (Benchmark(framework, cases, _make, _peers, _rows) for framework in ("torch", "jax"))

@@ -31,7 +31,5 @@ Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gem
     jax_inputs.py     what the public function checks
     jax_xla.py        the computation in plain JAX, a chunk of rows at a time
     cases.py          named problems for tests, `onchip check` and `onchip bench`
-    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py         how large an error may be; no framework
-    benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
+    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
 """

@@ -1,12 +1,47 @@
-"""How far every front end may be from the float64 oracle.  No framework."""
+"""How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
 
 from onchip.ops.cross_entropy import reference
-from onchip.ops.cross_entropy.cases import Case
-from onchip.oracle.checks import softmax_bounds
-
-_BOUNDED = ("loss", "lse", "log_prob", "entropy", "grad_logits")
+from onchip.ops.cross_entropy.cases import CHECK_CASES, make_inputs
+from onchip.oracle.checks import Checker, op_in, plain_cross_entropy
 
 
-def float32_bounds(case: Case, oracle: reference.Result) -> dict[str, float]:
-    """Limits of the relative errors in float32, from its precision and from the lengths of the sums."""
-    return softmax_bounds(case, oracle, _BOUNDED)
+def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    if framework == "jax":
+        return {"xla": None}
+    import torch
+
+    from onchip.kernels.triton.launch import device_refusal
+
+    return {"torch": None, "triton": device_refusal(device, None, getattr(torch, dtype))}
+
+
+def _plan(fw: Any) -> Iterable[tuple[Any, Any, dict[str, Any]]]:
+    """With a new gradient and, in PyTorch, one over the logits."""
+    return product(CHECK_CASES, fw.DTYPES, [{"inplace": x} for x in (False, True)] if fw.NAME == "torch" else [{}])
+
+
+def _call(fw: Any, how: Mapping[str, Any], logits: Any, target: Any, **keywords: Any) -> dict[str, Any]:
+    more = dict(how)
+    if more.pop("inplace", False):
+        logits, more["inplace_backward"] = fw.computed(logits), True
+    loss, stats = op_in(fw, "cross_entropy")(logits, target, **keywords, **more, return_stats=True)
+    return {"loss": loss, **stats._asdict()}
+
+
+CHECKER = Checker(
+    names=("logits", "target"),
+    inputs=lambda case, dtype: make_inputs(case),
+    oracle=reference.cross_entropy,
+    call=_call,
+    plan=_plan,
+    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework),
+    plain=lambda fw, how, logits, target, **keywords: {"loss": plain_cross_entropy(logits, target, **keywords)},
+    label=lambda fw, how: f"{how['backend']} in place" if how.get("inplace") else how["backend"],
+)
+as_arguments, check_case, run_oracle = CHECKER.as_arguments, CHECKER.check_case, CHECKER.run_oracle
+planned_checks = CHECKER.planned_checks

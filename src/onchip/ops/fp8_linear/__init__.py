@@ -34,8 +34,5 @@ Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are
     mosaic_op.py       the backend 'mosaic_gpu': which calls it serves, and the operands of its products
     mosaic_kernels.py  its product, in Pallas
     cases.py           named problems for tests, `onchip check` and benchmarks
-    benchmark.py, peers.py, jax_benchmark.py, jax_peers.py   what `onchip bench` times, and beside what
-    bench_spec.py      modes, bounds and summary of both frameworks' benchmarks; no framework
-    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py          its bounds
+    checks.py          the comparison with the oracle that tests and `onchip check` run, in both frameworks
 """

@@ -1,14 +1,17 @@
-"""What the comparisons of every front end with the oracle share.  No framework."""
+"""How the op is compared with its oracle: what `onchip check` and the tests run.  No framework."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 
+from onchip.fp8.numbers import Options
 from onchip.ops.fp8_linear import reference
-from onchip.ops.fp8_linear.cases import Case, Inputs
+from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.fp8_linear.reference import Array
-from onchip.oracle.checks import DEVIATIONS, Check, relative_error
+from onchip.oracle.checks import DEVIATIONS, Check, Checker, op_in, relative_error
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 # Hopper's FP8 instructions align the addends of a sum to its largest, with 13 bits after the point, and cut the rest: a
@@ -22,21 +25,28 @@ def compare(
     implementation: str,
     results: Mapping[str, Array],
     oracle: reference.Result,
-    *,
-    tensor_cores: bool,
+    plain: Mapping[str, float],
+    given: Mapping[str, Array],
 ) -> list[Check]:
-    """Compare `results`, named like the oracle's fields, with the oracle: the op's own error is that of its sums."""
+    """Compare `results`, named like the oracle's fields, with the oracle: the op's own error is that of its sums.
+
+    Then with the layer without FP8: the noise, ||error|| / ||ref||, may be no louder than `case.snr_db` says.
+    """
+    tensor_cores = implementation.partition(" ")[0] not in ("dequantize", "xla")
     depths = {"out": case.k, "grad_x": case.n, "grad_weight": case.m, "grad_bias": case.m}
+    limits = {n: bound(depths[n], dtype, tensor_cores=tensor_cores and n != "grad_bias") for n in results}
+    exact: dict[str, Array] = {}
+    if case.snr_db is not None:
+        x, w, g = (given[name] for name in ("x", "weight", "grad_out"))
+        exact = {"out": x @ w.T + given.get("bias", 0), "grad_x": g @ w, "grad_weight": g.T @ x}
+        loudest = 10 ** (-case.snr_db / 20)
+
+    def check(name: str, made: Array, ref: Array, limit: float) -> Check:
+        return Check(case.name, dtype, implementation, name, relative_error(made, ref), limit)
+
     return [
-        Check(
-            case.name,
-            dtype,
-            implementation,
-            name,
-            relative_error(made, getattr(oracle, name)),
-            bound(depths[name], dtype, tensor_cores=tensor_cores and name != "grad_bias"),
-        )
-        for name, made in results.items()
+        *(check(name, made, getattr(oracle, name), limits[name]) for name, made in results.items()),
+        *(check(f"{name} unquantised", results[name], ref, loudest) for name, ref in exact.items()),
     ]
 
 
@@ -55,16 +65,54 @@ def bound(depth: int, dtype: str, *, tensor_cores: bool) -> float:
     return DEVIATIONS * walk + rounding + (TENSOR_CORE_ERROR if tensor_cores else 0.0)
 
 
-def compare_with_unquantized(
-    case: Case, dtype: str, implementation: str, results: Mapping[str, Array], inputs: Inputs
-) -> list[Check]:
-    """Compare with the layer without FP8: the noise, ||error|| / ||ref||, may be no louder than `case.snr_db` says."""
-    if case.snr_db is None:
-        return []
-    x, w, g = (a.astype(np.float64) for a in (inputs.x, inputs.weight, inputs.grad_out))
-    exact = {"out": x @ w.T + (0 if inputs.bias is None else inputs.bias), "grad_x": g @ w, "grad_weight": g.T @ x}
-    loudest = 10 ** (-case.snr_db / 20)
-    return [
-        Check(case.name, dtype, implementation, f"{name} unquantised", relative_error(results[name], ref), loudest)
-        for name, ref in exact.items()
-    ]
+def plain_refusals(device: str, dtype: str = "bfloat16", framework: str = "torch") -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    return refusals(device, framework)
+
+
+def refusals(device: str, framework: str = "torch", **options: Any) -> dict[str, str | None]:
+    """The same for a call with options."""
+    if framework == "jax":
+        from onchip.ops.fp8_linear import jax_op
+        from onchip.oracle.jax import platform_of
+
+        return jax_op.refusals(platform_of(device), Options(**options))
+    import torch
+
+    from onchip.fp8 import triton_refusal
+    from onchip.fp8.torch_products import scaled_mm_refusal
+    from onchip.ops.fp8_linear.torch_op import BACKENDS
+
+    scaled_mm = scaled_mm_refusal(torch.device(device), options.get("grad_dtype", "e4m3"))
+    reasons = {"scaled_mm": scaled_mm, "triton": triton_refusal.refusal(device, None)}
+    return {backend: reasons.get(backend) for backend in BACKENDS}
+
+
+def _plan(fw: Any) -> Iterable[tuple[Any, Any, dict[str, Any]]]:
+    """In JAX with both layouts of the weight."""
+    ways: list[dict[str, Any]] = [{"weight_layout": x} for x in ("nk", "kn")] if fw.NAME == "jax" else [{}]
+    return ((case, dtype, how) for case, how, dtype in product(CHECK_CASES, ways, fw.DTYPES))
+
+
+def _call(
+    fw: Any, how: Mapping[str, Any], x: Any, weight: Any, bias: Any, grad_out: Any, **options: Any
+) -> dict[str, Any]:
+    weight = weight.T if how.get("weight_layout") == "kn" else weight
+    return {"out": op_in(fw, "fp8_linear")(x, weight, bias, **how, **options)}
+
+
+CHECKER = Checker(
+    names=("x", "weight", "bias", "grad_out"),
+    inputs=lambda case, dtype: make_inputs(in_range(case, dtype)),
+    oracle=reference.fp8_linear,
+    call=_call,
+    plan=_plan,
+    refusals=lambda device, dtype, framework, case, how: refusals(device, framework, **case.options),
+    values=("out",),
+    keywords=lambda inputs: {},
+    defaults={"torch": {"backend": "dequantize"}, "jax": {"backend": "xla", "weight_layout": "nk"}},
+    label=lambda fw, how: " ".join([how["backend"], *([how["weight_layout"]] if fw.NAME == "jax" else [])]),
+    constant=lambda name, inputs, how: name == "grad_out",  # among the arguments to be rounded as they are
+    compare=compare,
+)
+check_case, planned_checks = CHECKER.check_case, CHECKER.planned_checks

@@ -40,9 +40,7 @@ z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
     mosaic_kernels.py, mosaic_settle.py   its kernels; mosaic_blocks.py, what they share
     jax_triton.py     the 'triton' backend of JAX; jax_triton_calls.py, the kernels as jax-triton calls them
     cases.py          named problems for tests, `onchip check` and `onchip bench`
-    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py         how large an error may be; no framework
-    benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
+    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
     tuning.py, jax_tuning.py   what `onchip tune` tries: the Triton and the Mosaic kernels
 
 What a walk does with one tile is in `onchip.vocab`; what the public functions check alike in `onchip.frontend`.

@@ -1,12 +1,62 @@
-"""How far every front end may be from the float64 oracle.  No framework."""
+"""How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
 
 from onchip.ops.linear_cross_entropy import reference
-from onchip.ops.linear_cross_entropy.cases import Case
-from onchip.oracle.checks import softmax_bounds
-
-_BOUNDED = ("loss", "lse", "log_prob", "entropy", "grad_hidden", "grad_weight", "grad_bias")
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, make_inputs
+from onchip.oracle.checks import Checker, adapter_of, op_in, plain_cross_entropy
 
 
-def float32_bounds(case: Case, oracle: reference.Result) -> dict[str, float]:
-    """Limits of the relative errors in float32, from its precision and from the lengths of the sums."""
-    return softmax_bounds(case, oracle, _BOUNDED, hidden=case.hidden)
+def plain_refusals(
+    device: str, dtype: str, framework: str, hidden: int = 128, vocab: int = 1024, strategy: str = "auto"
+) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None.
+
+    JAX's depend on the sizes.
+    """
+    if framework == "torch":
+        import torch
+
+        from onchip.vocab.triton.plan import refusal
+
+        return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
+    from onchip.frontend.jax_call import Static
+    from onchip.ops.linear_cross_entropy.jax_op import refusals
+    from onchip.oracle.jax import platform_of
+    from onchip.vocab.memory import Problem
+
+    platform = platform_of(device)
+    static = Static("auto", platform, dtype, "vh", "mean", strategy, scratch_bytes=None, return_stats=False)
+    return refusals(static, Problem(1, hidden, vocab, dtype=dtype, device=device, compacted=True))
+
+
+def _call(
+    fw: Any, how: Mapping[str, Any], hidden: Any, weight: Any, target: Any, bias: Any, **keywords: Any
+) -> dict[str, Any]:
+    weight = weight.T if how.get("weight_layout") == "hv" else weight
+    op = op_in(fw, "linear_cross_entropy")
+    loss, stats = op(hidden, weight, target, bias, **keywords, **how, return_stats=True)
+    return {"loss": loss, **stats._asdict()}
+
+
+def plain_linear_cross_entropy(hidden: Any, weight: Any, target: Any, bias: Any = None, **options: Any) -> Any:
+    """The same loss written with the framework's own functions in hidden's dtype, logits and all."""
+    return plain_cross_entropy(adapter_of(hidden).linear(hidden, weight, bias), target, **options)
+
+
+CHECKER = Checker(
+    names=("hidden", "weight", "target", "bias"),
+    inputs=lambda case, dtype: make_inputs(case),
+    oracle=reference.linear_cross_entropy,
+    call=_call,
+    plan=lambda fw: product(CHECK_CASES, fw.DTYPES, [{"strategy": x} for x in ("stash", "recompute")]),
+    refusals=lambda device, dtype, framework, case, how: plain_refusals(
+        device, dtype, framework, case.hidden, case.vocab, **how
+    ),
+    plain=lambda fw, how, **given: {"loss": plain_linear_cross_entropy(**given)},
+    label=lambda fw, how: f"{how['backend']} {how.get('strategy', 'auto')}",
+)
+as_arguments, check_case, run_oracle = CHECKER.as_arguments, CHECKER.check_case, CHECKER.run_oracle
+planned_checks = CHECKER.planned_checks

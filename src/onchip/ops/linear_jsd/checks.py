@@ -1,39 +1,23 @@
-"""What the comparisons of every front end with the float64 oracle share.  No framework."""
+"""How the ops are compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
+import math
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from onchip.ops.linear_jsd import reference
-from onchip.ops.linear_jsd.cases import Case, Inputs
-from onchip.oracle.checks import DEVIATIONS, Check, relative_error
+from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
+from onchip.ops.linear_jsd.spec import TopK
+from onchip.oracle.checks import DEVIATIONS, Check, Checker, adapter_of, op_in, plain_reduction, relative_error
 
 # Half the distance of two numbers next to each other, relative to them.
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 
 # Below these, numbers are this far apart, whatever their size.
 _SMALLEST = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
-
-
-def oracle_of(inputs: Inputs, options: Mapping[str, Any]) -> reference.Result:
-    """The oracle on the numbers that the op was given."""
-    rest = dict(options) | {"teacher_topk": inputs.topk, "target": inputs.target, "token_weight": inputs.token_weight}
-    rest |= {"teacher_logits": inputs.teacher_logits, "grad_loss": inputs.grad_loss}
-    if inputs.student_logits is not None:
-        return reference.jsd(inputs.student_logits, **rest)
-    assert inputs.student_hidden is not None
-    assert inputs.student_weight is not None
-    return reference.linear_jsd(
-        inputs.student_hidden,
-        inputs.student_weight,
-        inputs.teacher_hidden,
-        inputs.teacher_weight,
-        student_bias=inputs.student_bias,
-        teacher_bias=inputs.teacher_bias,
-        **rest,
-    )
 
 
 def compare(
@@ -43,6 +27,7 @@ def compare(
     results: Mapping[str, npt.NDArray[Any]],
     oracle: reference.Result,
     plain: Mapping[str, float],
+    given: Mapping[str, Any],
 ) -> list[Check]:
     """Compare `results`, named like the oracle's fields, with the oracle.
 
@@ -82,3 +67,160 @@ def bounds(case: Case, dtype: str, oracle: reference.Result) -> dict[str, float]
     sums = eps * float(np.sqrt((case.tokens + case.vocab) / 24))
     loss = DEVIATIONS * (eps + logit)
     return {"loss": loss, "gradient": DEVIATIONS * (logit + sums) + (_ROUNDING[dtype] if dtype != "float32" else 0)}
+
+
+def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    if framework == "jax":
+        return {"xla": None}
+    import torch
+
+    from onchip.ops.linear_jsd.triton_op import refusal_of
+
+    return {"torch": None, "triton": refusal_of(device, None, [getattr(torch, dtype)])}
+
+
+def _keywords(inputs: Inputs) -> dict[str, Any]:
+    topk = dict(zip(("indices", "values", "kind", "rest"), inputs.topk or (), strict=False))
+    return {"target": inputs.target, "token_weight": inputs.token_weight, **topk}
+
+
+def _oracle(
+    *,
+    student_hidden: Any,
+    student_weight: Any,
+    student_logits: Any,
+    indices: Any = None,
+    values: Any = None,
+    kind: str = "",
+    rest: str = "",
+    **more: Any,
+) -> reference.Result:
+    more["teacher_topk"] = None if indices is None else (indices, values, kind, rest)
+    if student_hidden is not None:
+        return reference.linear_jsd(student_hidden, student_weight, **more)
+    return reference.jsd(student_logits, **{k: x for k, x in more.items() if k not in _OF_LINEAR})
+
+
+_OF_LINEAR = ("student_bias", "teacher_hidden", "teacher_weight", "teacher_bias")
+
+
+def _constant_teacher(how: Mapping[str, Any], student_hidden: Any, teacher_logits: Any) -> bool:
+    """The kernels give no gradient to logits that are a linear student's teacher."""
+    return how["backend"] == "triton" and student_hidden is not None and teacher_logits is not None
+
+
+def _call(
+    fw: Any,
+    how: Mapping[str, Any],
+    *,
+    student_hidden: Any,
+    student_weight: Any,
+    student_logits: Any,
+    teacher_hidden: Any,
+    teacher_weight: Any,
+    target: Any = None,
+    indices: Any = None,
+    values: Any = None,
+    kind: str = "",
+    rest: str = "",
+    **more: Any,
+) -> dict[str, Any]:
+    more |= {fw.IDS: target, **how}
+    if indices is not None:
+        more["teacher_topk"] = TopK(indices, values, kind, rest)
+    more["teacher_grad"] = indices is None and not _constant_teacher(how, student_hidden, more["teacher_logits"])
+    if student_hidden is None:
+        options = {k: x for k, x in more.items() if k not in _OF_LINEAR}
+        return {"loss": op_in(fw, "linear_jsd", "jsd")(student_logits, **options)}
+    if how.get("weight_layout") == "hv":
+        student_weight, teacher_weight = (x if x is None else x.T for x in (student_weight, teacher_weight))
+    op = op_in(fw, "linear_jsd")
+    return {"loss": op(student_hidden, student_weight, teacher_hidden, teacher_weight, **more)}
+
+
+def _plain(
+    fw: Any,
+    how: Mapping[str, Any],
+    *,
+    target: Any = None,
+    token_weight: Any = None,
+    indices: Any = None,
+    values: Any = None,
+    kind: str = "",
+    rest: str = "",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: float | None = None,
+    hard_weight: float = 0.0,
+    vocab: int | None = None,
+    **given: Any,
+) -> dict[str, Any]:
+    xp = fw.xp
+
+    def logits(model: str) -> Any:
+        z = given[f"{model}_logits"]
+        if z is None:
+            z = fw.linear(*(given[f"{model}_{x}"] for x in ("hidden", "weight", "bias")))
+        return z[..., :vocab]
+
+    z = logits("student")
+    ls = fw.log_softmax(z / temperature, -1)
+    if indices is None:
+        lt = fw.log_softmax(logits("teacher") / temperature, -1)
+    else:
+        ls, lt = fw.take(ls, indices), fw.like(values, z)
+        if rest == "renormalised":
+            ls, lt = fw.log_softmax(ls, -1), fw.log_softmax(lt, -1)
+        elif rest == "tail":
+            ls, lt = (xp.concatenate([x, xp.log1p(-xp.exp(x).sum(-1)[..., None])], -1) for x in (ls, lt))
+    # Of entries that both models exclude, a difference would be NaN.
+    least = float(xp.finfo(z.dtype).min) / 2
+    loss = plain_divergence(ls.clip(min=least), lt.clip(min=least), beta)
+    if temperature_squared:
+        loss = loss * temperature**2
+    kept = (z[..., 0] == z[..., 0]) if target is None else target != ignore_index
+    if hard_weight > 0:
+        own = xp.where(kept, target, 0)[..., None]
+        loss = (1 - hard_weight) * loss - hard_weight * fw.take(fw.log_softmax(z, -1), own)[..., 0]
+    if token_weight is not None:
+        loss = loss * fw.like(token_weight, z)
+    return {"loss": plain_reduction(loss, kept, reduction, normalizer)}
+
+
+def plain_divergence(ls: Any, lt: Any, beta: float) -> Any:
+    """The divergence of each row of log-probabilities, the student's and the teacher's."""
+    xp = adapter_of(ls).xp
+    if beta == 0:
+        return (xp.exp(lt) * (lt - ls)).sum(-1)
+    if beta == 1:
+        return (xp.exp(ls) * (ls - lt)).sum(-1)
+    lm = xp.logaddexp(ls + math.log(1 - beta), lt + math.log(beta))
+    return (1 - beta) * (xp.exp(ls) * (ls - lm)).sum(-1) + beta * (xp.exp(lt) * (lt - lm)).sum(-1)
+
+
+def _label(fw: Any, how: Mapping[str, Any]) -> str:
+    default = "torch" if fw.NAME == "torch" else "xla"
+    return default if how["backend"] == "auto" else str(how["backend"])
+
+
+CHECKER = Checker(
+    names=Inputs._fields[:8],
+    inputs=lambda case, dtype: make_inputs(case),
+    oracle=_oracle,
+    call=_call,
+    plan=lambda fw: product(CHECK_CASES, fw.DTYPES, [{}]),
+    refusals=lambda device, dtype, framework, case, how: {"auto": None},
+    plain=_plain,
+    keywords=_keywords,
+    defaults={"torch": {"backend": "auto"}, "jax": {"backend": "auto"}},
+    label=_label,
+    constant=lambda name, inputs, how: (
+        name.startswith("teacher") and _constant_teacher(how, inputs.student_hidden, inputs.teacher_logits)
+    ),
+    compare=compare,
+)
+check_case, planned_checks = CHECKER.check_case, CHECKER.planned_checks

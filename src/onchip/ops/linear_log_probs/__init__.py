@@ -33,9 +33,7 @@ log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arX
     jax_inputs.py     what the public function checks
     jax_xla.py        the walks in plain JAX
     cases.py          named problems for tests, `onchip check` and `onchip bench`
-    torch_checks.py, jax_checks.py   the comparison with the oracle that tests and `onchip check` run
-    checks.py         how large an error may be; no framework
-    benchmark.py, peers.py   what `onchip bench` runs; jax_benchmark.py, jax_peers.py, in JAX
+    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
 
 What a walk does with one tile is in `onchip.vocab`.
 """

@@ -1,12 +1,81 @@
-"""How far every front end may be from the float64 oracle.  No framework."""
+"""How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, NamedTuple
 
 from onchip.ops.linear_log_probs import reference
-from onchip.ops.linear_log_probs.cases import Case
-from onchip.oracle.checks import softmax_bounds
-
-_BOUNDED = ("log_prob", "entropy", "lse", "grad_hidden", "grad_weight", "grad_bias")
+from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
+from onchip.oracle.checks import Checker, adapter_of, op_in, plain_logits
 
 
-def float32_bounds(case: Case, oracle: reference.Result) -> dict[str, float]:
-    """Limits of the relative errors in float32, from its precision and from the lengths of the sums."""
-    return softmax_bounds(case, oracle, _BOUNDED, hidden=case.hidden)
+def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
+    if framework == "jax":
+        return {"xla": None}
+    import torch
+
+    from onchip.ops.linear_log_probs.triton_op import refusal
+
+    return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
+
+
+def _call(
+    fw: Any, how: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, bias: Any, **keywords: Any
+) -> dict[str, Any]:
+    weight = weight.T if how.get("weight_layout") == "hv" else weight
+    options = {"entropy": True, "lse": True, "top1": True, **how}
+    made: dict[str, Any] = op_in(fw, "linear_log_probs")(hidden, weight, ids, bias, **keywords, **options)._asdict()
+    return made
+
+
+class PlainLogProbs(NamedTuple):
+    """The fields of the op's result."""
+
+    log_prob: Any
+    entropy: Any
+    lse: Any
+    top1: Any
+
+
+def plain_linear_log_probs(
+    hidden: Any,
+    weight: Any,
+    ids: Any,
+    bias: Any = None,
+    *,
+    ignore_index: int = -100,
+    entropy: bool = True,
+    **transform: Any,
+) -> PlainLogProbs:
+    """The same written with the framework's own functions in hidden's dtype, logits and all."""
+    fw = adapter_of(hidden)
+    xp = fw.xp
+    z = plain_logits(fw.linear(hidden, weight, bias), **transform)
+    several = ids if ids.ndim == hidden.ndim else ids[..., None]
+    counted = several != ignore_index
+    kept = counted.any(-1)
+    log_p = fw.log_softmax(z, -1)
+    picked = xp.where(counted, fw.take(log_p, xp.where(counted, several, 0)), 0)
+    p = xp.exp(log_p)
+    return PlainLogProbs(
+        picked.reshape(ids.shape),
+        xp.where(kept, -(p * xp.where(p > 0, log_p, 0)).sum(-1), 0) if entropy else None,
+        xp.where(kept, fw.logsumexp(z, -1), 0),
+        xp.where(kept, z.argmax(-1), -1),
+    )
+
+
+CHECKER = Checker(
+    names=("hidden", "weight", "ids", "bias"),
+    inputs=lambda case, dtype: make_inputs(case),
+    oracle=reference.linear_log_probs,
+    call=_call,
+    plan=lambda fw: product(CHECK_CASES, fw.DTYPES, [{"entropy": x} for x in (False, True)]),
+    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework),
+    plain=lambda fw, how, **given: plain_linear_log_probs(**given, entropy=how.get("entropy", True))._asdict(),
+    values=("log_prob", "entropy", "lse"),
+    label=lambda fw, how: f"{how['backend']} with entropy" if how.get("entropy", True) else how["backend"],
+)
+as_arguments, check_case, run_oracle = CHECKER.as_arguments, CHECKER.check_case, CHECKER.run_oracle
+planned_checks = CHECKER.planned_checks

@@ -1,0 +1,92 @@
+"""What the comparisons of all ops need of PyTorch.  `onchip.oracle.jax` has the same names."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "torch"
+IDS = "target"
+"""What the ops call the argument with one label per token."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+xp = torch
+"""Where functions are found that both frameworks call the same: exp, where, log_softmax, ..."""
+linear, log_softmax, logsumexp = F.linear, torch.log_softmax, torch.logsumexp
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def default_device(device: str) -> AbstractContextManager[Any]:
+    """Tensors are put on their device one by one."""
+    return nullcontext()
+
+
+def leaf(x: Any, dtype: torch.dtype, device: str, columns: int | None = None) -> Tensor:
+    """`x` in `dtype`, needing a gradient; only so many `columns` of it, in rows as long as before."""
+    tensor = torch.from_numpy(x).to(device=device, dtype=dtype)
+    return (tensor if columns is None else tensor[:, :columns].detach()).requires_grad_()
+
+
+def constant(x: Any, device: str) -> Tensor:
+    return torch.as_tensor(x).to(device)  # NumPy's arrays without dimensions are scalars
+
+
+def as_array(x: Tensor) -> Any:
+    """As a NumPy array, floats as float64."""
+    x = x.detach()
+    return (x.double() if x.is_floating_point() else x).cpu().numpy()
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def like(x: Tensor, other: Tensor) -> Tensor:
+    """`x` in the dtype of `other`."""
+    return x.to(other.dtype)
+
+
+def take(x: Tensor, indices: Tensor) -> Tensor:
+    """The entries of x's last dimension at `indices`."""
+    return x.gather(-1, indices)
+
+
+def computed(x: Tensor) -> Tensor:
+    """The same numbers in the same layout, as a layer's output would be: neither a leaf nor a view."""
+    made: Tensor = _Computed.apply(x)
+    return made
+
+
+class _Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def differentiate(
+    function: Callable[..., Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+    upstream: Mapping[str, Any],
+    leaves: Collection[str],
+) -> dict[str, Any]:
+    """What `function(**arguments, **keywords)` returns, and the gradients of the arguments named by `leaves`.
+
+    Each is a NumPy array under its name, a gradient under `grad_<name>`; what is None is left out.  The gradients are
+    those of the values in `upstream`, each multiplied by the array there.
+    """
+    made = {name: x for name, x in function(**arguments, **keywords).items() if x is not None}
+    pairs = [(x, constant(upstream[name], x.device).to(x)) for name, x in made.items() if name in upstream]
+    grads = torch.autograd.grad([x for x, _ in pairs], [arguments[n] for n in leaves], [g for _, g in pairs])
+    named = made | {f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}
+    return {name: as_array(x) for name, x in named.items()}

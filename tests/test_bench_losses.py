@@ -1,0 +1,528 @@
+"""The benchmarks of the losses over a vocabulary, in both frameworks: small real runs, references, inputs, peers."""
+
+import dataclasses
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib import import_module
+from io import StringIO
+from pkgutil import resolve_name
+from types import ModuleType
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+import onchip
+from onchip.bench import benchmark as benchmarks
+from onchip.bench import harness, plots
+from onchip.bench import peers as bench_peers
+from onchip.bench.ops import cross_entropy, linear_cross_entropy
+from onchip.bench.peers import IGNORED
+from onchip.bench.run import run_bench
+from onchip.cli import BENCHMARKS, OPS
+from onchip.ops.linear_cross_entropy import cases as lce_cases
+from onchip.oracle import checks as oracle_checks
+from onchip.oracle.cases import Case
+from onchip.vocab import memory
+from shared_jax import quick_compilation  # noqa: F401
+
+
+def case_of(op, *sizes, **more):
+    return import_module(f"onchip.ops.{op}.cases").Case("small", *sizes, **more)
+
+
+# Ragged sizes, and what each op has of its own.
+SMALL = {
+    "linear_cross_entropy": Case("small", 96, 32, 1000, ignored=0.5),
+    "cross_entropy": case_of("cross_entropy", 65, 300, sliced=4, ignored=0.5),
+    "linear_log_probs": case_of("linear_log_probs", 65, 24, 300, options={"entropy": True}),
+    "linear_jsd": case_of("linear_jsd", 65, 24, 300, teacher_hidden=40, options={"beta": 0.3}),
+}
+# What runs nowhere in the tests, by the beginnings of names.
+NOT_HERE = {
+    "torch": ("liger", "quack", "trl", "cut-cross-entropy", "torch.compile", "onchip triton", "onchip fp8", "onchip, "),
+    "jax": ("tokamax", "jax-cce", "onchip triton", "onchip xla", "onchip, 64 MiB"),
+}
+SAME_IN_FLOAT32 = {"torch": "float32 logits", "jax": "16-bit logits"}
+PLAIN = {"torch": "torch eager", "jax": "XLA, float32 logits"}
+each = pytest.mark.parametrize(("framework", "op"), [(f, op) for f in ("torch", "jax") for op in SMALL])
+each_framework = pytest.mark.parametrize("framework", ["torch", "jax"])
+LCE = linear_cross_entropy.TORCH
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, threads would wait for each other most of the time
+    yield
+    torch.set_num_threads(threads)
+
+
+def benchmark_of(framework, op):
+    return resolve_name(BENCHMARKS[framework][op])
+
+
+def implementation(op, name):
+    (found,) = (impl for impl in op.IMPLEMENTATIONS if impl.name == name)
+    return found
+
+
+def array(x):
+    return oracle_checks.adapter_of(x).as_array(x)
+
+
+def right(checked):
+    return [name for name, (error, bound) in checked.items() if error <= bound]
+
+
+def run(op, framework, folder, **options):
+    how = {"cases": ["small"], "device": "cpu", "dtype": "float32", "repeats": 1, "impls": None, **options}
+    name = BENCHMARKS[framework][op]
+    return run_bench(op, name, framework=framework, out=folder, console=Console(file=StringIO()), **how)
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """No page, which takes longer than all else, and no look at what else is running."""
+    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
+    monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
+
+
+@pytest.fixture
+def no_libraries(monkeypatch):
+    """Distributions that are not installed: all but the frameworks'."""
+    version = bench_peers.metadata.version
+
+    def missing(package):
+        if package in ("torch", "jax", "onchip"):
+            return version(package)
+        raise bench_peers.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(bench_peers.metadata, "version", missing)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each
+def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet, no_libraries):
+    target = benchmark_of(framework, op)
+    monkeypatch.setattr(target, "CASES", {"small": SMALL[op]})
+    names = [impl.name for impl in target.IMPLEMENTATIONS if not impl.name.startswith("torch.compile")]
+    document = run(op, framework, tmp_path, dtype=dtype, impls=names)
+    same = {n for n in names if SAME_IN_FLOAT32[framework] in n and dtype == "float32" and n not in PLAIN.values()}
+    not_here = same | {n for n in names if n.startswith((*NOT_HERE[framework], "optax"))}
+    if not hasattr(F, "linear_cross_entropy"):
+        not_here |= {n for n in names if n.startswith("F.")}
+    assert {n["impl"] for n in document["not_run"]} == not_here
+    ran = [plots.short_name(row["impl"]) for row in document["rows"]]
+    assert ran == [n for n in names if n not in not_here] * 2
+    for row in document["rows"]:
+        # In bfloat16 PyTorch's chunked loss may be off by more than twice eager's error.
+        loose = dtype == "bfloat16" and row["impl"].startswith("F.linear_cross_entropy chunked")
+        assert row["ok"] or loose, row
+        assert row["floor_ms"] > 0
+        assert (row["compile_s"] is None) == (framework == "torch")
+        returned = target.forward(target.make_problem(SMALL[op], "cpu", dtype))
+        gradients = [f"grad_{n}" for n in target.leaves] if row["mode"] == "forward+backward" else []
+        assert list(row["errors"]) == [*returned, *gradients]
+    own = {(plots.short_name(r["impl"]), r["mode"]): r["config"] for r in document["rows"]}
+    if op == "linear_cross_entropy":
+        strategies = {"onchip auto": "recompute"} if framework == "jax" else {"onchip stash": "stash"}
+        for name, strategy in strategies.items():
+            assert [own[name, mode]["strategy"] for mode in harness.MODES] == ["forward", strategy]
+    assert document["environment"]["framework"] == framework
+    assert ("torch" in document["environment"]) == (framework == "torch")
+    (path,) = tmp_path.glob("*.json")
+    assert path.stem.endswith(op if framework == "torch" else f"{op}-jax")
+
+
+# ------------------------------------------------------------------------------------------- references and the gate
+
+
+def oracle_values(op, problem):
+    """What the NumPy oracle makes of the same numbers."""
+    reference = import_module(f"onchip.ops.{op}.reference")
+    arrays, options = [array(x) for x in problem.arrays], problem.options
+    if op == "cross_entropy":
+        logits, target = arrays
+        made = reference.cross_entropy(logits[:, : problem.columns], target)
+        padding = ((0, 0), (0, logits.shape[1] - problem.columns))
+        return {"loss": made.loss, "grad_logits": np.pad(made.grad_logits, padding)}
+    if op == "linear_cross_entropy":
+        made = reference.linear_cross_entropy(*arrays)
+        return {"loss": made.loss, "grad_hidden": made.grad_hidden, "grad_weight": made.grad_weight}
+    if op == "linear_log_probs":
+        each, entropy = 1 / len(arrays[2]), options["entropy"]
+        made = reference.linear_log_probs(
+            *arrays, grad_log_prob=np.full(len(arrays[2]), each), grad_entropy=each * entropy, grad_lse=0.0
+        )
+        names = ("log_prob", *(("entropy",) if entropy else ()), "grad_hidden", "grad_weight")
+        return {name: getattr(made, name) for name in names}
+    made = reference.linear_jsd(*arrays, **options)
+    return {"loss": made.loss, "grad_hidden": made.grad_student_hidden, "grad_weight": made.grad_student_weight}
+
+
+VARIANTS = {
+    "linear_log_probs": [{"entropy": False}, {"entropy": True}],
+    "linear_jsd": [{"beta": 0.0}, {"beta": 0.3}, {"beta": 1.0}],
+}
+
+
+@each
+def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, monkeypatch):
+    target = benchmark_of(framework, op)
+    # Chunks of 30 rows, of which the last one isn't full.
+    monkeypatch.setattr(target.fw, "_CHUNK_BYTES", 30 * 8 * SMALL[op].vocab)
+    problem = target.make_problem(SMALL[op], "cpu", "float32")
+    for options in VARIANTS.get(op, [{}]):
+        problem = dataclasses.replace(problem, options=options)
+        reference = target.reference(problem)
+        expected = oracle_values(op, problem)
+        assert list(reference.values) == list(expected)
+        for name, value in reference.values.items():
+            assert np.asarray(value).dtype == np.float64
+            np.testing.assert_allclose(np.asarray(value), expected[name], rtol=1e-9, atol=1e-13, err_msg=name)
+    made = implementation(target, PLAIN[framework]).steps(problem)["forward+backward"]()
+    assert right(target.check(reference, "forward+backward", made)) == list(expected)
+    for i in range(len(expected) - len(target.leaves), len(expected)):
+        nan = made[i] + made[i] * np.nan if framework == "jax" else made[i].index_fill(0, torch.tensor([3]), torch.nan)
+        for spoiled in (made[i] * 1.001, nan):
+            found = right(target.check(reference, "forward+backward", [*made[:i], spoiled, *made[i + 1 :]]))
+            assert found == [name for j, name in enumerate(expected) if j != i]
+    with pytest.raises(ValueError, match="shape"):
+        target.check(reference, "forward", [made[-1] for _ in range(reference.forward)])
+    with pytest.raises(ValueError, match="shorter"):
+        target.check(reference, "forward+backward", made[:-1])
+
+
+@each
+def test_16_bits_are_held_to_the_plain_expression(framework, op):
+    target = benchmark_of(framework, op)
+    problem = target.make_problem(SMALL[op], "cpu", "bfloat16")
+    reference = target.reference(problem)
+    made = implementation(target, target.fw.PLAIN).steps(problem)["forward+backward"]()
+    for error, bound in target.check(reference, "forward+backward", made).values():
+        assert bound == pytest.approx(2 * error) or bound == 2**-7
+
+
+@each
+def test_floors(framework, op):
+    target = benchmark_of(framework, op)
+    problem = target.make_problem(SMALL[op], "cpu", "float32")
+    shapes = {mode: [tuple(x.shape) for x in target.floor(problem, mode)()] for mode in harness.MODES}
+    if op == "cross_entropy":  # moves what the loss must
+        columns = problem.arrays[0].shape[1]
+        assert shapes == {"forward": [(33, columns)], "forward+backward": [(65, columns)]}
+        return
+    first, second = (tuple(x.shape) for x in problem.arrays[:2])
+    logits = [(first[0], second[0])] * (2 if op == "linear_jsd" else 1)
+    assert shapes == {"forward": logits, "forward+backward": [*logits, first, second]}
+
+
+@each_framework
+def test_steps_drop_what_is_not_returned_and_sum_the_means(framework):
+    x = jnp.arange(3.0) if framework == "jax" else torch.arange(3.0, requires_grad=True)
+    y = np.arange(3.0) + 1
+    one = jnp.ones(3) if framework == "jax" else torch.ones(3)
+    steps = benchmarks.adapter(framework).steps(lambda x, one: (x * (x + one), None), (x, one), 1)
+    product, gradient = steps["forward+backward"]()
+    np.testing.assert_allclose(array(product), (y - 1) * y)
+    np.testing.assert_allclose(array(gradient), (2 * y - 1) / 3, rtol=1e-6)
+    (alone,) = steps["forward"]()
+    np.testing.assert_allclose(array(alone), (y - 1) * y)
+
+
+def test_in_place_steps_go_on_after_the_first():
+    target = cross_entropy.TORCH
+    problem = target.make_problem(SMALL["cross_entropy"], "cpu", "float32")
+    logits = problem.arrays[0]
+    assert logits.stride() == (304, 1)
+    before = logits.detach().clone()
+    step = implementation(target, "onchip auto, in place").steps(problem)["forward+backward"]
+    assert len(step()) == 2
+    assert len(step()) == 1
+    torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ inputs
+
+
+@each_framework
+def test_inputs_are_drawn_as_their_case_says(framework):
+    target = benchmark_of(framework, "linear_cross_entropy")
+
+    def draw(**more):
+        made = target.make_problem(Case("c", 4000, 64, 50, **more), "cpu", "float32").arrays
+        return [array(x) for x in made]
+
+    # Half the tokens ignored, words' frequencies, sure predictions, larger logits.
+    hidden, weight, labels = draw(ignored=0.5, zipf=True, target_prob=0.99, logit_std=3.0)
+    kept = labels != IGNORED
+    assert kept.mean() == 0.5
+    assert weight.std() * 8 == pytest.approx(3, rel=0.05)
+    shares = np.bincount(labels[kept], minlength=50) / kept.sum()
+    assert shares[0] == pytest.approx(1 / sum(1 / n for n in range(1, 51)), abs=0.04)
+    assert shares[49] < 0.02
+    p = np.exp(hidden @ weight.T)[kept]
+    assert 0.97 < np.median(p[np.arange(len(p)), labels[kept]] / p.sum(1)) < 0.997
+    hidden, weight, labels = draw()
+    assert hidden.std() == pytest.approx(1, rel=0.02)
+    assert len(np.unique(hidden[:, 0])) > 3900
+    assert np.bincount(labels, minlength=50).min() > 40
+    assert labels.min() >= 0
+    assert all(np.array_equal(a, b) for a, b in zip(draw(), (hidden, weight, labels), strict=True))
+
+
+@each_framework
+def test_logits_are_drawn_as_their_case_says(framework):
+    case = case_of("cross_entropy", 4000, 50, logit_std=3.0, logit_offset=100.0, zipf=True, ignored=0.25)
+    logits, labels = (
+        array(x) for x in benchmark_of(framework, "cross_entropy").make_problem(case, "cpu", "float32").arrays
+    )
+    assert logits.mean() == pytest.approx(100, abs=0.1)
+    assert logits.std() == pytest.approx(3, rel=0.02)
+    kept = labels[labels != IGNORED]
+    assert len(kept) == 3000
+    assert (kept == 0).mean() == pytest.approx(1 / sum(1 / n for n in range(1, 51)), abs=0.04)
+
+
+@each_framework
+def test_options_are_for_no_bench_case(framework):
+    with pytest.raises(AssertionError):
+        benchmark_of(framework, "linear_cross_entropy").make_problem(
+            Case("odd", 8, 4, 10, options={"softcap": 3.0}), "cpu", "float32"
+        )
+
+
+def test_cases_of_the_bench():
+    assert set(BENCHMARKS["jax"]) == set(BENCHMARKS["torch"]) == {*OPS, "fp8_linear"}
+    for op in SMALL:
+        target = benchmark_of("torch", op)
+        assert all(name in target.CASES for names in target.DEFAULT_CASES.values() for name in names)
+        assert all(case.name == name for name, case in target.CASES.items())
+    llama = [name for name in LCE.DEFAULT_CASES["cuda"] if fnmatchcase(name, "llama3.1-8b*")]
+    tokens = {f"llama3.1-8b-t{t}": t for t in (1024, 4096, 8192, 16384, 32768)}
+    variants = [f"llama3.1-8b-{name}" for name in ("half-ignored", "zipf", "peaked", "std30")]
+    assert llama == ["llama3.1-8b", *variants, *tokens]
+    assert {name: LCE.CASES[name].tokens for name in tokens} == tokens
+    models = dict.fromkeys(lce_cases.MODELS, 4096) | {"deepseek-v3": 8192}
+    assert {name: LCE.CASES[name].tokens for name in lce_cases.MODELS} == models
+    assert set(LCE.DEFAULT_CASES["cuda"]) == {*lce_cases.MODELS, *llama}
+
+
+# -------------------------------------------------------------------------------------- this package's implementations
+
+
+def test_budgets():
+    case = lce_cases.CPU_CASE
+    p = memory.Problem(case.tokens, case.hidden, case.vocab)
+    assert linear_cross_entropy._part_of_logits(16, "torch", p) == 32 << 20
+    llama = memory.Problem(4096, 4096, 128256, dtype="bfloat16", device="cuda", compacted=True)
+    for framework in ("torch", "jax"):
+        assert linear_cross_entropy._small(framework, llama) == (64 << 20) + 4 * 4096 * 4096
+        assert linear_cross_entropy._part_of_logits(8, framework, llama) == 4096 * 128256 * 4 // 8
+    problem = LCE.make_problem(Case("small", 512, 32, 4096), "cpu", "float32")
+    eighth, auto = (implementation(LCE, f"onchip{name}") for name in (", an eighth of the logits", " auto"))
+    assert eighth.config(problem, "forward+backward")["scratch_bytes"] == 512 * 4096 * 4 // 8
+    assert auto.config(problem, "forward")["scratch_bytes"] is None
+
+
+def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, quiet):
+    """It is right where the op's own bound would call it wrong, and wrong past its own."""
+    own = implementation(LCE, "onchip fp8, approximate, weight quantised before")
+    load = partial(partial, onchip_op(), precision="fp8")
+    near = dataclasses.replace(own, peer=bench_peers.Peer("near", load, bench_peers.always))
+    strict = dataclasses.replace(
+        near,
+        peer=dataclasses.replace(near.peer, name="strict"),
+        error_bounds=dict.fromkeys(("loss", "grad_hidden", "grad_weight"), 1e-9),
+    )
+    monkeypatch.setattr(LCE, "CASES", {"small": Case("small", 96, 64, 1000)})
+    monkeypatch.setattr(LCE, "IMPLEMENTATIONS", (near, strict))
+    document = run("linear_cross_entropy", "torch", tmp_path)
+    assert {r["config"]["weight_quantised_before"] for r in document["rows"]} == {True}
+    ok = {(plots.short_name(r["impl"]), r["mode"]): r["ok"] for r in document["rows"]}
+    assert ok == {(name, mode): name == "near" for name in ("near", "strict") for mode in harness.MODES}
+    assert {r["error_bound"] for r in document["rows"] if r["ok"]} <= {1e-3, 10 ** (-25 / 20)}
+
+
+def onchip_op():
+    from onchip.torch import linear_cross_entropy
+
+    return linear_cross_entropy
+
+
+def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
+    refusals = {"triton": "no Triton", "xla": None}
+    monkeypatch.setattr(linear_cross_entropy, "plain_refusals", lambda device, dtype, framework: refusals)
+    reasons = {i.name: i.unavailable("cuda", "bfloat16") for i in linear_cross_entropy.JAX.IMPLEMENTATIONS}
+    assert [reasons[f"onchip {name}"] for name in ("auto", "triton", "xla")] == [None, "no Triton", None]
+
+
+# ------------------------------------------------------------------------------------------------------------- peers
+
+
+@each_framework
+def test_nothing_is_imported_before_it_is_asked_for(framework):
+    other = {"torch": "jax", "jax": "torch"}[framework]
+    code = (
+        "import sys, onchip.bench.run as run; from pkgutil import resolve_name; from onchip.cli import BENCHMARKS;"
+        f"ops = [resolve_name(name) for name in BENCHMARKS['{framework}'].values()];"
+        "print([m for m in ('torch', 'jax', 'matplotlib', 'jinja2') if m in sys.modules]);"
+        "names = [impl.name for op in ops for impl in op.IMPLEMENTATIONS];"
+        "run.environment._busy_cores = lambda: 0;"
+        f"run.environment.describe(run.resolve_device('cpu', '{framework}'), '{framework}');"
+        f"run.measuring('{framework}').release('cpu');"
+        f"print([m for m in ('{other}', 'optax', 'liger_kernel', 'cut_cross_entropy', 'quack') if m in sys.modules])"
+    )
+    made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert made.stdout == "[]\n[]\n"
+
+
+@each
+def test_optional_peers_say_why_they_do_not_run(framework, op, monkeypatch, no_libraries):
+    peers = [impl for impl in benchmark_of(framework, op).IMPLEMENTATIONS if not impl.name.startswith("onchip")]
+    extra = {"torch": "peers", "jax": "peers-jax"}[framework]
+    for impl in peers:
+        package = impl.peer.package
+        if package not in ("torch", "jax"):
+            wanted = "trl" if package == "trl" else f"'onchip[{extra}]'"
+            reason = f"{package} is not installed; pip install {wanted}"
+            assert impl.unavailable("cuda", "bfloat16") == reason
+            if framework == "torch" and package != "trl":
+                assert impl.unavailable("cpu", "bfloat16") == "it runs on CUDA devices only"
+                assert "not float64" in impl.unavailable("cuda", "float64")
+    monkeypatch.setattr(bench_peers.metadata, "version", lambda package: f"{package}=1.2+cu130")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    refused = {i.name for i in peers if i.unavailable("cuda", "bfloat16")} - {"torch.compile, float32 logits"}
+    assert refused - {"torch.compile"} == (
+        {"quack scaled-exp"} if (framework, op) == ("torch", "linear_cross_entropy") else set()
+    )
+    assert all(impl.version() == f"{impl.peer.package}=1.2" for impl in peers)
+    assert implementation(benchmark_of(framework, op), "onchip auto").version() == onchip.__version__
+
+
+def test_peers_say_what_they_lack(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in implementation(LCE, "torch.compile").unavailable("cpu", "float32")
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    assert "2.13" in implementation(LCE, "F.linear_cross_entropy").unavailable("cpu", "float32")
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
+def test_a_peer_that_fails_at_import_is_listed(error, tmp_path, monkeypatch, quiet):
+    package = tmp_path / "cut_cross_entropy"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {error.__name__}('built for another Triton')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cce, eager = (implementation(LCE, name) for name in ("cut-cross-entropy", "torch eager"))
+    broken = dataclasses.replace(cce, peer=dataclasses.replace(cce.peer, unavailable=bench_peers.always))
+    monkeypatch.setattr(LCE, "CASES", {"small": SMALL["linear_cross_entropy"]})
+    monkeypatch.setattr(LCE, "IMPLEMENTATIONS", (broken, eager))
+    document = run("linear_cross_entropy", "torch", tmp_path)
+    reason = f"{error.__name__}: built for another Triton"
+    assert document["not_run"] == [{"impl": "cut-cross-entropy", "case": "small", "mode": None, "reason": reason}]
+    assert [plots.short_name(r["impl"]) for r in document["rows"]] == ["torch eager", "torch eager"]
+
+
+# Stand-ins with the interfaces of the peers.
+
+
+class LigerCrossEntropyLoss(torch.nn.Module):
+    def forward(self, _input, target):
+        return F.cross_entropy(_input, target)
+
+
+class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
+    def __init__(self, accum_dtype=None):
+        super().__init__()
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        return F.cross_entropy(F.linear(_input, lin_weight), target)
+
+
+class LigerFusedLinearJSDLoss(torch.nn.Module):
+    def __init__(self, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5):
+        super().__init__()
+        assert (weight_hard_loss, weight_soft_loss) == (0.0, 1.0)
+        self.beta = beta
+
+    def forward(self, h, w, x, v, true_labels, student_bias, teacher_bias):
+        s, t = (F.linear(*head).softmax(1) for head in ((h, w), (x, v)))
+        m = (1 - self.beta) * s + self.beta * t
+        terms = (1 - self.beta) * s * (s / m).log() + self.beta * t * (t / m).log()
+        return terms.sum() / len(true_labels)
+
+
+def quack_cross_entropy(x, target, lse_partial=None, weight=None, reduction="mean", inplace_backward=False):
+    return F.cross_entropy(x, target, reduction=reduction)
+
+
+def eager(hidden, weight, target, **options):
+    assert set(options) <= {"filter_eps", "chunk_size", "use_scaled_exp"}
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def entropy_from_logits(logits, chunk_size=128):
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def tokamax(x, labels, weights, *, reduction, implementation):
+    assert (weights.shape, reduction, implementation in ("xla", "chunked_xla")) == ((32, 1000), "mean", True)
+    return linear_cross_entropy.plain(wide=True)(x, weights.T, labels)
+
+
+def jax_cce(x, w, labels, *, chunk_size):
+    assert chunk_size == 4096
+    return linear_cross_entropy.plain(wide=True, one_hot=True)(x, w, labels)
+
+
+LIBRARIES = {
+    "liger_kernel": {},
+    "liger_kernel.transformers": {
+        "LigerCrossEntropyLoss": LigerCrossEntropyLoss,
+        "LigerFusedLinearCrossEntropyLoss": LigerFusedLinearCrossEntropyLoss,
+    },
+    "liger_kernel.chunked_loss": {"LigerFusedLinearJSDLoss": LigerFusedLinearJSDLoss},
+    "quack": {},
+    "quack.cross_entropy": {"cross_entropy": quack_cross_entropy},
+    "quack.linear_cross_entropy": {"chunked_linear_cross_entropy": eager},
+    "cut_cross_entropy": {"linear_cross_entropy": eager},
+    "trl": {},
+    "trl.trainer": {},
+    "trl.trainer.utils": {
+        "selective_log_softmax": lambda logits, index: logits.log_softmax(-1).gather(-1, index[:, None])[:, 0],
+        "entropy_from_logits": entropy_from_logits,
+    },
+    "tokamax": {"linear_softmax_cross_entropy_loss": tokamax},
+    "jax_cce": {"linear_cross_entropy": jax_cce},
+}
+
+
+@pytest.mark.parametrize(("framework", "op"), [*(("torch", op) for op in SMALL), ("jax", "linear_cross_entropy")])
+def test_peers_are_called_as_their_interfaces_want(framework, op, monkeypatch):
+    for name, contents in LIBRARIES.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(contents)
+    target = benchmark_of(framework, op)
+    problem = target.make_problem(dataclasses.replace(SMALL[op], ignored=0.0), "cpu", "float32")
+    reference = target.reference(problem)
+    peers = [impl for impl in target.IMPLEMENTATIONS if impl.peer.package not in ("torch", "jax", "onchip", "optax")]
+    assert peers
+    for impl in peers:
+        for mode, step in impl.steps(problem).items():
+            made = step()
+            checked = target.check(reference, mode, made)
+            assert right(checked) == list(checked), (impl.name, mode, checked)
+            if impl.name.startswith("tokamax") and mode == "forward+backward":
+                assert made[2].shape == (32, 1000)  # of the weight that it was given
+    if framework == "jax":
+        problem = target.make_problem(SMALL[op], "cpu", "float32")
+        for impl in peers:
+            with pytest.raises(NotImplementedError, match="no tokens that don't count"):
+                impl.steps(problem)
