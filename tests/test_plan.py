@@ -106,7 +106,12 @@ def test_plan_json_is_what_the_triton_backend_will_do():
 
 def test_default_scratch_is_that_of_the_plans():
     problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
-    for backend, planner in {"triton": triton_spec, "mosaic_gpu": mosaic_spec, "xla": jax_spec, "torch": spec}.items():
+    for backend, planner in {
+        "triton": triton_spec,
+        "mosaic_gpu": mosaic_spec,
+        "xla": jax_spec,
+        "torch": memory,
+    }.items():
         framework = "torch" if backend in ("triton", "torch") else "jax"
         document = plan_json("--framework", framework, "--backend", backend)
         for strategy, size in document["default_scratch_bytes"].items():

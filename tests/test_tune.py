@@ -523,7 +523,7 @@ def test_candidates_of_linear_cross_entropy() -> None:
 # computes bfloat16 wrongly.  The vocabulary's last tile is not full, nor is the last block of tokens.
 INTERPRETED = """
 import json, torch
-from onchip.ops.linear_cross_entropy import tuning
+from onchip.tune import linear_cross_entropy as tuning
 from onchip.ops.linear_cross_entropy.cases import Case
 
 said = {}

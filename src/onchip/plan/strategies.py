@@ -46,7 +46,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 # -------------------------------------------------------------------------- backends of the framework's matrix products
 
-_PRODUCTS: dict[str, ModuleType] = {"torch": spec, "xla": jax_spec}
+_PRODUCTS: dict[str, ModuleType] = {"torch": memory, "xla": jax_spec}
 
 
 def _product_plans(planner: ModuleType, problem: Problem, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _product_row(planner: ModuleType, problem: Problem, strategy: str, budget: i
         "scratch_parts": planner.scratch_parts(problem, config),
     }
     # XLA decides what it writes.
-    return row | ({"written_per_chunk": spec.written_per_chunk(problem, config)} if planner is spec else {})
+    return row | ({"written_per_chunk": spec.written_per_chunk(problem, config)} if planner is memory else {})
 
 
 def _product_table(document: dict[str, Any], console: Console) -> None:

@@ -19,17 +19,5 @@ the caches.  The loss is that of linear_cross_entropy, and so is the arithmetic:
 Sources: that the log-sum-exp is all that backward needs, and that its gradient may take the logits' memory, are as in
 Liger Kernel (arXiv:2410.10989).  z-loss: PaLM (arXiv:2204.02311).  Softcap: Gemma 2 (arXiv:2408.00118).
 
-    spec.py           options, memory formulas, choice of chunks; no framework
-    reference.py      the contract in NumPy float64, with gradients
-    torch_op.py       PyTorch: the public function and module, the operators and autograd
-    torch_arguments.py   what the operators of both backends take
-    torch_inputs.py   what the public function checks
-    torch_rows.py     the computation with PyTorch's own operations, a chunk of rows at a time
-    triton_op.py      the operators of the Triton backend, launches and autograd; its tiles are in spec.py
-    triton_rows.py    its kernels
-    jax_op.py         JAX: the public function, its derivative rules
-    jax_inputs.py     what the public function checks
-    jax_xla.py        the computation in plain JAX, a chunk of rows at a time
-    cases.py          named problems for tests, `onchip check` and `onchip bench`
-    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
+What computes it is in `onchip.vocab.rows`; docs/architecture.md shows what lives where.
 """

@@ -111,7 +111,7 @@ def cross_entropy(
         ValueError: a wrong shape, range or option, or a scratch_bytes below one row's (it names that).
         NotImplementedError: differentiated twice.
 
-    Memory: `scratch_parts` of `onchip.ops.cross_entropy.spec` is the formula, for a jitted step: about 8 * rows * V
+    Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, for a jitted step: about 8 * rows * V
     bytes for chunks of so many rows, and on a CPU a copy of 16-bit logits.  From forward to backward 8 bytes per token
     are kept.  Under vmap each array gets the mapped dimension: give a batch as leading dimensions instead where you
     can.

@@ -111,7 +111,7 @@ def cross_entropy(
             torch.compile.
 
     Memory: forward keeps 8 bytes per token, and logits and target by reference.  `scratch_parts` of
-    `onchip.ops.cross_entropy.spec` is the formula of the peak: about 4 * rows * V bytes for chunks of so many rows,
+    `onchip.vocab.rows.memory` is the formula of the peak: about 4 * rows * V bytes for chunks of so many rows,
     twice that with return_stats or softcap; with backend "triton" 48 bytes per token.  The gradient is one tensor of
     logits' dtype, or none with inplace_backward; "triton" makes it in forward already, unless reduction is "none".
 

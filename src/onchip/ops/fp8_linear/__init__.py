@@ -13,26 +13,5 @@ copies that the quantiser has transposed, since Hopper's FP8 instructions read o
 
 Sources: the recipe is that of DeepSeek-V3 (arXiv:2412.19437); E4M3 and E5M2 are those of arXiv:2209.05433.
 
-    spec.py            options, shapes, memory formulas; no framework
-    reference.py       the contract in NumPy, with gradients
-    torch_op.py        PyTorch: the public functions, the operators and autograd
-    torch_module.py    Fp8Linear, and turning a model's linear layers into it
-    torch_inputs.py    what the public functions check
-    torch_quantize.py  quantising with PyTorch's own operations; the layout of what is quantised
-    torch_products.py  the products of the backends 'dequantize' and 'scaled_mm'
-    cublas.py          a product that cuBLAS adds to a main gradient
-    torch_weights.py   the weight of a call in FP8: made there, or given
-    torch_unchanged.py keeping the weights of a model in FP8 while they do not change
-    triton_op.py       which calls the kernels serve
-    triton_spec.py     how they are cut, and their shared memory; no framework
-    triton_kernels.py, triton_words.py, triton_launches.py   the kernels, the quantiser that is taken, and each launch
-    triton_configs.py  stored configs of the products
-    tuning.py          what `onchip tune` tries
-    jax_op.py          JAX: the public function, its derivative rule, and the choice of a backend
-    jax_quantize.py    quantising with JAX's own operations
-    jax_xla.py         the backend 'xla': products of dequantised numbers
-    mosaic_op.py       the backend 'mosaic_gpu': which calls it serves, and the operands of its products
-    mosaic_kernels.py  its product, in Pallas
-    cases.py           named problems for tests, `onchip check` and benchmarks
-    checks.py          the comparison with the oracle that tests and `onchip check` run, in both frameworks
+What computes it is in `onchip.fp8`; docs/architecture.md shows what lives where.
 """

@@ -23,18 +23,5 @@ these terms is 0 or more, and an error of a log-sum-exp enters their sum in the 
 Sources: generalised JSD for distillation: GKD (arXiv:2306.13649).  Temperature and its square: Hinton et al.
 (arXiv:1503.02531).  Chunks of tokens with gradients made in forward: Liger Kernel (arXiv:2410.10989).
 
-    spec.py           options, top-k teachers, memory formulas, plans; no framework
-    reference.py      the contract in NumPy float64, with gradients
-    torch_op.py       PyTorch: the public functions `linear_jsd` and `jsd`, the operators of backend 'torch', autograd
-    torch_arguments.py  what the operators take
-    torch_inputs.py   what they check
-    torch_rows.py     loss and gradients of rows of logits
-    torch_walk.py     the walk over chunks of tokens
-    triton_op.py      PyTorch, backend 'triton': its operators and autograd
-    triton_spec.py    its memory formulas, cost model and plans; no framework
-    triton_launches.py  its launches and walks; triton_kernels.py and triton_rows.py, its kernels
-    jax_op.py         JAX: the public functions, their derivative rules and the walk; jax_inputs.py, what they check;
-                      jax_rows.py, loss and gradients of rows of logits
-    cases.py          named problems for tests, `onchip check` and `onchip bench`
-    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
+What computes it is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """

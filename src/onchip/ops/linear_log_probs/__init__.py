@@ -22,18 +22,5 @@ gradient, an id's own part is g (1 - p) with 1 - p = -expm1(log p).
 Sources: the running softmax is that of Milakov and Gimelshein (arXiv:1805.02867), the recomputation from the
 log-sum-exp that of Cut Cross-Entropy (arXiv:2411.09009).  Softcap: Gemma 2 (arXiv:2408.00118).
 
-    spec.py           options, memory formulas, choice of chunks; no framework
-    reference.py      the contract in NumPy float64, with gradients
-    torch_op.py       PyTorch: the public function, its operators and autograd
-    torch_inputs.py   what the public function checks
-    torch_walks.py    the walks over the logits, with PyTorch's own matrix products
-    triton_op.py      the operators and autograd of the 'triton' backend; triton_spec.py, its memory formulas and plans
-    triton_walks.py   what is launched, in which order; triton_kernels.py, the kernels of its own
-    jax_op.py         JAX: the public function and its derivative rules
-    jax_inputs.py     what the public function checks
-    jax_xla.py        the walks in plain JAX
-    cases.py          named problems for tests, `onchip check` and `onchip bench`
-    checks.py         the comparison with the oracle that tests and `onchip check` run, in both frameworks
-
-What a walk does with one tile is in `onchip.vocab`.
+What computes it is in `onchip.vocab`; docs/architecture.md shows what lives where.
 """
