@@ -78,7 +78,7 @@ def fp8_linear(
 
     Memory: what is kept for backward is x in FP8, K * up(M, 128) * (1 + 4 / 128) bytes, where the weight needs a
     gradient, and the weight in FP8, K * up(N, 128) bytes and scales, where x needs one; neither of the two themselves.
-    `saved_bytes` and `weight_bytes` of `onchip.ops.fp8_linear.spec` are formulas.
+    `saved_bytes` and `weight_bytes` of `onchip.fp8.numbers` are formulas.
 
     Numbers: a NaN or an infinity makes its group of 128 NaN.  Groups are scaled however small they are: only below an
     amax of 5e-36 do numbers lose digits.
@@ -176,7 +176,7 @@ def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "a
     Raises:
         TypeError, ValueError: as `fp8_linear`.
 
-    Memory: 2 * N * K bytes and scales, `weight_bytes` of `onchip.ops.fp8_linear.spec`; half of it without gradients.
+    Memory: 2 * N * K bytes and scales, `weight_bytes` of `onchip.fp8.numbers`; half of it without gradients.
 
     Example:
         >>> import torch

@@ -138,8 +138,8 @@ def linear_cross_entropy(
 
     Memory: `onchip plan` prints it, with `--precision fp8` for precision="fp8"; `scratch_parts` of
     `onchip.vocab.memory` ("torch"), `onchip.vocab.triton.memory` ("triton") and `onchip.vocab.fp8.memory`
-    (precision="fp8") are the formulas.  In float32 it is about 4 * chunk * V bytes for "stash" and 4 * token_chunk * vocab_chunk for
-    "recompute"; for "triton" about 4 * T * H where T <= H.
+    (precision="fp8") are the formulas.  In float32 it is about 4 * chunk * V bytes for "stash" and
+    4 * token_chunk * vocab_chunk for "recompute"; for "triton" about 4 * T * H where T <= H.
 
     Example:
         >>> import torch
