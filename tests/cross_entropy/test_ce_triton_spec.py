@@ -4,8 +4,8 @@ import pytest
 import torch
 from ce_common import small_problem
 
+from onchip.frontend.torch_inputs import leading_dimensions
 from onchip.kernels.triton import launch as triton_calls
-from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.torch_op import BACKENDS, CrossEntropyLoss, cross_entropy
 from onchip.vocab.rows import memory as row_memory
 
@@ -60,7 +60,7 @@ def test_rows_in_two_leading_dimensions():
         (x[0, 0].expand(3, 8, 10), [(3, 0), (8, 10)]),
         (x[0, 0, 0], []),
     ):
-        assert triton_op._leading(view) == leading
+        assert leading_dimensions(view) == leading
 
 
 def test_auto_asks_the_kernels_first():

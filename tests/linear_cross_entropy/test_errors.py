@@ -137,7 +137,7 @@ def test_a_device_without_a_backend_says_why(monkeypatch):
 
 
 def test_the_triton_backend_multiplies_in_16_bits(monkeypatch):
-    monkeypatch.setattr("onchip.ops.linear_cross_entropy.triton_op.device_refusal", lambda *_: None)
+    monkeypatch.setattr("onchip.vocab.triton.plan.device_refusal", lambda *_: None)
     reason = "backend 'triton' can't run this call: its products are of bfloat16 or float16, not of float32"
     assert_refused("linear_cross_entropy", partial(call, backend="triton"), ValueError, reason)
 
