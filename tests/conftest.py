@@ -20,7 +20,12 @@ MEASURE_MEMORY = (
 )
 
 
+# Of the others what takes longest goes first, so that one worker doesn't end with it alone.
+LONGEST = ("test_bench_losses.py",)
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.path.name.endswith(LONGEST))
     items.sort(key=lambda item: not item.path.name.endswith(MEASURE_MEMORY))
 
 

@@ -45,7 +45,8 @@ def compiled(vocab=4096, rows=True, sums=False, **options):
 @pytest.mark.parametrize("options", [{}, ALL, {"sums": True}, {"rows": False}, {"vocab": 4100}], ids=str)
 def test_it_fits(options):
     found = compiled(**options)
-    assert found.stack <= 32
+    # With softcap tanh's polynomial and its exponential form are there at once, in 128 registers.
+    assert found.stack <= (72 if "softcap" in options else 32)
     assert 2 * found.shared <= SHARED
 
 

@@ -115,7 +115,7 @@ WRONG_IN_JAX = {
     "layout": (J | TEACHER | {"weight_layout": "vocab"}, ValueError, "weight_layout must be one of 'vh', 'hv'"),
     "other layout": (J | TEACHER | {"weight_layout": "hv"}, ValueError, "student_hidden has H=8 but student_weight has H=9"),
     "a list": (J | {"student_hidden": [1.0]}, TypeError, "student_hidden must be a jax.Array or numpy.ndarray"),
-    "float64": (J | TEACHER | {"student_hidden": np.ones((4, 8))}, TypeError, "student_hidden must be float32"),
+    "integers": (J | TEACHER | {"student_hidden": np.ones((4, 8), np.int32)}, TypeError, "student_hidden must be float32"),
     "dtypes": (J | TEACHER | {"student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "but student_weight is bfloat16; cast"),
     "labels float": (J | TEACHER | {"labels": np.ones(4, np.float32)}, TypeError, "labels must hold integers"),
     "labels shape": (J | TEACHER | {"labels": np.ones(5, np.int32)}, ValueError, "labels has shape [5]"),
