@@ -5,7 +5,7 @@ first: `count` of them, known to the device alone.  Kernels work through `count`
 What callers must put beyond the last token, up to the next multiple of 128: 0 in `rows`, `scale`, `at_target` and
 `even`, +inf in `shift` and `lse`, 1 in `factor`; then exponentials and gradients there are exact zeros.
 
-The algorithm is that of the Triton kernels: see triton_blocks.py, triton_softmax.py and triton_gradients.py.  The
+The algorithm is that of the Triton kernels: see `onchip.vocab.triton`.  The
 product that all kernels here are made of is that of `onchip.kernels.mosaic`; where exponentials are kept is in
 blocks.py, the kernels without a product in rebase.py.
 

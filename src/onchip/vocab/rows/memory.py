@@ -98,7 +98,7 @@ def plan(p: Problem, budget: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """How a Triton kernel takes a row: see triton_rows.py."""
+    """How a Triton kernel takes a row: see triton.py."""
 
     tile: int
     """Elements of a row that are read at a time."""
