@@ -2,7 +2,7 @@
 
 `_forward_op` computes the loss, and leaves what gradients need in the memory that they will take: the exponentials of
 the logits in the weight's, the tokens' hidden states in hidden's.  `_backward_op` turns these into the gradients, in
-place; autograd clones them first where the graph is retained.  What is launched is in triton_walks.py.
+place; autograd clones them first where the graph is retained.  What is launched is in `onchip.vocab.triton.walks`.
 """
 
 from typing import Any, NamedTuple

@@ -1,6 +1,6 @@
 """The kernels that linear_log_probs has beside those of linear_cross_entropy.
 
-Sizes, positions and the matrix of exponentials are explained in linear_cross_entropy's triton_blocks.py.  Beside T
+Sizes, positions and the matrix of exponentials are explained in onchip.vocab.triton.blocks.  Beside T
 tokens, H hidden and V vocab there are K ids per token.
 """
 

@@ -5,9 +5,9 @@ first: `count` of them, known to the device alone.  Kernels work through `count`
 What callers must put beyond the last token, up to the next multiple of 128: 0 in `rows`, `scale`, `at_target` and
 `even`, +inf in `shift` and `lse`, 1 in `factor`; then exponentials and gradients there are exact zeros.
 
-The algorithm is that of the Triton kernels: see triton_blocks.py, triton_softmax.py and triton_gradients.py.  The
+The algorithm is that of the Triton kernels: see `onchip.vocab.triton`.  The
 product that all kernels here are made of is that of `onchip.kernels.mosaic`; where exponentials are kept is in
-mosaic_blocks.py, the kernels without a product in mosaic_settle.py.
+blocks.py, the kernels without a product in settle.py.
 
 Matrix operands come through TMA, which fills up with zeros outside of a matrix and writes nothing there.  It needs rows
 of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
@@ -80,7 +80,7 @@ def softmax_tiles(
 ) -> Partials:
     """The softmax of each tile of logits, which live in registers alone.
 
-    The exponential that would be kept at a label's own entry is 0: `add_targets` of mosaic_settle.py sees to those.
+    The exponential that would be kept at a label's own entry is 0: `add_targets` of settle.py sees to those.
     """
     c = config or MosaicConfig()
     tokens, hidden = rows.shape

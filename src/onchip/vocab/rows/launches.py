@@ -16,7 +16,7 @@ from onchip.vocab.rows.memory import RowTiles
 
 
 def launch_rows(a: Arguments, kernel: str, out: Tensor, more: dict[str, Any]) -> None:
-    """Launch a kernel of triton_rows.py on the rows of the logits and of their gradient."""
+    """Launch a kernel of triton.py on the rows of the logits and of their gradient."""
     from onchip.vocab.rows import triton as triton_rows
 
     tokens, vocab, element = a.target.numel(), a.logits.shape[-1], a.logits.element_size()

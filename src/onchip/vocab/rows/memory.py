@@ -95,7 +95,7 @@ def _useful_rows(p: Problem) -> int:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """How a Triton kernel takes a row: see triton_rows.py."""
+    """How a Triton kernel takes a row: see triton.py."""
 
     tile: int
     """Elements of a row that are read at a time."""

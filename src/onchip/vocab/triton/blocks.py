@@ -1,4 +1,4 @@
-"""What the Triton kernels of linear_cross_entropy share; the kernels are in triton_softmax.py and triton_gradients.py.
+"""What the Triton kernels of losses over a vocabulary share; the kernels are in softmax.py and gradients.py.
 
 Sizes: T tokens, H hidden, V vocab.  Tokens that are not ignored are compacted to the front: `count` of them, known to
 the device alone; a *position* is an index among those.  Every kernel works through `count` and skips the rest, so

@@ -1,6 +1,6 @@
 """The kernels of backward: both gradients, from exponentials that were kept and from logits computed again.
 
-Sizes, positions and the matrix of exponentials are explained in triton_blocks.py.
+Sizes, positions and the matrix of exponentials are explained in blocks.py.
 """
 
 import triton  # type: ignore[import-untyped]

@@ -2,7 +2,8 @@
 
 `forward` takes the softmax of the logits a tile at a time and keeps none of them.  `backward` makes them again, a chunk
 of the vocabulary at a time, with their gradient in scratch: hidden's gradient is summed over the chunks in float32, and
-each chunk's rows of the weight's gradient are written once.  What surrounds the kernels is in jax_positions.py.
+each chunk's rows of the weight's gradient are written once.  What surrounds the kernels is in
+`onchip.vocab.mosaic.positions`.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """The launches of linear_cross_entropy's Triton kernels, one function for each, and the memory that they work on.
 
-In which order they run is in triton_walks.py.
+In which order they run is in walks.py.
 """
 
 from collections.abc import Mapping

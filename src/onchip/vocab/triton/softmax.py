@@ -1,6 +1,6 @@
 """The kernels of forward: the tokens that count, the softmax of their logits, and what is kept of those.
 
-Sizes, positions and the matrix of exponentials are explained in triton_blocks.py.
+Sizes, positions and the matrix of exponentials are explained in blocks.py.
 """
 
 import triton  # type: ignore[import-untyped]
