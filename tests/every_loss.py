@@ -3,12 +3,10 @@ interpreter in processes of their own."""
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from interpreter import main
-from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import (
     cross_entropy,
     fp8_linear,
@@ -346,19 +342,3 @@ def checks(backend, device="cpu"):
 
 
 CHECKS = checks("triton")
-
-
-def every_backend(device):
-    return {"torch": None, "triton": None}
-
-
-if __name__ == "__main__":
-    from fp8_linear import fp8_interpreter
-
-    fp8_interpreter.mend()
-    with (
-        # (Not a Mock: torch.compile looks into it.)
-        mock.patch.object(fp8_op, "refusals", every_backend),
-        mock.patch.object(fp8_op, "LOGITS", torch.float32),
-    ):
-        main(CHECKS, sys.argv[1:])
