@@ -109,6 +109,8 @@ class Problem:
             given["target"] = torch.randint(VOCAB, (tokens,), device=self.device)
         if self.op not in (*LAYERS, log_probs):
             given["token_weight"] = torch.rand(tokens, device=self.device)
+        if self.op in (linear_cross_entropy, cross_entropy, log_probs):
+            given["temperature"] = torch.rand(tokens, device=self.device) + 0.5
 
         def call(*inputs, **more):
             return self.call(given | dict(zip(self.inputs, inputs, strict=False)) | more)
@@ -224,6 +226,8 @@ def compiled(problem):
     taken = torch.compile(step, fullgraph=True, backend=counter)
     for tokens in (5, 7, 9):
         given, leaves, _ = problem.prepare(tokens)
+        if "mean" in problem.options.values():
+            given["normalizer"] = tokens
         made, expected = ([loss, *gradients(loss, leaves)] for loss in (taken(given), step(given)))
         for p, q in zip(made, expected, strict=True):
             torch.testing.assert_close(p, q, **({"rtol": 4e-3, "atol": 1e-3} if p.dtype == torch.float16 else {}))

@@ -71,13 +71,13 @@ def every_integer_dtype(loss):
 
 
 LAYOUTS = {
-    "sliced": ((2, 3, 64), lambda x: x[..., :50]),
-    "offset": ((3, 4, 57), lambda x: x[1:, 1:, 7:]),
-    "every other": ((2, 6, 100), lambda x: x[:, ::2, ::2]),
-    "vocabulary first": ((50, 2, 3), lambda x: x.permute(1, 2, 0)),
-    "tokens swapped": ((3, 2, 50), lambda x: x.transpose(0, 1)),
-    "shifted": ((2, 4, 50), lambda x: x[:, :-1]),
-    "expanded": ((3, 50), lambda x: x.expand(2, 3, 50)),
+    "sliced": (lambda v: (2, 3, v + 14), lambda x: x[..., :-14]),
+    "offset": (lambda v: (3, 4, v + 7), lambda x: x[1:, 1:, 7:]),
+    "every other": (lambda v: (2, 6, 2 * v), lambda x: x[:, ::2, ::2]),
+    "vocabulary first": (lambda v: (v, 2, 3), lambda x: x.permute(1, 2, 0)),
+    "tokens swapped": (lambda v: (3, 2, v), lambda x: x.transpose(0, 1)),
+    "shifted": (lambda v: (2, 4, v), lambda x: x[:, :-1]),
+    "expanded": (lambda v: (3, v), lambda x: x.expand(2, *x.shape)),
 }
 
 
@@ -105,7 +105,9 @@ def layouts(loss):
         h, w, b = (given[name] for name in ("hidden", "weight", "bias"))
         wide = torch.cat([w.detach(), torch.full_like(w, math.nan)], 1)[:, :16].requires_grad_()
         variants += [{"hidden": turned(h), "weight": wide}, {"weight": turned(w), "bias": spread(b)}]
-        variants += [{"hidden": spread(h)}] if loss.backend == "torch" else []
+        same = w.detach()[:1].expand(50, 16).requires_grad_()
+        copied = loss.run(given | constants | {"weight": same.detach().clone().requires_grad_()})
+        assert_equal(loss, loss.run(given | constants | {"weight": same}), copied)
     for change in variants:
         arguments = given | constants | change
         before = {name: (x.detach().clone(), x._version) for name, x in arguments.items()}
@@ -117,11 +119,12 @@ def layouts(loss):
 
 
 def _layouts_of_logits(loss, constants, indices):
+    half = torch.float16 if loss.backend == "triton" and loss.device == "cpu" else torch.bfloat16
     reduction = loss.options["reduction"]
     options = {"reduction": reduction, "backend": loss.backend, **constants}
     upstream = 0.3 * torch.ones((2, 3) if reduction == "none" else (), device=loss.device)
-    for kind, (shape, cut) in LAYOUTS.items():
-        base = torch.randn(shape, device=loss.device)
+    for (kind, (shape, cut)), dtype in zip(LAYOUTS.items(), itertools.cycle((torch.float32, half))):
+        base = torch.randn(shape(2000 if loss.device == "cuda" else 50), device=loss.device).to(dtype)
         copy = cut(base).clone(memory_format=torch.contiguous_format).requires_grad_()
         value = loss.op(copy, indices, **options)
         (expected,) = torch.autograd.grad(value, copy, upstream)
@@ -150,6 +153,7 @@ def numbers_of_other_types(loss):
     given = loss.problem((2, 4))
     given[loss.ids][0, 1] = 3
     options = {"ignore_index": np.int64(3), "scratch_bytes": np.int64(1 << 20), "softcap": np.float32(5)}
+    options |= {} if loss.of_ids else {"label_smoothing": np.float64(1), "z_loss": np.float32(0.25)}
     right(loss, given, **options, temperature=torch.full((), 0.7, device=loss.device))
     if loss.options.get("reduction") == "mean":
         for normalizer in (torch.tensor(5), torch.tensor(5.0), np.int64(5)):  # a tensor may be on the CPU
@@ -203,6 +207,8 @@ def special_values(loss):
     if loss.of_ids:
         made = loss.call(given)
         assert torch.equal(made["log_prob"][0].isinf(), target[0] == 5)
+        if loss.options["entropy"]:
+            assert loss.run(given, {"entropy": torch.ones_like(made["entropy"])})["grad_hidden"].isfinite().all()
     else:
         for smoothing in (0.0, 0.1, 1.0):
             made = loss.call(given, label_smoothing=smoothing, reduction="none")
@@ -264,9 +270,13 @@ def small_losses_keep_their_digits(loss):
 
 def the_smallest_scratch_is_enough(loss):
     """Several chunks of tokens and of the vocabulary, the last of each ragged."""
-    torchs = loss.backend == "torch"
-    tokens, vocab = (150, 1200) if torchs else (8, 700)
-    given = loss.problem((tokens,), 24, vocab, ids=3 if loss.of_ids else None, dtype=None)
+    tokens, vocab = (150, 1200) if loss.backend == "torch" else (8, 700)
+    for dtype in (loss.dtype, torch.bfloat16) if loss.backend == "torch" else (loss.dtype,):
+        given = loss.problem((tokens,), 24, vocab, ids=3 if loss.of_ids else None, dtype=dtype)
+        _smallest_scratch(loss, given, vocab)
+
+
+def _smallest_scratch(loss, given, vocab):
     given[loss.ids][::7] = -100
     bias = "bias" if loss.linear else "logits"
     masked = given | {bias: given[bias].detach().clone().requires_grad_()}

@@ -28,7 +28,7 @@ TOKENS, HIDDEN, VOCAB = 24, 16, 70
 CHOICES = ("correct", "top1")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loss:
     """An op, the options of each of its calls, and where it runs."""
 
