@@ -153,7 +153,7 @@ def assert_equal(made, expected):
     assert all(torch.equal(p, q) for p, q in zip(made, expected, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------ of every op
+# ---------------------------------------------------------------------------------------------------------- of every op
 
 
 def differentiated_twice(problem):
@@ -269,7 +269,7 @@ def check_operators(run):
         torch.library.opcheck(func, args, test_utils=tests)
 
 
-# ----------------------------------------------------------------------------------------------------- of every loss
+# -------------------------------------------------------------------------------------------------------- of every loss
 
 
 def changed_in_place(problem):

@@ -15,7 +15,7 @@ import torch
 import every_loss
 from fp8_linear import fp8_interpreter
 from interpreter import main, registering
-from linear_cross_entropy import fp8_cases
+from linear_cross_entropy import lce_fp8_cases as fp8_cases
 from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
 from losses import LCE, LLP, assert_near, losses, memory_off_by_256, mixed_plan
 from onchip.ops.linear_cross_entropy import fp8_op
@@ -55,7 +55,7 @@ for _name in ("per token", "everything"):
     CHECKS[f"case-{_name}-float16"] = partial(IN_PLACE.assert_case, _case, torch.float16)
 
 
-# -------------------------------------------------------------------------- where the exponentials of logits are kept
+# ---------------------------------------------------------------------------- where the exponentials of logits are kept
 
 MIXED = {
     # 136 is a multiple of 8, for descriptors; 131 is none.
@@ -101,9 +101,7 @@ def a_retained_graph(name):
     leaves = [x for x in given.values() if x.requires_grad]
     first = []
     for retain in (True, True, False):
-        grads = torch.autograd.grad(
-            [made[n] for n in upstream], leaves, list(upstream.values()), retain_graph=retain
-        )
+        grads = torch.autograd.grad([made[n] for n in upstream], leaves, list(upstream.values()), retain_graph=retain)
         first = first or [g.clone() for g in grads]
         assert all(torch.equal(p, q) for p, q in zip(grads, first, strict=True))
         for g in grads:
@@ -176,7 +174,7 @@ def compiled_with_a_budget_and_sizes_that_change(budget):
             assert torch.equal(p, q)
 
 
-# --------------------------------------------------------------------------------------------- rows of logits that exist
+# -------------------------------------------------------------------------------------------- rows of logits that exist
 
 
 def small_tiles():
@@ -231,7 +229,7 @@ def tanh_at_any_size():
     assert_is_tanh(partial(triton_tanh, device="cpu"))
 
 
-# ---------------------------------------------------------------------------------------------------- products in FP8
+# ------------------------------------------------------------------------------------------------------ products in FP8
 
 
 @check("ragged", "small", "everything")

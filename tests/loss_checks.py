@@ -310,7 +310,7 @@ def every_option_in_the_operators_and_compiled(loss):
 
 
 def weight_grad_out(loss):
-    """Each micro-batch adds to it, unrounded; weight itself gets nothing, and a backward that isn't for it adds none."""
+    """Each micro-batch adds to it, unrounded; weight itself gets nothing, a backward not for it adds none."""
     if loss.op is not LCE.op:
         return
     half = loss.dtype if loss.backend == "triton" else torch.bfloat16
@@ -387,8 +387,7 @@ def only_what_needs_a_gradient_gets_one(loss):
 
 
 def autocast(loss):
-    """The products see 16 bits; gradients come back in each input's own dtype, rounded once.  Logits stay what they are.
-    """
+    """The products see 16 bits; gradients come back in each input's own dtype, rounded once."""
     half = loss.dtype if loss.dtype != torch.float32 else torch.bfloat16
     for dtypes in ((torch.float32, torch.float32), (half, torch.float32)):
         given = loss.problem((2, 8), dtype=torch.float32)

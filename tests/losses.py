@@ -181,7 +181,7 @@ LLP = Loss(linear_log_probs, llp_cases, llp_checks)
 
 
 def losses(backend="torch", device="cpu", *, few=False):
-    """Each op with the options that choose another way through the code; `few`: of those that are independent, pairs."""
+    """Each op with the options that choose another way through the code; `few`: pairs of those."""
     half = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter computes bfloat16 wrongly
 
     def make(loss, **options):

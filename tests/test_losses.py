@@ -89,7 +89,15 @@ def test_cases_on_the_gpu(loss, dtype):
 
 # Every size of the list at least once with every neighbour that two cores can afford: V one, ragged, just past a power
 # of two, GPT-2's and Llama's; T none, one, one short of a tile, one past; H odd, not a multiple of 16, a model's.
-SIZES = [(0, 31, 123), (4097, 31, 123), (127, 520, 1), (127, 520, 2049), (1, 2880, 2049), (3, 31, 50257), (1, 31, 128256)]
+SIZES = [
+    (0, 31, 123),
+    (4097, 31, 123),
+    (127, 520, 1),
+    (127, 520, 2049),
+    (1, 2880, 2049),
+    (3, 31, 50257),
+    (1, 31, 128256),
+]
 
 
 @pytest.mark.parametrize("loss", list(losses(few=True)), ids=str)
@@ -125,7 +133,7 @@ def test_the_gradient_of_the_entropy_alone(std):
     assert np.linalg.norm(made - oracle) / np.linalg.norm(oracle) < 4 * logit * spread + 2e-6
 
 
-# ------------------------------------------------------------------------------------------------------------ properties
+# ----------------------------------------------------------------------------------------------------------- properties
 
 
 @settings(max_examples=25, deadline=None)
@@ -162,7 +170,7 @@ def test_nothing_is_multiplied_for_what_needs_no_gradient(loss, monkeypatch):
     loss_checks.nothing_is_multiplied_for_what_needs_no_gradient(loss, count_products(monkeypatch, walk))
 
 
-# ------------------------------------------------------------------------------------- what the CPU does for other devices
+# ---------------------------------------------------------------------------------- what the CPU does for other devices
 
 
 @pytest.fixture
@@ -201,7 +209,7 @@ def test_on_a_device_that_is_not_read_a_bad_id_gives_nan(loss):
     assert made["grad_hidden"].isnan().any(-1).nonzero().tolist() == [[1, 2]]
 
 
-# ---------------------------------------------------------------------------------------------------- what is returned
+# ----------------------------------------------------------------------------------------------------- what is returned
 
 
 @pytest.mark.parametrize(("loss", "module"), [(LCE, LinearCrossEntropyLoss), (CE, CrossEntropyLoss)], ids=str)
@@ -254,7 +262,7 @@ def test_autocast_in_and_out_of_a_compiled_function(loss):
         assert not step(given)[loss.values[0]].requires_grad
 
 
-# ----------------------------------------------------------------------------------------------- a gradient over the logits
+# ------------------------------------------------------------------------------------------- a gradient over the logits
 
 
 def test_in_place_the_gradient_takes_the_logits_memory():

@@ -156,7 +156,9 @@ def test_an_id_out_of_range_is_named_with_its_position(bad, loss):
         ids = loss.problem(ids=each)[loss.ids]
         ids[where] = bad
         place = ", ".join(map(str, where))
-        message = f"{loss.ids}[{place}] is {bad}, which is neither ignore_index (-100) nor in [0, 70); 1 of {ids.numel()}"
+        message = (
+            f"{loss.ids}[{place}] is {bad}, which is neither ignore_index (-100) nor in [0, 70); 1 of {ids.numel()}"
+        )
         for options in [{"strategy": "stash"}, {"strategy": "recompute"}, FP8] if loss is LCE else [{}]:
             assert_refused(loss.op.__name__, partial(call, loss, IDS=ids, **options), ValueError, message)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loss_checks import RIGHT, assert_equal, everything
-from losses import CE, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan
+from loss_checks import RIGHT, everything
+from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan
 from onchip.oracle.torch import computed
 from onchip.torch import cross_entropy
 from tanh import assert_is_tanh, triton_tanh
@@ -25,7 +25,7 @@ HALF = DTYPES[1:]
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A loss, and whether some tokens' exponentials are kept in the weight's gradient, some in scratch, some nowhere."""
+    """A loss, and whether its plan is mixed (`mixed_plan`)."""
 
     loss: Loss
     mixed: bool = False
@@ -80,7 +80,6 @@ FP8 = [
 ]
 LINEAR_KERNELS = [way for way in (*KERNELS, *MIXED) if way.loss.linear]
 every_way = pytest.mark.parametrize("way", [*PYTORCH, *KERNELS, *MIXED, *FP8], ids=str)
-linear_kernels = pytest.mark.parametrize("way", LINEAR_KERNELS, ids=str)
 
 
 def relative(made, expected):
@@ -91,7 +90,7 @@ def same_bits(made, expected):
     return all(torch.equal(x, expected[name]) for name, x in made.items())
 
 
-# -------------------------------------------------------------------------------------------- bits, streams and graphs
+# --------------------------------------------------------------------------------------------- bits, streams and graphs
 
 
 @every_way
@@ -231,11 +230,11 @@ def test_ignored_tokens_leak_nothing(ignored, way):
 # ------------------------------------------------------------------------------------------------------------- accuracy
 
 
-def plain(given, *, of_ids, entropy=False, wide=True, chunk=512):
-    """Loss or log-probabilities and entropy written out; `wide`: with float32 logits, or float64 of such inputs."""
+def plain(given, *, entropy=False, wide=True):
+    """Loss or log-probabilities and entropy written out; `wide`: with float32 logits of a 16-bit product."""
     z = F.linear(given["hidden"], given["weight"])
     z = z.float() if wide and z.dtype in HALF else z
-    if not of_ids:
+    if "ids" not in given:
         return {"loss": F.cross_entropy(z, given["target"])}
     y = given["ids"]
     log_p = z.log_softmax(-1)
@@ -245,7 +244,8 @@ def plain(given, *, of_ids, entropy=False, wide=True, chunk=512):
 
 def differentiated(function, given):
     """Values and gradients, by upstream gradients that depend on the shapes alone."""
-    made = {n: x for n, x in function(given).items() if n in ("loss", "log_prob", "entropy")}
+    names = ("log_prob", "entropy") if "ids" in given else ("loss",)
+    made = {n: x for n, x in function(given).items() if n in names}
     leaves = {n: x for n, x in given.items() if x.requires_grad}
     g = torch.Generator("cuda").manual_seed(1)
     upstream = [torch.randn(x.shape, device="cuda", generator=g).to(x) for x in made.values()]
@@ -278,7 +278,7 @@ def test_kernels_are_no_less_accurate_than_eager(way, size, more, bound, ids):
     if ids and not loss.of_ids:
         return
     given = way.make(*size, ids=ids, **more)
-    how = {"of_ids": loss.of_ids, "entropy": loss.options.get("entropy", False)}
+    how = {"entropy": loss.options.get("entropy", False)}
     reference = float64(given, **how)
     eager = differentiated(partial(plain, **how), given)
     made = differentiated(way.call, given)
@@ -291,12 +291,12 @@ def test_kernels_are_no_less_accurate_than_eager(way, size, more, bound, ids):
 @pytest.mark.parametrize("std", [0.02, 1.0, 30.0])
 @pytest.mark.parametrize("way", [way for way in (*PYTORCH, *MEANS) if way.loss.op is LCE.op], ids=str)
 def test_a_models_head_in_bfloat16_beats_the_plain_expression(way, std):
-    """A third of the tokens at a time, so that float64 logits fit."""
+    """Of so many tokens that their float64 logits fit."""
     if way.loss.options["reduction"] == "none":
         return
     given = way.make(1365, 2880, 128256, std=std)
-    reference = float64(given, of_ids=False)
-    eager = differentiated(partial(plain, of_ids=False, wide=False), given)
+    reference = float64(given)
+    eager = differentiated(partial(plain, wide=False), given)
     made = differentiated(way.call, given)
     assert relative(made.pop("loss"), reference.pop("loss")) <= 1e-5
     assert all(relative(made[name], x) <= 2 * relative(eager[name], x) for name, x in reference.items())
@@ -313,7 +313,7 @@ def test_float16_keeps_gradients_that_float16_can_not_hold(way):
     upstream = {n: torch.full_like(made[n], scale if n == way.loss.values[0] else 0) for n in way.loss.values}
     made = way.run(given, upstream)
     wide = {n: x.detach().double().requires_grad_() if x.requires_grad else x for n, x in given.items()}
-    exact = plain(wide, of_ids=way.loss.of_ids)
+    exact = plain(wide)
     names = ("hidden", "weight")
     grads = torch.autograd.grad((next(iter(exact.values())) * scale).sum(), [wide[n] for n in names])
     assert all(relative(made[f"grad_{n}"], g) < 2e-3 for n, g in zip(names, grads, strict=True))
@@ -325,12 +325,13 @@ def test_more_logits_than_32_bits_count(way):
     tokens, hidden, vocab = (32768, 64, 131072) if way.loss.linear else (16900, 64, 128256)
     assert tokens * vocab > 1 << 31
     loss, first = way.loss, "hidden" if way.loss.linear else "logits"
-    given = way.make(tokens, 128 if way in FP8 else hidden, vocab, ids=2)
+    given = way.make(tokens, 128 if way in FP8 else hidden, vocab, ids=2, dtype=torch.bfloat16)
     given[loss.ids].view(-1)[-6:] = torch.arange(vocab - 6, vocab, device="cuda")
     options = {"normalizer": 1} if loss.options.get("reduction") == "mean" else {}
+    options |= {"scratch_bytes": 1 << 40} if way in FP8 else {}  # all tokens in one chunk
     upstream = {n: torch.ones_like(x) for n, x in way.call(given, **options).items() if n in loss.values}
     made = way.run(given, upstream, **options)
-    total, bound = 0, 2e-2 if way in FP8 else 1e-2
+    total, bound = 0, 5e-2 if way in FP8 else 1e-2
     quarter = -(-tokens // 4)
     for start in range(0, tokens, quarter) if loss.linear else (0, tokens - 64):
         rows = slice(start, start + quarter if loss.linear else start + 64)
@@ -356,7 +357,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@linear_kernels
+@pytest.mark.parametrize("way", MEANS, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("fields", CASES, ids=str)
 def test_plans(fields, dtype, way):
@@ -368,13 +369,13 @@ def test_plans(fields, dtype, way):
         way.loss.assert_case(case, dtype)
 
 
-@linear_kernels
+@pytest.mark.parametrize("way", MEANS, ids=str)
 def test_memory_at_multiples_of_256_bytes(way):
     with memory_off_by_256(), mixed_plan(300) if way.mixed else nullcontext():
         way.loss.assert_case(way.loss.case("off", 300, 136, 600, bias=True))
 
 
-@linear_kernels
+@pytest.mark.parametrize("way", LINEAR_KERNELS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("size", [(264, 3000), (259, 3000), (264, 2049)], ids=["descriptors", "pointers", "copied"])
 def test_a_weight_whose_columns_lie_in_rows(size, options, way):
@@ -382,7 +383,9 @@ def test_a_weight_whose_columns_lie_in_rows(size, options, way):
         return
     given = way.make(600, *size, ids=3)
     turned = given["weight"].detach().T.contiguous().T.requires_grad_()
-    assert_equal(way.loss, way.run(given | {"weight": turned}, **options), way.run(given, **options))
+    expected = way.run(given, **options)
+    for name, x in way.run(given | {"weight": turned}, **options).items():
+        assert torch.equal(x, expected[name]) if name in CHOICES else relative(x, expected[name]) < 1e-3, name
 
 
 @pytest.mark.parametrize("way", [way for way in KERNELS if way.loss.op is LCE.op], ids=str)
@@ -401,7 +404,7 @@ def test_weight_grad_out_accumulates(hidden, way):
     assert relative(total - 1e-3, expected - 1e-3) < 5e-3
 
 
-# ------------------------------------------------------------------------------------------------ rows of logits that exist
+# -------------------------------------------------------------------------------------------- rows of logits that exist
 
 # Rows that stay in registers, that are read again from the caches, and that are not aligned.
 VOCABS = (1000, 8192, 50257, 65536, 128256, 262144)
@@ -500,6 +503,6 @@ def test_a_student_that_agrees_with_its_teacher(way):
     with torch.no_grad():
         p, given["ids"] = F.linear(wide["hidden"], wide["weight"]).softmax(-1).topk(16)
     made = way.run(given, {"log_prob": p.float()})
-    exact = plain(wide | {"ids": given["ids"]}, of_ids=True)["log_prob"]
+    exact = plain(wide | {"ids": given["ids"]})["log_prob"]
     for (name, _), g in zip(wide.items(), torch.autograd.grad(exact, list(wide.values()), p), strict=True):
         assert relative(made[f"grad_{name}"], g) < RIGHT[torch.bfloat16]

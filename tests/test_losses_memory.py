@@ -8,8 +8,8 @@ import torch
 from losses import CE, LCE, LLP
 from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
-from onchip.oracle.torch import computed
 from onchip.ops.cross_entropy import spec
+from onchip.oracle.torch import computed
 from onchip.torch import quantize_weight
 from onchip.vocab import memory
 from onchip.vocab.fp8 import memory as fp8_memory
@@ -43,7 +43,7 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
         }
         if strided:
             given["hidden"] = torch.randn(2, p.tokens // 2 + 1, p.hidden)[:, :-1].requires_grad_()
-        if p.copied and not strided or "turned" in options:
+        if (p.copied and not strided) or "turned" in options:
             options.pop("turned", None)
             given["weight"] = given["weight"].detach().T.contiguous().T.requires_grad_(p.grad_weight)
         if p.grad_bias:
@@ -90,10 +90,14 @@ def assert_held(step, formula, device):
     step()
     peak = peak_extra_bytes(step, device=device)
     assert peak <= formula + SLACK[device], (peak / MIB, formula / MIB)
-    assert peak >= formula / 2 - SLACK[device], ("the formula promises far more than is used", peak / MIB, formula / MIB)
+    assert peak >= formula / 2 - SLACK[device], (
+        "the formula promises far more than is used",
+        peak / MIB,
+        formula / MIB,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- the CPU
+# -------------------------------------------------------------------------------------------------------------- the CPU
 
 
 NO_GRADS = {"grad_hidden": False, "grad_weight": False}
@@ -195,7 +199,7 @@ def test_fp8s_plan_fits_its_budget():
         assert parts["weight gradient in float32"] == (4 * vocab * hidden if after else 0)
 
 
-# --------------------------------------------------------------------------------------------------------------- a GPU
+# ---------------------------------------------------------------------------------------------------------------- a GPU
 
 on_gpu = pytest.mark.gpu
 WIDE = {"hidden_dtype": "float32", "weight_dtype": "float32"}
