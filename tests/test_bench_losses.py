@@ -143,7 +143,7 @@ def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet, no_libraries)
     assert path.stem.endswith(op if framework == "torch" else f"{op}-jax")
 
 
-# ---------------------------------------------------------------------------------------------- references and the gate
+# ------------------------------------------------------------------------------------------- references and the gate
 
 
 def oracle_values(op, problem):
@@ -251,7 +251,7 @@ def test_in_place_steps_go_on_after_the_first():
     torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
 
 
-# --------------------------------------------------------------------------------------------------------------- inputs
+# ------------------------------------------------------------------------------------------------------------ inputs
 
 
 @each_framework
@@ -317,7 +317,7 @@ def test_cases_of_the_bench():
     assert set(LCE.DEFAULT_CASES["cuda"]) == {*lce_cases.MODELS, *llama}
 
 
-# --------------------------------------------------------------------------------------- this package's implementations
+# -------------------------------------------------------------------------------------- this package's implementations
 
 
 def test_budgets():
@@ -366,7 +366,7 @@ def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
     assert [reasons[f"onchip {name}"] for name in ("auto", "triton", "xla")] == [None, "no Triton", None]
 
 
-# ---------------------------------------------------------------------------------------------------------------- peers
+# ------------------------------------------------------------------------------------------------------------- peers
 
 
 @each_framework
