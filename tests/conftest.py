@@ -9,9 +9,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The process's peak memory is measured with malloc's free blocks out of the way.  What JAX compiles leaves millions of
 # those: after its tests a measurement took up to 20 s.  So these go first.
 MEASURE_MEMORY = (
-    "test_memory.py",
-    "test_ce_memory.py",
-    "test_llp_memory.py",
+    "test_losses_memory.py",
     "test_measure.py",
     "test_bench.py",
     "test_bench_ops.py",

@@ -3,12 +3,10 @@ interpreter in processes of their own."""
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from interpreter import main
-from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import (
     cross_entropy,
     fp8_linear,
@@ -113,6 +109,8 @@ class Problem:
             given["target"] = torch.randint(VOCAB, (tokens,), device=self.device)
         if self.op not in (*LAYERS, log_probs):
             given["token_weight"] = torch.rand(tokens, device=self.device)
+        if self.op in (linear_cross_entropy, cross_entropy, log_probs):
+            given["temperature"] = torch.rand(tokens, device=self.device) + 0.5
 
         def call(*inputs, **more):
             return self.call(given | dict(zip(self.inputs, inputs, strict=False)) | more)
@@ -155,7 +153,7 @@ def assert_equal(made, expected):
     assert all(torch.equal(p, q) for p, q in zip(made, expected, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------ of every op
+# ---------------------------------------------------------------------------------------------------------- of every op
 
 
 def differentiated_twice(problem):
@@ -228,6 +226,8 @@ def compiled(problem):
     taken = torch.compile(step, fullgraph=True, backend=counter)
     for tokens in (5, 7, 9):
         given, leaves, _ = problem.prepare(tokens)
+        if "mean" in problem.options.values():
+            given["normalizer"] = tokens
         made, expected = ([loss, *gradients(loss, leaves)] for loss in (taken(given), step(given)))
         for p, q in zip(made, expected, strict=True):
             torch.testing.assert_close(p, q, **({"rtol": 4e-3, "atol": 1e-3} if p.dtype == torch.float16 else {}))
@@ -269,7 +269,7 @@ def check_operators(run):
         torch.library.opcheck(func, args, test_utils=tests)
 
 
-# ----------------------------------------------------------------------------------------------------- of every loss
+# -------------------------------------------------------------------------------------------------------- of every loss
 
 
 def changed_in_place(problem):
@@ -346,19 +346,3 @@ def checks(backend, device="cpu"):
 
 
 CHECKS = checks("triton")
-
-
-def every_backend(device):
-    return {"torch": None, "triton": None}
-
-
-if __name__ == "__main__":
-    from fp8_linear import fp8_interpreter
-
-    fp8_interpreter.mend()
-    with (
-        # (Not a Mock: torch.compile looks into it.)
-        mock.patch.object(fp8_op, "refusals", every_backend),
-        mock.patch.object(fp8_op, "LOGITS", torch.float32),
-    ):
-        main(CHECKS, sys.argv[1:])

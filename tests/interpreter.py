@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 
 PROCESSES = 2
@@ -45,22 +44,6 @@ def run_all(script, names, folder):
             said[outcome["name"]] = outcome["error"]
         errors += err.read_text()[-4000:] if process.returncode else ""
     return said, errors
-
-
-def interpreted(script):
-    """A fixture and a test for a test module to have, of a script's CHECKS."""
-
-    @pytest.fixture(scope="module")
-    def outcomes(tmp_path_factory):
-        return run_all(script.__file__, list(script.CHECKS), tmp_path_factory.mktemp("interpreted"))
-
-    @pytest.mark.parametrize("name", script.CHECKS)
-    def test_interpreted(name, outcomes):
-        said, errors = outcomes
-        assert name in said, f"its process ended before it: {errors}"
-        assert not said[name], said[name]
-
-    return outcomes, test_interpreted
 
 
 def registering(checks):

@@ -5,30 +5,31 @@ from pathlib import Path
 
 import pytest
 
+import interpreted_losses
 from interpreter import run_all
 
-FOLDERS = {"cross_entropy": "ce_interpreted", "linear_jsd": "jsd_interpreted", "fp8_linear": "fp8_interpreted"}
+FOLDERS = {"linear_jsd": "jsd_interpreted", "fp8_linear": "fp8_interpreted"}
 for folder in FOLDERS:  # whose scripts share what lies beside them
     sys.path.append(str(Path(__file__).parent / folder))
-SCRIPTS = {folder: __import__(script) for folder, script in FOLDERS.items()}
+SCRIPTS = {"losses": interpreted_losses} | {folder: __import__(script) for folder, script in FOLDERS.items()}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the checks of an op said, run when the first of them is asked for."""
+    """What the checks of a script said, run when the first of them is asked for."""
     known = {}
 
-    def of(op):
-        if op not in known:
-            script = SCRIPTS[op]
-            known[op] = run_all(script.__file__, list(script.CHECKS), tmp_path_factory.mktemp(op))
-        return known[op]
+    def of(name):
+        if name not in known:
+            script = SCRIPTS[name]
+            known[name] = run_all(script.__file__, list(script.CHECKS), tmp_path_factory.mktemp(name))
+        return known[name]
 
     return of
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, script in SCRIPTS.items() for name in script.CHECKS])
-def test_interpreted(op, name, outcomes):
-    said, errors = outcomes(op)
+@pytest.mark.parametrize(("script", "name"), [(s, name) for s, script in SCRIPTS.items() for name in script.CHECKS])
+def test_interpreted(script, name, outcomes):
+    said, errors = outcomes(script)
     assert name in said, f"its process ended before it: {errors}"
     assert not said[name], said[name]

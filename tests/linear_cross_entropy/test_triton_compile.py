@@ -1,18 +1,21 @@
-"""The kernels compile for each kind of GPU, fit its shared memory, and spill nothing.  No GPU is needed for that."""
+"""The kernels of linear losses compile for each kind of GPU, fit its shared memory, and spill nothing.  No GPU is
+needed for that.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from ahead_of_time import PRODUCTS, compile_all, launches, turned, weights_read
+from ahead_of_time import PRODUCTS, compile_all, launches, recording, turned, weights_read
 
 from onchip.core import configs
 from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.torch import linear_log_probs
 from onchip.vocab.triton import gradients as triton_gradients
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import softmax as triton_softmax
 
-# What only linear_log_probs launches; its tests see to that.
+# What only linear_log_probs launches.
 OF_LOG_PROBS = {"spread_log_probs", "entropy_gradient", "write_entries"}
 # Compute capability, and bytes of shared memory that a block may use: H100, A100, and GeForce from Ampere on.
 HOPPER, AMPERE, CONSUMER = (90, 232448), (80, 166912), (86, 101376)
@@ -47,9 +50,11 @@ def products(found):
     return [k for k in found if k.kernel in PRODUCTS]
 
 
-@pytest.mark.parametrize("weight", [None, turned(1000, 512)], ids=["rows", "columns"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_hopper(options, weight):
+@pytest.mark.parametrize(
+    ("options", "columns"), [*((name, False) for name in OPTIONS), ("mixed", True), ("everything", True)]
+)
+def test_hopper(options, columns):
+    weight = turned(1000, 512) if columns else None
     made = launches(HOPPER, weight=weight, **OPTIONS[options])
     assert weight is None or weights_read(made) == {weight.data_ptr()}  # as it lies, forward and backward
     found = compile_all(made, HOPPER[0])
@@ -108,16 +113,73 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
-def test_every_stored_config(columns):
-    """Each compiles where every place of the exponentials is in use, whichever of the weight's lie in rows."""
-    for name, entry in STORED.items():
+def test_every_stored_config():
+    """Each compiles where every place of the exponentials is in use, half of them with a weight in columns."""
+    for i, (name, entry) in enumerate(STORED.items()):
         capability, shared = name[0]
         dtype = getattr(torch, entry.dtype)
         how = {"tiles": {entry.kernel: dict(entry.config)}, "dtype": dtype} | OPTIONS["mixed"]
-        how["weight"] = turned(1000, 512, dtype) if columns else None
+        how["weight"] = turned(1000, 512, dtype) if i % 2 else None
         found = [x for x in launches((capability, shared), **how) if x.kernel.__name__ == entry.kernel]
         compiled = compile_all(found, capability)
         assert compiled, name
         assert_fits(compiled, shared)
         assert_no_spills(compiled)
+
+
+# ----------------------------------------------------------------------------------------------------- linear_log_probs
+
+OF_IDS = {
+    "one id": MIXED,
+    "several": {"ids": 4, "bias": True} | MIXED,
+    "entropy": {"entropy": True} | MIXED,
+    "everything": {"entropy": True, "ids": 4, "bias": True, "softcap": 5.0, "temperature": torch.ones(300)},
+}
+
+
+def launches_of_ids(device, *, plan=None, ids=None, bias=False, dtype=torch.bfloat16, weight=None, **options):
+    """What the op launches, forward and backward."""
+
+    def leaf(*shape):
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    with recording(device, plan=plan) as found:
+        y = torch.zeros((300,) if ids is None else (300, ids), dtype=torch.int64)
+        b = leaf(1000) if bias else None
+        w = leaf(1000, 512) if weight is None else weight
+        out = linear_log_probs(leaf(300, 512), w, y, b, backend="triton", lse=True, **options)
+        sum(x.sum() for x in out[:3] if x is not None).backward()
+    return found
+
+
+@pytest.mark.parametrize("options", OF_IDS)
+def test_hopper_of_ids(options):
+    """What differs from linear_cross_entropy's launches."""
+    own = {"gather_tokens", "gradient_tiles", "position_terms", "add_targets", "finish_hidden", *OF_LOG_PROBS}
+    found = [x for x in launches_of_ids(HOPPER, **OF_IDS[options]) if x.kernel.__name__ in own]
+    for k in compile_all(found, HOPPER[0]):
+        assert k.shared <= HOPPER[1], (k.kernel, k.constants, k.shared)
+        # The entropy's epilogue needs the logits twice, where the product has taken most registers.
+        wanted = [k.constants.get(name) for name in ("inner_scale", "entropy_scale")]
+        assert k.stack <= (512 if any(wanted) else 16 if k.constants.get("bias") else 0), (k.kernel, k.stack)
+        if k.kernel in PRODUCTS:
+            assert "wgmma.mma_async" in k.ptx
+            assert "cp.async.bulk.tensor" in k.ptx
+
+
+def test_ampere_of_ids():
+    found = launches_of_ids(AMPERE, dtype=torch.float16, **OF_IDS["entropy"])
+    (compiled,) = compile_all([x for x in found if x.kernel.__name__ == "gradient_tiles"], AMPERE[0])
+    assert compiled.shared <= AMPERE[1]
+    assert "mma.sync" in compiled.ptx
+
+
+def test_what_is_launched_of_ids():
+    made = {x.kernel.__name__ for options in OF_IDS.values() for x in launches_of_ids(HOPPER, **options)}
+    assert made >= OF_LOG_PROBS
+    weight = turned(1000, 512)  # is read as it lies
+    assert weights_read(launches_of_ids(HOPPER, weight=weight, **OF_IDS["several"])) == {weight.data_ptr()}
+    x = torch.randn(4, 8)
+    with recording(HOPPER) as found:  # backend="auto" takes the kernels where they can run
+        linear_log_probs(x, x, torch.zeros(4, dtype=torch.int64))
+    assert found

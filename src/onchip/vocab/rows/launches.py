@@ -54,7 +54,9 @@ def launch_rows(
     unit = math.gcd(16 // element, vocab, *rows) if whole else 1
     logits_outer, logits_inner, out_outer, out_inner = (x // unit for x in rows)
     loops = (vocab - 1) // tiles.tile
-    scale, softcap = options.logit_scale, options.softcap
+    # Triton takes no numbers of NumPy's.
+    scale, temperature = float(options.logit_scale), float(options.temperature)
+    softcap = None if options.softcap is None else float(options.softcap)
     arguments = {
         "logits": logits,
         "target": target.reshape(-1).to(torch.int64).contiguous(),
@@ -64,17 +66,17 @@ def launch_rows(
         "T": tokens,
         "V_units": vocab // unit,
         "loops": loops,
-        "ignore_index": options.ignore_index,
+        "ignore_index": int(options.ignore_index),
         "inner": inner,
         "logits_outer": logits_outer,
         "logits_inner": logits_inner,
         "logits_stride": strides[0],
         "out_inner": out_inner,
         "inner_scale": 1.0 if softcap is None else scale / softcap,
-        "outer_scale": (scale if softcap is None else softcap) / options.temperature,
-        "logit_scale": scale / options.temperature,
-        "label_smoothing": options.label_smoothing,
-        "z_loss": options.z_loss,
+        "outer_scale": (scale if softcap is None else softcap) / temperature,
+        "logit_scale": scale / temperature,
+        "label_smoothing": float(options.label_smoothing),
+        "z_loss": float(options.z_loss),
         "TOKEN_WEIGHT": token_weight is not None,
         "TEMPERATURE": token_temperature is not None,
         "SMOOTHING": options.label_smoothing > 0,

@@ -328,7 +328,9 @@ def token_losses(
     kept = at >= 0
     y = tl.load(label + at, mask=kept, other=0)
     lse_t = tl.load(lse + t, mask=kept, other=0.0)
-    value = -(1 - label_smoothing) * tl.load(leading + t, mask=kept, other=0.0) + z_loss * lse_t * lse_t
+    log_prob = tl.load(leading + t, mask=kept, other=0.0)
+    # A masked target's is -inf, which smoothing of 1 would multiply by 0.
+    value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * log_prob, 0.0) + z_loss * lse_t * lse_t
     if uniform_loss is not None:
         value += label_smoothing * tl.load(uniform_loss + t, mask=kept, other=0.0)
     if token_weight is not None:

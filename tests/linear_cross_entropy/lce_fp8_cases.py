@@ -66,3 +66,11 @@ def assert_near(case, dtype, device="cpu", **how):
     for name in ("grad_hidden", "grad_weight", "grad_bias"):
         if name in made:
             assert snr_db(made[name], getattr(oracle, name)) >= GRADIENT_DB, name
+
+
+def assert_alike(made, right, value_bound, gradient_bound):
+    """Two backends' results, by the relative norms of their differences."""
+    assert made.keys() == right.keys()
+    for name, x in right.items():
+        bound = gradient_bound if name.startswith("grad_") else value_bound
+        assert np.linalg.norm(made[name] - x) <= bound * np.linalg.norm(x), name

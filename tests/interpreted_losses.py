@@ -1,0 +1,276 @@
+"""The Triton kernels of every loss under Triton's interpreter, on the CPU: what test_interpreted.py starts.
+
+TRITON_INTERPRET=1 python interpreted_losses.py NAME ...     prints a line of JSON for each check
+"""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+import every_loss
+from fp8_linear import fp8_interpreter
+from interpreter import main, registering
+from linear_cross_entropy import lce_fp8_cases as fp8_cases
+from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
+from losses import LCE, LLP, assert_near, losses, memory_off_by_256, mixed_plan
+from onchip.ops.linear_cross_entropy import fp8_op
+from onchip.torch import linear_cross_entropy
+from onchip.vocab.rows import launches as row_launches
+from onchip.vocab.rows.memory import RowTiles
+from onchip.vocab.triton import memory as triton_memory
+from tanh import assert_is_tanh, triton_tanh
+
+LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
+STASH, RECOMPUTE, ROWS, IN_PLACE, LOG_PROBS, ENTROPY = LOSSES.values()
+AUTO = replace(STASH, options={"reduction": "mean"})
+CHECKS = {f"{check.__name__}-{name}": partial(check, loss)
+          for name, loss in LOSSES.items() for check in (*VALUES, bad_ids)}  # fmt: skip
+CHECKS |= every_loss.CHECKS
+check = registering(CHECKS)
+
+
+# --------------------------------------------------------------------------------------------------- the oracle's cases
+
+# Of the options that a way through the kernels is chosen by; the others are taken by the one or the other.
+BOTH = ("ragged", "masked vocab", "everything", "per token", "one class")
+
+
+def small(case):
+    """Fewer numbers where more are more of the same: the interpreter takes 20 ms for each tile."""
+    return replace(case, tokens=min(case.tokens, 20), vocab=min(case.vocab, 700))
+
+
+for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (LOG_PROBS, ENTROPY)):
+    _cases = [small(case) for case in _loss.cases.CHECK_CASES if case.vocab < 10_000]
+    for _i, _case in enumerate(_cases):
+        for _chosen in (_loss, _other) if _case.name in BOTH else ((_loss, _other)[_i % 2],):
+            CHECKS[f"case-{_case}-{_chosen}"] = partial(_chosen.assert_case, _case)
+for _name in ("per token", "everything"):
+    _case = next(small(case) for case in ROWS.cases.CHECK_CASES if case.name == _name)
+    CHECKS[f"case-{_name}-float16"] = partial(IN_PLACE.assert_case, _case, torch.float16)
+
+
+# ---------------------------------------------------------------------------- where the exponentials of logits are kept
+
+MIXED = {
+    # 136 is a multiple of 8, for descriptors; 131 is none.
+    "descriptors": LCE.case("mixed", 300, 136, 600),
+    "pointers": LCE.case("mixed", 300, 131, 600, logit_std=30.0),
+    "everything held": LCE.case(
+        "mixed", 300, 136, 600, bias=True, ignored=0.1, token_weight=True, token_temperature=True,
+        options={"z_loss": 1e-3, "logit_scale": 0.5, "normalizer": 100},
+    ),
+    "per token": LCE.case("mixed", 300, 136, 600, ignored=0.1, zipf=True, options={"reduction": "none"}),
+    "few tokens left": LCE.case("mixed", 300, 136, 600, ignored=0.8),
+    "ids": replace(LLP, options={"entropy": True}).case("mixed", 264, 136, 400, bias=True, ids=2, ignored=0.02),
+}  # fmt: skip
+
+
+@check(*MIXED)
+def mixed(name):
+    case = MIXED[name]
+    with mixed_plan(case.tokens, halves=name in ("pointers", "everything held", "ids")) as planned:
+        (ENTROPY if name == "ids" else AUTO).assert_case(case)
+    assert planned.called
+
+
+@check("mixed", "stash", "retained")
+def memory_at_multiples_of_256_bytes(way):
+    with memory_off_by_256():
+        if way == "retained":
+            a_retained_graph(str(AUTO))
+        else:
+            with mixed_plan(300) if way == "mixed" else nullcontext():
+                AUTO.assert_case(AUTO.case("off", 300, 136, 600, bias=True, ignored=0.1))
+
+
+@check(str(ENTROPY))
+def a_retained_graph(name):
+    """Exponentials in scratch and in the weight's gradient: backward makes gradients of them in place."""
+    loss = AUTO if name == str(AUTO) else LOSSES[name]
+    given = loss.problem((300,) if loss is AUTO else (24,), 136, 250, ids=2 if loss.of_ids else None)
+    scratch = triton_memory.TritonConfig(24, 256, 256, overflow=128)
+    with mixed_plan(300) if loss is AUTO else mock.patch.object(triton_memory, "plan", return_value=scratch):
+        made = loss.call(given)
+    upstream = loss.upstream(made)
+    leaves = [x for x in given.values() if x.requires_grad]
+    first = []
+    for retain in (True, True, False):
+        grads = torch.autograd.grad([made[n] for n in upstream], leaves, list(upstream.values()), retain_graph=retain)
+        first = first or [g.clone() for g in grads]
+        assert all(torch.equal(p, q) for p, q in zip(grads, first, strict=True))
+        for g in grads:
+            g.mul_(3)  # what a caller does with its gradients must not reach the graph
+
+
+@check("mixed", "softcap", "ids")
+def a_weight_whose_columns_lie_in_rows(way):
+    """It is read as it lies, here by descriptors."""
+    loss = ENTROPY if way == "ids" else AUTO
+    given = loss.problem((300 if way == "mixed" else 20,), 136, 304, ids=3 if way == "ids" else None)
+    given["weight"] = (given["weight"].detach() / 8).requires_grad_()
+    turned = given["weight"].detach().T.contiguous().T.requires_grad_()
+    options = {"softcap": 5.0} if way == "softcap" else {}
+    with mixed_plan(300) if way == "mixed" else nullcontext():
+        expected, made = (loss.run(given | {"weight": w}, **options) for w in (given["weight"], turned))
+    assert_equal(loss, made, expected)
+
+
+@check("linear_cross_entropy", "linear_log_probs")
+def forward_in_chunks_of_tokens(op):
+    loss = ENTROPY if op == "linear_log_probs" else replace(AUTO, options={"reduction": "none"})
+    given = loss.problem((140,), 24, 300, ids=2 if loss.of_ids else None)
+    given[loss.ids][::9] = -100
+    given = {name: x.detach() for name, x in given.items()}
+    options = {"softcap": 5.0} | ({} if loss.of_ids else {"label_smoothing": 0.1, "z_loss": 1e-3})
+    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonConfig(128)):
+        right(loss, given, **options)
+
+
+@check("stash", "recompute", "out")
+def repeated_labels(how):
+    """The first two tokens of a vocabulary entry have their target's term added apart, further ones don't."""
+    loss = replace(AUTO, options={"reduction": "mean"} | ({} if how == "out" else {"strategy": how}))
+    given = loss.problem((260,), 136, 600)
+    given["weight"] = (given["weight"].detach() / 12).requires_grad_()
+    # One, two, three and many tokens, in one block of them and across blocks, and none where the first is ignored.
+    y = torch.arange(260)
+    y[1] = y[2] = 1
+    y[3] = y[130] = y[259] = 259
+    y[10:60] = 7
+    y[200:250] = 7
+    y[70], y[71] = -100, 70
+    given["target"] = y
+    if how == "out":
+        out = torch.zeros(600, 136)
+        loss.call(given, weight_grad_out=out)["loss"].backward()
+        grads, oracle = out, loss.oracle(given, {})
+    else:
+        made, oracle = right(loss, given, scale=4)
+        grads = made["grad_weight"]
+    expected = torch.from_numpy(oracle.grad_weight)
+    for label in (1, 7, 70, 100, 259):
+        assert_near("grad_weight", grads[label], expected[label], bound=RIGHT[torch.float16])
+
+
+@check("least", "twice the least")
+def compiled_with_a_budget_and_sizes_that_change(budget):
+    """Planned where the operator runs: while it is traced, sizes are symbols."""
+
+    def step(given, size):
+        return AUTO.call(given, scratch_bytes=size)["loss"]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for tokens in (8, 10, 14):
+        given = AUTO.problem((tokens,))
+        size = least_scratch(AUTO, given) * (1 if budget == "least" else 2)
+        leaves = [x for x in given.values() if x.requires_grad]
+        for p, q in zip(*(torch.autograd.grad(f(given, size), leaves) for f in (step, compiled)), strict=True):
+            assert torch.equal(p, q)
+
+
+# -------------------------------------------------------------------------------------------- rows of logits that exist
+
+
+def small_tiles():
+    """Tiles of 256 elements, one warp: rows of a few hundred have several."""
+    tiles = RowTiles(tile=256, warps=1, programs=1, stages=1)
+    return mock.patch.object(row_launches, "tiles_of", return_value=tiles)
+
+
+MANY_TILES = {
+    "plain": ROWS.case("tiles", 3, 0, 1000),
+    "full": ROWS.case("tiles", 3, 0, 768, logit_std=30.0),
+    "odd": ROWS.case("tiles", 3, 0, 523, ignored=0.3, options={"reduction": "sum"}),
+    "everything": ROWS.case(
+        "tiles", 3, 0, 1000, masked=600, sliced=24, ignored=0.3, token_weight=True, token_temperature=True,
+        options={"z_loss": 1e-3, "logit_scale": 0.5, "normalizer": 100},
+    ),
+    "smoothing": ROWS.case("tiles", 3, 0, 600, options={"label_smoothing": 0.1, "softcap": 15.0, "reduction": "none"}),
+    "offset": ROWS.case("tiles", 3, 0, 600, logit_offset=1e4, options={"label_smoothing": 0.1}),
+}  # fmt: skip
+
+
+@check(*MANY_TILES)
+def many_tiles(name):
+    with small_tiles() as used:
+        ROWS.assert_case(MANY_TILES[name])
+        if name in ("odd", "everything"):
+            IN_PLACE.assert_case(MANY_TILES[name], torch.float16)
+    assert used.called
+
+
+@check()
+def masks_ties_and_bad_labels_in_many_tiles():
+    with small_tiles():
+        each_row_its_own_mask(ROWS)
+        ties = {"logits": torch.zeros(4, 600), "target": torch.tensor([0, 1, 256, 599])}
+        assert ROWS.call(ties)["correct"].tolist() == [True, False, False, False]
+        given = IN_PLACE.problem((4,), vocab=600)
+        given["target"][1] = 2**40
+        right(IN_PLACE, given)
+
+
+@check()
+def three_strides_of_rows_are_refused():
+    x = torch.randn(4, 4, 4, 10)[::2, ::2, ::2]
+    with pytest.raises(ValueError, match="backend 'triton' can't run this call: its logits' leading dimensions must"):
+        ROWS.call({"logits": x, "target": torch.zeros(2, 2, 2, dtype=torch.int64)})
+    ROWS.call({"logits": x[0], "target": torch.zeros(2, 2, dtype=torch.int64)})
+
+
+@check()
+def tanh_at_any_size():
+    assert_is_tanh(partial(triton_tanh, device="cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------ products in FP8
+
+
+@check("ragged", "small", "everything")
+def in_fp8(name):
+    """The same as PyTorch's operations make of the same problem, in chunks of 128 tokens."""
+    (case,) = (c for c in fp8_cases.CASES if c.name == name)
+    with mock.patch.object(fp8_op.fp8_spec, "DEFAULT_CHUNK", 128):
+        made, right = (fp8_cases.results(case, torch.float32, backend=b)[0] for b in ("triton", "torch"))
+    # A number that is nearly between two of E4M3 may come out as the one or the other.
+    fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
+
+
+@check()
+def in_fp8_of_any_strides():
+    """Without statistics, of some gradients alone."""
+    h, w, b = torch.randn(40, 24), torch.randn(70, 24), torch.randn(140)[::2]
+    y = torch.randint(70, (40,))
+    y[3] = -100
+    for needs in ((True, False), (False, True), (False, False)):
+        made = []
+        for change in (torch.clone, lambda x: x.T.contiguous().T):
+            leaves = [change(x).requires_grad_(need) for x, need in zip((h, w), needs, strict=True)]
+            bias = b.clone(memory_format=torch.contiguous_format) if change is torch.clone else b
+            loss = linear_cross_entropy(*leaves, y, bias, precision="fp8", backend="triton")
+            if any(needs):
+                loss.backward()
+            made.append([loss.detach(), *(x.grad for x in leaves if x.requires_grad)])
+        assert all(torch.equal(p, q) for p, q in zip(*made, strict=True)), needs
+
+
+def every_backend(device):
+    return {"torch": None, "triton": None}
+
+
+if __name__ == "__main__":
+    # FP8's products are those of dequantised numbers, and logits are stored in float32: the interpreter computes
+    # bfloat16 wrongly.
+    fp8_interpreter.mend()
+    with (
+        # (Not a Mock: torch.compile looks into it.)
+        mock.patch.object(fp8_op, "refusals", every_backend),
+        mock.patch.object(fp8_op, "LOGITS", torch.float32),
+    ):
+        main(CHECKS, sys.argv[1:])

@@ -1,0 +1,306 @@
+"""Every loss over a vocabulary in PyTorch: cases against the oracle, and what holds for all of them (loss_checks.py).
+
+The Triton kernels run here on a GPU; without one test_interpreted.py has them.
+"""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import loss_checks
+from loss_checks import VALUES, bad_ids, right
+from losses import CE, LCE, LLP, losses, nan_filled
+from onchip.torch import CrossEntropyLoss, LinearCrossEntropyLoss, cross_entropy, linear_cross_entropy
+from onchip.vocab import memory
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.torch import tiles, walk
+from shared import count_products
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF = DTYPES[1:]
+LOSSES = list(losses())
+MEANS = [loss for loss in LOSSES if loss.options.get("reduction") != "none"]
+every_loss = pytest.mark.parametrize("loss", LOSSES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    with nan_filled():
+        yield
+
+
+def on_the_gpu():
+    return [*losses("torch", "cuda"), *losses("triton", "cuda")]
+
+
+def pairs(them):
+    named = {f"{check.__name__}-{loss}-{loss.backend}": partial(check, loss) for loss, check in them}
+    return pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in named.items()])
+
+
+@pairs(itertools.product(LOSSES, VALUES))
+def test_values(check):
+    check()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pairs(itertools.product(on_the_gpu(), (*VALUES, bad_ids)))
+def test_values_on_the_gpu(check):
+    check()
+
+
+# --------------------------------------------------------------------------------------------------- the oracle's cases
+
+IN_16_BITS = ("small logits", "large logits", "peaked", "one class", "softcap", "everything")
+CASES = [
+    pytest.param(loss, case, dtype, id=f"{case}-{loss}-{dtype}")
+    for loss in MEANS
+    for case in loss.cases.CHECK_CASES
+    for dtype in DTYPES
+    if case.vocab < 10_000 and (dtype == torch.float32 or case.name in IN_16_BITS)
+]
+
+
+@pytest.mark.parametrize(("loss", "case", "dtype"), CASES)
+def test_cases(loss, case, dtype):
+    loss.assert_case(case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("loss", [x for x in on_the_gpu() if x.options.get("reduction") != "none"], ids=repr)
+def test_cases_on_the_gpu(loss, dtype):
+    """Triton has products of 16 bits alone."""
+    if dtype != torch.float32 or loss.backend == "torch" or not loss.linear:
+        for case in loss.cases.CHECK_CASES:
+            loss.assert_case(case, dtype)
+
+
+# Every size of the list at least once with every neighbour that two cores can afford: V one, ragged, just past a power
+# of two, GPT-2's and Llama's; T none, one, one short of a tile, one past; H odd, not a multiple of 16, a model's.
+SIZES = [
+    (0, 31, 123),
+    (4097, 31, 123),
+    (127, 520, 1),
+    (127, 520, 2049),
+    (1, 2880, 2049),
+    (3, 31, 50257),
+    (1, 31, 128256),
+]
+
+
+@pytest.mark.parametrize("loss", list(losses(few=True)), ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(size, loss):
+    options = {"reduction": loss.options.get("reduction", "mean")}
+    loss.assert_case(loss.case("size", *size, options=options))
+    if size in SIZES[:4:3]:
+        loss.assert_case(loss.case("size", *size, options=options), torch.bfloat16)
+
+
+@pytest.mark.parametrize("loss", MEANS, ids=str)
+@pytest.mark.parametrize("std", [0.02, 30.0])
+def test_logit_sizes(std, loss):
+    for options in ({"softcap": 20.0}, {"label_smoothing": 0.1}):
+        loss.assert_case(loss.case("std", 127, 64, 2049, logit_std=std, options=options))
+
+
+@pytest.mark.parametrize("std", [0.02, 1.0])
+def test_the_gradient_of_the_entropy_alone(std):
+    """With small logits log p + H is what is left of two nearly opposite numbers."""
+    loss = LOSSES[-1]
+    arguments, _ = loss.checks.as_arguments(
+        case := loss.case("entropy", 127, 64, 2049, logit_std=std), loss.cases.make_inputs(case), torch.float32
+    )
+    given = dict(zip(("hidden", "weight", "ids"), arguments, strict=False))
+    upstream = {"entropy": torch.randn(127)}
+    made = loss.run(given, upstream)["grad_hidden"].numpy()
+    oracle = loss.oracle(given, upstream | {"log_prob": torch.zeros(127)}).grad_hidden
+    # An error of the logits, as in checks.float32_bounds, in p and in z - mean.
+    logit = np.finfo(np.float32).eps * (1 + std * (np.sqrt(2 * np.log(2050)) + np.sqrt(64 / 24)))
+    spread = 1 + 1 / min(std, 1.0) if std > 0.5 else 1
+    assert np.linalg.norm(made - oracle) / np.linalg.norm(oracle) < 4 * logit * spread + 2e-6
+
+
+# ----------------------------------------------------------------------------------------------------------- properties
+
+
+@settings(max_examples=25, deadline=None)
+@drawn(st.sampled_from(LOSSES), st.integers(1, 40), st.integers(1, 90), st.booleans(), st.booleans())
+def test_chunk_sizes_change_nothing(loss, token_chunk, vocab_chunk, softcap, masked):
+    given = loss.problem((2, 20), vocab=90, ids=4 if loss.of_ids else None)
+    given[loss.ids].clamp_(min=55)
+    given[loss.ids][given[loss.ids] == 60] = -100
+    with torch.no_grad():
+        given["bias" if loss.linear else "logits"][..., : 55 if masked and not softcap else 0] = -np.inf
+    options = {"softcap": 4.0 if softcap else None} | ({} if loss.of_ids else {"z_loss": 1e-3})
+    if not loss.linear:
+        problem = row_memory.Problem(40, 90, softcap=softcap, stats=True)
+        right(loss, given, scratch_bytes=row_memory.scratch_bytes(problem, token_chunk), **options)
+        return
+    with mock.patch.object(memory, "plan", side_effect=lambda p, how, _: Config(how, token_chunk, vocab_chunk)):
+        right(loss, given, scale=2, **options)
+
+
+@settings(max_examples=15, deadline=None)
+@drawn(st.sampled_from(LOSSES), st.randoms(use_true_random=False))
+def test_permutations_of_tokens_and_vocabulary(loss, random):
+    loss_checks.permutations(loss, random)
+
+
+@settings(max_examples=15, deadline=None)
+@drawn(st.sampled_from(LOSSES), st.floats(-100, 100))
+def test_a_shift_of_all_logits_moves_the_log_sum_exp_alone(loss, shift):
+    loss_checks.a_shift_of_all_logits(loss, shift)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.linear], ids=str)
+def test_nothing_is_multiplied_for_what_needs_no_gradient(loss, monkeypatch):
+    loss_checks.nothing_is_multiplied_for_what_needs_no_gradient(loss, count_products(monkeypatch, walk))
+
+
+# ---------------------------------------------------------------------------------- what the CPU does for other devices
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Ids say that they lie on another device: nothing is left out, nothing raises, ignored tokens are masked."""
+    select = tiles.select
+
+    def select_elsewhere(op, name, ids, *args, **options):
+        class Ids:
+            device = torch.device("meta")
+            ndim, shape = ids.ndim, ids.shape
+
+            def reshape(self, *shape):
+                return ids.reshape(*shape)
+
+        return select(op, name, Ids(), *args, **options)
+
+    monkeypatch.setattr(tiles, "select", select_elsewhere)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.linear], ids=str)
+def test_on_a_device_that_is_not_read_a_bad_id_gives_nan(loss):
+    given = loss.problem((2, 4), ids=2 if loss.of_ids else None)
+    given[loss.ids][0, 3] = -100
+    right(loss, given)
+    with torch.no_grad():
+        given["hidden"][0, 3] = 0
+    expected = loss.run(given)
+    with torch.no_grad():
+        given["hidden"][0, 3] = torch.nan
+    assert all(torch.equal(x, expected[name]) for name, x in loss.run(given).items())
+    given["hidden"] = loss.problem((2, 4))["hidden"]
+    given[loss.ids][(1, 2, 1) if loss.of_ids else (1, 2)] = 70
+    made, _ = right(loss, given)
+    assert made["grad_hidden"].isnan().any(-1).nonzero().tolist() == [[1, 2]]
+
+
+# ----------------------------------------------------------------------------------------------------- what is returned
+
+
+@pytest.mark.parametrize(("loss", "module"), [(LCE, LinearCrossEntropyLoss), (CE, CrossEntropyLoss)], ids=str)
+def test_the_module_is_the_function_and_owns_nothing(loss, module):
+    given = loss.problem()
+    options = {"label_smoothing": 0.1, "softcap": 5.0, "reduction": "sum"}
+    made = module(**options)
+    assert not list(made.parameters())
+    assert not made.state_dict()
+    assert torch.equal(made(*given.values()) if not loss.linear else made(**given), loss.op(**given, **options))
+    assert repr(made) == f"{module.__name__}(reduction='sum', label_smoothing=0.1, softcap=5.0)"
+    constants = {"token_weight": torch.rand(2, 12), "temperature": torch.rand(2, 12) + 0.5, "normalizer": 7}
+    assert torch.equal(module(normalizer=3)(**given, **constants), loss.op(**given, **constants))
+    value, stats = module(return_stats=True)(**given)
+    assert value.requires_grad
+    assert not any(x.requires_grad for x in stats)
+    assert [x.dtype for x in stats] == [torch.float32] * 3 + [torch.bool]
+    for wrong in ({"reduction": "avg"}, {"softcap": 0.0}, {"backend": "x"}, {"normalizer": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            module(**wrong)
+
+
+def test_what_linear_log_probs_returns():
+    given = LLP.problem(dtype=torch.bfloat16)
+    alone = LLP.op(**given)
+    assert isinstance(alone, torch.Tensor)
+    assert alone.dtype == torch.float32
+    out = LLP.op(**given, top1=True)
+    assert (out.entropy, out.lse) == (None, None)
+    assert out.top1.dtype == torch.int64
+    assert not out.top1.requires_grad
+    assert LLP.op(**given, lse=True).lse.requires_grad
+    assert LLP.op(**given, entropy=True).entropy.requires_grad
+
+
+@pytest.mark.parametrize("loss", [loss for loss in MEANS if not loss.inplace], ids=str)
+def test_autocast_in_and_out_of_a_compiled_function(loss):
+    torch._dynamo.reset()
+    given = loss.problem()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(given):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss.call(given)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = loss.call(given)
+    assert all(torch.equal(x, expected[name]) for name, x in step(given).items())
+    with torch.no_grad():
+        assert not step(given)[loss.values[0]].requires_grad
+
+
+# ------------------------------------------------------------------------------------------- a gradient over the logits
+
+
+def test_in_place_the_gradient_takes_the_logits_memory():
+    for reduction in ("mean", "none"):
+        given = CE.problem()
+        x, y = given.values()
+        y[0, 0] = -100
+        upstream = torch.rand(2, 12) if reduction == "none" else torch.tensor(0.3)
+        expected = replace(CE, options={"reduction": reduction}).run(given, {"loss": upstream})["grad_logits"]
+        logits = x * 1
+        loss = cross_entropy(logits, y, reduction=reduction, inplace_backward=True)
+        assert torch.equal(logits, x)
+        (grad,) = torch.autograd.grad(loss, logits, upstream)
+        assert grad.data_ptr() == logits.data_ptr()
+        assert torch.equal(grad, expected)
+    with torch.no_grad():  # nothing is overwritten without a backward
+        assert torch.equal(cross_entropy(x, y, inplace_backward=True), cross_entropy(x, y))
+
+
+def test_what_saved_the_logits_raises_once_they_are_overwritten():
+    """Two losses of the same logits, one of which is told to overwrite them; logits whose layer needs its output."""
+    x, y = CE.problem().values()
+    for second in (lambda z: z.square().sum(), lambda z: cross_entropy(z, y, inplace_backward=True)):
+        logits = x * 1
+        first, other = cross_entropy(logits, y, inplace_backward=True), second(logits)
+        first.backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy(torch.tanh(x), y, inplace_backward=True).backward()
+
+
+def test_in_place_through_a_linear_layer():
+    given = LCE.problem() | {"bias": None}
+    h, w, y = given["hidden"], given["weight"], given["target"]
+    expected = torch.autograd.grad(linear_cross_entropy(h, w, y), (h, w))
+    cross_entropy((h @ w.T)[:, :-1], y[:, 1:], inplace_backward=True).backward()
+    h.grad = w.grad = None
+    (cross_entropy(h @ w.T, y, inplace_backward=True) / 3).backward()
+    for leaf, grad in zip((h, w), expected, strict=True):
+        torch.testing.assert_close(leaf.grad * 3, grad)

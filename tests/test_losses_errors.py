@@ -1,0 +1,203 @@
+"""Every way to call a loss of PyTorch's wrongly: the exception's type, and that it names the argument."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from losses import CE, LCE, LLP
+from onchip.ops.cross_entropy import torch_op as ce_op
+from onchip.ops.linear_cross_entropy import torch_op as lce_op
+from onchip.ops.linear_log_probs import torch_op as llp_op
+from onchip.torch import quantize_weight
+from shared import assert_refused
+
+OPS = {"linear_cross_entropy": LCE, "cross_entropy": CE, "linear_log_probs": LLP}
+by_op = pytest.mark.parametrize("loss", OPS.values(), ids=list(OPS))
+ONES = torch.ones(2, 12)
+ZERO_AT_3 = ONES.index_fill(1, torch.tensor(3), 0.0)
+INTEGERS = torch.zeros(2, 12, dtype=torch.int64)
+
+
+def call(loss, **changes):
+    given = loss.problem() | {loss.ids if name == "IDS" else name: x for name, x in changes.items()}
+    return loss.op(**given)
+
+
+# Of all three; IDS is what the op calls its indices.
+ALL = {
+    "IDS is None": ({"IDS": None}, TypeError, "IDS must be a torch.Tensor; got NoneType"),
+    "IDS are float": ({"IDS": torch.zeros(2, 12)}, TypeError, "IDS must hold integers; got float32"),
+    "IDS are bool": ({"IDS": INTEGERS.bool()}, TypeError, "IDS must hold integers; got bool"),
+    "IDS too short": ({"IDS": INTEGERS[:, :11]}, ValueError, "IDS has shape [2, 11] but"),
+    "IDS are flat": ({"IDS": INTEGERS.flatten()}, ValueError, "leading dimensions, [2, 12]"),
+    "IDS elsewhere": ({"IDS": INTEGERS.to("meta")}, ValueError, "IDS is on meta but"),
+    "temperature is flat": ({"temperature": ONES.flatten()}, ValueError, "temperature has shape [24]; it must "),
+    "temperature is complex": ({"temperature": ONES + 0j}, TypeError, "temperature must be real"),
+    "temperature is None": ({"temperature": None}, TypeError, "temperature must be a number; got NoneType"),
+    "temperature 0": ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
+    "a token's temperature is 0": ({"temperature": ZERO_AT_3}, ValueError, "temperature must be finite and above 0 for every token; got 0.0"),
+    "a token's temperature is nan": ({"temperature": torch.full((), math.nan)}, ValueError, "temperature must be finite and above 0"),
+    "temperature needs a gradient": ({"temperature": ONES.clone().requires_grad_()}, ValueError, "pass temperature.detach()"),
+    "softcap is a string": ({"softcap": "30"}, TypeError, "softcap must be a number"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap must be above 0; got 0.0; pass None for no softcap"),
+    "softcap inf": ({"softcap": math.inf}, ValueError, "softcap must be finite"),
+    "logit_scale 0": ({"logit_scale": 0}, ValueError, "logit_scale must be above 0"),
+    "logit_scale < 0": ({"logit_scale": -1.0}, ValueError, "logit_scale must be above 0"),
+    "logit_scale is True": ({"logit_scale": True}, TypeError, "logit_scale must be a number; got bool"),
+    "ignore_index is a float": ({"ignore_index": -100.0}, TypeError, "ignore_index must be an int"),
+    "ignore_index is True": ({"ignore_index": True}, TypeError, "ignore_index must be an int"),
+    "scratch_bytes is a float": ({"scratch_bytes": 1e9}, TypeError, "scratch_bytes must be an int"),
+    "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
+    "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
+    "check_inputs is 1": ({"check_inputs": 1}, TypeError, "check_inputs must be True or False"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', "),
+    "backend can't": ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
+}  # fmt: skip
+# Of those with a target for each token.
+TARGETS = {
+    "token_weight is flat": ({"token_weight": ONES.flatten()}, ValueError, "token_weight has shape [24]"),
+    "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a torch.Tensor"),
+    "token_weight is complex": ({"token_weight": ONES + 0j}, TypeError, "token_weight must be real"),
+    "token_weight needs a gradient": ({"token_weight": ONES.clone().requires_grad_()}, ValueError, "pass token_weight.detach()"),
+    "normalizer is 1-d": ({"normalizer": torch.ones(1)}, ValueError, "normalizer must be a number or a 0-d tensor"),
+    "normalizer is complex": ({"normalizer": torch.ones((), dtype=torch.complex64)}, TypeError, "normalizer must be a real number"),
+    "normalizer is a string": ({"normalizer": "12"}, TypeError, "normalizer must be a number; got str"),
+    "normalizer is True": ({"normalizer": True}, TypeError, "normalizer must be a number; got bool"),
+    "normalizer elsewhere": ({"normalizer": torch.ones((), device="meta")}, ValueError, "normalizer is on meta"),
+    "normalizer 0": ({"normalizer": 0}, ValueError, "normalizer must be above 0"),
+    "normalizer tensor 0": ({"normalizer": torch.zeros(())}, ValueError, "normalizer must be finite and above 0; got 0.0"),
+    "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
+    "normalizer needs a gradient": ({"normalizer": torch.ones((), requires_grad=True)}, ValueError, "pass normalizer.detach()"),
+    "label_smoothing is None": ({"label_smoothing": None}, TypeError, "label_smoothing must be a number"),
+    "label_smoothing 1.1": ({"label_smoothing": 1.1}, ValueError, "label_smoothing must be in [0, 1]; got 1.1"),
+    "label_smoothing -0.1": ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be in [0, 1]"),
+    "z_loss < 0": ({"z_loss": -1e-4}, ValueError, "z_loss must be 0 or more"),
+    "z_loss is nan": ({"z_loss": math.nan}, ValueError, "z_loss must be finite"),
+    "return_stats is 'yes'": ({"return_stats": "yes"}, TypeError, "return_stats must be True or False"),
+    "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
+}  # fmt: skip
+# Of those with a weight.
+LINEAR = {
+    "weight is transposed": ({"weight": torch.randn(16, 70)}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]"),
+    "weight is 1-d": ({"weight": torch.randn(16)}, ValueError, "weight must be [V, H], V, H >= 1; got shape [16]"),
+    "weight is 3-d": ({"weight": torch.randn(2, 70, 16)}, ValueError, "weight must be [V, H]"),
+    "weight has no rows": ({"weight": torch.randn(0, 16)}, ValueError, "weight must be [V, H], V, H >= 1"),
+    "weight is None": ({"weight": None}, TypeError, "weight must be a torch.Tensor; got NoneType"),
+    "weight is float64": ({"weight": torch.randn(70, 16).double()}, TypeError, "weight must be float32"),
+    "weight elsewhere": ({"weight": torch.randn(70, 16, device="meta")}, ValueError, "weight is on meta but hidden is on cpu"),
+    "H is 0": ({"hidden": torch.randn(2, 12, 0), "weight": torch.randn(70, 0)}, ValueError, "V, H >= 1"),
+    "hidden is 0-d": ({"hidden": torch.randn(())}, ValueError, "hidden must be [..., H]"),
+    "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a torch.Tensor; got list"),
+    "hidden is float64": ({"hidden": torch.randn(2, 12, 16).double()}, TypeError, "hidden must be float32, bfloat16 or float16; got float64"),
+    "hidden is int": ({"hidden": torch.ones(2, 12, 16, dtype=torch.int64)}, TypeError, "hidden must be float32"),
+    "dtypes differ": ({"weight": torch.randn(70, 16).bfloat16()}, TypeError, "hidden is float32 but weight is bfloat16; cast one of them, or run under torch.autocast"),
+    "bias too long": ({"bias": torch.randn(71)}, ValueError, "bias has shape [71] but weight has V=70"),
+    "bias is 2-d": ({"bias": torch.randn(1, 70)}, ValueError, "bias must be [V]"),
+    "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor; got float"),
+    "bias dtype differs": ({"bias": torch.randn(70).bfloat16()}, TypeError, "hidden is float32 but bias is bfloat16"),
+}  # fmt: skip
+OUT = torch.zeros(70, 16)
+FP8 = {"precision": "fp8"}
+OWN = {
+    LCE: {
+        "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
+        "weight_grad_out is a list": ({"weight_grad_out": [0.0]}, TypeError, "weight_grad_out must be a torch.Tensor; got list"),
+        "weight_grad_out is bfloat16": ({"weight_grad_out": OUT.bfloat16()}, TypeError, "weight_grad_out must be float32; got bfloat16"),
+        "weight_grad_out is transposed": ({"weight_grad_out": torch.zeros(16, 70)}, ValueError, "weight_grad_out must be contiguous, of weight's shape, [70, 16]; got shape [16, 70]"),
+        "weight_grad_out is strided": ({"weight_grad_out": torch.zeros(16, 70).T}, ValueError, "got shape [70, 16], strides [1, 70]"),
+        "weight_grad_out elsewhere": ({"weight_grad_out": OUT.to("meta")}, ValueError, "weight_grad_out is on meta but weight is on cpu"),
+        "weight_grad_out needs a gradient": ({"weight_grad_out": OUT.clone().requires_grad_()}, ValueError, "pass weight_grad_out.detach()"),
+        "precision": ({"precision": "fp16"}, ValueError, "precision must be one of 'full', 'fp8'; got 'fp16'"),
+        "fp8 computed again": (FP8 | {"strategy": "recompute"}, ValueError, "precision='fp8' computes logits once and keeps their gradient; pass strategy="),
+        "fp8's bias": (FP8 | {"reduction": "none"}, ValueError, "with precision='fp8' and reduction='none' bias gets no gradient"),
+        "fp8's kernels": (FP8 | {"backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
+        "fp8's scratch": (FP8 | {"scratch_bytes": 1000}, ValueError, "scratch_bytes=1000 is too small for T=24, H=16, V=70 with precision='fp8'"),
+        "a quantised weight": ({"weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
+    },
+    CE: {
+        "logits is 0-d": ({"logits": torch.randn(())}, ValueError, "logits must be [..., V]"),
+        "V is 0": ({"logits": torch.randn(2, 12, 0)}, ValueError, "logits must be [..., V] with V >= 1; got shape [2, 12, 0]"),
+        "vocabulary in dimension 1": ({"logits": torch.randn(2, 70, 12)}, ValueError, "target must have logits' leading dimensions, [2, 70]"),
+        "logits is a list": ({"logits": [1.0]}, TypeError, "logits must be a torch.Tensor; got list"),
+        "logits is float64": ({"logits": torch.randn(2, 12, 70).double()}, TypeError, "logits must be float32, bfloat16 or float16; got float64"),
+        "inplace_backward is 1": ({"inplace_backward": 1}, TypeError, "inplace_backward must be True or False"),
+        "in place, a leaf": ({"inplace_backward": True}, ValueError, "inplace_backward=True would overwrite logits that are a leaf"),
+        "in place, a view of a leaf": ({"logits": torch.randn(2, 12, 80, requires_grad=True)[..., :70], "inplace_backward": True}, ValueError, "would overwrite logits that are a view of a leaf of shape [2, 12, 80]"),
+        "in place, expanded": ({"logits": (2 * torch.randn(12, 70, requires_grad=True)).expand(2, 12, 70), "inplace_backward": True}, ValueError, "elements each have a place of their own in memory; got shape [2, 12, 70] with strides [0, 70, 1]"),
+    },
+    LLP: {
+        "ids have two more": ({"ids": INTEGERS[..., None, None].expand(2, 12, 3, 4)}, ValueError, "ids has shape [2, 12, 3, 4]"),
+        "no ids": ({"ids": torch.zeros(2, 12, 0, dtype=torch.int64)}, ValueError, "ids has shape [2, 12, 0]; [..., K] needs K >= 1"),
+        "entropy is 1": ({"entropy": 1}, TypeError, "entropy must be True or False"),
+        "lse is None": ({"lse": None}, TypeError, "lse must be True or False"),
+        "top1 is 'yes'": ({"top1": "yes"}, TypeError, "top1 must be True or False"),
+    },
+}  # fmt: skip
+TABLES = {LCE: ALL | TARGETS | LINEAR, CE: ALL | TARGETS, LLP: ALL | LINEAR}
+WRONG = [
+    pytest.param(loss, *row, id=f"{op}: {name}")
+    for op, loss in OPS.items()
+    for name, row in (TABLES[loss] | OWN[loss]).items()
+]
+
+
+@pytest.mark.parametrize(("loss", "changes", "kind", "message"), WRONG)
+def test_wrong_call(loss, changes, kind, message):
+    assert_refused(loss.op.__name__, partial(call, loss, **changes), kind, message.replace("IDS", loss.ids))
+
+
+@by_op
+@pytest.mark.parametrize("bad", [70, -1, 2**40, -101])
+def test_an_id_out_of_range_is_named_with_its_position(bad, loss):
+    for each, where in ((None, (1, 7)), (3, (1, 7, 2)))[: 2 if loss.of_ids else 1]:
+        ids = loss.problem(ids=each)[loss.ids]
+        ids[where] = bad
+        place = ", ".join(map(str, where))
+        message = (
+            f"{loss.ids}[{place}] is {bad}, which is neither ignore_index (-100) nor in [0, 70); 1 of {ids.numel()}"
+        )
+        for options in [{"strategy": "stash"}, {"strategy": "recompute"}, FP8] if loss is LCE else [{}]:
+            assert_refused(loss.op.__name__, partial(call, loss, IDS=ids, **options), ValueError, message)
+
+
+@by_op
+def test_an_unknown_argument(loss):
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        call(loss, smoothing=0.1)
+
+
+@pytest.mark.parametrize(("loss", "module"), [(LCE, lce_op), (CE, ce_op), (LLP, llp_op)], ids=list(OPS))
+def test_a_device_without_a_backend_says_why(loss, module, monkeypatch):
+    monkeypatch.setattr(module, "_DEVICES", ("cuda",))
+    said = re.escape("torch: it runs on cuda tensors, not on 'cpu'")
+    with pytest.raises(ValueError, match=rf"{loss.op.__name__}: no backend can run this call \(.*{said}"):
+        call(loss)
+    with pytest.raises(ValueError, match="backend 'torch' can't run this call: it runs on"):
+        call(loss, backend="torch")
+
+
+@pytest.mark.parametrize("loss", [LCE, LLP], ids=["linear_cross_entropy", "linear_log_probs"])
+def test_the_triton_backend_multiplies_in_16_bits(loss, monkeypatch):
+    monkeypatch.setattr("onchip.vocab.triton.plan.device_refusal", lambda *_: None)
+    reason = "backend 'triton' can't run this call: its products are of bfloat16 or float16, not of float32"
+    assert_refused(loss.op.__name__, partial(call, loss, backend="triton"), ValueError, reason)
+
+
+def test_what_changes_memory_is_refused_by_torch_compile():
+    given = LCE.problem()
+    compiled = torch.compile(lambda g: LCE.op(**g, weight_grad_out=OUT), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="weight_grad_out is not supported inside torch"):
+        compiled(given)
+    x, y = CE.problem().values()
+    compiled = torch.compile(lambda x: CE.op(x * 2, y, inplace_backward=True), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"inplace_backward is not supported inside torch\.compile"):
+        compiled(x)
+
+
+@pytest.mark.parametrize("loss", [LCE, CE], ids=["linear_cross_entropy", "cross_entropy"])
+def test_constants_that_need_gradients_are_fine_without_autograd(loss):
+    with torch.no_grad():
+        assert call(loss, token_weight=ONES.clone().requires_grad_()).isfinite()

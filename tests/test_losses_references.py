@@ -1,0 +1,114 @@
+"""The oracles of the losses: against PyTorch's autograd in float64, against finite differences, by definition."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from losses import CE, LCE, LLP, Loss
+from onchip.ops.cross_entropy.reference import cross_entropy
+from onchip.ops.linear_cross_entropy.checks import plain_linear_cross_entropy
+from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
+from onchip.oracle.checks import plain_cross_entropy
+
+PLAIN = {LCE: plain_linear_cross_entropy, CE: plain_cross_entropy, LLP: plain_linear_log_probs}
+LOSSES = [LCE, CE, Loss(LLP.op, LLP.cases, LLP.checks, {"entropy": True})]
+by_op = pytest.mark.parametrize("loss", LOSSES, ids=str)
+# -inf logits have no gradient in the plain expression with label smoothing; no case has both.
+CASES = [
+    pytest.param(loss, case, id=f"{case}-{loss}")
+    for loss in LOSSES
+    for case in loss.cases.CHECK_CASES
+    if case.vocab < 10_000
+]
+
+
+@pytest.mark.parametrize(("loss", "case"), CASES)
+def test_autograd_in_float64(loss, case):
+    inputs = loss.cases.make_inputs(case, seed=1)
+    arguments, keywords = loss.checks.as_arguments(case, inputs, torch.float64)
+    given = {n: x for n, x in zip(loss.checks.CHECKER.names, arguments, strict=True) if x is not None}
+    plain = next(f for key, f in PLAIN.items() if key.op is loss.op)
+    made = plain(**given, **keywords)
+    made = made._asdict() if loss.of_ids else {"loss": made}
+    leaves = {n: x for n, x in given.items() if x.requires_grad}
+    upstream = [torch.from_numpy(np.asarray(getattr(inputs, f"grad_{n}"))).to(made[n]) for n in loss.values]
+    grads = torch.autograd.grad([made[n] for n in loss.values], list(leaves.values()), upstream)
+    made |= {f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}
+    oracle = loss.checks.run_oracle(arguments, keywords, inputs)
+    for name, x in made.items():
+        expected = x.detach().numpy()
+        error = np.linalg.norm(getattr(oracle, name) - expected)
+        assert error <= 1e-11 * max(1e-3, np.linalg.norm(expected)), name
+
+
+@by_op
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_finite_differences(reduction, loss):
+    if loss.of_ids and reduction != "none":
+        return
+    rng = np.random.default_rng(0)
+    options = {"softcap": 3.0, "logit_scale": 0.7, "temperature": rng.uniform(0.5, 2, 5)}
+    if not loss.of_ids:
+        options |= {"reduction": reduction, "label_smoothing": 0.2, "z_loss": 0.1, "token_weight": rng.random(5)}
+    shapes = {"hidden": (5, 4), "weight": (7, 4), "bias": (7,)} if loss.linear else {"logits": (5, 7)}
+    point = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    ids = rng.integers(7, size=(5, 2) if loss.of_ids else 5)
+    ids[2] = -100
+    oracle = partial(loss.checks.CHECKER.oracle, **options, **{loss.ids: ids})
+    values = oracle(**point)
+    upstream = {n: rng.standard_normal(np.shape(getattr(values, n))) for n in loss.values}
+    result = oracle(**point, **{f"grad_{n}": g for n, g in upstream.items()})
+
+    def total(point):
+        made = oracle(**point)
+        return sum(np.sum(g * getattr(made, n)) for n, g in upstream.items())
+
+    for name, x in point.items():
+        for index in np.ndindex(x.shape):
+            step = np.zeros_like(x)
+            step[index] = 1e-6
+            slope = (total(point | {name: x + step}) - total(point | {name: x - step})) / 2e-6
+            assert slope == pytest.approx(getattr(result, f"grad_{name}")[index], abs=1e-7, rel=1e-6)
+
+
+@by_op
+def test_statistics_match_their_definitions(loss):
+    given = {name: x.detach() for name, x in loss.problem((6,), 4, 9).items()}
+    z = (given["hidden"] @ given["weight"].T + given["bias"]) if loss.linear else given["logits"]
+    z = np.float64(z) / 0.5
+    p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    result = loss.oracle(given, {}, temperature=0.5)
+    y = given[loss.ids].numpy()
+    np.testing.assert_allclose(result.lse, np.log(np.exp(z).sum(1)), rtol=1e-6)
+    np.testing.assert_allclose(result.log_prob, np.log(p[np.arange(6), y]), rtol=1e-6)
+    np.testing.assert_allclose(result.entropy, -(p * np.log(p)).sum(1), rtol=1e-6)
+    top = z.argmax(1)
+    np.testing.assert_array_equal(*((result.top1, top) if loss.of_ids else (result.correct, top == y)))
+
+
+@by_op
+def test_blocks_of_tokens_change_nothing(loss, monkeypatch):
+    given = {name: x.detach() for name, x in loss.problem((50,), 8, 64).items()}
+    whole = loss.oracle(given, {})
+    monkeypatch.setattr("onchip.oracle.reference._BLOCK_LOGITS", 64 * 7)
+    for a, b in zip(whole, loss.oracle(given, {}), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-16)
+
+
+@by_op
+def test_a_bad_id_is_nan_and_touches_its_token_alone(loss):
+    given = {name: x.detach() for name, x in loss.problem((4,), 4, 7).items()}
+    given[loss.ids][1] = 7
+    result = loss.oracle(given, {}, **({} if loss.of_ids else {"reduction": "none"}))
+    bad = [False, True, False, False]
+    assert np.isnan(getattr(result, loss.values[0])).tolist() == bad
+    assert np.isnan(result.grad_hidden if loss.linear else result.grad_logits).all(1).tolist() == bad
+    if loss.linear:
+        assert np.isnan(result.grad_weight).all()
+
+
+def test_a_nearly_certain_target_keeps_the_digits_of_its_gradient():
+    grad = cross_entropy([[50.0, 0.0]], [0]).grad_logits
+    np.testing.assert_allclose(grad, [[-np.exp(-50.0), np.exp(-50.0)]], rtol=1e-12)
