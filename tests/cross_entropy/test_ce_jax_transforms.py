@@ -22,9 +22,12 @@ def test_vmap_over_token_temperatures():
     ("shape", "changes", "options"),
     [
         ((1024, 8192), {}, {}),
-        ((777, 5001), {"softcap": True}, {"softcap": 5.0}),
         ((777, 5001), {"stats": True, "grad": False}, {"return_stats": True}),
-        ((777, 5001), {"dtype": "bfloat16", "softcap": True}, {"softcap": 5.0}),
+        (
+            (777, 5001),
+            {"dtype": "bfloat16", "softcap": True, "smoothing": True},
+            {"softcap": 5.0, "label_smoothing": 0.1},
+        ),
         ((777, 5001), {"dtype": "float16", "stats": True}, {"return_stats": True}),
     ],
     ids=str,

@@ -183,6 +183,7 @@ def _problem(static: Static, logits: jax.Array, constants: Constants, *, grad: b
         grad=grad,
         softcap=constants.transform.softcap is not None,
         stats=static.return_stats,
+        smoothing=constants.loss.label_smoothing is not None,
         xla=True,
     )
 

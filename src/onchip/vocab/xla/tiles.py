@@ -24,6 +24,8 @@ Array = jax.Array
 LOWEST = float(jnp.finfo(jnp.float32).min) / 4
 # exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
 VANISHED = -128.0
+# The largest exponential is above this, and nearly 1: XLA may compute a logit twice, and round it otherwise.
+_LEADING = 0.75
 # float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
 _FLOAT16_ROW = 256.0
 
@@ -308,7 +310,7 @@ class Softmax(NamedTuple):
 
     max: Array
     total: Array  # sum of exp(z - max): 0 where all are -inf
-    below: Array  # the same without those that are 1
+    below: Array  # the same without those above _LEADING
     picked: Array  # [C, K]: the ids' logits
     offset_sum: Array | None  # sum of z - max, for label smoothing
     moment: Array | None  # sum of exp(z - max) * (z - max), for the entropy
@@ -340,7 +342,7 @@ class Softmax(NamedTuple):
         decay = jnp.exp(drop)
         inside = (ids >= first) & (ids < start + columns.size)
         e = jnp.exp(z - new_max[:, None])
-        total, below = jnp.sum(e, 1), jnp.sum(jnp.where(e == 1, 0, e), 1)
+        total, below = jnp.sum(e, 1), jnp.sum(jnp.where(e > _LEADING, 0, e), 1)
         # Not the same tile as that of e, or XLA's CPU backend would hold one more at a time.
         offset = z - lax.optimization_barrier((new_max, total, below))[0][:, None]
         offset_sum, moment, argmax = self.offset_sum, self.moment, self.argmax
@@ -363,7 +365,8 @@ class Softmax(NamedTuple):
         )
 
     def complete(self, ids: Array, vocab: int) -> TokenStats:
-        # Where one logit leads, the loss of its id is small, and 1 + others would round it away.
+        # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second exponential
+        # above _LEADING would have made the total larger.
         leads = (self.total > 0.5) & (self.total < 1.5)
         log_total = jnp.where(leads, jnp.log1p(self.below), jnp.log(self.total))
         sums = (self.offset_sum, self.moment, self.argmax)
