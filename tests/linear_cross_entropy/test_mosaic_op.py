@@ -57,21 +57,23 @@ def test_models_lower_and_nothing_is_copied(model, as_on_hopper):
     more = model == "gemma3-4b"  # tokens than H
     p = problem(4096, *MODELS[model])
     plan = mosaic_spec.plan(p, "auto")
-    groups = mosaic_spec.groups(p.vocab, plan, again=more)
+    groups = mosaic_spec.groups(p.vocab, plan, recomputed=more)
     # softmax, settle, hidden's product and the targets' terms once; weight's product for each kind of chunk, alone or
     # in a loop.  With more tokens than H another softmax, and for each kind of group logits again and hidden's product;
     # with exponentials in scratch one softmax more, which is settled.
     products = sum(len(group.chunks) for group in groups) + (1 + 2 * len(groups) if more else 0)
-    assert launches(text) == 4 + products + 2 * (plan.overflow > 0)
+    assert launches(text) == 4 + products + 2 * (plan.kept_in_scratch > 0)
     assert len(groups) <= 3
     assert "stablehlo.copy" not in text
 
 
 def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
-    c = mosaic_spec.MosaicPlan("stash", 1000, kept=256, chunk=512, overflow=128, halves=True, again_chunks=2)
+    c = mosaic_spec.MosaicPlan(
+        "stash", 1000, kept_in_gradient=256, chunk=512, kept_in_scratch=128, halves=True, recompute_chunks=2
+    )
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
     text = lowered(1000, 256, 4096, layout="hv")
-    groups = mosaic_spec.groups(4096, c, again=True)
+    groups = mosaic_spec.groups(4096, c, recomputed=True)
     kinds = sum(len(group.chunks) for group in groups)
     # The softmax of three kinds of tokens, two of which are settled; hidden's product, and the targets' terms.
     assert launches(text) == 3 + 2 + 1 + 1 + 2 * len(groups) + kinds
@@ -152,13 +154,13 @@ def test_plans_keep_to_their_budgets(tokens, model):
         c = mosaic_spec.plan(p, "auto", budget)
         bound = mosaic_spec.default_scratch(p, "auto") if budget is None else budget
         assert mosaic_spec.scratch_bytes(p, c) <= bound
-        assert c.kept in (0, min(mosaic_spec.up(tokens, 128), p.hidden // 128 * 128))
-        assert c.held <= mosaic_spec.up(tokens, 128)
-        assert c.overflow == 0 or c.kept == mosaic_spec.capacity(p)
+        assert c.kept_in_gradient in (0, min(mosaic_spec.up(tokens, 128), p.hidden // 128 * 128))
+        assert c.kept <= mosaic_spec.up(tokens, 128)
+        assert c.kept_in_scratch == 0 or c.kept_in_gradient == mosaic_spec.capacity(p)
     assert mosaic_spec.plan(p, "stash").kept > 0
-    assert mosaic_spec.plan(p, "recompute").held == 0
+    assert mosaic_spec.plan(p, "recompute").kept == 0
     without_bound = mosaic_spec.plan(p, "auto", 1 << 40)
-    assert without_bound.held == mosaic_spec.up(tokens, 128)
+    assert without_bound.kept == mosaic_spec.up(tokens, 128)
     forward = problem(tokens, *MODELS[model], grad_hidden=False, grad_weight=False)
     assert mosaic_spec.scratch_bytes(forward, mosaic_spec.plan(forward, "auto")) <= 64 * MIB
 
@@ -177,8 +179,8 @@ def test_chunks_cover_the_vocabulary_once():
             if 2 * chunk > vocab:
                 continue
             for together, again in ((1, True), (1, False), (2, True), (3, True), (8, True)):
-                c = mosaic_spec.MosaicPlan("stash", 256, 256, chunk, again_chunks=together)
-                groups = mosaic_spec.groups(vocab, c, again=again)
+                c = mosaic_spec.MosaicPlan("stash", 256, 256, chunk, recompute_chunks=together)
+                groups = mosaic_spec.groups(vocab, c, recomputed=again)
                 at = 0
                 for group in groups:
                     assert group.first == at
@@ -197,8 +199,8 @@ def test_more_memory_is_no_slower():
     plans = [mosaic_spec.plan(p, "auto", budget * MIB) for budget in (128, 256, 512, 1024, 2048)]
     times = [mosaic_spec.predict(p, c) for c in plans]
     assert all(later <= 1.005 * earlier for earlier, later in pairwise(times))
-    assert [c.overflow for c in plans] == sorted(c.overflow for c in plans)
-    assert plans[-1].overflow == 4096 - 2560
+    assert [c.kept_in_scratch for c in plans] == sorted(c.kept_in_scratch for c in plans)
+    assert plans[-1].kept_in_scratch == 4096 - 2560
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def persistent_product(
     right: Literal["kn", "nk"],
     tiles: Callable[[Refs], tuple[Any, Any, Any]],
     copies: Callable[..., None],
-    epilogue: Callable[[Refs, Part, Any, Callable[..., None]], None],
+    epilogue: Callable[[Refs, Part, Any, Any], None],
     *,
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any],
@@ -251,7 +251,7 @@ def persistent_product(
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
         `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
         columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.
-    stored: dtype of what `store` is given; None if there is nothing to store.
+    stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
         and the epilogue is called for each wave, with the wave's place and its result.
@@ -388,8 +388,8 @@ def persistent_product(
                 for (m, n), result in zip(waves, results, strict=True):
                     epilogue(refs, at._replace(m=at.m + m, n=at.n + n), result, storing(BOX, promotion.wave_n))
 
-            def storing(m: int, n: int) -> Callable[..., None]:
-                return _storing(more[-1].at[warpgroup], c, m, n, columns) if stores else _nothing_to_store
+            def storing(m: int, n: int) -> Any:
+                return _storing(more[-1].at[warpgroup], c, m, n, columns) if stores else None
 
             lax.fori_loop(0, mine, tile if promotion is None else partial(promoted_tile, promotion), None)
             if stores:
@@ -409,10 +409,6 @@ def persistent_product(
 
     grid = {"multiprocessor": programs}
     return launch(body, inputs, outputs, scratch, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
-
-
-def _nothing_to_store(strip: Any, send: Any) -> None:
-    raise AssertionError("this kernel was made without `stored`")
 
 
 def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:

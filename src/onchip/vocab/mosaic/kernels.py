@@ -222,7 +222,7 @@ def gradient_tiles(
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> Array:
-    """Logits computed again, and their gradient, for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
+    """Recomputed logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
     c = config or MosaicConfig()
     tokens, hidden = rows.shape
     vocab = vocab_of(weight, vocab_major)
@@ -314,10 +314,10 @@ def weight_product(
     tokens, hidden = rows.shape
     vocab = vocab_of(out, vocab_major)
     kept_tokens = tokens if kept_tokens is None else kept_tokens
-    held_tokens = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
+    last_kept = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
     assert size % tile_v == 0
-    assert kept_tokens % c.tile_k == held_tokens % c.tile_k == 0
+    assert kept_tokens % c.tile_k == last_kept % c.tile_k == 0
     if kept_tokens > 0:
         assert buffer is not None
         assert spare is not None or size <= buffer.shift, "the chunk would overwrite exponentials that it reads"
@@ -356,9 +356,9 @@ def weight_product(
             exponentials(refs["in_scratch"], first + v, t - kept_tokens)
 
         def recomputed_ones() -> None:
-            exponentials(refs["recomputed"], before(refs) + v, t - held_tokens)
+            exponentials(refs["recomputed"], before(refs) + v, t - last_kept)
 
-        ends = (kept_tokens, held_tokens, tokens)
+        ends = (kept_tokens, last_kept, tokens)
         _by_range(t, tokens, list(zip(ends, (kept, from_scratch, recomputed_ones), strict=True)))
         load_block(refs["rows"], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 

@@ -72,6 +72,10 @@ class Positions(NamedTuple):
         size = min(plan.token_chunk, padded) if plan.strategy == "forward" else padded
         return [slice(first, min(first + size, padded)) for first in range(0, padded, size)]
 
+    def of_part(self, part: slice) -> dict[str, Array]:
+        """What the softmax of these positions takes of each, and how many of them are there."""
+        return {"label": self.label[part], "factor": self.factor[part], "count": self.count_in(part)}
+
     def rows(self, source: Array) -> Array:
         """Hidden states of these tokens, 0 beyond the last."""
         return self.layer.hidden.at[source].get(mode="fill", fill_value=0)  # type: ignore[no-any-return]
