@@ -5,22 +5,28 @@ The public function has its inputs checked (jax_inputs.py) and calls `_op`, to w
 losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's docstring.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_normalizer, check_numbers, is_array, known_numbers, platform
-from onchip.ops.cross_entropy.jax_inputs import check_arrays
+from onchip.frontend.jax_inputs import (
+    check_arrays,
+    check_normalizer,
+    check_numbers,
+    is_array,
+    known_numbers,
+    per_token_shapes,
+    platform,
+)
+from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import Problem
-from onchip.vocab.xla.loss import Call, Constants, Outputs
+from onchip.vocab.xla.loss import Call, Constants, LossStats, Outputs
 from onchip.vocab.xla.tiles import (
     Columns,
     Logits,
@@ -36,17 +42,7 @@ from onchip.vocab.xla.walk import statistics
 BACKENDS = ("xla",)
 
 
-class CrossEntropyStats(NamedTuple):
-    """Per-token statistics, without gradients; each has the labels' shape, and ignored tokens hold 0 (False)."""
-
-    lse: jax.Array
-    """float32: log-sum-exp of the final logits."""
-    log_prob: jax.Array
-    """float32: log-probability of the label."""
-    entropy: jax.Array
-    """float32: entropy of the softmax, in nats."""
-    correct: jax.Array
-    """bool: whether the label is the argmax (the first one, where logits tie)."""
+CrossEntropyStats = LossStats
 
 
 def cross_entropy(
@@ -141,16 +137,20 @@ def cross_entropy(
         return_stats=return_stats,
         **known_numbers(numbers),
     )
-    check_arrays(logits, labels, token_weight, temperature if is_array(temperature) else None)
+    named = {"logits": logits, "labels": labels, "token_weight": token_weight}
+    named |= {"temperature": temperature if is_array(temperature) else None}
+    optional = ("token_weight", "temperature")
+    arrays = check_arrays(OP, named, optional=optional, integers=("labels",), constants=optional)
+    spec.check_shapes(logits.shape, labels.shape, per_token_shapes(arrays), target_name="labels")
     check_normalizer(OP, normalizer, reduction)
     check_numbers(OP, numbers)
 
-    shape, vocab = labels.shape, logits.shape[-1]
-    rows = jnp.asarray(logits).reshape(int(np.prod(shape)), vocab)
+    vocab = logits.shape[-1]
+    rows = jnp.asarray(logits).reshape(labels.size, vocab)
     constants = Constants.of(labels, vocab, ignore_index, token_weight, normalizer, numbers)
     rows, constants = vary_alike((rows, constants))
     static = Static(
-        backend=backend,
+        backend=choose_backend(OP, backend, dict.fromkeys(BACKENDS)),
         platform=platform(),
         dtype=rows.dtype.name,
         weight_layout="vh",
@@ -159,23 +159,14 @@ def cross_entropy(
         scratch_bytes=None if scratch_bytes is None else int(scratch_bytes),
         return_stats=return_stats,
     )
-    refused = refusal(_problem(static, rows, constants, grad=True))
-    static = replace(static, backend=choose_backend(OP, backend, {"xla": refused}))
     outputs = Outputs.of_nothing(static) if len(rows) == 0 else _op(static, rows, constants)
-    loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if outputs.stats is None:
-        return loss
-    return loss, CrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
+    return outputs.shaped(labels.shape)
 
 
-def refusal(problem: Problem) -> str | None:
-    """Why the one backend can't serve the call: it always can."""
-    return None
-
-
-def _problem(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> Problem:
+def _chunk(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
+    """Rows of a chunk."""
     tokens, vocab = logits.shape
-    return Problem(
+    problem = Problem(
         tokens=tokens,
         vocab=vocab,
         dtype=static.dtype,
@@ -186,10 +177,7 @@ def _problem(static: Static, logits: jax.Array, constants: Constants, *, grad: b
         smoothing=constants.loss.label_smoothing is not None,
         xla=True,
     )
-
-
-def _chunk(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
-    return row_memory.plan(_problem(static, logits, constants, grad=grad), static.scratch_bytes)
+    return row_memory.plan(problem, static.scratch_bytes)
 
 
 class _Saved(NamedTuple):

@@ -8,6 +8,7 @@ the ids of a token come its `TokenStats`; every gradient by z that the ops need 
 in which the entries at the ids are replaced by `at_ids`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike
+from onchip.vocab.memory import Problem
 
 Array = jax.Array
 # Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
@@ -143,9 +145,32 @@ class Projection:
     bias: Any = None
     vocab_axis: int = 0
 
+    @staticmethod
+    def of(hidden: Any, weight: Any, bias: Any, layout: str) -> "Projection":
+        """Of a public function's arguments; `layout` is "vh" or "hv"."""
+        hidden = jnp.asarray(hidden).reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+        return Projection(hidden, jnp.asarray(weight), None if bias is None else jnp.asarray(bias), layout.index("v"))
+
     @property
     def vocab(self) -> int:
         return self.weight.shape[self.vocab_axis]  # type: ignore[no-any-return]
+
+    def problem(self, needs: "Projection", platform: str, transform: "Transform", **options: Any) -> Problem:
+        """What the memory of a call depends on."""
+        tokens, size = self.hidden.shape
+        return Problem(
+            tokens=tokens,
+            hidden=size,
+            vocab=self.vocab,
+            dtype=self.hidden.dtype.name,
+            device="cpu" if platform == "cpu" else "cuda",
+            grad_hidden=needs.hidden,
+            grad_weight=needs.weight,
+            grad_bias=bool(needs.bias),
+            softcap=transform.softcap is not None,
+            compacted=True,
+            **options,
+        )
 
     def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
         """Hidden states of a chunk [C, H], zeros behind the kept tokens."""
