@@ -16,7 +16,6 @@ from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import as_arguments, run_oracle
 from onchip.oracle.checks import relative_error
-from onchip.oracle.jax import DTYPES
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory as jax_spec
@@ -25,8 +24,6 @@ from onchip.vocab.xla.loss import Constants
 from onchip.vocab.xla.tiles import Projection
 
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
-
-
 SMALL_CASES = [c for c in CHECK_CASES if c.vocab < 10_000]
 
 
@@ -37,45 +34,37 @@ def test_check_cases(case, strategy):
     assert_right(case, strategy=strategy)
 
 
-# Compiling takes nearly all of the time: in float32 a case gets one strategy, in turn, in bfloat16 every third case
-# gets one; the hardest get both, in float16 too.  `onchip check` runs all combinations.
+# Compiling takes nearly all of the time: `onchip check` runs all combinations.
 @pytest.mark.parametrize(
-    ("case", "strategy", "dtype"),
+    ("name", "strategy", "dtype"),
     [
-        (case, strategy, dtype)
-        for dtype in DTYPES[1:]
-        for i, case in enumerate(SMALL_CASES)
-        for j, strategy in enumerate(STRATEGIES)
-        if (dtype == "bfloat16" and i % 6 == 3 * j) or case.name in ("peaked", "everything")
+        ("peaked", "stash", "float16"),
+        ("peaked", "recompute", "bfloat16"),
+        ("everything", "stash", "bfloat16"),
+        ("everything", "recompute", "float16"),
+        ("token temperature", "recompute", "bfloat16"),
     ],
-    ids=str,
 )
-def test_check_cases_in_16_bits(case, strategy, dtype):
-    assert_right(case, dtype, strategy=strategy)
-
-
-# Every size of the list at least once with what two cores can afford.
-SIZES = [
-    (1, 31, 123), (127, 31, 123), (4097, 31, 123), (127, 520, 1), (1, 520, 2049), (4097, 31, 2049), (127, 31, 50257),
-]  # fmt: skip
+def test_check_cases_in_16_bits(name, strategy, dtype):
+    assert_right(next(c for c in CHECK_CASES if c.name == name), dtype, strategy=strategy)
 
 
 @pytest.mark.parametrize(
     ("size", "strategy"),
-    [(size, STRATEGIES[i % 2]) for i, size in enumerate(SIZES)] + [(SIZES[5], STRATEGIES[0])],
+    [
+        ((1, 520, 2049), "stash"),
+        ((4097, 31, 123), "recompute"),
+        ((127, 520, 1), "stash"),
+        ((127, 31, 50257), "stash"),
+        ((4097, 31, 2049), "recompute"),
+    ],
     ids=str,
 )
 def test_sizes(size, strategy):
     assert_right(Case("size", *size), strategy=strategy)
 
 
-@pytest.mark.parametrize(("dtype", "strategy"), list(zip(DTYPES[1:], STRATEGIES, strict=True)))
-def test_large_vocabulary_in_16_bits(dtype, strategy):
-    assert_right(Case("size", 31, 31, 50257), dtype, strategy=strategy)
-
-
-@both_strategies
-@pytest.mark.parametrize("name", ["ragged", "everything"])
+@pytest.mark.parametrize(("name", "strategy"), [("ragged", "stash"), ("everything", "recompute")])
 def test_the_other_layout(name, strategy):
     case = next(c for c in CHECK_CASES if c.name == name)
     assert_right(case, strategy=strategy, weight_layout="hv")
@@ -89,15 +78,7 @@ def test_the_other_layout_is_not_transposed_in_memory():
     assert temporary < 4 * 256 * 8192
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout", "strategy"),
-    [
-        ("float32", "vh", "stash"),
-        ("float32", "hv", "recompute"),
-        ("float16", "vh", "recompute"),
-        ("float16", "hv", "stash"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "layout", "strategy"), [("float16", "vh", "stash"), ("float32", "hv", "recompute")])
 def test_many_chunks(dtype, layout, strategy):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
     case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
@@ -109,7 +90,7 @@ def test_many_chunks(dtype, layout, strategy):
     assert_right(case, dtype, strategy=strategy, scratch_bytes=budget, weight_layout=layout)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.sampled_from(["forward", *STRATEGIES]), st.booleans(), st.booleans())
 def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap, masked):
     hidden, weight, labels, _ = small_problem(tokens=40, vocab=90)
@@ -132,22 +113,19 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     assert_same(compiled(chunked), compiled(Config(strategy, 40, 90)))
 
 
-@pytest.mark.parametrize("kind", [jnp.int32, jnp.int8, jnp.uint8, np.int64, np.uint64])
-def test_every_integer_dtype_of_labels(kind):
+@pytest.mark.parametrize("kind", [jnp.uint8, np.int64])
+def test_integer_dtypes_of_labels(kind):
     h, w, y, _ = small_problem()
-    given_labels = np.asarray(y).astype(kind) if kind in (np.int64, np.uint64) else y.astype(kind)
+    given_labels = np.asarray(y).astype(kind) if kind is np.int64 else y.astype(kind)
     expected = linear_cross_entropy(h, w, y)
     assert_same(linear_cross_entropy(h, w, given_labels), expected)
 
 
-@pytest.mark.parametrize("kind", [jnp.int4, jnp.uint4])
-def test_labels_of_four_bits(kind):
+def test_labels_of_four_bits():
     h, w, y, _ = small_problem()
-    y = jnp.where(y % 3 == 0, -1, y % 7)
-    given_labels = (y + 16) % 16 if kind == jnp.uint4 else y
-    ignored = 15 if kind == jnp.uint4 else -1
-    got = linear_cross_entropy(h, w, given_labels.astype(kind), ignore_index=ignored)
-    assert_same(got, linear_cross_entropy(h, w, y, ignore_index=-1))
+    y = jnp.where(y % 3 == 0, 15, y % 7)
+    got = linear_cross_entropy(h, w, y.astype(jnp.uint4), ignore_index=15)
+    assert_same(got, linear_cross_entropy(h, w, y, ignore_index=15))
 
 
 def test_int8_labels_of_a_large_vocabulary_and_an_ignore_index_that_they_can_not_hold():
@@ -158,7 +136,7 @@ def test_int8_labels_of_a_large_vocabulary_and_an_ignore_index_that_they_can_not
     assert_same(linear_cross_entropy(h, w, y), plain(h, w, y.astype(jnp.int32)))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 3, 4)], ids=str)
 def test_leading_dimensions(shape):
     rng = np.random.default_rng(0)
     h, w = jnp.float32(rng.standard_normal((*shape, 16))), jnp.float32(rng.standard_normal((70, 16)))
@@ -217,8 +195,11 @@ def test_64_bit_labels_from_numpy_do_not_wrap():
     assert np.isnan(linear_cross_entropy(h, w, wide))
 
 
-@both_strategies
-@pytest.mark.parametrize("masked", [slice(0, 1), slice(0, 1500), slice(1000, 2048)], ids=str)
+@pytest.mark.parametrize(
+    ("masked", "strategy"),
+    [(slice(0, 1), "stash"), (slice(0, 1500), "recompute"), (slice(1000, 2048), "recompute")],
+    ids=str,
+)
 def test_masked_vocabulary(masked, strategy):
     """-inf in the first block, in all of a block, at the end; the recompute walk here has blocks of 512."""
     rng = np.random.default_rng(0)
@@ -235,10 +216,9 @@ def test_masked_vocabulary(masked, strategy):
 
 
 @both_strategies
-@pytest.mark.parametrize("prob", [0.999, 0.9999999])
-def test_small_losses_keep_their_digits(prob, strategy):
+def test_small_losses_keep_their_digits(strategy):
     """p - 1 and log p of a p that float32 can hardly tell from 1, row by row."""
-    case = Case("peaked", 64, 64, 500, target_prob=prob, options={"reduction": "none"})
+    case = Case("peaked", 64, 64, 500, target_prob=0.9999999, options={"reduction": "none"})
     inputs = make_inputs(case)
     arguments, _ = as_arguments(case, inputs, "float32")
     oracle = run_oracle(arguments, case.options, inputs)

@@ -42,8 +42,6 @@ def _on_the_cpu(monkeypatch):
         (0, False, 1, "vh"),
         (0, True, 2, "hv"),
         (128, True, 3, "vh"),
-        (128, False, 2, "vh"),
-        (384, False, 1, "vh"),
         (384, False, 1, "hv"),
     ],
 )
@@ -122,15 +120,13 @@ def test_forward_in_chunks_of_tokens(monkeypatch):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("transform", ["checkpoint", "scan", "vmap"])
+@pytest.mark.parametrize("transform", ["scan", "vmap"])
 def test_transforms(transform, monkeypatch):
     plan = MosaicPlan("stash", 256, kept_in_gradient=128, chunk=512)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     hidden, weight, labels, _ = small_problem(512, 128, 1088, "bfloat16")
 
     def loss(f, hidden, weight):
-        if transform == "checkpoint":
-            return jax.checkpoint(f)(hidden[0], weight, labels[0])
         if transform == "vmap":
             return jax.vmap(f, in_axes=(0, None, 0))(hidden, weight, labels).mean()
         return jax.lax.scan(lambda total, x: (total + f(x[0], weight, x[1]), None), 0.0, (hidden, labels))[0]
