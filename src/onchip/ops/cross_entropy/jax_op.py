@@ -78,23 +78,13 @@ def cross_entropy(
             the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
             64-bit mode is off.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
-        reduction: "mean", "sum" or "none" (the loss then has labels' shape).
-        normalizer: above 0: what "mean" divides by instead of the token count: for gradient accumulation, the count
-            over all micro-batches.  Where every token is ignored any 0-d array will do.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
-        label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
-        z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
-        softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
-        logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; may also be a [...] array with one per token.
-        return_stats: also return float32 per-token statistics.
+        ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale, temperature,
+            return_stats: as in `linear_cross_entropy`; token_weight is [...], temperature a number or [...].
         backend: "xla" (plain JAX, on any device) or "auto".
         scratch_bytes: bound on the temporary memory, the gradient not counted.  Default: 256 MiB or an eighth of the
             float32 logits, whichever is less, and at least what a useful chunk of rows needs.
 
-    The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or
-    not: a new value then compiles nothing anew, but isn't checked.  They and token_weight are constants to autodiff.
+    What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
     Returns:
         The float32 loss, 0-d or of labels' shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is

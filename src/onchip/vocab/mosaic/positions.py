@@ -16,7 +16,7 @@ from jax import lax
 from onchip.core import configs
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, Tokens, TokenStats, float16_scale, select_tokens
+from onchip.vocab.xla.tiles import Projection, Tokens, TokenStats, select_tokens
 
 Array = jax.Array
 # The kernels' maximum where every logit is -inf: finite, so that a difference of two is never NaN.
@@ -180,11 +180,7 @@ class Upstream(NamedTuple):
     @staticmethod
     def of(positions: Positions, stats: TokenStats, grad_loss: Array) -> "Upstream":
         call, there = positions.call, positions.there
-        row_scale = call.reduction.row_scale(grad_loss, call.tokens)
-        factor = call.transform.factor()
-        row_scale = row_scale if factor is None else row_scale * factor
-        grad_scale = float16_scale(jnp.abs(row_scale), positions.layer.hidden.dtype)
-        row_scale = row_scale if grad_scale is None else row_scale * grad_scale
+        row_scale, grad_scale = call.scaled_rows(grad_loss)
         gradient = call.loss.gradient(stats, row_scale, positions.layer.vocab)
 
         def masked(x: Array) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Static
 from onchip.frontend.jax_inputs import as_constant, as_constants, per_token_constant, plain_labels
-from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted
+from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
 Array = jax.Array
 
@@ -162,6 +162,13 @@ class Call(NamedTuple):
             return Outputs(loss, None)
         correct: Any = stats.argmax == self.ids[:, 0]
         return Outputs(loss, LossStats(*map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct))))
+
+    def scaled_rows(self, upstream: Array) -> tuple[Array, Array | None]:
+        """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs."""
+        row_scale, factor = self.reduction.row_scale(upstream, self.tokens), self.transform.factor()
+        row_scale = row_scale if factor is None else row_scale * factor
+        grad_scale = float16_scale(jnp.abs(row_scale), self.projection.hidden.dtype)
+        return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
     def gradient(self, stats: TokenStats, upstream: Array, vocab: int) -> TokenGradient:
         """By the final logits, for an upstream gradient [] or [T]."""

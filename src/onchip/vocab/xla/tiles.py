@@ -251,12 +251,14 @@ class Transform(NamedTuple):
     temperature: Array | None = None  # [] float32, or one for each token [T], for each row [P]
 
     def by_row(self, tokens: Tokens) -> "Transform":
-        each = self.temperature is not None and self.temperature.ndim > 0
-        return self._replace(temperature=tokens.take(self.temperature, 1)) if each else self  # type: ignore[arg-type]
+        if self.temperature is None or self.temperature.ndim == 0:
+            return self
+        return self._replace(temperature=tokens.take(self.temperature, 1))
 
     def of_chunk(self, start: Array | int, size: int) -> "Transform":
-        each = self.temperature is not None and self.temperature.ndim > 0
-        return self._replace(temperature=cut(self.temperature, start, size)[:, None]) if each else self  # type: ignore[arg-type]
+        if self.temperature is None or self.temperature.ndim == 0:
+            return self
+        return self._replace(temperature=cut(self.temperature, start, size)[:, None])
 
     def apply(self, z: Array) -> tuple[Array, Array | None]:
         """The final logits, and their derivative's softcap."""
