@@ -1,8 +1,8 @@
 """cross_entropy for JAX: the public function, and the computation in plain JAX, a chunk of rows at a time.
 
-The public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax and gradient of a chunk are those of the
-losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's docstring.
+The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax
+and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's
+docstring.
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,7 @@
 """linear_log_probs for JAX: the public function, and the gradients of its results by each token's logits.
 
-The public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  The walks over the logits are those of
-`onchip.vocab.xla.walk`, the maths is in the package's docstring.
+The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its derivatives.  The walks
+over the logits are those of `onchip.vocab.xla.walk`, the maths is in the package's docstring.
 """
 
 from typing import Any, NamedTuple

@@ -16,7 +16,7 @@ from jax import lax
 from onchip.core import configs
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, Tokens, TokenStats, select_tokens
+from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, select_tokens
 
 Array = jax.Array
 # The kernels' maximum where every logit is -inf: finite, so that a difference of two is never NaN.
@@ -131,8 +131,8 @@ class Positions(NamedTuple):
         total = others + jnp.exp(target - top)
         # log1p where the label leads: there the loss is small, and 1 + others would round it away.
         log_total = jnp.where(target == top, jnp.log1p(others), jnp.log(total))
-        sums = (offset_sum, moment, argmax)
-        return TokenStats.make(top, log_total, total, target[:, None], self.call.ids[part], vocab, *sums)
+        softmax = Softmax(top, total, others, target[:, None], offset_sum, moment, argmax)
+        return softmax.complete(self.call.ids[part], vocab, log_total)
 
 
 def joined(stats: list[TokenStats]) -> TokenStats:

@@ -309,28 +309,6 @@ class TokenStats(NamedTuple):
         argmax = jnp.full(n, -1, jnp.int32) if wanted.argmax else None
         return TokenStats(zeros, jnp.zeros(ids.shape, jnp.float32), entropy, entropy, even, argmax)
 
-    @staticmethod
-    def make(
-        top: Array,
-        log_total: Array,
-        total: Array,
-        picked: Array,
-        ids: Array,
-        vocab: int,
-        offset_sum: Array | None,
-        moment: Array | None,
-        argmax: Array | None,
-    ) -> "TokenStats":
-        """From the maximum, the sum of exp(z - max) and its logarithm, and the sums of z - max that `Softmax` has."""
-        log_prob = (picked - top[:, None]) - log_total[:, None]
-        log_prob = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, log_prob))
-        entropy = mean = None
-        if moment is not None:
-            offset = moment / total
-            entropy, mean = log_total - offset, top + offset
-        even_loss = None if offset_sum is None else log_total - offset_sum / vocab
-        return TokenStats(top + log_total, log_prob, entropy, mean, even_loss, argmax)
-
 
 class Softmax(NamedTuple):
     """The running softmax of C tokens over the vocabulary seen so far, [C] float32."""
@@ -391,13 +369,21 @@ class Softmax(NamedTuple):
             argmax=argmax,
         )
 
-    def complete(self, ids: Array, vocab: int) -> TokenStats:
-        # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second exponential
-        # above _LEADING would have made the total larger.
-        leads = (self.total > 0.5) & (self.total < 1.5)
-        log_total = jnp.where(leads, jnp.log1p(self.below), jnp.log(self.total))
-        sums = (self.offset_sum, self.moment, self.argmax)
-        return TokenStats.make(self.max, log_total, self.total, self.picked, ids, vocab, *sums)
+    def complete(self, ids: Array, vocab: int, log_total: Array | None = None) -> TokenStats:
+        """The statistics; `log_total` is the logarithm of the total, for who has a better one."""
+        if log_total is None:
+            # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second
+            # exponential above _LEADING would have made the total larger.
+            leads = (self.total > 0.5) & (self.total < 1.5)
+            log_total = jnp.where(leads, jnp.log1p(self.below), jnp.log(self.total))
+        log_prob = (self.picked - self.max[:, None]) - log_total[:, None]
+        log_prob = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, log_prob))
+        entropy = mean = None
+        if self.moment is not None:
+            offset = self.moment / self.total
+            entropy, mean = log_total - offset, self.max + offset
+        even_loss = None if self.offset_sum is None else log_total - self.offset_sum / vocab
+        return TokenStats(self.max + log_total, log_prob, entropy, mean, even_loss, self.argmax)
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
