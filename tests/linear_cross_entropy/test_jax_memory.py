@@ -69,13 +69,3 @@ def test_the_default_is_an_eighth_of_the_logits():
     large = Problem(1 << 16, 4096, 1 << 17, "bfloat16", device="cuda", compacted=True)
     assert jax_spec.default_scratch(large, "recompute") >= DEFAULT_SCRATCH
     assert jax_spec.choose_strategy(large) == "recompute"
-
-
-def test_stash_is_taken_where_it_fits():
-    small = Problem(4096, 64, 4096, compacted=True)
-    assert jax_spec.choose_strategy(small, budget=64 * MIB) == "stash"
-    assert jax_spec.choose_strategy(small, budget=jax_spec.scratch_at_least(small, "recompute")) == "recompute"
-    per_token = Problem(4096, 64, 4096, compacted=True, per_token_loss=True)
-    assert jax_spec.choose_strategy(per_token, "stash") == "recompute"
-    frozen = Problem(4096, 64, 4096, compacted=True, per_token_loss=True, grad_weight=False)
-    assert jax_spec.choose_strategy(frozen, "stash") == "stash"
