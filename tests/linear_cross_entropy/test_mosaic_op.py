@@ -50,10 +50,14 @@ def launches(text):
     return text.count("custom_call @mosaic_gpu")
 
 
-@pytest.mark.parametrize("model", ["llama3.1-8b", "gemma3-4b"])
-def test_models_lower_and_nothing_is_copied(model, as_on_hopper):
-    text = lowered(4096, *MODELS[model])
-    more = model == "gemma3-4b"  # tokens than H
+def written_in_place(text):
+    return text.count("output_operand_alias<")
+
+
+@pytest.mark.parametrize(("model", "layout"), [("llama3.1-8b", "vh"), ("gpt-oss-120b", "hv")])
+def test_models_lower_and_nothing_is_copied(model, layout, as_on_hopper):
+    text = lowered(4096, *MODELS[model], layout=layout)
+    more = model == "gpt-oss-120b"  # tokens than H
     p = problem(4096, *MODELS[model])
     plan = mosaic_spec.plan(p, "auto")
     groups = mosaic_spec.groups(p.vocab, plan, recomputed=more)
@@ -63,6 +67,10 @@ def test_models_lower_and_nothing_is_copied(model, as_on_hopper):
     products = sum(len(group.chunks) for group in groups) + (1 + 2 * len(groups) if more else 0)
     assert launches(text) == 4 + products + 2 * (plan.kept_in_scratch > 0)
     assert len(groups) <= 3
+    # Two arrays of each of softmax, settle and hidden's product; the weight's gradient; its targets but for columns; and
+    # the sums of hidden's products again.
+    kinds = sum(len(group.chunks) for group in groups)
+    assert written_in_place(text) == 6 + kinds + (layout == "vh") + (1 + plan.halves) * len(groups) * more
     assert "stablehlo.copy" not in text
 
 
@@ -134,9 +142,8 @@ def problem(tokens, hidden, vocab, **changes):
 def test_how_much_is_kept(model):
     tokens = 4096
     p = problem(tokens, *MODELS[model])
-    assert (
-        mosaic_spec.plan(p, "stash").kept_in_gradient == min(tokens, p.hidden // 128 * 128) 
-    )
+    assert mosaic_spec.plan(p, "stash").kept_in_gradient == mosaic_spec.capacity(p)
+    assert mosaic_spec.capacity(p) == min(tokens, p.hidden // 128 * 128)
     assert mosaic_spec.plan(p, "recompute").kept == 0
     assert mosaic_spec.plan(p, "auto", 1 << 40).kept == tokens
     forward = problem(tokens, *MODELS[model], grad_hidden=False, grad_weight=False)
