@@ -13,7 +13,6 @@ import pytest
 
 from onchip.frontend.jax_inputs import platform
 from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs
-from onchip.ops.cross_entropy import jax_op as ce_op
 from onchip.vocab.xla import walk as jax_xla
 from shared import assert_refused
 
@@ -147,12 +146,6 @@ def test_a_refused_backend_says_why(monkeypatch):
         function(arrays)
     with pytest.raises(ValueError, match="backend 'xla' can't run this call: not on cpu"):
         call(backend="xla")[1](arrays)
-
-
-def test_a_refused_backend_of_cross_entropy_says_why(monkeypatch):
-    monkeypatch.setattr(ce_op, "refusal", lambda problem: f"not in {problem.dtype}")
-    with pytest.raises(ValueError, match=re.escape("no backend can run this call (xla: not in float32)")):
-        cross_entropy(h @ w.T, y)
 
 
 def test_the_platform_is_the_default_devices():

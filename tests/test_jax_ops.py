@@ -87,9 +87,7 @@ def gradients(f, op):
 
 
 @every_op
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, lambda f: jax.jit(jax.checkpoint(f)), jax.checkpoint], ids=["eager", "jit", "checkpoint"]
-)
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.jit(jax.checkpoint(f))], ids=["eager", "jit checkpoint"])
 def test_gradients_and_numpy(wrap, op):
     parameters, labels = problem(op)
     f = wrap(lambda h, *rest: 0.3 * op.loss(jnp.tanh(h), *rest))
@@ -99,9 +97,10 @@ def test_gradients_and_numpy(wrap, op):
     assert_same(op.loss(*given), op.plain(*parameters, labels))
 
 
-@every_op
-@pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
-def test_vmap(order, op):
+@pytest.mark.parametrize(
+    ("op", "order"), [(op, ("vmap of grad", "grad of vmap")[i % 2]) for i, op in enumerate(OPS.values())]
+)
+def test_vmap(op, order):
     parameters, labels = problem(op)
     labels = labels.at[0, 2:9].set(-100)  # the examples differ in how many tokens count
     axes = (*per_example(op), 0)
@@ -187,27 +186,18 @@ def test_a_new_number_does_not_trace_or_compile_again(op):
 
 
 @every_op
-def test_second_derivatives_and_forward_mode_raise(op):
+def test_forward_mode_raises(op):
     parameters, labels = problem(op)
     h, *rest = parameters
     f = lambda h: op.loss(h, *rest, labels)  # noqa: E731
-    for jit in (lambda g: g, jax.jit):
-        with pytest.raises(
-            NotImplementedError, match=r"^(linear_)?(cross_entropy|log_probs|jsd).*: differentiated twice"
-        ):
-            jit(jax.grad(lambda h: (jax.grad(f)(h) ** 2).sum()))(h)
-    with pytest.raises(NotImplementedError, match="differentiated twice"):
+    with pytest.raises(NotImplementedError, match=r"^(linear_)?(cross_entropy|log_probs|jsd).*: differentiated twice"):
         jax.jit(jax.hessian(f))(h)
-    with pytest.raises(NotImplementedError, match="differentiated twice"):
-        jax.grad(lambda u: jax.vjp(f, h)[1](u)[0].sum())(jnp.float32(1))
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(f, (h,), (h,))
 
 
-def test_fp8_linear_has_the_same_refusals():
+def test_forward_mode_of_fp8_linear_raises():
     x, w = jnp.ones((16, 128)), jnp.ones((8, 128))
-    with pytest.raises(NotImplementedError, match="fp8_linear: differentiated twice"):
-        jax.grad(lambda w: jax.grad(lambda x: fp8_linear(x, w).sum())(x).sum())(w)
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(lambda x: fp8_linear(x, w), (x,), (x,))
 
@@ -263,11 +253,10 @@ def test_normalizer_makes_accumulated_gradients_those_of_the_whole_batch(op):
     labels = labels.at[0, :5].set(-100)
     whole = gradients(op.loss, op)(*parameters, labels)[1]
     count = int((labels != -100).sum())
-    for n in (count, np.int64(count), jnp.float32(count)):
-        axes = per_example(op)
-        parts = []
-        for i in (0, 1):
-            given = [x if axis is None else x[i] for x, axis in zip(parameters, axes, strict=True)]
-            parts.append(gradients(partial(op.loss, normalizer=n), op)(*given, labels[i])[1])
-        made = [a + b if axis is None else jnp.stack([a, b]) for a, b, axis in zip(*parts, axes, strict=True)]
-        assert_same(made, list(whole))
+    axes = per_example(op)
+    parts = []
+    for i in (0, 1):
+        given = [x if axis is None else x[i] for x, axis in zip(parameters, axes, strict=True)]
+        parts.append(gradients(partial(op.loss, normalizer=np.int64(count)), op)(*given, labels[i])[1])
+    made = [a + b if axis is None else jnp.stack([a, b]) for a, b, axis in zip(*parts, axes, strict=True)]
+    assert_same(made, list(whole))

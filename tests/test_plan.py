@@ -104,12 +104,14 @@ def test_plan_json_is_what_the_kernels_will_do(framework):
         if framework == "torch":
             assert {name: plan[name] for name in vars(config)} == vars(config)
         else:
-            assert (plan["vocab_chunk"], plan["weight_chunk"]) == (config.again_chunks * config.chunk, config.chunk)
-            assert (plan["stashed"], plan["overflow"], plan["halves"]) == (config.kept, config.overflow, config.halves)
+            assert (plan["vocab_chunk"], plan["weight_chunk"]) == (config.recompute_chunks * config.chunk, config.chunk)
+            kept = config.kept_in_gradient, config.kept_in_scratch
+            assert (plan["stashed"], plan["overflow"], plan["halves"]) == (*kept, config.halves)
         assert plan["scratch_parts"] == planner.scratch_parts(problem, config)
         assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
         assert budget is None or plan["scratch_bytes"] <= budget
-        assert plan["products"] == 3 + (16384 - config.held) / 16384
+        held = config.held if framework == "torch" else config.kept
+        assert plan["products"] == 3 + (16384 - held) / 16384
         assert plan["flops"] == 2 * 16384 * 4096 * 128256 * plan["products"]
         assert plan["predicted_ms"] == planner.predict(problem, config) > document["three_products_ms"]
     assert {plan["fits"] for plan in document["plans"]} == {True, False}

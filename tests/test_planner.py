@@ -99,13 +99,14 @@ def assert_sound(p, c):
     if isinstance(c, chunks.Config):
         assert 1 <= c.vocab_chunk <= p.vocab
         return
+    held = c.kept if isinstance(c, mosaic_memory.MosaicPlan) else c.held
     if not p.any_grad:
-        assert c.held == 0
+        assert held == 0
         assert c.token_chunk >= p.tokens or c.token_chunk % 128 == 0
         return
-    assert c.held % 128 == 0 <= c.held <= up(p.tokens, 128)
+    assert held % 128 == 0 <= held <= up(p.tokens, 128)
     weight_chunk = c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.weight_chunk
-    vocab_chunk = c.again_chunks * c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.vocab_chunk
+    vocab_chunk = c.recompute_chunks * c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.vocab_chunk
     assert vocab_chunk % 256 == weight_chunk % 256 == 0 < weight_chunk <= vocab_chunk
     if isinstance(c, triton_memory.TritonConfig):
         assert c.stashed % 128 == 0 <= c.stashed <= triton_memory.capacity(p)
@@ -113,8 +114,8 @@ def assert_sound(p, c):
         assert c.held == 0 or not (p.softcap or p.smoothing)
         assert c.stashed == 0 or (p.grad_weight and not p.weight_grad_out)
     elif isinstance(c, mosaic_memory.MosaicPlan):
-        assert c.kept in (0, mosaic_memory.capacity(p))
-        assert c.overflow == 0 or c.kept
+        assert c.kept_in_gradient in (0, mosaic_memory.capacity(p))
+        assert c.kept_in_scratch == 0 or c.kept_in_gradient
     else:
         for head in (p.student, p.teacher):
             assert jsd_triton_memory.stashed(head, c) <= jsd_triton_memory.capacity(head)

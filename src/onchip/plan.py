@@ -252,7 +252,8 @@ def _kernel_row(backend: str, p: Problem, strategy: str, budget: int | None, *, 
         return {}
     planner = _PLANNERS[backend]
     c = planner.plan(p, strategy, budget)
-    again = max(0, p.tokens - c.held)  # those held are rounded up to whole blocks
+    kept = c.kept if isinstance(c, MosaicPlan) else c.held
+    again = max(0, p.tokens - kept)  # those kept are rounded up to whole blocks
     return {
         "products": 3 + again / p.tokens,
         "flops": flops(p, "stash") + 2 * again * p.hidden * p.vocab,
@@ -267,8 +268,8 @@ def _kernel_sizes(c: Any) -> dict[str, Any]:
     """Of a plan, by the names that Triton's have; Mosaic makes logits again for several chunks of dW at once."""
     if not isinstance(c, MosaicPlan):
         return asdict(c)
-    sizes = {"token_chunk": c.token_chunk, "vocab_chunk": c.again_chunks * c.chunk, "weight_chunk": c.chunk}
-    return sizes | {"stashed": c.kept, "overflow": c.overflow, "halves": c.halves}
+    sizes = {"token_chunk": c.token_chunk, "vocab_chunk": c.recompute_chunks * c.chunk, "weight_chunk": c.chunk}
+    return sizes | {"stashed": c.kept_in_gradient, "overflow": c.kept_in_scratch, "halves": c.halves}
 
 
 # ------------------------------------------------------------------------------------------------ passes and budgets

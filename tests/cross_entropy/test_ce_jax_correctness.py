@@ -1,4 +1,4 @@
-"""The JAX op against the float64 oracle: sizes, dtypes, options, special values."""
+"""The JAX op against the float64 oracle: sizes, dtypes, options; special values are in linear_cross_entropy's tests."""
 
 from functools import partial
 
@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.ops.cross_entropy import reference
-from onchip.ops.cross_entropy.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.cross_entropy.checks import as_arguments, run_oracle
-from onchip.ops.cross_entropy.jax_op import CrossEntropyStats, cross_entropy
-from onchip.oracle.checks import relative_error
+from onchip.ops.cross_entropy.cases import CHECK_CASES, Case
+from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.vocab.rows import memory as row_memory
-from shared_jax import plain_loss as plain
 
 CASES = {c.name: c for c in CHECK_CASES}
 
@@ -25,16 +22,15 @@ CASES = {c.name: c for c in CHECK_CASES}
 @pytest.mark.parametrize(
     "name",
     [
-        "ragged", "large logits", "offset 1e4", "one class", "sum", "per token", "half ignored", "masked vocab",
-        "label smoothing", "z-loss", "softcap", "temperature", "everything",
+        "large logits", "offset 1e4", "one class", "sum", "per token", "half ignored", "masked vocab", "temperature",
+        "everything",
     ],
 )  # fmt: skip
 def test_check_cases(name):
     assert_right(CASES[name])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["peaked", "everything"])
+@pytest.mark.parametrize(("name", "dtype"), [("peaked", "float16"), ("everything", "bfloat16")])
 def test_check_cases_in_16_bits(name, dtype):
     assert_right(CASES[name], dtype)
 
@@ -70,6 +66,15 @@ def test_chunk_sizes_change_nothing(rows, reduction):
     assert_same(run(rows), run(40))
 
 
+def test_the_largest_logit_counts_once():
+    """XLA may compute a logit twice, by other instructions: here its division by the temperature."""
+    rng = np.random.default_rng(0)
+    x, y = jnp.float32(rng.standard_normal((64, 129))), jnp.asarray(rng.integers(129, size=64))
+    temperature = jnp.float32(rng.uniform(0.3, 3, 64))
+    loss = cross_entropy(x, y, temperature=temperature, reduction="none")
+    assert_same(loss, reference.cross_entropy(x, y, temperature=temperature, reduction="none").loss)
+
+
 _value_and_grad = jax.jit(jax.value_and_grad(cross_entropy))
 
 
@@ -88,86 +93,11 @@ def test_shifted_and_permuted_logits(shift, random):
     assert_same(permuted, (loss, grad[tokens][:, vocab]), scale=abs(shift) + 1)
 
 
-def test_repeating_the_batch_keeps_the_mean():
+def test_masked_columns():
     x, y = small_problem()
-    thrice = jax.value_and_grad(lambda x: cross_entropy(jnp.tile(x, (3, 1, 1)), jnp.tile(y, (3, 1))))(x)
-    assert_same(thrice, jax.value_and_grad(cross_entropy)(x, y))
-
-
-@pytest.mark.parametrize("kind", [jnp.int32, jnp.int8, jnp.uint8, np.int64, np.uint64])
-def test_every_integer_dtype_of_labels(kind):
-    x, y = small_problem()
-    given_labels = np.asarray(y).astype(kind) if kind in (np.int64, np.uint64) else y.astype(kind)
-    assert_same(cross_entropy(x, given_labels), plain(x, y))
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 4)], ids=str)
-def test_leading_dimensions(shape):
-    rng = np.random.default_rng(0)
-    x = jnp.float32(rng.standard_normal((*shape, 70)))
-    y = jnp.asarray(rng.integers(70, size=shape), jnp.int32)
-    loss, stats = cross_entropy(x, y, reduction="none", return_stats=True)
-    assert isinstance(stats, CrossEntropyStats)
-    assert loss.shape == shape
-    assert [(s.shape, s.dtype) for s in stats] == [(shape, jnp.float32)] * 3 + [(shape, bool)]
-    assert_same(loss, plain(x, y, reduction="none"))
-
-
-def test_no_tokens():
-    x, y = jnp.zeros((2, 0, 16)), jnp.zeros((2, 0), jnp.int32)
-    loss, grad = jax.value_and_grad(cross_entropy)(x, y)
-    assert loss == 0
-    assert grad.shape == x.shape
-    loss, stats = cross_entropy(x, y, reduction="none", return_stats=True)
-    assert {s.shape for s in (loss, *stats)} == {(2, 0)}
-
-
-@pytest.mark.parametrize("label", [70, -1])
-def test_a_label_out_of_range_gives_nan_for_its_token(label):
-    x, y = small_problem()
-    y = y.at[1, 7].set(label)
-    op = partial(cross_entropy, reduction="none", return_stats=True)
-    loss, pullback, stats = jax.vjp(lambda x: op(x, y), x, has_aux=True)
-    bad = np.zeros((2, 12), bool)
-    bad[1, 7] = True
-    expected = reference.cross_entropy(x, y, reduction="none", grad_loss=np.ones((2, 12)))
-    assert (np.isnan(loss) == bad).all()
-    assert (np.isnan(stats.log_prob) == bad).all()
-    assert not stats.correct[1, 7]
-    grad = pullback(jnp.ones((2, 12)))[0]
-    assert (np.isnan(grad).all(-1) == bad).all()
-    assert_same(jnp.where(bad[..., None], 0, grad), np.where(bad[..., None], 0, expected.grad_logits))
-
-
-def test_masked_columns_and_a_masked_label():
-    x, y = small_problem()
-    x = x.at[..., :40].set(-jnp.inf)
-    y = jnp.maximum(y, 40).at[0, 0].set(3)
-    loss, stats = cross_entropy(x, y, reduction="none", return_stats=True)
-    assert loss[0, 0] == jnp.inf
-    assert stats.log_prob[0, 0] == -jnp.inf
-    y = y.at[0, 0].set(41)
+    x, y = x.at[..., :40].set(-jnp.inf), jnp.maximum(y, 40)
     run = jax.jit(jax.value_and_grad(partial(cross_entropy, return_stats=True), has_aux=True))
     (loss, stats), grad = run(x, y)
     oracle = reference.cross_entropy(x, y)
     assert_same((loss, stats, grad), (oracle.loss, oracle[1:5], oracle.grad_logits))
     assert not grad[..., :40].any()
-
-
-@pytest.mark.parametrize("prob", [0.9999999])
-def test_small_losses_keep_their_digits(prob):
-    """p - 1 and log p of a p that float32 can hardly tell from 1, row by row."""
-    case = Case("peaked", 64, 500, target_prob=prob, options={"reduction": "none"})
-    inputs = make_inputs(case)
-    (x, y), _ = as_arguments(case, inputs, "float32")
-    oracle = run_oracle([x, y], case.options, inputs)
-    loss, pullback = jax.vjp(lambda x: cross_entropy(x, y, reduction="none"), x)
-    bound = 8 * np.finfo(np.float32).eps * float(np.abs(oracle.lse).max())
-    assert np.max(np.abs(np.asarray(loss) / oracle.loss - 1)) < bound
-    assert relative_error(np.asarray(pullback(jnp.asarray(inputs.grad_loss))[0]), oracle.grad_logits) < bound
-
-
-def test_label_smoothing_of_one_ignores_the_label():
-    x, y = small_problem()
-    for one in (1, jnp.float32(1)):
-        assert_same(cross_entropy(x, y, label_smoothing=one), -jax.nn.log_softmax(x).mean())

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.vocab.mosaic.blocks import LOWEST, NO_LABEL, REACH, LogitBuffer
-from onchip.vocab.mosaic.kernels import Kept, Partials
+from onchip.vocab.mosaic.blocks import LOWEST, NO_LABEL, REACH
+from onchip.vocab.mosaic.kernels import Partials
 
-__all__ = ["REACH", "Kept", "LogitBuffer", "Partials"]
 TILE = 128  # tokens
 WIDE = 256  # vocabulary entries
 

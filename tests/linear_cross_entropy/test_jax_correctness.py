@@ -1,4 +1,4 @@
-"""The JAX op against the float64 oracle: sizes, dtypes, options, layouts, special values."""
+"""The JAX op against the float64 oracle: sizes, dtypes, options, layouts; and with cross_entropy, special values."""
 
 from functools import partial
 
@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.frontend.jax_call import Static
-from onchip.jax import LinearCrossEntropyStats, linear_cross_entropy
+from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import as_arguments, run_oracle
 from onchip.oracle.checks import relative_error
-from onchip.oracle.jax import DTYPES
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory as jax_spec
@@ -27,6 +26,13 @@ from onchip.vocab.xla.tiles import Projection
 both_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
+def loss_of_logits(h, w, y, b=0.0, **options):
+    """cross_entropy as a loss of hidden states."""
+    return cross_entropy(jnp.matmul(h, w.T, precision="highest") + b, y, **options)
+
+
+OPS = {s: partial(linear_cross_entropy, strategy=s) for s in STRATEGIES} | {"cross_entropy": loss_of_logits}
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 SMALL_CASES = [c for c in CHECK_CASES if c.vocab < 10_000]
 
 
@@ -37,45 +43,37 @@ def test_check_cases(case, strategy):
     assert_right(case, strategy=strategy)
 
 
-# Compiling takes nearly all of the time: in float32 a case gets one strategy, in turn, in bfloat16 every third case
-# gets one; the hardest get both, in float16 too.  `onchip check` runs all combinations.
+# Compiling takes nearly all of the time: `onchip check` runs all combinations.
 @pytest.mark.parametrize(
-    ("case", "strategy", "dtype"),
+    ("name", "strategy", "dtype"),
     [
-        (case, strategy, dtype)
-        for dtype in DTYPES[1:]
-        for i, case in enumerate(SMALL_CASES)
-        for j, strategy in enumerate(STRATEGIES)
-        if (dtype == "bfloat16" and i % 6 == 3 * j) or case.name in ("peaked", "everything")
+        ("peaked", "stash", "float16"),
+        ("peaked", "recompute", "bfloat16"),
+        ("everything", "stash", "bfloat16"),
+        ("everything", "recompute", "float16"),
+        ("token temperature", "recompute", "bfloat16"),
     ],
-    ids=str,
 )
-def test_check_cases_in_16_bits(case, strategy, dtype):
-    assert_right(case, dtype, strategy=strategy)
-
-
-# Every size of the list at least once with what two cores can afford.
-SIZES = [
-    (1, 31, 123), (127, 31, 123), (4097, 31, 123), (127, 520, 1), (1, 520, 2049), (4097, 31, 2049), (127, 31, 50257),
-]  # fmt: skip
+def test_check_cases_in_16_bits(name, strategy, dtype):
+    assert_right(next(c for c in CHECK_CASES if c.name == name), dtype, strategy=strategy)
 
 
 @pytest.mark.parametrize(
     ("size", "strategy"),
-    [(size, STRATEGIES[i % 2]) for i, size in enumerate(SIZES)] + [(SIZES[5], STRATEGIES[0])],
+    [
+        ((1, 520, 2049), "stash"),
+        ((4097, 31, 123), "recompute"),
+        ((127, 520, 1), "stash"),
+        ((127, 31, 50257), "stash"),
+        ((4097, 31, 2049), "recompute"),
+    ],
     ids=str,
 )
 def test_sizes(size, strategy):
     assert_right(Case("size", *size), strategy=strategy)
 
 
-@pytest.mark.parametrize(("dtype", "strategy"), list(zip(DTYPES[1:], STRATEGIES, strict=True)))
-def test_large_vocabulary_in_16_bits(dtype, strategy):
-    assert_right(Case("size", 31, 31, 50257), dtype, strategy=strategy)
-
-
-@both_strategies
-@pytest.mark.parametrize("name", ["ragged", "everything"])
+@pytest.mark.parametrize(("name", "strategy"), [("ragged", "stash"), ("everything", "recompute")])
 def test_the_other_layout(name, strategy):
     case = next(c for c in CHECK_CASES if c.name == name)
     assert_right(case, strategy=strategy, weight_layout="hv")
@@ -89,15 +87,7 @@ def test_the_other_layout_is_not_transposed_in_memory():
     assert temporary < 4 * 256 * 8192
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout", "strategy"),
-    [
-        ("float32", "vh", "stash"),
-        ("float32", "hv", "recompute"),
-        ("float16", "vh", "recompute"),
-        ("float16", "hv", "stash"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "layout", "strategy"), [("float16", "vh", "stash"), ("float32", "hv", "recompute")])
 def test_many_chunks(dtype, layout, strategy):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
     case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
@@ -109,7 +99,7 @@ def test_many_chunks(dtype, layout, strategy):
     assert_right(case, dtype, strategy=strategy, scratch_bytes=budget, weight_layout=layout)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.sampled_from(["forward", *STRATEGIES]), st.booleans(), st.booleans())
 def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap, masked):
     hidden, weight, labels, _ = small_problem(tokens=40, vocab=90)
@@ -132,22 +122,19 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     assert_same(compiled(chunked), compiled(Config(strategy, 40, 90)))
 
 
-@pytest.mark.parametrize("kind", [jnp.int32, jnp.int8, jnp.uint8, np.int64, np.uint64])
-def test_every_integer_dtype_of_labels(kind):
+@pytest.mark.parametrize("kind", [jnp.uint8, np.int64])
+def test_integer_dtypes_of_labels(kind):
     h, w, y, _ = small_problem()
-    given_labels = np.asarray(y).astype(kind) if kind in (np.int64, np.uint64) else y.astype(kind)
+    given_labels = np.asarray(y).astype(kind) if kind is np.int64 else y.astype(kind)
     expected = linear_cross_entropy(h, w, y)
     assert_same(linear_cross_entropy(h, w, given_labels), expected)
 
 
-@pytest.mark.parametrize("kind", [jnp.int4, jnp.uint4])
-def test_labels_of_four_bits(kind):
+def test_labels_of_four_bits():
     h, w, y, _ = small_problem()
-    y = jnp.where(y % 3 == 0, -1, y % 7)
-    given_labels = (y + 16) % 16 if kind == jnp.uint4 else y
-    ignored = 15 if kind == jnp.uint4 else -1
-    got = linear_cross_entropy(h, w, given_labels.astype(kind), ignore_index=ignored)
-    assert_same(got, linear_cross_entropy(h, w, y, ignore_index=-1))
+    y = jnp.where(y % 3 == 0, 15, y % 7)
+    got = linear_cross_entropy(h, w, y.astype(jnp.uint4), ignore_index=15)
+    assert_same(got, linear_cross_entropy(h, w, y, ignore_index=15))
 
 
 def test_int8_labels_of_a_large_vocabulary_and_an_ignore_index_that_they_can_not_hold():
@@ -158,56 +145,44 @@ def test_int8_labels_of_a_large_vocabulary_and_an_ignore_index_that_they_can_not
     assert_same(linear_cross_entropy(h, w, y), plain(h, w, y.astype(jnp.int32)))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (2, 3, 4)], ids=str)
-def test_leading_dimensions(shape):
+@every_op
+@pytest.mark.parametrize("shape", [(), (2, 3, 4), (2, 0)], ids=str)
+def test_leading_dimensions(shape, op):
     rng = np.random.default_rng(0)
     h, w = jnp.float32(rng.standard_normal((*shape, 16))), jnp.float32(rng.standard_normal((70, 16)))
     y = jnp.asarray(rng.integers(70, size=shape), jnp.int32)
-    loss, stats = linear_cross_entropy(h, w, y, reduction="none", return_stats=True)
-    assert isinstance(stats, LinearCrossEntropyStats)
+    loss, stats = op(h, w, y, reduction="none", return_stats=True)
+    assert stats._fields == ("lse", "log_prob", "entropy", "correct")
     assert loss.shape == shape
     assert [(x.shape, x.dtype) for x in stats] == [(shape, jnp.float32)] * 3 + [(shape, bool)]
     assert_same(loss, plain(h, w, y, reduction="none"))
 
 
-@both_strategies
-def test_one_token_without_leading_dimensions_has_a_weight_and_a_temperature(strategy):
+@every_op
+def test_one_token_without_leading_dimensions_has_a_weight_and_a_temperature(op):
     h, w, y, _ = small_problem()
     one = jnp.float32(3)
-    op = partial(linear_cross_entropy, strategy=strategy)
     got = jax.value_and_grad(lambda h: op(h, w, y[0, 0], token_weight=one, temperature=one))(h[0, 0])
     same = jax.value_and_grad(lambda h: op(h[None], w, y[0, :1], token_weight=one[None], temperature=3.0))(h[0, 0])
     assert_same(got, same)
 
 
-@both_strategies
-def test_no_tokens(strategy):
-    h, w, y = jnp.zeros((2, 0, 16)), jnp.ones((70, 16)), jnp.zeros((2, 0), jnp.int32)
-    loss, grads = jax.value_and_grad(partial(linear_cross_entropy, strategy=strategy), (0, 1))(h, w, y)
-    assert loss == 0
-    assert grads[0].shape == h.shape
-    assert not grads[1].any()
-    loss, stats = linear_cross_entropy(h, w, y, reduction="none", return_stats=True)
-    assert {x.shape for x in (loss, *stats)} == {(2, 0)}
-
-
-@pytest.mark.parametrize(("label", "strategy"), [(70, "stash"), (-1, "recompute"), (2**31 - 1, "stash")])
-def test_a_label_out_of_range_gives_nan_for_its_token(label, strategy):
+@every_op
+@pytest.mark.parametrize("label", [70, -1])
+def test_a_label_out_of_range_gives_nan_for_its_token(label, op):
     h, w, y, b = small_problem()
     y = y.at[1, 7].set(label)
-    op = partial(linear_cross_entropy, bias=b, reduction="none", return_stats=True, strategy=strategy)
-    (loss, stats), pullback = jax.vjp(lambda h: op(h, w, y), h)
+    loss, pullback, stats = jax.vjp(lambda h: op(h, w, y, b, reduction="none", return_stats=True), h, has_aux=True)
     bad = np.zeros((2, 12), bool)
     bad[1, 7] = True
     expected = reference.linear_cross_entropy(h, w, y, b, reduction="none", grad_loss=np.ones((2, 12)))
     assert (np.isnan(loss) == bad).all()
     assert (np.isnan(stats.log_prob) == bad).all()
     assert not stats.correct[1, 7]
-    grad = pullback((jnp.ones((2, 12)), jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == bool else x, stats)))[0]  # fmt: skip # noqa: E501
+    grad = pullback(jnp.ones((2, 12)))[0]
     assert (np.isnan(grad).all(-1) == bad).all()
     assert_same(jnp.where(bad[..., None], 0, grad), np.where(bad[..., None], 0, expected.grad_hidden))
-    grad_weight = jax.grad(lambda w: linear_cross_entropy(h, w, y, strategy=strategy))(w)
-    assert np.isnan(grad_weight).all()
+    assert np.isnan(jax.grad(lambda w: op(h, w, y))(w)).all()
 
 
 def test_64_bit_labels_from_numpy_do_not_wrap():
@@ -217,8 +192,11 @@ def test_64_bit_labels_from_numpy_do_not_wrap():
     assert np.isnan(linear_cross_entropy(h, w, wide))
 
 
-@both_strategies
-@pytest.mark.parametrize("masked", [slice(0, 1), slice(0, 1500), slice(1000, 2048)], ids=str)
+@pytest.mark.parametrize(
+    ("masked", "strategy"),
+    [(slice(0, 1), "stash"), (slice(0, 1500), "recompute"), (slice(1000, 2048), "recompute")],
+    ids=str,
+)
 def test_masked_vocabulary(masked, strategy):
     """-inf in the first block, in all of a block, at the end; the recompute walk here has blocks of 512."""
     rng = np.random.default_rng(0)
@@ -229,21 +207,20 @@ def test_masked_vocabulary(masked, strategy):
     op = partial(linear_cross_entropy, strategy=strategy, return_stats=True, scratch_bytes=budget)
     (loss, stats), grads = jax.value_and_grad(op, (0, 1), has_aux=True)(h, w, y, bias)
     oracle = reference.linear_cross_entropy(h, w, y, bias)
-    assert_same((loss, stats), (oracle.loss, LinearCrossEntropyStats(*oracle[1:5])))
+    assert_same((loss, *stats), (oracle.loss, *oracle[1:5]))
     assert_same(grads, oracle[5:7])
     assert not grads[1][masked].any()
 
 
-@both_strategies
-@pytest.mark.parametrize("prob", [0.999, 0.9999999])
-def test_small_losses_keep_their_digits(prob, strategy):
+@every_op
+def test_small_losses_keep_their_digits(op):
     """p - 1 and log p of a p that float32 can hardly tell from 1, row by row."""
-    case = Case("peaked", 64, 64, 500, target_prob=prob, options={"reduction": "none"})
+    case = Case("peaked", 64, 64, 500, target_prob=0.9999999, options={"reduction": "none"})
     inputs = make_inputs(case)
     arguments, _ = as_arguments(case, inputs, "float32")
     oracle = run_oracle(arguments, case.options, inputs)
     _, w, y, _ = arguments
-    loss, pullback = jax.vjp(lambda h: linear_cross_entropy(h, w, y, reduction="none", strategy=strategy), arguments[0])
+    loss, pullback = jax.vjp(lambda h: op(h, w, y, reduction="none"), arguments[0])
     bound = 8 * np.finfo(np.float32).eps * float(np.abs(oracle.lse).max())
     assert np.max(np.abs(np.asarray(loss) / oracle.loss - 1)) < bound
     assert relative_error(np.asarray(pullback(jnp.asarray(inputs.grad_loss))[0]), oracle.grad_hidden) < bound
@@ -260,15 +237,16 @@ def test_tiny_gradients_survive_float16(strategy):
         assert np.abs(np.asarray(small, np.float64) - np.asarray(large, np.float64) / 1e5).max() < 4e-8
 
 
-def test_a_masked_label_costs_infinity_and_ties_go_to_the_first():
+@every_op
+def test_a_masked_label_costs_infinity_and_ties_go_to_the_first(op):
     h, w, y, _ = small_problem()
     bias = jnp.zeros(70).at[y[0, 0]].set(-jnp.inf)
-    loss, stats = linear_cross_entropy(h, w, y, bias, reduction="none", return_stats=True)
+    loss, stats = op(h, w, y, bias, reduction="none", return_stats=True)
     assert loss[0, 0] == jnp.inf
     assert stats.log_prob[0, 0] == -jnp.inf
-    tied = linear_cross_entropy(jnp.zeros((3, 4)), jnp.ones((9, 4)), jnp.array([0, 1, 8]), return_stats=True)[1]
+    tied = op(jnp.zeros((3, 4)), jnp.ones((9, 4)), jnp.array([0, 1, 8]), return_stats=True)[1]
     assert tied.correct.tolist() == [True, False, False]
-    assert jnp.isnan(linear_cross_entropy(h.at[0, 0, 0].set(jnp.nan), w, y))
+    assert jnp.isnan(op(h.at[0, 0, 0].set(jnp.nan), w, y))
 
 
 @pytest.mark.parametrize("count", [2**33, np.int64(2**33), np.asarray(2**33)], ids=["int", "scalar", "array"])
@@ -284,10 +262,10 @@ def test_label_smoothing_of_one_ignores_the_label():
         assert_same(linear_cross_entropy(h, w, y, label_smoothing=one), -log_p.mean())
 
 
-@both_strategies
-def test_a_traced_label_smoothing_of_zero_changes_nothing(strategy):
+@every_op
+def test_a_traced_label_smoothing_of_zero_changes_nothing(op):
     """Nor does it where an entry is masked: an infinite mean of logits counts 0 times."""
     h, w, y, _ = small_problem()
     bias = jnp.zeros(70).at[jnp.setdiff1d(jnp.arange(70), y)[:3]].set(-jnp.inf)
-    run = jax.jit(jax.value_and_grad(partial(linear_cross_entropy, bias=bias, strategy=strategy), (0, 1)))
+    run = jax.jit(jax.value_and_grad(lambda h, w, y, **o: op(h, w, y, bias, **o), (0, 1)))
     assert_same(run(h, w, y, label_smoothing=0.0), run(h, w, y))

@@ -49,8 +49,8 @@ def test_mosaic(case, layout, dtype):
 @pytest.mark.parametrize("overflow", [0, 256, 768])
 def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
     """Of 1024 tokens the first 256 are kept in the memory of the weight's gradient."""
-    some_again = {"halves": halves, "again_chunks": 2} if overflow < 768 else {}
-    plan = MosaicPlan("stash", 1024, kept=256, chunk=512, overflow=overflow, **some_again)
+    some_again = {"halves": halves, "recompute_chunks": 2} if overflow < 768 else {}
+    plan = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=overflow, **some_again)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     assert_right(MOSAIC_CASES[0], dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 

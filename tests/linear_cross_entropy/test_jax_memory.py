@@ -19,7 +19,8 @@ def temporary_bytes(problem, **options):
     step = partial(linear_cross_entropy, **options)
     wanted = tuple(i for i, grad in enumerate((problem.grad_hidden, problem.grad_weight)) if grad)
     if wanted:
-        step = jax.value_and_grad(step, wanted, has_aux=problem.stats)
+        # The gradients alone: where nobody reads the loss, XLA may fuse less.
+        step = jax.grad(step, wanted, has_aux=problem.stats)
     labels = jax.ShapeDtypeStruct((problem.tokens,), jnp.int32)
     return jax.jit(step).lower(h, w, labels).compile().memory_analysis().temp_size_in_bytes
 
@@ -27,26 +28,26 @@ def temporary_bytes(problem, **options):
 FORWARD = {"grad_hidden": False, "grad_weight": False}
 
 
-@pytest.mark.parametrize("extra", [0, 16 * MIB], ids=lambda x: f"{x // MIB}MiB")
 @pytest.mark.parametrize(
-    ("shape", "strategy", "changes", "options"),
+    ("shape", "strategy", "extra", "changes", "options"),
     [
-        ((2048, 256, 16384), "forward", FORWARD, {}),
-        ((2048, 256, 16384), "stash", {}, {}),
-        ((2048, 256, 16384), "recompute", {}, {}),
-        ((777, 520, 5001), "stash", {"softcap": True}, {"softcap": 5.0}),
-        ((777, 520, 5001), "recompute", {"softcap": True}, {"softcap": 5.0}),
-        ((777, 520, 5001), "recompute", {"grad_weight": False}, {}),
-        ((4096, 64, 4096), "stash", {"grad_hidden": False}, {}),
-        ((2048, 64, 8192), "stash", {"grad_weight": False, "smoothing": True}, {"label_smoothing": 0.1}),
-        ((2048, 64, 8192), "recompute", {"stats": True}, {"return_stats": True}),
-        ((4096, 64, 4096), "recompute", {"smoothing": True}, {"label_smoothing": 0.1, "z_loss": 1e-3}),
+        ((2048, 256, 16384), "forward", 0, FORWARD, {}),
+        ((2048, 256, 16384), "stash", 16, {}, {}),
+        ((2048, 256, 16384), "recompute", 16, {}, {}),
+        ((777, 520, 5001), "stash", 0, {"softcap": True}, {"softcap": 5.0}),
+        ((777, 520, 5001), "recompute", 0, {"softcap": True}, {"softcap": 5.0}),
+        ((777, 520, 5001), "recompute", 16, {"grad_weight": False}, {}),
+        ((4096, 64, 4096), "stash", 0, {"grad_hidden": False}, {}),
+        ((4096, 64, 4096), "stash", 8, {}, {}),
+        ((2048, 64, 8192), "stash", 16, {"grad_weight": False, "smoothing": True}, {"label_smoothing": 0.1}),
+        ((2048, 64, 8192), "recompute", 0, {"stats": True}, {"return_stats": True}),
+        ((4096, 64, 4096), "recompute", 16, {"smoothing": True}, {"label_smoothing": 0.1, "z_loss": 1e-3}),
     ],
     ids=str,
 )
-def test_the_formula_holds(shape, strategy, changes, options, extra):
+def test_the_formula_holds(shape, strategy, extra, changes, options):
     problem = Problem(*shape, compacted=True, **changes)
-    budget = jax_spec.scratch_at_least(problem, strategy) + extra
+    budget = jax_spec.scratch_at_least(problem, strategy) + extra * MIB
     formula = jax_spec.scratch_bytes(problem, jax_spec.plan(problem, strategy, budget))
     asked = {} if strategy == "forward" else {"strategy": strategy}
     measured = temporary_bytes(problem, scratch_bytes=budget, **asked, **options)
@@ -55,8 +56,7 @@ def test_the_formula_holds(shape, strategy, changes, options, extra):
     assert measured >= formula / 3 - MIB, "the formula promises far more than is used"
 
 
-@pytest.mark.parametrize("strategy", ["stash", "recompute"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "strategy"), [("bfloat16", "stash"), ("float16", "recompute")])
 def test_in_16_bits_the_cpu_widens_what_products_read(dtype, strategy):
     problem = Problem(777, 520, 5001, dtype, compacted=True)
     budget = jax_spec.scratch_at_least(problem, strategy) + 8 * MIB
@@ -69,13 +69,3 @@ def test_the_default_is_an_eighth_of_the_logits():
     large = Problem(1 << 16, 4096, 1 << 17, "bfloat16", device="cuda", compacted=True)
     assert jax_spec.default_scratch(large, "recompute") >= DEFAULT_SCRATCH
     assert jax_spec.choose_strategy(large) == "recompute"
-
-
-def test_stash_is_taken_where_it_fits():
-    small = Problem(4096, 64, 4096, compacted=True)
-    assert jax_spec.choose_strategy(small, budget=64 * MIB) == "stash"
-    assert jax_spec.choose_strategy(small, budget=jax_spec.scratch_at_least(small, "recompute")) == "recompute"
-    per_token = Problem(4096, 64, 4096, compacted=True, per_token_loss=True)
-    assert jax_spec.choose_strategy(per_token, "stash") == "recompute"
-    frozen = Problem(4096, 64, 4096, compacted=True, per_token_loss=True, grad_weight=False)
-    assert jax_spec.choose_strategy(frozen, "stash") == "stash"

@@ -13,6 +13,7 @@ from common_jax import quick_compilation as quick_compilation
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import Case
+from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
 from shared_jax import our_functions
@@ -25,8 +26,10 @@ LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
-    for module in ("_kernels", "_rebase"):
-        monkeypatch.setattr(mosaic_op, module, lambda: plain_kernels)
+    for name in ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product"):
+        monkeypatch.setattr(kernels, name, getattr(plain_kernels, name))
+    for name in ("rebase_exponentials", "add_targets"):
+        monkeypatch.setattr(rebase, name, getattr(plain_kernels, name))
     # Nothing that was compiled for other kernels, or other plans.
     jax.clear_caches()
     yield
@@ -34,19 +37,17 @@ def _on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("overflow", "halves", "together", "layout"),
+    ("in_scratch", "halves", "together", "layout"),
     [
         (0, False, 1, "vh"),
         (0, True, 2, "hv"),
         (128, True, 3, "vh"),
-        (128, False, 2, "vh"),
-        (384, False, 1, "vh"),
         (384, False, 1, "hv"),
     ],
 )
-def test_every_kind_of_plan(overflow, halves, together, layout, monkeypatch):
+def test_every_kind_of_plan(in_scratch, halves, together, layout, monkeypatch):
     # Of 9 tiles of the vocabulary; with 'together' 1 to 3 there is one group or more, of whole ones and the rest.
-    plan = MosaicPlan("stash", 512, kept=128, chunk=256, overflow=overflow, halves=halves, again_chunks=together)
+    plan = MosaicPlan("stash", 512, 128, 256, kept_in_scratch=in_scratch, halves=halves, recompute_chunks=together)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     assert_right(LONG, "bfloat16", backend="mosaic_gpu", weight_layout=layout)
 
@@ -71,7 +72,7 @@ def test_cases(case, dtype, layout):
 @pytest.mark.parametrize("kept", [128, 0])
 def test_labels_out_of_range_and_ignored(kept, monkeypatch):
     """Positions are in the order of labels, of which these have none: NaN for the one, nothing for the other."""
-    plan = MosaicPlan("stash" if kept else "recompute", 256, kept=kept, chunk=512)
+    plan = MosaicPlan("stash" if kept else "recompute", 256, kept_in_gradient=kept, chunk=512)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
     bad, ignored = (0, 3), (0, 100)
@@ -96,8 +97,8 @@ def test_four_functions_from_the_public_one_to_a_kernel(differentiate, monkeypat
     def recorded(kernel):
         return lambda *x, **y: found.append(our_functions()) or kernel(*x, **y)
 
-    for name in ("softmax_tiles", "rebase_exponentials"):
-        monkeypatch.setattr(plain_kernels, name, recorded(getattr(plain_kernels, name)))
+    for module, name in ((kernels, "softmax_tiles"), (rebase, "rebase_exponentials")):
+        monkeypatch.setattr(module, name, recorded(getattr(module, name)))
     hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
     op = partial(linear_cross_entropy, backend="mosaic_gpu")
     jax.eval_shape(jax.grad(op, (0, 1)) if differentiate else op, hidden, weight, labels)
@@ -119,15 +120,13 @@ def test_forward_in_chunks_of_tokens(monkeypatch):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("transform", ["checkpoint", "scan", "vmap"])
+@pytest.mark.parametrize("transform", ["scan", "vmap"])
 def test_transforms(transform, monkeypatch):
-    plan = MosaicPlan("stash", 256, kept=128, chunk=512)
+    plan = MosaicPlan("stash", 256, kept_in_gradient=128, chunk=512)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     hidden, weight, labels, _ = small_problem(512, 128, 1088, "bfloat16")
 
     def loss(f, hidden, weight):
-        if transform == "checkpoint":
-            return jax.checkpoint(f)(hidden[0], weight, labels[0])
         if transform == "vmap":
             return jax.vmap(f, in_axes=(0, None, 0))(hidden, weight, labels).mean()
         return jax.lax.scan(lambda total, x: (total + f(x[0], weight, x[1]), None), 0.0, (hidden, labels))[0]

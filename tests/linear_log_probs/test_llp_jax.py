@@ -1,7 +1,5 @@
 """The JAX op: against the float64 oracle, and under JAX's transformations."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from common_llp_jax import small_problem
 
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
-from onchip.ops.linear_log_probs.checks import check_case, plain_linear_log_probs
+from onchip.ops.linear_log_probs.checks import check_case
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
@@ -21,15 +19,6 @@ from shared_jax import assert_same, quick_compilation  # noqa: F401
 def assert_right(case, dtype="float32", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
     assert_within_bounds(check_case(case, dtype, **how))
-
-
-def objective(op, h, w, ids, b=None, **options):
-    out = op(h, w, ids, b, entropy=True, **options)
-    scale = jnp.linspace(-1, 2, out.log_prob.size).reshape(out.log_prob.shape)
-    return (out.log_prob * scale).sum() + 0.3 * (out.entropy**2).sum()
-
-
-loss, plain = partial(objective, linear_log_probs), partial(objective, plain_linear_log_probs)
 
 
 # Compiling takes nearly all of the time: `onchip check` runs all cases in all dtypes.
@@ -64,18 +53,6 @@ def test_many_chunks(layout, dtype):
     assert config.token_chunk < 333 / 2
     assert config.vocab_chunk < 2500 / 2
     assert_right(case, dtype, scratch_bytes=budget, weight_layout=layout)
-
-
-def test_what_has_no_gradient_costs_no_product():
-    h, w, ids, _ = small_problem()
-
-    def products(*arguments):
-        step = jax.grad(lambda h, w: linear_log_probs(h, w, ids).sum(), arguments)
-        return str(jax.make_jaxpr(step)(h, w)).count("dot_general")
-
-    assert products(0) == products(1) == 3
-    assert products(0, 1) == 4
-    assert str(jax.make_jaxpr(lambda h: linear_log_probs(h, w, ids))(h)).count("dot_general") == 1
 
 
 def test_nothing_leaks_from_ignored_tokens_and_bad_ids_give_nan():

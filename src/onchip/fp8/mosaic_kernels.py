@@ -26,6 +26,7 @@ from onchip.kernels.mosaic.product import (
     MosaicConfig,
     Part,
     Promotion,
+    Refs,
     Step,
     load_block,
     persistent_product,
@@ -75,15 +76,15 @@ def scaled_product(
     scales_of_b = c.tile_n // BLOCK * BOX if by_block else c.tile_n
     registers = Registers(interpret)
 
-    def tiles(refs: Sequence[Any]) -> tuple[int, int, int]:
+    def tiles(refs: Refs) -> tuple[int, int, int]:
         return -(-m // c.tile_m), -(-n // c.tile_n), k // BLOCK
 
-    def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any, a_scales: Any, b_scales: Any) -> None:
+    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any, a_scales: Any, b_scales: Any) -> None:
         rows, columns = s.i * c.tile_m, s.j * c.tile_n
-        load_block(refs[0], rows, c.tile_m, s.k * BLOCK, BLOCK, a, barrier)
-        load_block(refs[2], columns, c.tile_n, s.k * BLOCK, BLOCK, b, barrier)
-        plgpu.copy_gmem_to_smem(refs[1].at[s.k, pl.ds(rows, c.tile_m)], a_scales, barrier)
-        plgpu.copy_gmem_to_smem(refs[3].at[s.k, pl.ds(s.j * scales_of_b, scales_of_b)], b_scales, barrier)
+        load_block(refs["a"], rows, c.tile_m, s.k * BLOCK, BLOCK, a, barrier)
+        load_block(refs["b"], columns, c.tile_n, s.k * BLOCK, BLOCK, b, barrier)
+        plgpu.copy_gmem_to_smem(refs["a_scales"].at[s.k, pl.ds(rows, c.tile_m)], a_scales, barrier)
+        plgpu.copy_gmem_to_smem(refs["b_scales"].at[s.k, pl.ds(s.j * scales_of_b, scales_of_b)], b_scales, barrier)
 
     def load(brought: Sequence[Any], m: Any, n: Any) -> tuple[Any, Any]:
         a_scales, b_scales = brought
@@ -98,27 +99,26 @@ def scaled_product(
             product = product * registers.spread(of_columns, shape, 0)
         return total + product * registers.spread(of_rows, shape, 1)
 
-    def epilogue(refs: Sequence[Any], p: Part, total: Any, store: Callable[..., None]) -> None:
+    def epilogue(refs: Refs, p: Part, total: Any, store: Callable[..., None]) -> None:
         if bias is not None:
-            total = total + registers.spread(registers.load(refs[4].at[pl.ds(p.n, wave_n)], 0), shape, 0)
-        store(lambda n, width: total[:, n : n + width].astype(dtype), send_to(refs[-1], p.m, p.n, columns))
+            total = total + registers.spread(registers.load(refs["bias"].at[pl.ds(p.n, wave_n)], 0), shape, 0)
+        store(lambda n, width: total[:, n : n + width].astype(dtype), send_to(refs["out"], p.m, p.n, columns))
 
-    run = persistent_product(
+    padded = None if bias is None else jnp.pad(bias, (0, up(n, c.tile_n) - bias.shape[0]))
+    made = persistent_product(
         c,
         (a.data.dtype, b.data.dtype),
         "mk",
         "nk",
-        4,
         tiles,
         copies,
         epilogue,
-        out_type=(jax.ShapeDtypeStruct((m, width), dtype),),
+        inputs={"a": a.data, "a_scales": a.scales, "b": b.data, "b_scales": b.scales, "bias": padded},
+        outputs={"out": jax.ShapeDtypeStruct((m, width), dtype)},
         stored=dtype,
         promotion=Promotion((c.tile_m, scales_of_b), load, enter, wave_n),
         name="scaled_product",
         interpret=interpret,
     )
-    padded = [] if bias is None else [jnp.pad(bias, (0, up(n, c.tile_n) - bias.shape[0]))]
-    out: Array
-    (out,) = run(*a, *b, *padded)
+    out: Array = made["out"]
     return out

@@ -1,8 +1,9 @@
 """How JAX calls an op: derivatives of first order by reverse mode, and arrays that vary under `jax.shard_map`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -26,16 +27,13 @@ class Static:
     return_stats: bool
 
 
-class Forward(Protocol):
-    """The outputs, and what backward needs: any pytree."""
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
+@dataclass(frozen=True)
+class Planned:
+    """Any pytree of arrays that forward leaves for backward, and the plan of both."""
 
-    def __call__(self, static: Any, needs: Any, parameters: Any, constants: Any, /) -> tuple[Any, Any]: ...
-
-
-class Backward(Protocol):
-    """The gradients: a tree like the parameters, with None for what needs none."""
-
-    def __call__(self, static: Any, needs: Any, residuals: Any, cotangents: Any, /) -> Any: ...
+    arrays: Any
+    plan: Any
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["needs", "like"])
@@ -48,12 +46,14 @@ class _Saved:
     like: Any
 
 
-def with_gradients(op: str, forward: Forward, backward: Backward) -> Any:
+def with_gradients(op: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """A function of (static, parameters, constants) with first derivatives of the parameters, by reverse mode alone.
 
-    `static` is hashable; `parameters` and `constants` are pytrees of arrays.  `needs`, a tree like the parameters, says
-    of each whether it needs a gradient.  Gradients may have any dtype: they are cast to their parameters'.  Cotangents
-    that are zero come as None; where all are, backward isn't called.
+    forward(static, needs, parameters, constants) returns the outputs, and what backward needs, any pytree;
+    backward(static, needs, that, cotangents) returns the gradients, a tree like the parameters with None for what needs
+    none.  `static` is hashable; `parameters` and `constants` are pytrees of arrays.  `needs`, a tree like the
+    parameters, says of each whether it needs a gradient.  Gradients may have any dtype: they are cast to their
+    parameters'.  Cotangents that are zero come as None; where all are, backward isn't called.
 
     Both functions run under jit, compiled anew for another `static` or `needs`, so that a call outside of a jit doesn't
     run operation by operation; `jitted` of the result has both.  To differentiate either would be a second derivative

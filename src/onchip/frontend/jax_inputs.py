@@ -82,6 +82,27 @@ def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> 
             raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {other}; cast one of them")
 
 
+def check_arrays(
+    op: str,
+    named: Mapping[str, Any],
+    *,
+    optional: Collection[str],
+    integers: Collection[str],
+    constants: Collection[str] = (),
+) -> dict[str, Any]:
+    """Raise for arguments that are no arrays, or whose dtypes are wrong or don't fit together; return the arrays."""
+    arrays = require_arrays(op, named, optional)
+    check_kinds(op, arrays, integers=integers, constants=constants)
+    check_product_dtype(op, arrays)
+    return arrays
+
+
+def per_token_shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of those that have a number for each token; a temperature may be one for all."""
+    given = {name: arrays[name].shape for name in ("token_weight", "temperature") if name in arrays}
+    return {name: shape for name, shape in given.items() if name == "token_weight" or shape}
+
+
 def check_normalizer(op: str, normalizer: Any, reduction: str) -> None:
     """Raise unless `normalizer` is None, a number above 0, or a 0-d array, and the reduction uses it."""
     if normalizer is None:

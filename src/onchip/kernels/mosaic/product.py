@@ -172,6 +172,51 @@ class Work:
         return *place_tile(tile, self.tiles_m, self.tiles_n, self.group), second * middle, steps
 
 
+Refs = Mapping[str, Any]
+"""References to a kernel's inputs and outputs by their names."""
+
+
+def launch(
+    body: Callable[..., None],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    scratch: Sequence[Any],
+    *,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    name: str,
+    interpret: Any,
+) -> dict[str, Any]:
+    """Run body(refs, *scratch) in each warpgroup of a grid, and return the outputs.
+
+    inputs: arrays, or references to write to in place; those that are None are left out.
+    outputs: shapes and dtypes.
+    """
+    inputs = {key: x for key, x in inputs.items() if x is not None}
+
+    def kernel(*refs: Any) -> None:
+        run = partial(body, dict(zip((*inputs, *outputs), refs, strict=True)))
+        if scratch:
+            pl.run_scoped(run, *scratch, collective_axes=("warpgroup",))
+        else:
+            run()
+
+    # Not plgpu.kernel, which takes no references from outside a kernel: those are worked on in place.
+    mesh = plgpu.Mesh(
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+    )
+    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out_type = tuple(outputs.values())
+    run = pl.kernel(
+        kernel, out_type=out_type, mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
+    )
+    return dict(zip(outputs, run(*inputs.values()), strict=True))
+
+
 def multiprocessors() -> int:
     """Of the device that the kernel will run on; an H100's where only its lowering is wanted."""
     device = jax.devices()[0]
@@ -183,31 +228,30 @@ def persistent_product(
     dtype: Any | tuple[Any, Any],
     left: Literal["mk", "km", "km boxes", "mk boxes"],
     right: Literal["kn", "nk"],
-    copies_per_step: int,
-    tiles: Callable[[Sequence[Any]], tuple[Any, Any, Any]],
+    tiles: Callable[[Refs], tuple[Any, Any, Any]],
     copies: Callable[..., None],
-    epilogue: Callable[[Sequence[Any], Part, Any, Callable[..., None]], None],
+    epilogue: Callable[[Refs, Part, Any, Any], None],
     *,
-    out_type: Sequence[Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
     stored: Any = None,
     halves: bool = False,
     promotion: Promotion | None = None,
     name: str,
     interpret: Any = None,
-) -> Callable[..., Any]:
-    """A kernel of the references of its arguments and results.
+) -> dict[str, Any]:
+    """Launch a kernel over `inputs` and `outputs` as `launch` does.
 
     dtype: of the operands, or of each.
     left, right: how the operands lie in shared memory, by the names of rows and columns; 'boxes': as tile_m / BOX
         matrices with BOX rows and columns each.
-    copies_per_step: copies from device memory that `copies` issues, branches left out.
     tiles: of the references, the numbers of rows and of columns of tiles and of steps; each at least 1.
     copies: called with (references, step, shared memory of the left operand, of the right one, barrier), and that of
-        the vectors of `promotion`.
+        the vectors of `promotion`; it issues one copy for each of them, or for each box.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
         `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
         columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.
-    stored: dtype of what `store` is given; None if there is nothing to store.
+    stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
         and the epilogue is called for each wave, with the wave's place and its result.
@@ -231,12 +275,11 @@ def persistent_product(
     if needed > SHARED_BYTES:
         raise ValueError(f"{name}: {c} needs {needed} bytes of shared memory, of which a block has {SHARED_BYTES}")
     columns = 128 // jnp.dtype(stored).itemsize if stores else 0
+    copies_per_step = (shape_a[0] if boxes else 1) + 1 + len(brought)
     programs = multiprocessors() if interpret is None else 2
 
-    def body(*arguments: Any) -> None:
-        number = 4 + len(brought) + stores
-        refs = arguments[:-number]
-        a_smem, b_smem, full, free, *vectors = arguments[-number:][: 4 + len(brought)]
+    def body(refs: Refs, a_smem: Any, b_smem: Any, full: Any, free: Any, *more: Any) -> None:
+        vectors = more[: len(brought)]
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("multiprocessor")
         tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
@@ -345,8 +388,8 @@ def persistent_product(
                 for (m, n), result in zip(waves, results, strict=True):
                     epilogue(refs, at._replace(m=at.m + m, n=at.n + n), result, storing(BOX, promotion.wave_n))
 
-            def storing(m: int, n: int) -> Callable[..., None]:
-                return _storing(arguments[-1].at[warpgroup], c, m, n, columns) if stores else _nothing_to_store
+            def storing(m: int, n: int) -> Any:
+                return _storing(more[-1].at[warpgroup], c, m, n, columns) if stores else None
 
             lax.fori_loop(0, mine, tile if promotion is None else partial(promoted_tile, promotion), None)
             if stores:
@@ -364,22 +407,8 @@ def persistent_product(
     if stores:
         scratch.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
 
-    def kernel(*refs: Any) -> None:
-        pl.run_scoped(lambda *shared: body(*refs, *shared), *scratch, collective_axes=("warpgroup",))
-
-    # Not plgpu.kernel, which takes no references from outside a kernel: those are worked on in place.
-    mesh = plgpu.Mesh(
-        grid=(programs,), grid_names=("multiprocessor",), num_threads=_ALL, thread_name="warpgroup", kernel_name=name
-    )
-    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    run: Callable[..., Any] = pl.kernel(
-        kernel, out_type=tuple(out_type), mesh=mesh, compiler_params=parameters, interpret=interpret or False, name=name
-    )
-    return run
-
-
-def _nothing_to_store(strip: Any, send: Any) -> None:
-    raise AssertionError("this kernel was made without `stored`")
+    grid = {"multiprocessor": programs}
+    return launch(body, inputs, outputs, scratch, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
 
 
 def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:

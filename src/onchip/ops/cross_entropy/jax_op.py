@@ -1,26 +1,32 @@
 """cross_entropy for JAX: the public function, and the computation in plain JAX, a chunk of rows at a time.
 
-The public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax and gradient of a chunk are those of the
-losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's docstring.
+The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its derivatives.  Softmax
+and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab.xla`); the maths is in the package's
+docstring.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_normalizer, check_numbers, is_array, known_numbers, platform
-from onchip.ops.cross_entropy.jax_inputs import check_arrays
+from onchip.frontend.jax_inputs import (
+    check_arrays,
+    check_normalizer,
+    check_numbers,
+    is_array,
+    known_numbers,
+    per_token_shapes,
+    platform,
+)
+from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import Problem
-from onchip.vocab.xla.loss import Call, Constants, Outputs
+from onchip.vocab.xla.loss import Call, Constants, LossStats, Outputs
 from onchip.vocab.xla.tiles import (
     Columns,
     Logits,
@@ -36,17 +42,7 @@ from onchip.vocab.xla.walk import statistics
 BACKENDS = ("xla",)
 
 
-class CrossEntropyStats(NamedTuple):
-    """Per-token statistics, without gradients; each has the labels' shape, and ignored tokens hold 0 (False)."""
-
-    lse: jax.Array
-    """float32: log-sum-exp of the final logits."""
-    log_prob: jax.Array
-    """float32: log-probability of the label."""
-    entropy: jax.Array
-    """float32: entropy of the softmax, in nats."""
-    correct: jax.Array
-    """bool: whether the label is the argmax (the first one, where logits tie)."""
+CrossEntropyStats = LossStats
 
 
 def cross_entropy(
@@ -82,23 +78,13 @@ def cross_entropy(
             the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
             64-bit mode is off.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
-        reduction: "mean", "sum" or "none" (the loss then has labels' shape).
-        normalizer: above 0: what "mean" divides by instead of the token count: for gradient accumulation, the count
-            over all micro-batches.  Where every token is ignored any 0-d array will do.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
-        label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
-        z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
-        softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
-        logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; may also be a [...] array with one per token.
-        return_stats: also return float32 per-token statistics.
+        ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale, temperature,
+            return_stats: as in `linear_cross_entropy`; token_weight is [...], temperature a number or [...].
         backend: "xla" (plain JAX, on any device) or "auto".
         scratch_bytes: bound on the temporary memory, the gradient not counted.  Default: 256 MiB or an eighth of the
             float32 logits, whichever is less, and at least what a useful chunk of rows needs.
 
-    The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or
-    not: a new value then compiles nothing anew, but isn't checked.  They and token_weight are constants to autodiff.
+    What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
     Returns:
         The float32 loss, 0-d or of labels' shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
@@ -141,16 +127,20 @@ def cross_entropy(
         return_stats=return_stats,
         **known_numbers(numbers),
     )
-    check_arrays(logits, labels, token_weight, temperature if is_array(temperature) else None)
+    named = {"logits": logits, "labels": labels, "token_weight": token_weight}
+    named |= {"temperature": temperature if is_array(temperature) else None}
+    optional = ("token_weight", "temperature")
+    arrays = check_arrays(OP, named, optional=optional, integers=("labels",), constants=optional)
+    spec.check_shapes(logits.shape, labels.shape, per_token_shapes(arrays), target_name="labels")
     check_normalizer(OP, normalizer, reduction)
     check_numbers(OP, numbers)
 
-    shape, vocab = labels.shape, logits.shape[-1]
-    rows = jnp.asarray(logits).reshape(int(np.prod(shape)), vocab)
+    vocab = logits.shape[-1]
+    rows = jnp.asarray(logits).reshape(labels.size, vocab)
     constants = Constants.of(labels, vocab, ignore_index, token_weight, normalizer, numbers)
     rows, constants = vary_alike((rows, constants))
     static = Static(
-        backend=backend,
+        backend=choose_backend(OP, backend, dict.fromkeys(BACKENDS)),
         platform=platform(),
         dtype=rows.dtype.name,
         weight_layout="vh",
@@ -159,23 +149,14 @@ def cross_entropy(
         scratch_bytes=None if scratch_bytes is None else int(scratch_bytes),
         return_stats=return_stats,
     )
-    refused = refusal(_problem(static, rows, constants, grad=True))
-    static = replace(static, backend=choose_backend(OP, backend, {"xla": refused}))
     outputs = Outputs.of_nothing(static) if len(rows) == 0 else _op(static, rows, constants)
-    loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if outputs.stats is None:
-        return loss
-    return loss, CrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
+    return outputs.shaped(labels.shape)
 
 
-def refusal(problem: Problem) -> str | None:
-    """Why the one backend can't serve the call: it always can."""
-    return None
-
-
-def _problem(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> Problem:
+def _chunk(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
+    """Rows of a chunk."""
     tokens, vocab = logits.shape
-    return Problem(
+    problem = Problem(
         tokens=tokens,
         vocab=vocab,
         dtype=static.dtype,
@@ -183,12 +164,10 @@ def _problem(static: Static, logits: jax.Array, constants: Constants, *, grad: b
         grad=grad,
         softcap=constants.transform.softcap is not None,
         stats=static.return_stats,
+        smoothing=constants.loss.label_smoothing is not None,
         xla=True,
     )
-
-
-def _chunk(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
-    return row_memory.plan(_problem(static, logits, constants, grad=grad), static.scratch_bytes)
+    return row_memory.plan(problem, static.scratch_bytes)
 
 
 class _Saved(NamedTuple):

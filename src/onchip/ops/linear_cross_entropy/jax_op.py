@@ -8,25 +8,33 @@ plans the call and moves the tokens that count to the front; the backend's `forw
 `onchip.vocab.xla.loss`, the maths in the package's docstring.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_normalizer, check_numbers, is_array, known_numbers, platform
-from onchip.ops.linear_cross_entropy.jax_inputs import check_arrays
+from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_inputs import (
+    check_arrays,
+    check_layout,
+    check_normalizer,
+    check_numbers,
+    is_array,
+    known_numbers,
+    per_token_shapes,
+    platform,
+)
+from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.loss import Constants, Outputs
+from onchip.vocab.xla.loss import Constants, LossStats, Outputs
 from onchip.vocab.xla.tiles import Projection
 
 # Best first, by platform.
@@ -38,17 +46,7 @@ BACKENDS = {
 _MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
 
 
-class LinearCrossEntropyStats(NamedTuple):
-    """Per-token statistics, without gradients; each has the labels' shape, and ignored tokens hold 0 (False)."""
-
-    lse: jax.Array
-    """float32: log-sum-exp of the final logits."""
-    log_prob: jax.Array
-    """float32: log-probability of the label."""
-    entropy: jax.Array
-    """float32: entropy of the softmax, in nats."""
-    correct: jax.Array
-    """bool: whether the label is the argmax (the first one, where logits tie)."""
+LinearCrossEntropyStats = LossStats
 
 
 def linear_cross_entropy(
@@ -159,18 +157,24 @@ def linear_cross_entropy(
         return_stats=return_stats,
         **known_numbers(numbers),
     )
-    token_temperature = temperature if is_array(temperature) else None
-    check_arrays(hidden, weight, labels, bias, token_weight, token_temperature, weight_layout)
+    check_layout(OP, weight_layout)
+    named = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    named |= {"token_weight": token_weight, "temperature": temperature if is_array(temperature) else None}
+    optional = ("bias", "token_weight", "temperature")
+    arrays = check_arrays(OP, named, optional=optional, integers=("labels",), constants=optional[1:])
+    spec.check_shapes(
+        hidden.shape,
+        weight.shape,
+        labels.shape,
+        None if bias is None else bias.shape,
+        per_token_shapes(arrays),
+        layout=weight_layout,
+        target_name="labels",
+    )
     check_normalizer(OP, normalizer, reduction)
     check_numbers(OP, numbers)
 
-    shape = labels.shape
-    projection = Projection(
-        hidden=jnp.asarray(hidden).reshape(int(np.prod(shape)), hidden.shape[-1]),
-        weight=jnp.asarray(weight),
-        bias=None if bias is None else jnp.asarray(bias),
-        vocab_axis=weight_layout.index("v"),
-    )
+    projection = Projection.of(hidden, weight, bias, weight_layout)
     constants = Constants.of(labels, projection.vocab, ignore_index, token_weight, normalizer, numbers)
     projection, constants = vary_alike((projection, constants))
     static = Static(
@@ -186,10 +190,7 @@ def linear_cross_entropy(
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
     static = replace(static, backend=choose_backend(OP, backend, refusals(static, problem)))
     outputs = Outputs.of_nothing(static) if problem.tokens == 0 else _op(static, projection, constants)
-    loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if outputs.stats is None:
-        return loss
-    return loss, LinearCrossEntropyStats(*(jax.lax.stop_gradient(x).reshape(shape) for x in outputs.stats))
+    return outputs.shaped(labels.shape)
 
 
 def refusals(static: Static, problem: Problem) -> dict[str, str | None]:
@@ -204,34 +205,19 @@ def planned(static: Static, problem: Problem) -> tuple[str, Any]:
 
 
 def _problem(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
-    tokens, size = projection.hidden.shape
-    return Problem(
-        tokens=tokens,
-        hidden=size,
-        vocab=projection.vocab,
-        dtype=static.dtype,
-        device="cpu" if static.platform == "cpu" else "cuda",
-        grad_hidden=needs.hidden,
-        grad_weight=needs.weight,
-        grad_bias=bool(needs.bias),
+    return projection.problem(
+        needs,
+        static.platform,
+        constants.transform,
         per_token_loss=static.reduction == "none",
-        softcap=constants.transform.softcap is not None,
         smoothing=constants.loss.label_smoothing is not None,
         stats=static.return_stats,
-        compacted=True,
     )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
-@dataclass(frozen=True)
-class _Saved:
-    """What the backend saved, and the plan of both its halves."""
-
-    arrays: Any
-    plan: Any
-
-
-def _forward(static: Static, needs: Projection, projection: Projection, constants: Constants) -> tuple[Outputs, _Saved]:
+def _forward(
+    static: Static, needs: Projection, projection: Projection, constants: Constants
+) -> tuple[Outputs, Planned]:
     backend = _MODULES[static.backend]
     problem = _problem(static, projection, constants, needs)
     plan = backend.plan(problem, static.strategy, static.scratch_bytes)
@@ -239,10 +225,10 @@ def _forward(static: Static, needs: Projection, projection: Projection, constant
     run = partial(backend.forward, plan, constants.loss.wanted(static.return_stats), needs)
     run = jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
     stats, saved = run(call)
-    return call.outputs(static, stats), _Saved(saved, plan)
+    return call.outputs(static, stats), Planned(saved, plan)
 
 
-def _backward(static: Static, needs: Projection, saved: _Saved, cotangents: Outputs) -> Projection:
+def _backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
     backend = _MODULES[static.backend]
     run = partial(backend.backward, saved.plan, needs)
     run = jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run

@@ -1,26 +1,30 @@
 """linear_log_probs for JAX: the public function, and the gradients of its results by each token's logits.
 
-The public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  The walks over the logits are those of
-`onchip.vocab.xla.walk`, the maths is in the package's docstring.
+The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its derivatives.  The walks
+over the logits are those of `onchip.vocab.xla.walk`, the maths is in the package's docstring.
 """
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import as_constants, check_numbers, is_array, known_numbers, plain_labels, platform
-from onchip.ops.linear_log_probs.jax_inputs import check_arrays
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, vary_alike, with_gradients
+from onchip.frontend.jax_inputs import (
+    as_constants,
+    check_arrays,
+    check_layout,
+    check_numbers,
+    is_array,
+    known_numbers,
+    plain_labels,
+    platform,
+)
+from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.chunks import Config
-from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory, walk
 from onchip.vocab.xla.tiles import (
     VANISHED,
@@ -131,16 +135,23 @@ def linear_log_probs(
     numbers = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     known = known_numbers(numbers)
     Options(ignore_index=ignore_index, entropy=entropy, lse=lse, top1=top1, scratch_bytes=scratch_bytes, **known)
-    check_arrays(hidden, weight, ids, bias, temperature if is_array(temperature) else None, weight_layout)
+    check_layout(OP, weight_layout)
+    named = {"hidden": hidden, "weight": weight, "ids": ids, "bias": bias}
+    named |= {"temperature": temperature if is_array(temperature) else None}
+    check_arrays(OP, named, optional=("bias", "temperature"), integers=("ids",), constants=("temperature",))
+    spec.check_shapes(
+        hidden.shape,
+        weight.shape,
+        ids.shape,
+        None if bias is None else bias.shape,
+        getattr(temperature, "shape", ()),
+        weight_layout,
+    )
     check_numbers(OP, numbers)
 
-    shape, total = hidden.shape[:-1], int(np.prod(hidden.shape[:-1]))
-    projection = Projection(
-        hidden=jnp.asarray(hidden).reshape(total, hidden.shape[-1]),
-        weight=jnp.asarray(weight),
-        bias=None if bias is None else jnp.asarray(bias),
-        vocab_axis=weight_layout.index("v"),
-    )
+    shape = hidden.shape[:-1]
+    projection = Projection.of(hidden, weight, bias, weight_layout)
+    total = len(projection.hidden)
     each = ids.shape[-1] if ids.ndim > len(shape) else 1
     plain = plain_labels(ids, projection.vocab, int(ignore_index)).reshape(total, each)
     constants = _Constants(plain, Transform(**as_constants(numbers)))
@@ -177,46 +188,15 @@ class _Constants(NamedTuple):
 
 
 def _plan(static: _Static, needs: Projection, projection: Projection, constants: _Constants) -> Config:
-    tokens, size = projection.hidden.shape
-    problem = Problem(
-        tokens=tokens,
-        hidden=size,
-        vocab=projection.vocab,
-        ids=constants.ids.shape[1],
-        dtype=projection.hidden.dtype.name,
-        device="cpu" if static.platform == "cpu" else "cuda",
-        grad_hidden=needs.hidden,
-        grad_weight=needs.weight,
-        grad_bias=bool(needs.bias),
-        softcap=constants.transform.softcap is not None,
-        stats=static.wanted.entropy,
-        op=OP,
-        compacted=True,
-    )
+    options = {"ids": constants.ids.shape[1], "stats": static.wanted.entropy, "op": OP}
+    problem = projection.problem(needs, static.platform, constants.transform, **options)
     strategy = "recompute" if any(jax.tree.leaves(needs)) else "forward"
     return memory.plan(problem, strategy, static.scratch_bytes)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["projection", "transform", "tokens", "ids", "stats"],
-    meta_fields=["plan"],
-)
-@dataclass(frozen=True)
-class _Saved:
-    """What backward needs: the inputs, and a few numbers per token."""
-
-    projection: Projection
-    transform: Transform
-    tokens: Tokens
-    ids: Array  # [P, K] int32
-    stats: TokenStats
-    plan: Config  # of both halves: backward finds forward's rows padded to whole chunks
-
-
 def _forward(
     static: _Static, needs: Projection, projection: Projection, constants: _Constants
-) -> tuple[LogProbs, _Saved | None]:
+) -> tuple[LogProbs, Planned | None]:
     plan = _plan(static, needs, projection, constants)
     counts = (constants.ids != IGNORED).any(1)
     tokens = select_tokens(jnp.where(counts, 0, IGNORED), plan.token_chunk)
@@ -228,25 +208,24 @@ def _forward(
         tokens.spread(stats.lse),
         None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
     )
-    saved = _Saved(projection, transform, tokens, ids, stats._replace(argmax=None), plan)
+    saved = Planned((projection, transform, tokens, ids, stats._replace(argmax=None)), plan)
     return outputs, None if plan.strategy == "forward" else saved
 
 
-def _backward(static: _Static, needs: Projection, saved: _Saved, upstream: LogProbs) -> Projection:
-    gradient = _gradient(saved, upstream)
-    arrays = (saved.projection, saved.transform, saved.tokens, saved.ids, saved.stats, gradient)
-    return walk.gradients(saved.plan, needs, *arrays)
+def _backward(static: _Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
+    projection, transform, tokens, ids, stats = saved.arrays
+    gradient = _gradient(tokens, ids, stats, upstream)
+    return walk.gradients(saved.plan, needs, projection, transform, tokens, ids, stats, gradient)
 
 
 _op = with_gradients(OP, _forward, _backward)
 
 
-def _gradient(saved: _Saved, upstream: LogProbs) -> TokenGradient:
+def _gradient(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:
     """The gradient by each token's logits; None in `upstream` is zero."""
-    ids, stats = saved.ids, saved.stats
 
     def rows(grad: Any) -> Array | None:
-        return None if grad is None else saved.tokens.take(grad.astype(jnp.float32), 0)
+        return None if grad is None else tokens.take(grad.astype(jnp.float32), 0)
 
     g, g_entropy, g_lse = map(rows, (upstream.log_prob, upstream.entropy, upstream.lse))
     g = jnp.zeros(ids.shape, jnp.float32) if g is None else g

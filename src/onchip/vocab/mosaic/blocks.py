@@ -10,7 +10,7 @@ be read.
 Exponentials of more tokens than H are kept in another matrix in scratch, laid out alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.kernels.mosaic.product import BOX, MosaicConfig, Step, load_block
+from onchip.kernels.mosaic.product import BOX, MosaicConfig, Refs, Step, load_block
 from onchip.kernels.mosaic.registers import Registers
 
 LOG2E = 1.4426950408889634
@@ -50,30 +50,27 @@ def tanh(x: Any) -> Any:
     return jnp.where(q < 0.16, series, 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1))
 
 
-def logits_copies(c: MosaicConfig, vocab_major: bool, first: int | None = None) -> Callable[..., None]:
-    """Copies of a product of the first reference [T, H] and the second, a weight.
+def logits_copies(c: MosaicConfig, vocab_major: bool) -> Callable[..., None]:
+    """Copies of the product of `rows` [T, H] and `weight`, from the vocabulary entry in `first` on if there is one."""
 
-    From the vocabulary entry on that is in the reference with the number `first`.
-    """
-
-    def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         h = s.k * c.tile_k
-        v = s.j * c.tile_n + (0 if first is None else refs[first][0])
-        load_block(refs[0], s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
+        v = s.j * c.tile_n + (refs["first"][0] if "first" in refs else 0)
+        load_block(refs["rows"], s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
         if vocab_major:
-            load_block(refs[1], v, c.tile_n, h, c.tile_k, b, barrier)
+            load_block(refs["weight"], v, c.tile_n, h, c.tile_k, b, barrier)
         else:
-            load_block(refs[1], h, c.tile_k, v, c.tile_n, b, barrier)
+            load_block(refs["weight"], h, c.tile_k, v, c.tile_n, b, barrier)
 
     return copies
 
 
-def unscaled_logits(x: Any, bias: Any, v: Any, inner_scale: Any, shape: Any, registers: Registers) -> Any:
-    """The logits up to a factor of each token: x with z = x * factor.  `bias`, `inner_scale`: references, or None."""
-    if bias is not None:
-        x = x + registers.spread(registers.load(bias.at[pl.ds(v, shape[1])], 0), shape, 0)
-    if inner_scale is not None:
-        x = tanh(x * inner_scale[0])
+def unscaled_logits(refs: Refs, x: Any, v: Any, shape: Any, registers: Registers) -> Any:
+    """The logits of entries from v on up to a factor of each token: x with z = x * factor."""
+    if "bias" in refs:
+        x = x + registers.spread(registers.load(refs["bias"].at[pl.ds(v, shape[1])], 0), shape, 0)
+    if "inner_scale" in refs:
+        x = tanh(x * refs["inner_scale"][0])
     return x
 
 

@@ -26,6 +26,7 @@ from onchip.kernels.mosaic.product import (
     BOX,
     MosaicConfig,
     Part,
+    Refs,
     Step,
     ceil_div,
     load_block,
@@ -53,9 +54,9 @@ class Partials(NamedTuple):
 
     maximum: Array  # float32: of z
     others: Array  # float32: sum of exp(z - maximum) over all but the label
-    offset_sum: Array | None  # float32: sum of z - maximum
-    moment: Array | None  # float32: sum of exp(z - maximum) * (z - maximum)
-    argmax: Array | None  # int32
+    offset_sum: Array | None = None  # float32: sum of z - maximum
+    moment: Array | None = None  # float32: sum of exp(z - maximum) * (z - maximum)
+    argmax: Array | None = None  # int32
 
     @staticmethod
     def empty(vocab: int, tokens: int, config: MosaicConfig, *, smoothing: bool, stats: bool) -> "Partials":
@@ -105,33 +106,27 @@ def softmax_tiles(
     vocab = vocab_of(weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    results = ["maximum", "others", *["offset_sum"] * smoothing, *["moment", "argmax"] * stats]
-    optional = {"bias": bias, "inner_scale": inner_scale, "shift": shift}
-    optional |= {"in_weight_grad": in_weight_grad, "spare": spare}
-    names = [name for name, x in optional.items() if x is not None]
     assert tokens % c.tile_m == 0
 
-    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
-        n = lax.max(refs[4][0], jnp.int32(1))
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        n = lax.max(refs["count"][0], jnp.int32(1))
         return ceil_div(n, c.tile_m), -(-vocab // c.tile_n), -(-hidden // c.tile_k)
 
-    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
-        at = dict(zip(names, refs[5:], strict=False))
-        out = dict(zip(results, refs[5 + len(names) :], strict=True))
+    def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         over = pl.ds(p.m, c.part_m)
-        y = registers.load(refs[2].at[over], 1)
-        k = registers.load(refs[3].at[over], 1)
-        x = unscaled_logits(product, at.get("bias"), p.n, at.get("inner_scale"), shape, registers)
+        y = registers.load(refs["label"].at[over], 1)
+        k = registers.load(refs["factor"].at[over], 1)
+        x = unscaled_logits(refs, product, p.n, shape, registers)
         if vocab % c.tile_n:
             x = jnp.where(registers.columns(shape) < vocab - p.n, x, -jnp.inf)
         top = jnp.maximum(jnp.max(x, axis=1), LOWEST)
         k_2 = k * LOG2E
         here = p.j if c.split == "m" else p.j * 2 + p.warpgroup
-        out["maximum"][here, over] = top * k
+        refs["maximum"][here, over] = top * k
         if stats:
             at_top = x == registers.spread(top, shape, 1)
             first = jnp.min(jnp.where(at_top, registers.columns(shape), c.part_n), axis=1)
-            out["argmax"][here, over] = p.n + first
+            refs["argmax"][here, over] = p.n + first
         sums: dict[str, Any] = {}
 
         def add(name: str, value: Any) -> None:
@@ -158,44 +153,51 @@ def softmax_tiles(
             exponentials(0, c.part_n)
         else:
             split = buffer.split
-            above = top * k - registers.load(at["shift"].at[over], 1)
+            above = top * k - registers.load(refs["shift"].at[over], 1)
             f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
 
             def kept_strip(n: int, width: int) -> Any:
                 return (exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)).astype(rows.dtype)
 
-            in_spare = send_exponentials(at["spare"], p.m, p.n - split, vocab_major)
+            in_spare = send_exponentials(refs["spare"], p.m, p.n - split, vocab_major)
 
             def send(block: Any, m: int, n: int) -> None:
                 if in_weight_grad is None:
                     in_spare(block, m, n)
                     return
-                send_to_weight_grad = send_exponentials(at["in_weight_grad"], p.m, p.n + buffer.shift, vocab_major)
+                send_to_weight_grad = send_exponentials(refs["in_weight_grad"], p.m, p.n + buffer.shift, vocab_major)
                 lax.cond(p.n < split, lambda: send_to_weight_grad(block, m, n), lambda: in_spare(block, m, n))
 
             store(kept_strip, send)
         for name, value in sums.items():
-            out[name][here, over] = value
+            refs[name][here, over] = value
 
+    inputs: dict[str, Any] = {
+        "rows": rows,
+        "weight": weight,
+        "label": label,
+        "factor": factor,
+        "count": count,
+        "bias": bias,
+    }
+    inputs |= {"inner_scale": inner_scale, "shift": shift, "in_weight_grad": in_weight_grad, "spare": spare}
     empty = jax.eval_shape(lambda: Partials.empty(vocab, tokens, c, smoothing=smoothing, stats=stats))
-    run = persistent_product(
+    made = persistent_product(
         c,
         rows.dtype,
         "mk",
         "nk" if vocab_major else "kn",
-        2,
         tiles,
         logits_copies(c, vocab_major),
         epilogue,
-        out_type=[getattr(empty, name) for name in results],
+        inputs=inputs,
+        outputs={name: x for name, x in empty._asdict().items() if x is not None},
         stored=None if buffer is None else rows.dtype,
         name="softmax_tiles",
         interpret=interpret,
     )
-    out = run(rows, weight, label, factor, count, *(optional[name] for name in names))
-    made = dict(zip(results, out, strict=True))
     if into is None:
-        return Partials(*(made.get(name) for name in Partials._fields))  # type: ignore[arg-type]
+        return Partials(**made)
     for name, value in made.items():
         getattr(into, name)[...] = value
     return None
@@ -220,28 +222,26 @@ def gradient_tiles(
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> Array:
-    """Logits computed again, and their gradient, for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
+    """Recomputed logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
     c = config or MosaicConfig()
     tokens, hidden = rows.shape
     vocab = vocab_of(weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    optional = {"even": even, "bias": bias, "inner_scale": inner_scale}
-    names = [name for name, x in optional.items() if x is not None]
     assert tokens % c.tile_m == 0
     assert size % c.tile_n == 0
 
-    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
-        n = lax.max(refs[7][0], jnp.int32(1))
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        n = lax.max(refs["count"][0], jnp.int32(1))
         return ceil_div(n, c.tile_m), size // c.tile_n, -(-hidden // c.tile_k)
 
-    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
-        at = dict(zip(names, refs[9:], strict=False))
+    def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         over = pl.ds(p.m, c.part_m)
-        y, k, log_sum, s, g_y = (registers.load(ref.at[over], 1) for ref in refs[2:7])
-        v = refs[8][0] + p.n
-        x = unscaled_logits(product, at.get("bias"), v, at.get("inner_scale"), shape, registers)
-        evenly = None if even is None else registers.load(at["even"].at[over], 1)
+        of_tokens = (refs[name] for name in ("label", "factor", "lse", "scale", "at_target"))
+        y, k, log_sum, s, g_y = (registers.load(ref.at[over], 1) for ref in of_tokens)
+        v = refs["first"][0] + p.n
+        x = unscaled_logits(refs, product, v, shape, registers)
+        evenly = None if even is None else registers.load(refs["even"].at[over], 1)
 
         def gradient(n: int, width: int) -> Any:
             narrow = (c.part_m, width)
@@ -257,24 +257,32 @@ def gradient_tiles(
                 g = jnp.where(column < vocab - v - n, g, 0.0)
             return g.astype(rows.dtype)
 
-        store(gradient, send_exponentials(refs[-1], p.m, p.n, vocab_major))
+        store(gradient, send_exponentials(refs["out"], p.m, p.n, vocab_major))
 
-    run = persistent_product(
+    inputs: dict[str, Any] = {
+        "rows": rows,
+        "weight": weight,
+        "label": label,
+        "factor": factor,
+        "lse": lse,
+        "scale": scale,
+    }
+    inputs |= {"at_target": at_target, "count": count, "first": first, "even": even, "bias": bias}
+    made = persistent_product(
         c,
         rows.dtype,
         "mk",
         "nk" if vocab_major else "kn",
-        2,
         tiles,
-        logits_copies(c, vocab_major, 8),
+        logits_copies(c, vocab_major),
         epilogue,
-        out_type=(jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), rows.dtype),),
+        inputs=inputs | {"inner_scale": inner_scale},
+        outputs={"out": jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), rows.dtype)},
         stored=rows.dtype,
         name="gradient_tiles",
         interpret=interpret,
     )
-    out: Array
-    (out,) = run(rows, weight, label, factor, lse, scale, at_target, count, first, *(optional[name] for name in names))
+    out: Array = made["out"]
     return out
 
 
@@ -306,33 +314,29 @@ def weight_product(
     tokens, hidden = rows.shape
     vocab = vocab_of(out, vocab_major)
     kept_tokens = tokens if kept_tokens is None else kept_tokens
-    held_tokens = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
+    last_kept = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
-    named = {"number": number, "spare": spare, "in_scratch": in_scratch, "recomputed": recomputed}
-    named |= {"inverse_grad_scale": inverse_grad_scale}
-    names = [name for name, x in named.items() if x is not None]
     assert size % tile_v == 0
-    assert kept_tokens % c.tile_k == held_tokens % c.tile_k == 0
+    assert kept_tokens % c.tile_k == last_kept % c.tile_k == 0
     if kept_tokens > 0:
         assert buffer is not None
         assert spare is not None or size <= buffer.shift, "the chunk would overwrite exponentials that it reads"
 
-    def before(refs: Sequence[Any]) -> Any:
+    def before(refs: Refs) -> Any:
         """Entries of the group before the chunk."""
-        return skip if number is None else skip + refs[4][0] * size
+        return skip if number is None else skip + refs["number"][0] * size
 
-    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
-        steps = ceil_div(lax.max(refs[2][0], jnp.int32(1)), c.tile_k)
-        there = lax.min(vocab - refs[3][0] - before(refs), jnp.int32(size))
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        steps = ceil_div(lax.max(refs["count"][0], jnp.int32(1)), c.tile_k)
+        there = lax.min(vocab - refs["first"][0] - before(refs), jnp.int32(size))
         tiles_v, tiles_h = ceil_div(there, tile_v), -(-hidden // tile_h)
         return (tiles_v, tiles_h, steps) if vocab_major else (tiles_h, tiles_v, steps)
 
-    def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         t = s.k * c.tile_k
         v, h = (s.i, s.j) if vocab_major else (s.j, s.i)
         v, h = v * tile_v, h * tile_h
-        at = dict(zip(names, refs[4:], strict=False))
-        first = refs[3][0] + before(refs)
+        first = refs["first"][0] + before(refs)
 
         def exponentials(source: Any, v: Any, t: Any) -> None:
             if vocab_major:
@@ -344,42 +348,50 @@ def weight_product(
         def kept() -> None:
             assert buffer is not None
             if spare is not None:
-                exponentials(at["spare"], v, t)
+                exponentials(refs["spare"], v, t)
             else:
-                exponentials(refs[0], first + buffer.shift + v, t)
+                exponentials(refs["out"], first + buffer.shift + v, t)
 
         def from_scratch() -> None:
-            exponentials(at["in_scratch"], first + v, t - kept_tokens)
+            exponentials(refs["in_scratch"], first + v, t - kept_tokens)
 
         def recomputed_ones() -> None:
-            exponentials(at["recomputed"], before(refs) + v, t - held_tokens)
+            exponentials(refs["recomputed"], before(refs) + v, t - last_kept)
 
-        ends = (kept_tokens, held_tokens, tokens)
+        ends = (kept_tokens, last_kept, tokens)
         _by_range(t, tokens, list(zip(ends, (kept, from_scratch, recomputed_ones), strict=True)))
-        load_block(refs[1], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
+        load_block(refs["rows"], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 
-    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
-        first = refs[3][0] + before(refs)
+    def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
+        first = refs["first"][0] + before(refs)
         row, column = (p.m + first, p.n) if vocab_major else (p.m, p.n + first)
         if inverse_grad_scale is not None:
-            product = product * dict(zip(names, refs[4:], strict=False))["inverse_grad_scale"][0]
-        store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs[0], row, column, BOX))
+            product = product * refs["inverse_grad_scale"][0]
+        store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs["out"], row, column, BOX))
 
-    run = persistent_product(
+    inputs: dict[str, Any] = {
+        "out": out,
+        "rows": rows,
+        "count": count,
+        "first": first,
+        "number": number,
+        "spare": spare,
+    }
+    inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
+    persistent_product(
         c,
         rows.dtype,
         "km boxes" if vocab_major else "km",
         "kn",
-        tile_v // BOX + 1 if vocab_major else 2,
         tiles,
         copies,
         epilogue,
-        out_type=(),
+        inputs=inputs | {"after": after},
+        outputs={},
         stored=rows.dtype,
         name="weight_product",
         interpret=interpret,
     )
-    run(out, rows, count, first, *(named[name] for name in names), *([] if after is None else [after]))
 
 
 def hidden_product(
@@ -413,26 +425,19 @@ def hidden_product(
     dtype = weight.dtype
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    if recomputed is not None:
-        sources: list[Any] = [recomputed]
-        size = recomputed.shape[0 if vocab_major else 1]
-    else:
-        assert buffer is not None
-        sources = [x for x in (in_weight_grad, spare, in_scratch) if x is not None]
-        size = vocab
+    assert buffer is not None or recomputed is not None
+    size = vocab if recomputed is None else recomputed.shape[0 if vocab_major else 1]
     kept_tokens = tokens if in_scratch is None else tokens - in_scratch.shape[1 if vocab_major else 0]
     assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
     adds = add_to is not None
     assert adds or interpret is not None  # which has no copies that add
-    begin = jnp.zeros(1, jnp.int32) if first is None else first
-    optional = [x for x in (scale, second, add_to) if x is not None]
 
-    def tiles(refs: Sequence[Any]) -> tuple[Any, Any, Any]:
-        n = lax.max(refs[1][0], jnp.int32(1))
-        entries = lax.min(vocab - refs[2][0], jnp.int32(size))
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        n = lax.max(refs["count"][0], jnp.int32(1))
+        entries = lax.min(vocab - refs["first"][0], jnp.int32(size))
         return ceil_div(n, c.tile_m), -(-hidden // c.tile_n), ceil_div(entries, c.tile_k)
 
-    def copies(refs: Sequence[Any], s: Step, a: Any, b: Any, barrier: Any) -> None:
+    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         v, t, h = s.k * c.tile_k, s.i * c.tile_m, s.j * c.tile_n
 
         def exponentials(source: Any, v: Any, t: Any) -> None:
@@ -446,50 +451,56 @@ def hidden_product(
             assert buffer is not None
             lax.cond(
                 v < buffer.split,
-                lambda: exponentials(refs[3], v + buffer.shift, t),
-                lambda: exponentials(refs[4], v - buffer.split, t),
+                lambda: exponentials(refs["in_weight_grad"], v + buffer.shift, t),
+                lambda: exponentials(refs["spare"], v - buffer.split, t),
             )
 
         if recomputed is not None:
-            exponentials(refs[3], v, t)
+            exponentials(refs["recomputed"], v, t)
         else:
-            from_scratch = lambda: exponentials(refs[5], v, t - kept_tokens)  # noqa: E731
+            from_scratch = lambda: exponentials(refs["in_scratch"], v, t - kept_tokens)  # noqa: E731
             _by_range(t, tokens, [(kept_tokens, kept), (tokens, from_scratch)])
-        first = refs[2][0]
+        first = refs["first"][0]
         if vocab_major:
-            load_block(refs[0], first + v, c.tile_k, h, c.tile_n, b, barrier)
+            load_block(refs["weight"], first + v, c.tile_k, h, c.tile_n, b, barrier)
         else:
-            load_block(refs[0], h, c.tile_n, first + v, c.tile_k, b, barrier)
+            load_block(refs["weight"], h, c.tile_n, first + v, c.tile_k, b, barrier)
 
-    def epilogue(refs: Sequence[Any], p: Part, product: Any, store: Callable[..., None]) -> None:
+    def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         if scale is not None:
-            factor = registers.load(refs[3 + len(sources)].at[pl.ds(p.m, c.part_m)], 1)
+            factor = registers.load(refs["scale"].at[pl.ds(p.m, c.part_m)], 1)
             product = product * registers.spread(factor, shape, 1)
         strip = lambda n, width: product[:, n : n + width]  # noqa: E731
-        send = send_to(refs[-1], p.m, p.n, BOX // 2, "add" if adds else None)
+        send = send_to(refs["out"], p.m, p.n, BOX // 2, "add" if adds else None)
         if second is None:
             store(strip, send)
             return
-        send_second = send_to(refs[-2], p.m, p.n, BOX // 2, "add")
+        send_second = send_to(refs["second"], p.m, p.n, BOX // 2, "add")
         store(strip, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
 
-    run = persistent_product(
+    inputs: dict[str, Any] = {
+        "weight": weight,
+        "count": count,
+        "first": jnp.zeros(1, jnp.int32) if first is None else first,
+    }
+    inputs |= {"in_weight_grad": in_weight_grad, "spare": spare, "in_scratch": in_scratch, "recomputed": recomputed}
+    inputs |= {"scale": scale, "second": second} | ({"out": add_to} if adds else {})
+    made = persistent_product(
         c,
         dtype,
         "mk boxes" if vocab_major else "mk",
         "kn" if vocab_major else "nk",
-        c.tile_m // BOX + 1 if vocab_major else 2,
         tiles,
         copies,
         epilogue,
-        out_type=() if adds else (jax.ShapeDtypeStruct((tokens, hidden), jnp.float32),),
+        inputs=inputs,
+        outputs={} if adds else {"out": jax.ShapeDtypeStruct((tokens, hidden), jnp.float32)},
         stored=jnp.float32,
         halves=halves,
         name="hidden_product",
         interpret=interpret,
     )
-    out = run(weight, count, begin, *sources, *optional)
-    return None if adds else out[0]
+    return made.get("out")
 
 
 def _by_range(t: Any, tokens: int, ranges: Sequence[tuple[int, Callable[[], None]]]) -> None:

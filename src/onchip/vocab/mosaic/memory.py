@@ -1,7 +1,7 @@
 """How the 'mosaic_gpu' backend cuts a problem: memory formulas and the choice of a plan.  No framework.
 
 The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
-more, as far as there is room; the other tokens' logits are computed again in backward.  The formulas are of what XLA
+more, as far as there is room; the other tokens' logits are recomputed in backward.  The formulas are of what XLA
 allocates for a jitted step beyond its arguments and results.
 """
 
@@ -35,25 +35,25 @@ class MosaicPlan:
     """'forward' where nothing needs a gradient, 'stash' where exponentials are kept, else 'recompute'."""
     token_chunk: int
     """Tokens whose softmax is taken at a time: all of them, unless no gradient is wanted."""
-    kept: int = 0
+    kept_in_gradient: int = 0
     """Tokens, a multiple of 128, whose exponentials wait in the memory of the weight's gradient."""
     chunk: int = 0
     """Entries of the vocabulary, a multiple of 256, whose weight gradient is computed at a time."""
-    overflow: int = 0
+    kept_in_scratch: int = 0
     """Tokens, a multiple of 128, whose exponentials wait in scratch."""
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
-    again_chunks: int = 1
-    """Chunks for which the other tokens' logits are made again at once: those have few tiles."""
+    recompute_chunks: int = 1
+    """Chunks for which the other tokens' logits are recomputed at a time: those have few tiles."""
 
     @property
-    def held(self) -> int:
-        return self.kept + self.overflow
+    def kept(self) -> int:
+        return self.kept_in_gradient + self.kept_in_scratch
 
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring chunks of the vocabulary, for which logits are made again at once."""
+    """Neighbouring chunks of the vocabulary, for which logits are recomputed together."""
 
     first: int
     """The entry that it begins with; where there are several groups, the first one's."""
@@ -69,11 +69,11 @@ class Group:
         return sum(size * number for size, number in self.chunks)
 
 
-def groups(vocab: int, c: MosaicPlan, *, again: bool) -> list[Group]:
-    """All of the vocabulary, in order; without tokens whose logits are made again in as few groups as there can be."""
+def groups(vocab: int, c: MosaicPlan, *, recomputed: bool) -> list[Group]:
+    """All of the vocabulary, in order; in as few groups as there can be where no logits are recomputed."""
     end = split_at(vocab, c.chunk) if c.kept else up(vocab, VOCAB_TILE)
     number, rest = divmod(end, c.chunk)
-    together = c.again_chunks if again else max(number, 1)
+    together = c.recompute_chunks if recomputed else max(number, 1)
     times, more = divmod(number, together)
     made = []
     if start := [(size, n) for size, n in ((rest, 1), (c.chunk, more)) if size * n]:
@@ -142,24 +142,25 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
     if c.strategy == "forward":
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    again = rows - c.held
-    spare = up(p.vocab, VOCAB_TILE) - split_at(p.vocab, c.chunk) if c.kept else 0
-    parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept + up(p.vocab, VOCAB_TILE) * c.overflow)
-    # One after the other: forward, hidden's gradient of the tokens that are held, and the rest of backward.
+    recomputed = rows - c.kept
+    vocab = up(p.vocab, VOCAB_TILE)
+    spare = vocab - split_at(p.vocab, c.chunk) if c.kept else 0
+    parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept_in_gradient + vocab * c.kept_in_scratch)
+    # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
     forward = {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    kept = {"hidden gradient in float32": 4 * c.held * p.hidden if p.grad_hidden else 0}
+    kept = {"hidden gradient in float32": 4 * c.kept * p.hidden if p.grad_hidden else 0}
     rest = {
         "hidden rows": hidden_rows,
-        "hidden rows of logits made again": _ELEMENT * again * p.hidden if c.held else 0,
-        "logits' gradient made again": _ELEMENT * again * min(up(p.vocab, VOCAB_TILE), _largest_group(c)),
-        "hidden gradient in float32": 4 * (1 + int(c.halves)) * again * p.hidden if p.grad_hidden else 0,
+        "hidden rows of recomputed logits": _ELEMENT * recomputed * p.hidden if c.kept else 0,
+        "recomputed logits' gradient": _ELEMENT * recomputed * min(vocab, _largest_group(c)),
+        "hidden gradient in float32": 4 * (1 + int(c.halves)) * recomputed * p.hidden if p.grad_hidden else 0,
     }
     return parts | max((forward, kept, rest), key=lambda phase: sum(phase.values()))
 
 
 def _largest_group(c: MosaicPlan) -> int:
     """Entries of the vocabulary; what is left for the last chunk may be a tile more than the others."""
-    return max(c.again_chunks * c.chunk, c.chunk + VOCAB_TILE)
+    return max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE)
 
 
 def predict(p: Problem, c: MosaicPlan) -> float:
@@ -168,20 +169,20 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
         return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
     rows = up(p.tokens, TOKEN_TILE)
-    again = rows - c.held
+    recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)
     # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
     columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
     work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE)) * steps
-    made_again = groups(p.vocab, c, again=True) if again else []
-    for group in made_again:
-        work += group.times * _waves(again // TOKEN_TILE * (group.size // VOCAB_TILE)) * steps
+    recomputed_groups = groups(p.vocab, c, recomputed=True) if recomputed else []
+    for group in recomputed_groups:
+        work += group.times * _waves(recomputed // TOKEN_TILE * (group.size // VOCAB_TILE)) * steps
     if p.grad_hidden:
-        work += _waves(c.held // TOKEN_TILE * columns, True) * p.vocab / _DEPTH
-        work += _waves(again // TOKEN_TILE * columns, c.halves) * p.vocab / _DEPTH
+        work += _waves(c.kept // TOKEN_TILE * columns, True) * p.vocab / _DEPTH
+        work += _waves(recomputed // TOKEN_TILE * columns, c.halves) * p.vocab / _DEPTH
     if p.grad_weight:
         work += chunks * _waves(c.chunk // TOKEN_TILE * columns) * rows / _DEPTH
-    launches = chunks + 2 * sum(group.times for group in made_again)
+    launches = chunks + 2 * sum(group.times for group in recomputed_groups)
     return work * _STEP + 1e-3 * _LAUNCH * launches
 
 
@@ -230,42 +231,43 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
 def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     """The plans of one strategy with gradients."""
     rows = up(p.tokens, TOKEN_TILE)
-    kept = _cut(p, strategy, VOCAB_TILE).kept
+    kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient
     # More than that fits no budget; and a few dozen are enough.
     most = min(rows - kept, budget // (_ELEMENT * p.vocab)) if kept else 0
-    for overflow in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):
-        again = rows - kept - overflow
-        for size in _chunk_sizes(p, again):
-            for halves in (False, True) if again and p.grad_hidden else (False,):
-                plan = replace(_cut(p, strategy, size), overflow=overflow, halves=halves)
-                # Where nothing is kept, larger chunks do the same.
-                together = _together(p, again, size, budget - scratch_bytes(p, plan)) if kept and again else 1
-                yield replace(plan, again_chunks=together)
+    for in_scratch in range(0, most + 1, max(TOKEN_TILE, up(-(-most // 24), TOKEN_TILE))):
+        recomputed = rows - kept - in_scratch
+        for size in _chunk_sizes(p, recomputed):
+            for halves in (False, True) if recomputed and p.grad_hidden else (False,):
+                plan = replace(_cut(p, strategy, size), kept_in_scratch=in_scratch, halves=halves)
+                if kept and recomputed:  # where nothing is kept, larger chunks do the same
+                    together = _together(p, recomputed, size, budget - scratch_bytes(p, plan))
+                    plan = replace(plan, recompute_chunks=together)
+                yield plan
 
 
-def _together(p: Problem, again: int, chunk: int, room: int) -> int:
-    """For how many chunks at once logits are best made again for so many tokens, with so many bytes more."""
+def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
+    """How many chunks to recompute logits for at a time, of so many tokens and with so many more bytes."""
     launches = 2 * 1e-3 * _LAUNCH / (_STEP * -(-p.hidden // _DEPTH))
 
     def waves(number: int) -> float:
         """For a chunk."""
-        return (_waves(again // TOKEN_TILE * (number * chunk // VOCAB_TILE)) + launches) / number
+        return (_waves(recomputed // TOKEN_TILE * (number * chunk // VOCAB_TILE)) + launches) / number
 
-    tried = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or _ELEMENT * again * chunk * (n - 1) <= room]
+    tried = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or _ELEMENT * recomputed * chunk * (n - 1) <= room]
     return min(tried, key=waves)
 
 
-def _chunk_sizes(p: Problem, again: int) -> list[int]:
-    """Sizes of a chunk that leave no wave half empty, of the weight gradient's tiles or those of logits that are made
-    again for so many tokens; and some small ones.
+def _chunk_sizes(p: Problem, recomputed: int) -> list[int]:
+    """Sizes of a chunk that leave no wave half empty, of the weight gradient's tiles or of the logits that are
+    recomputed for so many tokens; and some small ones.
     """
     whole = up(p.vocab, VOCAB_TILE)
     columns = -(-p.hidden // VOCAB_TILE)
     waves = [_PROGRAMS * w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
     waves += [_PROGRAMS * w for w in (1, 2, 3)]
     sizes = [tiles // columns * TOKEN_TILE for tiles in waves]
-    if again:
-        sizes += [tiles // (again // TOKEN_TILE) * VOCAB_TILE for tiles in waves]
+    if recomputed:
+        sizes += [tiles // (recomputed // TOKEN_TILE) * VOCAB_TILE for tiles in waves]
     sizes += [VOCAB_TILE * 2**k for k in range(5)]
     return sorted({min(size // VOCAB_TILE * VOCAB_TILE, whole) for size in sizes if size >= VOCAB_TILE})
 

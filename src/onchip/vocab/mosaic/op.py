@@ -2,7 +2,7 @@
 
 `forward` takes the softmax of the logits a tile at a time; where gradients are wanted it leaves the exponentials of up
 to H tokens in memory that will be the weight's gradient.  `backward` makes hidden's gradient from them, then weight's
-in place, chunk by chunk; logits of further tokens are computed again.  The algorithm is that of the Triton backend,
+in place, chunk by chunk; logits of further tokens are recomputed.  The algorithm is that of the Triton backend,
 derived in docs/ops/linear_cross_entropy.md; sizes, positions and what lies beyond the last token are explained in
 kernels.py.
 """
@@ -41,7 +41,7 @@ SEQUENTIAL = True
 _FLOAT16_EXPONENTIAL = 32768.0
 _NO_LABEL = 2**31 - 1
 
-select = positions.select
+plan, select = mosaic_spec.plan, positions.select
 
 
 def refusal(static: Static, problem: Problem) -> str | None:
@@ -51,11 +51,6 @@ def refusal(static: Static, problem: Problem) -> str | None:
         return refused
     capability = getattr(jax.devices()[0], "compute_capability", "none")
     return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
-
-
-def plan(problem: Problem, strategy: str, budget: int | None) -> MosaicPlan:
-    """The plan; raises ValueError where the budget is too small."""
-    return mosaic_spec.plan(problem, strategy, budget)
 
 
 class Saved(NamedTuple):
@@ -77,53 +72,35 @@ def _tiles(call: Call) -> dict[str, Any]:
     return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
 
 
-def _kernels() -> Any:
-    """Pallas takes a second to import: only where it is used."""
-    from onchip.vocab.mosaic import kernels
-
-    return kernels
-
-
-def _rebase() -> Any:
-    from onchip.vocab.mosaic import rebase
-
-    return rebase
-
-
-def _pallas() -> Any:
-    from jax.experimental import pallas
-
-    return pallas
-
-
-def _logit_buffer(layer: Projection, plan: MosaicPlan) -> Any:
-    return _kernels().LogitBuffer(plan.chunk, split_at(layer.vocab, plan.chunk))
-
-
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
 def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved | None]:
     """The statistics of each position, and what backward needs."""
-    at, kernels, config = Positions.of(call), _kernels(), _tiles(call)["softmax_tiles"]
-    layer, padded, source = at.layer, at.label.shape[0], call.tokens.source
-    wants = {"smoothing": wanted.even, "stats": wanted.entropy, "config": config}
-    head = wants | {"vocab_major": layer.vocab_axis == 0, "bias": at.bias, "inner_scale": at.inner}
-    launch: Any = partial(kernels.softmax_tiles, None, **head)
-    run_state = _pallas().run_state
+    # Pallas takes a second to import.
+    from jax.experimental.pallas import run_state
 
-    if plan.kept == 0:
+    from onchip.vocab.mosaic import kernels, rebase
+    from onchip.vocab.mosaic.blocks import REACH
+
+    at, config = Positions.of(call), _tiles(call)["softmax_tiles"]
+    layer, padded, source = at.layer, at.label.shape[0], call.tokens.source
+    major, wants = layer.vocab_axis == 0, {"smoothing": wanted.even, "stats": wanted.entropy, "config": config}
+    softmax_tiles: Any = partial(
+        kernels.softmax_tiles, vocab_major=major, bias=at.bias, inner_scale=at.inner, weight=layer.weight, **wants
+    )
+
+    if plan.strategy == "forward":
         made: list[Any] = []
         done, parts = call.tokens.number, at.parts(plan)
         # Several are traced and lowered once: a kernel takes a second.
-        launch = jax.jit(launch) if len(parts) > 1 else launch
+        launch = jax.jit(partial(softmax_tiles, None)) if len(parts) > 1 else partial(softmax_tiles, None)
         for part in parts:
             rows = at.rows(after(source[part], done))
-            partials = launch(rows, layer.weight, at.label[part], at.factor[part], at.count_in(part))
+            partials = launch(rows, **at.of_part(part))
             made.append(at.stats(partials, at.target_logit(rows, part), part))
             done = made[-1].lse
-        stats = joined(made)
-        return stats, None if plan.strategy == "forward" else Saved(call, _few(stats))
+        return joined(made), None
 
     whole = slice(0, padded)
     rows = at.rows(after(source, call.tokens.number))
@@ -133,25 +110,29 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     shift = jnp.where(at.there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
     made, rooms = [], _rooms(layer, plan)
     for i, (part, buffer, kept) in enumerate(rooms):
-        vectors = {"label": at.label[part], "factor": at.factor[part], "count": at.count_in(part), "shift": shift[part]}
-        operands = {"rows": rows[part], "weight": layer.weight, "buffer": buffer}
-        options = head | {"exponential_scale": _exponential_scale(rows.dtype)}
         empty = kernels.Partials.empty(layer.vocab, part.stop - part.start, **wants)
-        keep = partial(kernels.softmax_tiles, **operands, **vectors, **options)
+        keep = partial(
+            softmax_tiles, rows=rows[part], **at.of_part(part), shift=shift[part], buffer=buffer,
+            exponential_scale=_exponential_scale(rows.dtype),
+        )  # fmt: skip
         kept = run_state(keep)(kept._replace(partials=empty))
         made.append(kept.partials)
         rooms[i] = part, buffer, kept._replace(partials=None)
-    if plan.held < padded:
-        part = slice(plan.held, padded)
-        made.append(launch(rows[part], layer.weight, at.label[part], at.factor[part], at.count_in(part)))
+    if plan.kept < padded:
+        part = slice(plan.kept, padded)
+        made.append(softmax_tiles(None, rows[part], **at.of_part(part)))
     partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *made)
     stats = at.stats(partials, target, whole)
+    if not rooms:
+        return stats, Saved(call, _few(stats))
     top = jnp.where(at.there, jnp.max(partials.maximum, 0), LOWEST)
-    base = jnp.where(top - shift > kernels.REACH, stats.lse, shift)
+    base = jnp.where(top - shift > REACH, stats.lse, shift)
     for i, (part, buffer, kept) in enumerate(rooms):
-        vectors = {"maximum": made[i].maximum, "before": shift[part], "after": base[part], "count": at.count_in(part)}
-        options = {"vocab_major": layer.vocab_axis == 0, "vocab": layer.vocab, "buffer": buffer, "config": config}
-        rooms[i] = part, buffer, run_state(partial(_rebase().rebase_exponentials, **vectors, **options))(kept)
+        move = partial(
+            rebase.rebase_exponentials, maximum=made[i].maximum, before=shift[part], after=base[part],
+            count=at.count_in(part), vocab_major=major, vocab=layer.vocab, buffer=buffer, config=config,
+        )  # fmt: skip
+        rooms[i] = part, buffer, run_state(move)(kept)
     kept = rooms[0][2]
     in_scratch = rooms[1][2].spare if len(rooms) > 1 else None
     return stats, Saved(call, _few(stats), *alone((base, kept.in_weight_grad, kept.spare, in_scratch)))
@@ -167,19 +148,24 @@ def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any, Any]]:
 
     Each for which positions, how laid out, and the memory.
     """
-    kernels, buffer, whole = _kernels(), _logit_buffer(layer, plan), up(layer.vocab, VOCAB_TILE)
+    from onchip.vocab.mosaic.blocks import LogitBuffer
+    from onchip.vocab.mosaic.kernels import Kept
+
+    if not plan.kept:
+        return []
+    split, whole = split_at(layer.vocab, plan.chunk), up(layer.vocab, VOCAB_TILE)
 
     def scratch(entries: int, tokens: int) -> Array:
         shape = (entries, tokens) if layer.vocab_axis == 0 else (tokens, entries)
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    in_weight_grad = lax.empty(layer.weight.shape, layer.weight.dtype)
-    kept = kernels.Kept(None, in_weight_grad, scratch(whole - buffer.split, plan.kept))
-    rooms = [(slice(0, plan.kept), buffer, kept)]
-    if plan.overflow:
-        kept = kernels.Kept(None, None, scratch(whole, plan.overflow))
-        rooms.append((slice(plan.kept, plan.held), kernels.LogitBuffer(shift=0, split=0), kept))
+    in_gradient = plan.kept_in_gradient
+    kept = Kept(None, lax.empty(layer.weight.shape, layer.weight.dtype), scratch(whole - split, in_gradient))
+    rooms: list[tuple[slice, Any, Any]] = [(slice(0, in_gradient), LogitBuffer(plan.chunk, split), kept)]
+    if plan.kept_in_scratch:
+        kept = Kept(None, None, scratch(whole, plan.kept_in_scratch))
+        rooms.append((slice(in_gradient, plan.kept), LogitBuffer(shift=0, split=0), kept))
     return rooms
 
 
@@ -192,33 +178,38 @@ def _exponential_scale(dtype: Any) -> float:
 
 def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
     """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
-    kernels, at, tiles = _kernels(), Positions.of(saved.call), _tiles(saved.call)
+    from jax.experimental.pallas import run_state
+
+    from onchip.vocab.mosaic import kernels, rebase
+    from onchip.vocab.mosaic.blocks import LogitBuffer
+
+    at, tiles = Positions.of(saved.call), _tiles(saved.call)
     in_weight_grad, spare, in_scratch = alone((saved.in_weight_grad, saved.spare, saved.in_scratch))
     above = Upstream.of(at, saved.stats, grad_loss)
     layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
-    kept, held, padded, major = plan.kept, plan.held, at.label.shape[0], layer.vocab_axis == 0
-    recomputed_rows = padded - held
-    tail = slice(held, None)
-    rest = jnp.maximum(at.number - held, 0)
+    kept, padded, major = plan.kept, at.label.shape[0], layer.vocab_axis == 0
+    recomputed_rows = padded - kept
+    tail = slice(kept, None)
+    rest = jnp.maximum(at.number - kept, 0)
 
     out, grad_hidden, buffer = in_weight_grad, None, None
     row_factor = jnp.ones(padded, jnp.float32)
     if kept:
         assert saved.base is not None
-        buffer = _logit_buffer(layer, plan)
-        from_base = jnp.where(at.there, jnp.exp(saved.base - above.lse), 0)[:held]
-        relative = above.factor[:held] * from_base / _exponential_scale(weight.dtype)
-        row_factor = row_factor.at[:held].set(relative)
+        buffer = LogitBuffer(plan.chunk, split_at(layer.vocab, plan.chunk))
+        from_base = jnp.where(at.there, jnp.exp(saved.base - above.lse), 0)[:kept]
+        relative = above.factor[:kept] * from_base / _exponential_scale(weight.dtype)
+        row_factor = row_factor.at[:kept].set(relative)
         if needs.hidden:
 
             def whole(state: Any) -> None:
                 kernels.hidden_product(
-                    weight, jnp.minimum(at.number, held), vocab_major=major, tokens=held, in_weight_grad=state[0],
+                    weight, jnp.minimum(at.number, kept), vocab_major=major, tokens=kept, in_weight_grad=state[0],
                     spare=spare, buffer=buffer, in_scratch=in_scratch, scale=relative, add_to=state[1], halves=True,
                     config=tiles["hidden_product"],
                 )  # fmt: skip
 
-            out, sums = _pallas().run_state(whole)((out, jnp.zeros((held, layer.hidden.shape[1]), jnp.float32)))
+            out, sums = run_state(whole)((out, jnp.zeros((kept, layer.hidden.shape[1]), jnp.float32)))
             grad_hidden = gradient_of_first(at, above, sums, targets=True)
     elif needs.weight:
         out = lax.empty(weight.shape, weight.dtype)
@@ -258,7 +249,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         for size, times in group.chunks:
             product = partial(
                 kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
-                skip=skip, buffer=buffer, spare=spare if group.in_spare else None, kept_tokens=kept,
+                skip=skip, buffer=buffer, spare=spare if group.in_spare else None, kept_tokens=plan.kept_in_gradient,
                 in_scratch=in_scratch, recomputed=recomputed, inverse_grad_scale=above.inverse_grad_scale,
                 after=grad_hidden if kept else None, config=tiles["weight_product"],
             )  # fmt: skip
@@ -266,14 +257,14 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
             skip += size * times
 
     def walk(state: dict[str, Any]) -> None:
-        for group in groups(layer.vocab, plan, again=recomputed_rows > 0):
+        for group in groups(layer.vocab, plan, recomputed=recomputed_rows > 0):
             _repeat(group.times, partial(walk_group, state, group))
         if kept:
             # Each vocabulary entry's tokens together: positions are in the order of their labels, with those that have
             # none behind.
             label = jnp.where(at.there & (at.label >= 0), at.label, _NO_LABEL)
             term = above.unscaled(above.at_target)
-            _rebase().add_targets(state["out"], layer.hidden, saved.call.tokens.source, label, term, vocab_major=major)
+            rebase.add_targets(state["out"], layer.hidden, saved.call.tokens.source, label, term, vocab_major=major)
 
     state: dict[str, Any] = {}
     if needs.weight:
@@ -283,7 +274,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         state |= dict.fromkeys(names, jnp.zeros((recomputed_rows, layer.hidden.shape[1]), jnp.float32))
     if needs.bias:
         state["bias"] = jnp.zeros(up(layer.vocab, VOCAB_TILE), jnp.float32)
-    state = _pallas().run_state(walk)(state)
+    state = run_state(walk)(state)
     if "sums" in state:
         sums = sum(state[name] for name in names)
         if grad_hidden is None:

@@ -16,7 +16,7 @@ from jax import lax
 from onchip.core import configs
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, Tokens, TokenStats, float16_scale, select_tokens
+from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, select_tokens
 
 Array = jax.Array
 # The kernels' maximum where every logit is -inf: finite, so that a difference of two is never NaN.
@@ -71,6 +71,10 @@ class Positions(NamedTuple):
         padded = self.label.shape[0]
         size = min(plan.token_chunk, padded) if plan.strategy == "forward" else padded
         return [slice(first, min(first + size, padded)) for first in range(0, padded, size)]
+
+    def of_part(self, part: slice) -> dict[str, Array]:
+        """What the softmax of these positions takes of each, and how many of them are there."""
+        return {"label": self.label[part], "factor": self.factor[part], "count": self.count_in(part)}
 
     def rows(self, source: Array) -> Array:
         """Hidden states of these tokens, 0 beyond the last."""
@@ -127,8 +131,8 @@ class Positions(NamedTuple):
         total = others + jnp.exp(target - top)
         # log1p where the label leads: there the loss is small, and 1 + others would round it away.
         log_total = jnp.where(target == top, jnp.log1p(others), jnp.log(total))
-        sums = (offset_sum, moment, argmax)
-        return TokenStats.make(top, log_total, total, target[:, None], self.call.ids[part], vocab, *sums)
+        softmax = Softmax(top, total, others, target[:, None], offset_sum, moment, argmax)
+        return softmax.complete(self.call.ids[part], vocab, log_total)
 
 
 def joined(stats: list[TokenStats]) -> TokenStats:
@@ -176,11 +180,7 @@ class Upstream(NamedTuple):
     @staticmethod
     def of(positions: Positions, stats: TokenStats, grad_loss: Array) -> "Upstream":
         call, there = positions.call, positions.there
-        row_scale = call.reduction.row_scale(grad_loss, call.tokens)
-        factor = call.transform.factor()
-        row_scale = row_scale if factor is None else row_scale * factor
-        grad_scale = float16_scale(jnp.abs(row_scale), positions.layer.hidden.dtype)
-        row_scale = row_scale if grad_scale is None else row_scale * grad_scale
+        row_scale, grad_scale = call.scaled_rows(grad_loss)
         gradient = call.loss.gradient(stats, row_scale, positions.layer.vocab)
 
         def masked(x: Array) -> Array:

@@ -4,7 +4,7 @@ Both work in place on what the kernels of kernels.py leave: kept exponentials, a
 are bound by device memory, with one warpgroup per program and several programs per multiprocessor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +13,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.kernels.mosaic.product import BOX, MosaicConfig, ceil_div, load_block, multiprocessors, swizzled
+from onchip.kernels.mosaic.product import (
+    BOX,
+    MosaicConfig,
+    Refs,
+    ceil_div,
+    launch,
+    load_block,
+    multiprocessors,
+    swizzled,
+)
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.blocks import LOG2E, NO_LABEL, REACH, LogitBuffer, vocab_of
 
@@ -21,33 +30,6 @@ _TOKENS = 128  # that are rebased together
 _THREADS = 128  # of a warpgroup
 _STRIP = 1024  # elements of a row that a program adds to at a time, at most
 _AHEAD = 8  # rows of hidden that are on their way at a time
-
-
-def _kernel(
-    body: Callable[..., None],
-    grid: tuple[int, ...],
-    names: tuple[str, ...],
-    scratch: Sequence[Any],
-    out_type: Sequence[Any],
-    name: str,
-    interpret: Any,
-) -> Callable[..., Any]:
-    """A kernel of the references of its arguments and results, with one warpgroup per program."""
-
-    def kernel(*refs: Any) -> None:
-        pl.run_scoped(lambda *shared: body(*refs, *shared), *scratch, collective_axes=("warpgroup",))
-
-    mesh = plgpu.Mesh(grid=grid, grid_names=names, num_threads=1, thread_name="warpgroup", kernel_name=name)
-    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    run: Callable[..., Any] = pl.kernel(
-        kernel if scratch else body,
-        out_type=tuple(out_type),
-        mesh=mesh,
-        compiler_params=parameters,
-        interpret=interpret or False,
-        name=name,
-    )
-    return run
 
 
 def rebase_exponentials(
@@ -81,8 +63,7 @@ def rebase_exponentials(
     boxes = _TOKENS // BOX
     shape = (BOX, BOX)
 
-    def body(*refs: Any) -> None:
-        *matrices, maximum, before, after, any_moved, shared, full = refs
+    def body(refs: Refs, shared: Any, full: Any) -> None:
         program = lax.axis_index("program")
         mine = ceil_div(-(-vocab // BOX) - program, programs)
 
@@ -90,7 +71,7 @@ def rebase_exponentials(
             return [registers.load(ref.at[pl.ds(t + b * BOX, BOX)], 1) for b in range(boxes)]
 
         def rebase(t: Any) -> None:
-            old, new = parts(before, t), parts(after, t)
+            old, new = parts(refs["before"], t), parts(refs["after"], t)
 
             def entries(number: Any, _: None) -> None:
                 v = (program + number * programs) * BOX
@@ -110,15 +91,15 @@ def rebase_exponentials(
                         plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
 
                 def where_kept(f: Callable[[Any, Any], None]) -> None:
-                    in_spare = lambda: f(matrices[-1], v - buffer.split)  # noqa: E731
+                    in_spare = lambda: f(refs["spare"], v - buffer.split)  # noqa: E731
                     if in_weight_grad is None:
                         in_spare()
                     else:
-                        lax.cond(v < buffer.split, lambda: f(matrices[0], v + buffer.shift), in_spare)
+                        lax.cond(v < buffer.split, lambda: f(refs["in_weight_grad"], v + buffer.shift), in_spare)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
-                top = parts(maximum.at[lax.div(v, jnp.int32(c.part_n))], t)
+                top = parts(refs["maximum"].at[lax.div(v, jnp.int32(c.part_n))], t)
                 plgpu.barrier_wait(full)
                 for b in range(boxes):
                     used = jnp.where(top[b] - old[b] > REACH, top[b], old[b])
@@ -132,14 +113,16 @@ def rebase_exponentials(
             lax.fori_loop(0, mine, entries, None)
 
         def tokens_from(block: Any, _: None) -> None:
-            pl.when(any_moved[block] != 0)(lambda: rebase(block * _TOKENS))
+            pl.when(refs["any_moved"][block] != 0)(lambda: rebase(block * _TOKENS))
 
         lax.fori_loop(0, tokens // _TOKENS, tokens_from, None)
         plgpu.wait_smem_to_gmem(0)
 
     scratch = [swizzled((boxes, BOX, BOX), spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
-    run = _kernel(body, (programs,), ("program",), scratch, (), "rebase_exponentials", interpret)
-    run(*([] if in_weight_grad is None else [in_weight_grad]), spare, maximum, before, after, any_moved)
+    inputs = {"in_weight_grad": in_weight_grad, "spare": spare, "maximum": maximum}
+    inputs |= {"before": before, "after": after, "any_moved": any_moved}
+    grid = {"program": programs}
+    launch(body, inputs, {}, scratch, grid=grid, warpgroups=1, name="rebase_exponentials", interpret=interpret)
 
 
 def _strips(hidden: int) -> tuple[int, int]:
@@ -170,7 +153,8 @@ def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: An
     programs = 8 * multiprocessors() if interpret is None else 2
     token = jnp.minimum(token, rows - 1)
 
-    def body(hidden: Any, token: Any, term: Any, label: Any, out: Any) -> None:
+    def body(refs: Refs) -> None:
+        hidden, token, term, label, out = (refs[name] for name in ("hidden", "token", "term", "label", "out"))
         column = lax.axis_index("share") * share
         program = lax.axis_index("program")
 
@@ -215,11 +199,12 @@ def _sum_targets(hidden: Array, token: Array, label: Array, term: Array, out: An
 
         lax.fori_loop(0, ceil_div(tokens - program, programs), position, None)
 
-    sums = () if adds else (jax.ShapeDtypeStruct((tokens, size), jnp.float32),)
-    grid = (size // share, programs)
-    run = _kernel(body, grid, ("share", "program"), (), sums, "add_targets", interpret)
-    made = run(hidden, token, term, label, *([out] if adds else []))
-    return None if adds else made[0]
+    inputs = {"hidden": hidden, "token": token, "term": term, "label": label, "out": out}
+    outputs = {} if adds else {"out": jax.ShapeDtypeStruct((tokens, size), jnp.float32)}
+    grid = {"share": size // share, "program": programs}
+    return launch(body, inputs, outputs, (), grid=grid, warpgroups=1, name="add_targets", interpret=interpret).get(
+        "out"
+    )
 
 
 def add_targets(

@@ -23,6 +23,7 @@ class Problem:
     grad: bool = True
     softcap: bool = False
     stats: bool = False
+    smoothing: bool = False
     gathered: bool = False
     """Rows are copied in their own dtype before they are widened: those of 16-bit logits where some tokens are ignored
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
@@ -47,8 +48,10 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     copies = 1 + int(p.stats or (p.softcap and p.grad))
     if p.xla:
         narrow = p.device == "cpu" and p.dtype != "float32"
+        # Differences to the maximum that are summed have a tile of their own.
+        tiles = 1 + int(p.stats or p.smoothing)
         return {
-            "rows in float32": 4 * (1 + int(p.stats)) * rows * p.vocab,
+            "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,
             "16-bit logits as integers": 2 * p.tokens * p.vocab if narrow else 0,
             "vectors": 96 * p.tokens,

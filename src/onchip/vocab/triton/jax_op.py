@@ -139,7 +139,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         state["out"] = lax.empty(layer.weight.shape, layer.weight.dtype)
     if needs.bias:
         state["bias"] = jnp.zeros(up(layer.vocab, VOCAB_TILE), jnp.float32)
-    for group in groups(layer.vocab, plan, again=True):
+    for group in groups(layer.vocab, plan, recomputed=True):
         step = add_group(group)
         state = step(0, state) if group.times == 1 else lax.fori_loop(0, group.times, step, state)
     grad_hidden = gradient_of_first(at, above, state["sums"], targets=False) if needs.hidden else None

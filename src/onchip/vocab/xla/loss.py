@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Static
 from onchip.frontend.jax_inputs import as_constant, as_constants, per_token_constant, plain_labels
-from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted
+from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
 Array = jax.Array
 
@@ -82,18 +82,38 @@ class Reduction(NamedTuple):
         return self.weight * self.inverse_count * upstream
 
 
+class LossStats(NamedTuple):
+    """Per-token statistics, without gradients; each has the labels' shape, and ignored tokens hold 0 (False)."""
+
+    lse: Array
+    """float32: log-sum-exp of the final logits."""
+    log_prob: Array
+    """float32: log-probability of the label."""
+    entropy: Array
+    """float32: entropy of the softmax, in nats."""
+    correct: Array
+    """bool: whether the label is the argmax (the first one, where logits tie)."""
+
+
 class Outputs(NamedTuple):
     """What forward returns."""
 
     loss: Array  # [] float32, or [T] with reduction "none"
-    stats: tuple[Array, ...] | None  # [T] lse, log_prob, entropy and correct, if asked for
+    stats: LossStats | None  # [T], if asked for
 
     @staticmethod
     def of_nothing(static: Static) -> "Outputs":
         """Of a call without tokens."""
         none = jnp.zeros(0, jnp.float32)
         loss = none if static.reduction == "none" else jnp.zeros((), jnp.float32)
-        return Outputs(loss, (none, none, none, jnp.zeros(0, bool)) if static.return_stats else None)
+        return Outputs(loss, LossStats(none, none, none, jnp.zeros(0, bool)) if static.return_stats else None)
+
+    def shaped(self, shape: tuple[int, ...]) -> Any:
+        """What a public function returns, for labels of this shape: the loss, or with its statistics."""
+        loss = self.loss.reshape(shape) if self.loss.ndim else self.loss
+        if self.stats is None:
+            return loss
+        return loss, jax.tree.map(lambda x: jax.lax.stop_gradient(x).reshape(shape), self.stats)
 
 
 class Constants(NamedTuple):
@@ -141,7 +161,14 @@ class Call(NamedTuple):
         if stats.entropy is None:
             return Outputs(loss, None)
         correct: Any = stats.argmax == self.ids[:, 0]
-        return Outputs(loss, tuple(map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct))))
+        return Outputs(loss, LossStats(*map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct))))
+
+    def scaled_rows(self, upstream: Array) -> tuple[Array, Array | None]:
+        """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs."""
+        row_scale, factor = self.reduction.row_scale(upstream, self.tokens), self.transform.factor()
+        row_scale = row_scale if factor is None else row_scale * factor
+        grad_scale = float16_scale(jnp.abs(row_scale), self.projection.hidden.dtype)
+        return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
     def gradient(self, stats: TokenStats, upstream: Array, vocab: int) -> TokenGradient:
         """By the final logits, for an upstream gradient [] or [T]."""

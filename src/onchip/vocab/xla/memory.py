@@ -32,8 +32,8 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         work = max(2 * tile, 2 * tile + slope + 2 * part if backward else 0) + narrow_tile
     elif on_cpu:
         # The softmax takes two tiles, logits and exponentials, or a third one for differences that are summed too, and
-        # so does stashing their gradient; that leaves one.  A product that is added to something is stored first.
-        tiles = 3 if p.stats or (p.smoothing and stash) else 2
+        # stashing their gradient takes three and leaves one.  A product that is added to something is stored first.
+        tiles = 3 if p.stats or stash else 2
         softmax, gradient = tiles * tile + (slope if stash else 0), tile + slope + (0 if stash else part)
         work = max(softmax, gradient, tile + part * (1 if stash else 2))
     else:  # exponentials are fused into what reads them

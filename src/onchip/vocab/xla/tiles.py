@@ -8,6 +8,7 @@ the ids of a token come its `TokenStats`; every gradient by z that the ops need 
 in which the entries at the ids are replaced by `at_ids`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike
+from onchip.vocab.memory import Problem
 
 Array = jax.Array
 # Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min) / 4
 # exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
 VANISHED = -128.0
+# The largest exponential is above this, and nearly 1: XLA may compute a logit twice, and round it otherwise.
+_LEADING = 0.75
 # float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
 _FLOAT16_ROW = 256.0
 
@@ -141,9 +145,32 @@ class Projection:
     bias: Any = None
     vocab_axis: int = 0
 
+    @staticmethod
+    def of(hidden: Any, weight: Any, bias: Any, layout: str) -> "Projection":
+        """Of a public function's arguments; `layout` is "vh" or "hv"."""
+        hidden = jnp.asarray(hidden).reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+        return Projection(hidden, jnp.asarray(weight), None if bias is None else jnp.asarray(bias), layout.index("v"))
+
     @property
     def vocab(self) -> int:
         return self.weight.shape[self.vocab_axis]  # type: ignore[no-any-return]
+
+    def problem(self, needs: "Projection", platform: str, transform: "Transform", **options: Any) -> Problem:
+        """What the memory of a call depends on."""
+        tokens, size = self.hidden.shape
+        return Problem(
+            tokens=tokens,
+            hidden=size,
+            vocab=self.vocab,
+            dtype=self.hidden.dtype.name,
+            device="cpu" if platform == "cpu" else "cuda",
+            grad_hidden=needs.hidden,
+            grad_weight=needs.weight,
+            grad_bias=bool(needs.bias),
+            softcap=transform.softcap is not None,
+            compacted=True,
+            **options,
+        )
 
     def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
         """Hidden states of a chunk [C, H], zeros behind the kept tokens."""
@@ -224,12 +251,14 @@ class Transform(NamedTuple):
     temperature: Array | None = None  # [] float32, or one for each token [T], for each row [P]
 
     def by_row(self, tokens: Tokens) -> "Transform":
-        each = self.temperature is not None and self.temperature.ndim > 0
-        return self._replace(temperature=tokens.take(self.temperature, 1)) if each else self  # type: ignore[arg-type]
+        if self.temperature is None or self.temperature.ndim == 0:
+            return self
+        return self._replace(temperature=tokens.take(self.temperature, 1))
 
     def of_chunk(self, start: Array | int, size: int) -> "Transform":
-        each = self.temperature is not None and self.temperature.ndim > 0
-        return self._replace(temperature=cut(self.temperature, start, size)[:, None]) if each else self  # type: ignore[arg-type]
+        if self.temperature is None or self.temperature.ndim == 0:
+            return self
+        return self._replace(temperature=cut(self.temperature, start, size)[:, None])
 
     def apply(self, z: Array) -> tuple[Array, Array | None]:
         """The final logits, and their derivative's softcap."""
@@ -280,35 +309,13 @@ class TokenStats(NamedTuple):
         argmax = jnp.full(n, -1, jnp.int32) if wanted.argmax else None
         return TokenStats(zeros, jnp.zeros(ids.shape, jnp.float32), entropy, entropy, even, argmax)
 
-    @staticmethod
-    def make(
-        top: Array,
-        log_total: Array,
-        total: Array,
-        picked: Array,
-        ids: Array,
-        vocab: int,
-        offset_sum: Array | None,
-        moment: Array | None,
-        argmax: Array | None,
-    ) -> "TokenStats":
-        """From the maximum, the sum of exp(z - max) and its logarithm, and the sums of z - max that `Softmax` has."""
-        log_prob = (picked - top[:, None]) - log_total[:, None]
-        log_prob = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, log_prob))
-        entropy = mean = None
-        if moment is not None:
-            offset = moment / total
-            entropy, mean = log_total - offset, top + offset
-        even_loss = None if offset_sum is None else log_total - offset_sum / vocab
-        return TokenStats(top + log_total, log_prob, entropy, mean, even_loss, argmax)
-
 
 class Softmax(NamedTuple):
     """The running softmax of C tokens over the vocabulary seen so far, [C] float32."""
 
     max: Array
     total: Array  # sum of exp(z - max): 0 where all are -inf
-    below: Array  # the same without those that are 1
+    below: Array  # the same without those above _LEADING
     picked: Array  # [C, K]: the ids' logits
     offset_sum: Array | None  # sum of z - max, for label smoothing
     moment: Array | None  # sum of exp(z - max) * (z - max), for the entropy
@@ -340,7 +347,7 @@ class Softmax(NamedTuple):
         decay = jnp.exp(drop)
         inside = (ids >= first) & (ids < start + columns.size)
         e = jnp.exp(z - new_max[:, None])
-        total, below = jnp.sum(e, 1), jnp.sum(jnp.where(e == 1, 0, e), 1)
+        total, below = jnp.sum(e, 1), jnp.sum(jnp.where(e > _LEADING, 0, e), 1)
         # Not the same tile as that of e, or XLA's CPU backend would hold one more at a time.
         offset = z - lax.optimization_barrier((new_max, total, below))[0][:, None]
         offset_sum, moment, argmax = self.offset_sum, self.moment, self.argmax
@@ -362,12 +369,21 @@ class Softmax(NamedTuple):
             argmax=argmax,
         )
 
-    def complete(self, ids: Array, vocab: int) -> TokenStats:
-        # Where one logit leads, the loss of its id is small, and 1 + others would round it away.
-        leads = (self.total > 0.5) & (self.total < 1.5)
-        log_total = jnp.where(leads, jnp.log1p(self.below), jnp.log(self.total))
-        sums = (self.offset_sum, self.moment, self.argmax)
-        return TokenStats.make(self.max, log_total, self.total, self.picked, ids, vocab, *sums)
+    def complete(self, ids: Array, vocab: int, log_total: Array | None = None) -> TokenStats:
+        """The statistics; `log_total` is the logarithm of the total, for who has a better one."""
+        if log_total is None:
+            # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second
+            # exponential above _LEADING would have made the total larger.
+            leads = (self.total > 0.5) & (self.total < 1.5)
+            log_total = jnp.where(leads, jnp.log1p(self.below), jnp.log(self.total))
+        log_prob = (self.picked - self.max[:, None]) - log_total[:, None]
+        log_prob = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, log_prob))
+        entropy = mean = None
+        if self.moment is not None:
+            offset = self.moment / self.total
+            entropy, mean = log_total - offset, self.max + offset
+        even_loss = None if self.offset_sum is None else log_total - self.offset_sum / vocab
+        return TokenStats(self.max + log_total, log_prob, entropy, mean, even_loss, self.argmax)
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient

@@ -1,7 +1,7 @@
 """The walks over the [tokens, vocab] matrix in plain JAX, tile by tile, on any device; and the 'xla' backend.
 
 `statistics` has no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `stash` makes
- statistics and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
+statistics and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
 front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
 
 A backend of linear_cross_entropy is a module with these functions and flags::
@@ -145,11 +145,7 @@ def gradients(
             g = logits_gradient(z, slope, known, upstream, own, columns)
             return accumulate(carry, part, g, rows, start, chunk)
 
-        zeros = (
-            grad_hidden,
-            jnp.zeros(part.weight.shape, jnp.float32) if needs.weight else None,
-            jnp.zeros(columns.size, jnp.float32) if needs.bias else None,
-        )
+        zeros = (grad_hidden, *_zeros(needs, part, 0, jnp.float32)[1:])
         grad_hidden, weight_part, bias_part = over_tokens(tokens, chunk, tile, zeros)
         if needs.weight:
             grad_weight = put(grad_weight, weight_part, columns, axis)
@@ -157,16 +153,20 @@ def gradients(
             grad_bias = put(grad_bias, bias_part, columns)
         return grad_hidden, grad_weight, grad_bias
 
-    carry = (
-        jnp.zeros((ids.shape[0], projection.hidden.shape[1]), jnp.float32) if needs.hidden else None,
-        jnp.zeros(projection.weight.shape, dtype) if needs.weight else None,
-        jnp.zeros(projection.vocab, dtype) if needs.bias else None,
-    )
-    made = over_vocab(projection.vocab, plan.vocab_chunk, step, carry, tokens.number)
-    grad_hidden, grad_weight, grad_bias = made
+    carry = _zeros(needs, projection, len(ids), dtype)
+    grad_hidden, grad_weight, grad_bias = over_vocab(projection.vocab, plan.vocab_chunk, step, carry, tokens.number)
     if grad_hidden is not None:
         grad_hidden = tokens.spread(unscaled(grad_hidden, grad_scale))
     return Projection(grad_hidden, grad_weight, grad_bias, axis)
+
+
+def _zeros(needs: Projection, projection: Projection, rows: int, dtype: Any) -> tuple[Array | None, ...]:
+    """Gradients to add to, in float32 of so many rows of hidden, and of weight and bias."""
+    return (
+        jnp.zeros((rows, projection.hidden.shape[1]), jnp.float32) if needs.hidden else None,
+        jnp.zeros(projection.weight.shape, dtype) if needs.weight else None,
+        jnp.zeros(projection.vocab, dtype) if needs.bias else None,
+    )
 
 
 def accumulate(sums: Any, projection: Projection, g: Array, rows: Array, start: Any, chunk: int) -> Any:
@@ -204,11 +204,7 @@ class Stashed(NamedTuple):
 def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Stashed]:
     """The statistics, and the gradients for an upstream gradient of 1, chunk by chunk of tokens."""
     projection, tokens, vocab = call.projection, call.tokens, call.projection.vocab
-    row_scale = call.reduction.row_scale(jnp.ones((), jnp.float32), tokens)
-    factor = call.transform.factor()
-    row_scale = row_scale if factor is None else row_scale * factor
-    grad_scale = float16_scale(jnp.abs(row_scale), projection.hidden.dtype)
-    row_scale = row_scale if grad_scale is None else row_scale * grad_scale
+    row_scale, grad_scale = call.scaled_rows(jnp.ones((), jnp.float32))
     columns = Columns(0, vocab)
 
     def step(start: Any, carry: Any) -> Any:
@@ -224,12 +220,7 @@ def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[To
         g = logits_gradient(z, slope, stats._replace(lse=softmax.max), relative, own, columns)
         return write_rows(made, stats, start), accumulate(sums, projection, g, rows, start, chunk)
 
-    zeros = (
-        jnp.zeros((call.ids.shape[0], projection.hidden.shape[1]), jnp.float32) if needs.hidden else None,
-        jnp.zeros(projection.weight.shape, jnp.float32) if needs.weight else None,
-        jnp.zeros(vocab, jnp.float32) if needs.bias else None,
-    )
-    carry = (TokenStats.empty(call.ids, wanted), zeros)
+    carry = (TokenStats.empty(call.ids, wanted), _zeros(needs, projection, len(call.ids), jnp.float32))
     stats, sums = over_tokens(tokens, chunk, step, carry)
     grad_hidden, grad_weight, grad_bias = sums
     made = Projection(grad_hidden, grad_weight, grad_bias, projection.vocab_axis)

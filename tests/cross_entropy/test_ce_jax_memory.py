@@ -1,30 +1,25 @@
-"""The memory of the JAX op, and what tests/test_jax_ops.py doesn't have of its transformations."""
+"""The memory of the JAX op; its transformations are in tests/test_jax_ops.py."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
-from ce_common_jax import assert_same, quick_compilation, small_problem  # noqa: F401
 
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.vocab.rows import memory as row_memory
-
-
-def test_vmap_over_token_temperatures():
-    x, y = small_problem()
-    tau = jnp.linspace(0.5, 2, 24).reshape(2, 12)
-    one = jax.jit(jax.grad(lambda x, y, t: cross_entropy(x, y, temperature=t)))
-    assert_same(jax.jit(jax.vmap(one))(x, y, tau), jnp.stack([one(x[i], y[i], tau[i]) for i in range(2)]))
 
 
 @pytest.mark.parametrize(
     ("shape", "changes", "options"),
     [
         ((1024, 8192), {}, {}),
-        ((777, 5001), {"softcap": True}, {"softcap": 5.0}),
         ((777, 5001), {"stats": True, "grad": False}, {"return_stats": True}),
-        ((777, 5001), {"dtype": "bfloat16", "softcap": True}, {"softcap": 5.0}),
+        (
+            (777, 5001),
+            {"dtype": "bfloat16", "softcap": True, "smoothing": True},
+            {"softcap": 5.0, "label_smoothing": 0.1},
+        ),
         ((777, 5001), {"dtype": "float16", "stats": True}, {"return_stats": True}),
     ],
     ids=str,
