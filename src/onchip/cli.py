@@ -418,7 +418,7 @@ def _tuned(no_cuda: str | None, sees_jax: bool) -> dict[str, Any]:
         devices["jax"] = [d.device_kind for d in jax.devices() if d.platform == "gpu"]
     if not any(devices.values()):
         return {"rows": [], "notes": [f"none apply, as there is no CUDA device here ({no_cuda})"]}
-    from onchip.tune.status import tuned_configs
+    from onchip.tune.run import tuned_configs
 
     found = [tuned_configs(TUNINGS[name], [device_slug(d) for d in names]) for name, names in devices.items()]
     return {key: [x for part in found for x in part[key]] for key in ("rows", "notes")}
