@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import onchip.torch
 from onchip import cli
 from onchip.fuzz import run
+from onchip.fuzz.call import program
 from onchip.fuzz.draw import TABLES, legal, simpler, table
 from onchip.fuzz.judge import Wrong
-from onchip.fuzz.program import program
 
 
 def check(*arguments):
@@ -45,7 +45,9 @@ def test_a_fault_is_found_shrunk_and_printed(faulty):
     assert result.exit_code == 1
     assert "a call fails: Wrong: " in result.stdout
     said = result.stdout[result.stdout.index("from onchip.fuzz") :]
-    assert "case = Case(name='fuzz', tokens=2, vocab=2, ignored=0.3, options={'label_smoothing': 0.1})" in said
+    assert "device='cpu', op='cross_entropy'" in said
+    assert "shape=(2,)" in said
+    assert "ignored=0.3, label_smoothing=0.1" in said
     with pytest.raises(Wrong, match="loss: error "):
         exec(said, {})
     # Without the fault, and on its own, it finds none.

@@ -174,6 +174,7 @@ def check(
     fuzz: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Random calls for so long, instead of the cases.")
     ] = None,
+    calls: Annotated[int | None, typer.Option(help="Stop after so many random calls.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random calls. Default: a random one.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -195,7 +196,7 @@ def check(
             from onchip.fuzz.run import run_fuzz
 
             names = {name: list(of) for name, of in modules.items()}
-            document = run_fuzz(names, device, _console(as_json), seconds=fuzz, seed=seed)
+            document = run_fuzz(names, device, _console(as_json), seconds=fuzz, most=calls, seed=seed)
     if as_json:
         _print_json(document)
     if not document["ok"]:
