@@ -182,7 +182,8 @@ def test_check_of_a_sample_in_both_frameworks(few_cases):
 
 
 def test_check_of_all_dtypes_and_strategies(few_cases):
-    document = json.loads(run("check", "linear_cross_entropy", "--full", "--framework", "torch", "--json").stdout)
+    options = ("--full", "--framework", "torch", "--device", "cpu", "--json")
+    document = json.loads(run("check", "linear_cross_entropy", *options).stdout)
     assert document["ok"]
     assert {(r["framework"], r["dtype"], r["implementation"]) for r in document["rows"]} == {
         ("torch", dtype, f"torch {strategy}") for dtype in DTYPE_BYTES for strategy in ("stash", "recompute")

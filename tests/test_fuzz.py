@@ -15,6 +15,7 @@ from onchip.fuzz import run
 from onchip.fuzz.call import program
 from onchip.fuzz.draw import TABLES, legal, simpler, table
 from onchip.fuzz.judge import Wrong
+from shared_jax import quick_compilation  # noqa: F401
 
 
 def check(*arguments):
@@ -62,6 +63,8 @@ def test_a_run_without_failures():
     assert "random calls for 1 s, seed 5" in result.stdout
     assert " comparisons, 0 failures, seed 5" in result.stdout
     assert check("--fuzz", 0).exit_code == 2
+    few = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 60, "--calls", 7, "--seed", 5)
+    assert "\n7 calls, " in few.stdout
 
 
 def test_a_seed_makes_the_same_calls():

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from onchip import cli
 from onchip.bench import timing
 from onchip.core import configs
-from onchip.core.configs import find_config, format_config, read_entries
+from onchip.core.configs import format_config, read_entries
 from onchip.tune import harness, run
 from onchip.tune import linear_cross_entropy as tuning
 from onchip.tune.harness import Config, Machine
@@ -347,12 +347,6 @@ def test_defaults_and_patterns(toy: Toy, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_is_stored_by_default_is_found_at_launch(toy: Toy) -> None:
-    tune(toy, None)
-    found = find_config("toy", "forward", "toy9", "bfloat16", {"tokens": 10}, config(20))
-    assert (found.config, found.how) == (config(1), "exact")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -372,12 +366,18 @@ def test_bad_options_are_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path) -> None:
-    (tmp_path / "toy9").mkdir()
-    (tmp_path / "toy9" / "toy.json").write_text("{")
+def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = configs.config_path(configs.user_folder(), "toy", "toy9")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
     with pytest.raises(ValueError, match=r"toy\.json is not a file of tuned configs"):
-        tune(toy, tmp_path)
+        tune(toy, None)
     assert toy.problems == 0
+    # `onchip info` notes it, and a module that can't be imported.
+    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
+    tuned = tuned_configs({"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}, ["toy9"])
+    assert tuned["notes"][0] == "gone: ModuleNotFoundError: No module named 'onchip.ops.no_such_op'"
+    assert tuned["notes"][1].startswith(f"toy: ValueError: {path} is not a file of tuned configs")
 
 
 # ------------------------------------------------------------------------------------------------------ commands
@@ -412,11 +412,8 @@ def test_command(toy_gpu: Toy, tmp_path: Path) -> None:
     assert document["device"] == "toy9"
     assert document["versions"] == VERSIONS
     assert len(read_entries(tmp_path, "toy", "toy9")) == 2
-
-
-def test_command_ends_with_1_if_nothing_is_right(toy_gpu: Toy, tmp_path: Path) -> None:
     toy_gpu.all_candidates = [config(0, WRONG)]
-    result = run_cli("tune", "toy", "--case", "small", "--out", tmp_path)
+    result = run_cli("tune", "toy", "--case", "small", "--again", "--out", tmp_path)
     assert result.exit_code == 1
     assert "no candidate is right" in result.stdout
 
@@ -430,15 +427,11 @@ def test_command_says_what_is_wrong(toy_gpu: Toy, monkeypatch: pytest.MonkeyPatc
         assert result.exit_code == 2
         assert message in result.stderr
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run_cli("tune", "toy")
-    assert result.exit_code == 2
-    assert "tune needs a CUDA device, and PyTorch sees none here" in result.stderr
-
-
-def test_command_without_a_device_of_jax() -> None:
-    result = run_cli("tune", "linear_cross_entropy", "--framework", "jax")
-    assert result.exit_code == 2
-    assert "tune needs a CUDA device, and JAX sees none here" in result.stderr
+    monkeypatch.setitem(cli.TUNINGS, "jax", {"toy": "toy_tuning"})
+    for framework, name in (("torch", "PyTorch"), ("jax", "JAX")):
+        result = run_cli("tune", "toy", "--framework", framework)
+        assert result.exit_code == 2
+        assert f"tune needs a CUDA device, and {name} sees none here" in result.stderr
 
 
 def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,22 +468,6 @@ def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     (note,) = tuned["notes"]
     assert note.startswith("none apply, as there is no CUDA device here (")
     assert note in run_cli("info").stdout
-
-
-def test_a_module_that_cannot_be_imported_is_a_note(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    tuned = tuned_configs({"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}, ["toy9"])
-    assert tuned["notes"] == ["gone: ModuleNotFoundError: No module named 'onchip.ops.no_such_op'"]
-    assert {r["op"] for r in tuned["rows"]} == {"toy"}
-
-
-def test_a_broken_file_is_a_note(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    path = configs.config_path(configs.user_folder(), "toy", "toy9")
-    path.parent.mkdir(parents=True)
-    path.write_text("[]")
-    (note,) = tuned_configs({"toy": "toy_tuning"}, ["toy9"])["notes"]
-    assert note.startswith(f"toy: ValueError: {path} is not a file of tuned configs")
 
 
 # ------------------------------------------------------------------------------------------ linear_cross_entropy's own
