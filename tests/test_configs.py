@@ -49,48 +49,40 @@ def test_without_files_it_is_the_heuristic() -> None:
     assert found.source == "nothing stored for this device and dtype within 4 times these sizes"
 
 
-def test_exact_whatever_the_order_of_the_sizes(folders: tuple[Path, Path]) -> None:
-    write_entry(folders[1], "toy", "h100", entry(128))
-    assert find() == (128, "exact", "tokens=4096, hidden=1024 (shipped)")
-    assert find(dict(reversed(SIZES.items())))[:2] == (128, "exact")
-
-
 @pytest.mark.parametrize("other", [{"op": "x"}, {"kernel": "x"}, {"device": "x"}, {"dtype": "x"}])
 def test_another_op_kernel_device_or_dtype_does_not_count(folders: tuple[Path, Path], other: dict[str, str]) -> None:
     write_entry(folders[1], "toy", "h100", entry(128))
+    assert find() == (128, "exact", "tokens=4096, hidden=1024 (shipped)")
+    assert find(dict(reversed(SIZES.items())))[:2] == (128, "exact")
     assert find(**other)[:2] == (1, "heuristic")
 
 
-def test_nearest_by_logarithm(folders: tuple[Path, Path]) -> None:
-    for block, tokens in ((16, 1024), (32, 4096)):
-        write_entry(folders[1], "toy", "h100", entry(block, {"tokens": tokens, "hidden": 1024}))
-    assert find({"tokens": 2000, "hidden": 1024}) == (16, "nearest", "tokens=1024, hidden=1024 (shipped)")
-    assert find({"tokens": 2100, "hidden": 1024})[:2] == (32, "nearest")  # though 1024 is closer by difference
-    assert find({"tokens": 2048, "hidden": 1024})[:2] == (16, "nearest")  # both are as near: the first in the file
-
-
-def test_nearest_counts_all_sizes(folders: tuple[Path, Path]) -> None:
-    write_entry(folders[1], "toy", "h100", entry(16, {"tokens": 1024, "hidden": 1024}))
-    write_entry(folders[1], "toy", "h100", entry(32, {"tokens": 2048, "hidden": 512}))
-    assert find({"tokens": 4096, "hidden": 1024})[:2] == (32, "nearest")  # √(1 + 1) against 2
-
-
 @pytest.mark.parametrize(
-    ("sizes", "how"),
+    ("stored", "asked", "found"),
     [
-        ({"tokens": 4 * 4096, "hidden": 1024 // 4}, "nearest"),
-        ({"tokens": 4 * 4096 + 1, "hidden": 1024}, "heuristic"),
-        ({"tokens": 4096, "hidden": 255}, "heuristic"),
-        ({"tokens": 0, "hidden": 1024}, "heuristic"),
-        ({"tokens": 4096}, "heuristic"),
-        ({"tokens": 4096, "hidden": 1024, "vocab": 10}, "heuristic"),
+        # By logarithm: 2100 is nearer to 4096, though nearer to 1024 by difference.  Of equals the first in the file.
+        (((1024, 1024), (4096, 1024)), (2000, 1024), 0),
+        (((1024, 1024), (4096, 1024)), (2100, 1024), 1),
+        (((1024, 1024), (4096, 1024)), (2048, 1024), 0),
+        # All sizes count: √(1 + 1) against 2.
+        (((1024, 1024), (2048, 512)), (4096, 1024), 1),
+        # Each size is at most 4 times off.
+        (((4096, 1024),), (4 * 4096, 1024 // 4), 0),
+        (((4096, 1024),), (4 * 4096 + 1, 1024), None),
+        (((4096, 1024),), (4096, 255), None),
+        (((4096, 1024),), (0, 1024), None),
+        (((4096, 1024),), (4096,), None),
+        (((4096, 1024),), (4096, 1024, 10), None),
     ],
 )
-def test_nearest_is_at_most_four_times_off_in_each_size(
-    folders: tuple[Path, Path], sizes: dict[str, int], how: str
+def test_the_nearest_is_found(
+    folders: tuple[Path, Path], stored: tuple[tuple[int, int], ...], asked: tuple[int, ...], found: int | None
 ) -> None:
-    write_entry(folders[1], "toy", "h100", entry(128))
-    assert find(sizes)[1] == how
+    names = ("tokens", "hidden", "vocab")
+    for i, sizes in enumerate(stored):
+        write_entry(folders[1], "toy", "h100", entry(16 + i, dict(zip(names, sizes, strict=False))))
+    expected = (1, "heuristic") if found is None else (16 + found, "nearest")
+    assert find(dict(zip(names, asked, strict=False)))[:2] == expected
 
 
 def test_the_users_file_goes_first(folders: tuple[Path, Path]) -> None:
@@ -105,12 +97,10 @@ def test_the_users_file_goes_first(folders: tuple[Path, Path]) -> None:
     write_entry(user, "toy", "h100", entry(30))
     assert find()[:2] == (30, "exact")
 
-
-def test_of_equally_near_ones_the_users(folders: tuple[Path, Path]) -> None:
-    user, shipped = folders
-    write_entry(shipped, "toy", "h100", entry(10, {"tokens": 2048, "hidden": 1024}))
-    write_entry(user, "toy", "h100", entry(20, {"tokens": 8192, "hidden": 1024}))
-    assert find()[:2] == (20, "nearest")
+    # Of equally near ones the user's.
+    write_entry(shipped, "toy", "h100", entry(10, {"tokens": 256, "hidden": 1024}))
+    write_entry(user, "toy", "h100", entry(20, {"tokens": 64, "hidden": 1024}))
+    assert find({"tokens": 128, "hidden": 1024})[:2] == (20, "nearest")
 
 
 def test_config_of_another_version_of_the_kernel_is_passed_over(folders: tuple[Path, Path]) -> None:

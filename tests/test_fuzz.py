@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 import onchip.torch
 from onchip import cli
 from onchip.fuzz import run
+from onchip.fuzz.call import program
 from onchip.fuzz.draw import TABLES, legal, simpler, table
 from onchip.fuzz.judge import Wrong
-from onchip.fuzz.program import program
+from shared_jax import quick_compilation  # noqa: F401
 
 
 def check(*arguments):
@@ -45,7 +46,9 @@ def test_a_fault_is_found_shrunk_and_printed(faulty):
     assert result.exit_code == 1
     assert "a call fails: Wrong: " in result.stdout
     said = result.stdout[result.stdout.index("from onchip.fuzz") :]
-    assert "case = Case(name='fuzz', tokens=2, vocab=2, ignored=0.3, options={'label_smoothing': 0.1})" in said
+    assert "device='cpu', op='cross_entropy'" in said
+    assert "shape=(2,)" in said
+    assert "ignored=0.3, label_smoothing=0.1" in said
     with pytest.raises(Wrong, match="loss: error "):
         exec(said, {})
     # Without the fault, and on its own, it finds none.
@@ -60,6 +63,8 @@ def test_a_run_without_failures():
     assert "random calls for 1 s, seed 5" in result.stdout
     assert " comparisons, 0 failures, seed 5" in result.stdout
     assert check("--fuzz", 0).exit_code == 2
+    few = check("cross_entropy", "--framework", "torch", "--device", "cpu", "--fuzz", 60, "--calls", 7, "--seed", 5)
+    assert "\n7 calls, " in few.stdout
 
 
 def test_a_seed_makes_the_same_calls():

@@ -22,19 +22,18 @@ from typer.testing import CliRunner
 from onchip import cli
 from onchip.bench import timing
 from onchip.core import configs
-from onchip.core.configs import find_config, read_entries
+from onchip.core.configs import format_config, read_entries
 from onchip.tune import harness, run
 from onchip.tune import linear_cross_entropy as tuning
-from onchip.tune.harness import Machine
-from onchip.tune.log import config_key
-from onchip.tune.run import tune_op
-from onchip.tune.status import tuned_configs
+from onchip.tune.harness import Config, Machine
+from onchip.tune.run import tune_op, tuned_configs
 from onchip.vocab.triton import memory as triton_spec
 
+ROUGH, FINAL = 2 + harness.ROUGH_REPEATS, 2 + harness.FINAL_REPEATS
 MACHINE = Machine("cpu", "toy9", shared_bytes=1000)
 VERSIONS = {"triton": "3.6.0", "torch": "2.11.0"}
 # What a config does is in its "kind"; its "time" and 1 ms more are what the clock says.
-RIGHT, WRONG, NAN, RAISES = 0, 1, 2, 3
+RIGHT, WRONG, NAN, RAISES, TIRES = range(5)
 
 
 def config(time: int, kind: int = RIGHT, block: int = 16) -> dict[str, int]:
@@ -53,44 +52,46 @@ class Toy(ModuleType):
     def __init__(self) -> None:
         super().__init__("toy_tuning")
         self.KERNELS = ("forward", "backward")
-        self.CASES = {"small": 10, "big": 20, "big-too": 40}
+        self.CASES = {"small": {"tokens": 10}, "big": {"tokens": 20}, "big-too": {"tokens": 40}}
         self.DEFAULT_CASES = ("small", "big")
         self.DTYPES = ("bfloat16", "float32")
-        self.all_candidates: Sequence[Mapping[str, int]] = CANDIDATES
-        self.ran: list[tuple[str, int, Mapping[str, int]]] = []
+        self.all_candidates: Sequence[Config] = CANDIDATES
+        self.ran: list[Config] = []
         self.problems = 0
 
-    def sizes(self, case: int) -> Mapping[str, int]:
-        return {"tokens": case}
-
-    def candidates(self, kernel: str, case: int, dtype: str) -> Sequence[Mapping[str, int]]:
+    def candidates(self, kernel: str) -> Sequence[Config]:
         return self.all_candidates
 
-    def shared_bytes(self, kernel: str, config: Mapping[str, int], dtype: str) -> int:
+    def shared_bytes(self, kernel: str, config: Config, dtype: str) -> int:
         return config["block"] * 20
 
-    def make_problem(self, kernel: str, case: int, device: str, dtype: str) -> Tensor:
+    def make_problem(self, kernel: str, device: str, dtype: str, *, tokens: int) -> Tensor:
         self.problems += 1
-        return torch.ones(case, dtype=getattr(torch, dtype), device=device)
+        return torch.ones(tokens, dtype=getattr(torch, dtype), device=device)
 
-    def reference(self, kernel: str, problem: Tensor) -> float:
-        return float(problem.numel())
+    def reference(self, kernel: str, problem: Tensor) -> Sequence[Any]:
+        return [torch.tensor(float(problem.numel()))]
 
-    def step(self, kernel: str, problem: Tensor, config: Mapping[str, int]) -> Callable[[], Sequence[Tensor]]:
+    def step(self, kernel: str, problem: Tensor, config: Config) -> Callable[[], Sequence[Tensor]]:
         def run() -> Sequence[Tensor]:
-            self.ran.append((kernel, problem.numel(), config))
+            self.ran.append(config)
             if config["kind"] == RAISES:
                 raise RuntimeError("no such instruction\nand this is advice")
-            return [problem.sum() + {RIGHT: 0, WRONG: 1, NAN: torch.nan}[config["kind"]]]
+            if config["kind"] == TIRES and self.ran.count(config) > 2:
+                raise RuntimeError("tired")
+            return [problem.sum() + (torch.nan if config["kind"] == NAN else config["kind"] == WRONG)]
 
         run.ms = 1 + config["time"]  # type: ignore[attr-defined]
         return run
 
-    def check(self, kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
-        return abs(float(returned[0]) - reference), 1e-3
+    def check(self, kernel: str, reference: Sequence[Any], returned: Sequence[Tensor]) -> tuple[float, float]:
+        return abs(float(returned[0]) - float(reference[0])), 1e-3
+
+    def times_that_ran(self) -> list[int]:
+        return [config["time"] for config in self.ran]
 
     def configs_that_ran(self) -> set[tuple[int, ...]]:
-        return {tuple(config.values()) for *_, config in self.ran}
+        return {tuple(config.values()) for config in self.ran}
 
 
 @pytest.fixture
@@ -133,83 +134,71 @@ def logged(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "toy9" / "toy.tune.jsonl").read_text().splitlines() if line]
 
 
-def test_the_fastest_right_candidate_is_stored(toy: Toy, tmp_path: Path) -> None:
+def test_the_fastest_right_candidate_is_stored_and_the_others_are_logged(toy: Toy, tmp_path: Path) -> None:
     text = StringIO()
     document = tune(toy, tmp_path, text)
     row = only_row(document)
     assert document["ok"]
     assert document["path"] == str(tmp_path / "toy9" / "toy.json")
-    assert row["status"] == "tuned"
-    assert row["config"] == config(1)
-    assert row["candidates"] == 9
+    assert (row["status"], row["config"], row["candidates"]) == ("tuned", config(1), 9)
     assert row["outcomes"] == {"right": 5, "wrong": 2, "failing": 1, "shared memory": 1}
-    assert row["best_ms"] < row["heuristic_ms"]
-    assert row["gain"] == pytest.approx(row["heuristic_ms"] / row["best_ms"])
+    assert (row["best_ms"], row["heuristic_ms"], row["gain_percent"]) == (2, 21, 950)
     (entry,) = read_entries(tmp_path, "toy", "toy9")
     assert (entry.kernel, entry.dtype, entry.sizes) == ("forward", "bfloat16", {"tokens": 10})
     assert (entry.config, entry.ms, entry.versions) == (config(1), row["best_ms"], VERSIONS)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry.date)
-    assert "time=1, kind=0, block=16" in text.getvalue()
-    assert "1, 2, 1 of 9" in text.getvalue()
+    for said in ("time=1, kind=0, block=16", "+950.0%", "1, 2, 1 of 9"):
+        assert said in text.getvalue()
     json.dumps(document, allow_nan=False)
-
-
-def test_wrong_and_failing_ones_are_logged_with_their_reasons_and_never_timed(toy: Toy, tmp_path: Path) -> None:
-    tune(toy, tmp_path)
     by_config = {tuple(line["config"].values()): line for line in logged(tmp_path)}
     assert len(by_config) == len(logged(tmp_path)) == 8  # all but the one that was dropped by shared memory
-    wrong, nan, raises = (by_config[0, kind, 16] for kind in (WRONG, NAN, RAISES))
-    assert (wrong["outcome"], wrong["ms"], wrong["reason"]) == ("wrong", None, "error 1.00e+00 is above 1.00e-03")
-    assert (nan["outcome"], nan["ms"], nan["reason"]) == ("wrong", None, "error nan is above 1.00e-03")
-    assert (raises["outcome"], raises["ms"]) == ("failing", None)
-    assert raises["reason"] == "RuntimeError: no such instruction"
+    reasons = {
+        WRONG: ("wrong", "error 1.00e+00 is above 1.00e-03"),
+        NAN: ("wrong", "error nan is above 1.00e-03"),
+        RAISES: ("failing", "RuntimeError: no such instruction"),
+    }
+    for kind, (outcome, reason) in reasons.items():
+        line = by_config[0, kind, 16]
+        assert (line["outcome"], line["reason"], line["ms"]) == (outcome, reason, None)
+        assert toy.ran.count(config(0, kind)) == 1  # it is never timed
     assert (0, RIGHT, 64) not in toy.configs_that_ran()
-    runs = [config for *_, config in toy.ran]
-    assert all(runs.count(config(0, kind)) == 1 for kind in (WRONG, NAN, RAISES))
 
 
 def test_the_heuristic_is_in_the_final(toy: Toy, tmp_path: Path) -> None:
     toy.all_candidates = [config(40), *(config(i) for i in range(5)), config(30)]
-    row = only_row(tune(toy, tmp_path))
-    assert row["heuristic_ms"] >= 8
-    runs = [config["time"] for *_, config in toy.ran]
-    final = 2 + harness.FINAL_REPEATS
-    rough = 2 + harness.ROUGH_REPEATS
-    assert runs.count(40) == rough + final
-    assert runs.count(30) == rough  # too slow for the final
-    assert runs.count(0) == rough + final
+    assert only_row(tune(toy, tmp_path))["heuristic_ms"] == 41
+    assert toy.times_that_ran().count(40) == ROUGH + FINAL
+    assert toy.times_that_ran().count(30) == ROUGH  # too slow for the final
+    assert toy.times_that_ran().count(0) == ROUGH + FINAL
 
 
-def test_the_heuristic_may_be_wrong(toy: Toy, tmp_path: Path) -> None:
-    toy.all_candidates = [config(0, WRONG), config(1)]
-    row = only_row(tune(toy, tmp_path))
-    assert (row["status"], row["config"], row["heuristic_ms"], row["gain"]) == ("tuned", config(1), None, None)
-
-
-def test_without_a_right_candidate_nothing_is_stored(toy: Toy, tmp_path: Path) -> None:
-    toy.all_candidates = [config(0, WRONG), config(1, RAISES), config(2, RAISES)]
+@pytest.mark.parametrize(
+    ("candidates", "status", "reason", "problems"),
+    [
+        ([config(0, WRONG), config(1)], "tuned", None, 1),  # the heuristic's is wrong
+        ([config(0, WRONG), config(1, RAISES), config(2, RAISES)], "failed", "RuntimeError: no such instruction", 1),
+        ([config(0, block=64)], "failed", "needs 1280 bytes of shared memory; there are 1000", 0),
+    ],
+)
+def test_without_a_right_candidate_nothing_is_stored(
+    toy: Toy, tmp_path: Path, candidates: Sequence[Config], status: str, reason: str | None, problems: int
+) -> None:
+    toy.all_candidates = candidates
     document = tune(toy, tmp_path)
-    assert not document["ok"]
-    assert only_row(document)["status"] == "failed"
-    assert only_row(document)["reason"] == "no candidate is right; most often: RuntimeError: no such instruction"
-    assert read_entries(tmp_path, "toy", "toy9") == ()
-
-
-def test_candidates_that_all_need_too_much_shared_memory_are_never_run(toy: Toy, tmp_path: Path) -> None:
-    toy.all_candidates = [config(0, block=64)]
-    row = only_row(tune(toy, tmp_path))
-    assert row["status"] == "failed"
-    assert row["reason"].endswith("needs 1280 bytes of shared memory; there are 1000")
-    assert toy.problems == 0
+    row = only_row(document)
+    assert (row["status"], row["heuristic_ms"], row["gain_percent"]) == (status, None, None)
+    assert row["reason"] == (reason and f"no candidate is right; most often: {reason}")
+    assert document["ok"] == bool(read_entries(tmp_path, "toy", "toy9")) == (status == "tuned")
+    assert toy.problems == problems
 
 
 def test_a_problem_that_cannot_be_made_does_not_stop_the_others(toy: Toy, tmp_path: Path) -> None:
     make = toy.make_problem
 
-    def make_small(kernel: str, case: int, device: str, dtype: str) -> Tensor:
-        if case == 20:
+    def make_small(kernel: str, device: str, dtype: str, *, tokens: int) -> Tensor:
+        if tokens == 20:
             raise MemoryError("1 TiB is too much")
-        return make(kernel, case, device, dtype)
+        return make(kernel, device, dtype, tokens=tokens)
 
     toy.make_problem = make_small  # type: ignore[method-assign]
     document = tune(toy, tmp_path, cases=["small", "big"])
@@ -219,30 +208,23 @@ def test_a_problem_that_cannot_be_made_does_not_stop_the_others(toy: Toy, tmp_pa
 
 
 def test_a_step_that_fails_only_when_timed_is_left_out(toy: Toy, tmp_path: Path) -> None:
-    make_step = toy.step
-
-    def step(kernel: str, problem: Tensor, config_: Mapping[str, int]) -> Callable[[], Sequence[Tensor]]:
-        ran = make_step(kernel, problem, config_)
-
-        @functools.wraps(ran)
-        def tires() -> Sequence[Tensor]:
-            if config_["time"] == 1 and len([c for *_, c in toy.ran if c == config_]) > 2:
-                raise RuntimeError("tired")
-            return ran()
-
-        return tires
-
-    toy.step = step  # type: ignore[method-assign]
+    toy.all_candidates = [config(20), config(5), config(1, TIRES)]
     row = only_row(tune(toy, tmp_path))
     assert row["config"] == config(5)
-    assert row["outcomes"]["failing"] == 2
+    assert row["outcomes"] == {"right": 2, "failing": 1}
 
 
-def test_a_lost_device_ends_the_run_but_not_the_log(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "_device_works", lambda device: False)
+def test_a_lost_device_ends_the_run_but_not_the_log(toy: Toy, tmp_path: Path) -> None:
+    class Gone(float):
+        def sum(self) -> float:
+            raise RuntimeError("illegal memory access")
+
+    reference = toy.reference
+    toy.reference = lambda kernel, problem: [Gone(problem.numel())]  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="time=0, kind=3, block=16 has left the device unusable"):
         tune(toy, tmp_path)
     assert logged(tmp_path)[-1]["outcome"] == "failing"
+    toy.reference = reference  # type: ignore[method-assign]
     toy.ran.clear()
     assert only_row(tune(toy, tmp_path))["status"] == "tuned"
     assert (0, RAISES, 16) not in toy.configs_that_ran()
@@ -251,7 +233,7 @@ def test_a_lost_device_ends_the_run_but_not_the_log(toy: Toy, tmp_path: Path, mo
 # ------------------------------------------------------------------------------------------------------ going on
 
 
-def test_what_has_a_winner_is_skipped(toy: Toy, tmp_path: Path) -> None:
+def test_what_has_a_winner_is_skipped(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = only_row(tune(toy, tmp_path))
     toy.ran.clear()
     row = only_row(tune(toy, tmp_path))
@@ -260,11 +242,7 @@ def test_what_has_a_winner_is_skipped(toy: Toy, tmp_path: Path) -> None:
     assert only_row(tune(toy, tmp_path, again=True))["status"] == "tuned"
     assert len(toy.configs_that_ran()) == 8
     assert len(logged(tmp_path)) == 16
-    assert len(read_entries(tmp_path, "toy", "toy9")) == 1
-
-
-def test_other_versions_are_tuned_anew(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tune(toy, tmp_path)
+    # Other versions are tuned anew.
     toy.ran.clear()
     monkeypatch.setattr(run, "_versions", lambda framework: VERSIONS | {"triton": "3.7.0"})
     assert only_row(tune(toy, tmp_path))["status"] == "tuned"
@@ -273,12 +251,11 @@ def test_other_versions_are_tuned_anew(toy: Toy, tmp_path: Path, monkeypatch: py
     assert entry.versions["triton"] == "3.7.0"
 
 
-def test_an_interrupted_run_goes_on(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "BATCH", 2)
+def test_an_interrupted_run_goes_on(toy: Toy, tmp_path: Path) -> None:
     check = toy.check
 
-    def interrupted(kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
-        if len(toy.configs_that_ran()) == 4:
+    def interrupted(kernel: str, reference: Any, returned: Sequence[Tensor]) -> tuple[float, float]:
+        if len(toy.configs_that_ran()) == 3:
             raise KeyboardInterrupt
         return check(kernel, reference, returned)
 
@@ -293,9 +270,8 @@ def test_an_interrupted_run_goes_on(toy: Toy, tmp_path: Path, monkeypatch: pytes
     row = only_row(tune(toy, tmp_path))
     assert row["config"] == config(1)
     assert row["outcomes"] == {"right": 5, "wrong": 2, "failing": 1, "shared memory": 1}
-    runs = [config["time"] for *_, config in toy.ran]
-    assert runs.count(20) == runs.count(5) == 2 + harness.FINAL_REPEATS  # only the final
-    assert runs.count(1) == 2 + harness.ROUGH_REPEATS + 2 + harness.FINAL_REPEATS
+    assert toy.times_that_ran().count(20) == toy.times_that_ran().count(5) == FINAL  # only the final
+    assert toy.times_that_ran().count(1) == ROUGH + FINAL
 
 
 def test_the_limit_leaves_the_rest_to_the_next_run(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +279,7 @@ def test_the_limit_leaves_the_rest_to_the_next_run(toy: Toy, tmp_path: Path, mon
     monkeypatch.setattr(harness.time, "monotonic", lambda: now)
     check = toy.check
 
-    def slow(kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
+    def slow(kernel: str, reference: Any, returned: Sequence[Tensor]) -> tuple[float, float]:
         nonlocal now
         now += 1
         return check(kernel, reference, returned)
@@ -317,21 +293,18 @@ def test_the_limit_leaves_the_rest_to_the_next_run(toy: Toy, tmp_path: Path, mon
     assert document["ok"]
     assert read_entries(tmp_path, "toy", "toy9") == ()
     assert [line["config"] for line in logged(tmp_path)] == CANDIDATES[:3]
-    toy.ran.clear()
     assert only_row(tune(toy, tmp_path))["status"] == "tuned"
     assert [line["config"] for line in logged(tmp_path)[3:] if line["outcome"] == "right"] == [config(9), config(12)]
 
 
-def test_a_config_that_was_right_before_the_kernel_changed_is_not_stored(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_was_right_before_the_kernel_changed_is_not_stored(toy: Toy, tmp_path: Path) -> None:
     tune(toy, tmp_path)
     (tmp_path / "toy9" / "toy.json").unlink()
     configs.clear_cache()
     check = toy.check
 
-    def changed(kernel: str, reference: float, returned: Sequence[Tensor]) -> tuple[float, float]:
-        return (1.0, 1e-3) if toy.ran[-1][2]["time"] == 1 else check(kernel, reference, returned)
+    def changed(kernel: str, reference: Any, returned: Sequence[Tensor]) -> tuple[float, float]:
+        return (1.0, 1e-3) if toy.ran[-1]["time"] == 1 else check(kernel, reference, returned)
 
     toy.check = changed  # type: ignore[method-assign]
     row = only_row(tune(toy, tmp_path))
@@ -341,15 +314,21 @@ def test_a_config_that_was_right_before_the_kernel_changed_is_not_stored(
 
 def test_comparing_times_what_a_launch_takes_against_the_heuristic_and_stores_nothing(toy: Toy, tmp_path: Path) -> None:
     none = only_row(tune(toy, None, compare=True))
-    assert (none["status"], none["config"], none["gain"]) == ("heuristic", config(20), 1.0)
+    assert (none["status"], none["config"], none["gain_percent"]) == ("heuristic", config(20), 0)
     tune(toy, None)
+    tune(toy, None, dtype="float32", kernels=["backward"])
     before = read_entries(configs.user_folder(), "toy", "toy9")
     toy.ran.clear()
     row = only_row(tune(toy, None, compare=True, cases=["big"]))
     assert (row["status"], row["config"], row["best_ms"], row["heuristic_ms"]) == ("nearest", config(1), 2, 21)
-    assert row["gain"] == 10.5
+    assert row["gain_percent"] == 950
     assert row["reason"].startswith("tokens=10 (")
     assert toy.configs_that_ran() == {tuple(config(20).values()), tuple(config(1).values())}
+    # Without cases, every stored config on its own problem.
+    rows = tune(toy, None, compare=True, cases=None, kernels=None)["rows"]
+    assert [(r["kernel"], r["dtype"], r["case"], r["status"], r["gain_percent"]) for r in rows] == [
+        ("backward", "float32", "tokens=10", "exact", 950), ("forward", "bfloat16", "tokens=10", "exact", 950),
+    ]  # fmt: skip
     assert read_entries(configs.user_folder(), "toy", "toy9") == before
 
 
@@ -366,12 +345,6 @@ def test_defaults_and_patterns(toy: Toy, tmp_path: Path) -> None:
     assert [(r["kernel"], r["case"], r["dtype"]) for r in rows] == [
         ("backward", "big", "float32"), ("backward", "big-too", "float32"),
     ]  # fmt: skip
-
-
-def test_what_is_stored_by_default_is_found_at_launch(toy: Toy) -> None:
-    tune(toy, None)
-    found = find_config("toy", "forward", "toy9", "bfloat16", {"tokens": 10}, config(20))
-    assert (found.config, found.how) == (config(1), "exact")
 
 
 @pytest.mark.parametrize(
@@ -393,12 +366,18 @@ def test_bad_options_are_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path) -> None:
-    (tmp_path / "toy9").mkdir()
-    (tmp_path / "toy9" / "toy.json").write_text("{")
+def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = configs.config_path(configs.user_folder(), "toy", "toy9")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
     with pytest.raises(ValueError, match=r"toy\.json is not a file of tuned configs"):
-        tune(toy, tmp_path)
+        tune(toy, None)
     assert toy.problems == 0
+    # `onchip info` notes it, and a module that can't be imported.
+    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
+    tuned = tuned_configs({"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}, ["toy9"])
+    assert tuned["notes"][0] == "gone: ModuleNotFoundError: No module named 'onchip.ops.no_such_op'"
+    assert tuned["notes"][1].startswith(f"toy: ValueError: {path} is not a file of tuned configs")
 
 
 # ------------------------------------------------------------------------------------------------------ commands
@@ -433,11 +412,8 @@ def test_command(toy_gpu: Toy, tmp_path: Path) -> None:
     assert document["device"] == "toy9"
     assert document["versions"] == VERSIONS
     assert len(read_entries(tmp_path, "toy", "toy9")) == 2
-
-
-def test_command_ends_with_1_if_nothing_is_right(toy_gpu: Toy, tmp_path: Path) -> None:
     toy_gpu.all_candidates = [config(0, WRONG)]
-    result = run_cli("tune", "toy", "--case", "small", "--out", tmp_path)
+    result = run_cli("tune", "toy", "--case", "small", "--again", "--out", tmp_path)
     assert result.exit_code == 1
     assert "no candidate is right" in result.stdout
 
@@ -451,15 +427,11 @@ def test_command_says_what_is_wrong(toy_gpu: Toy, monkeypatch: pytest.MonkeyPatc
         assert result.exit_code == 2
         assert message in result.stderr
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = run_cli("tune", "toy")
-    assert result.exit_code == 2
-    assert "tune needs a CUDA device, and PyTorch sees none here" in result.stderr
-
-
-def test_command_without_a_device_of_jax() -> None:
-    result = run_cli("tune", "linear_cross_entropy", "--framework", "jax")
-    assert result.exit_code == 2
-    assert "tune needs a CUDA device, and JAX sees none here" in result.stderr
+    monkeypatch.setitem(cli.TUNINGS, "jax", {"toy": "toy_tuning"})
+    for framework, name in (("torch", "PyTorch"), ("jax", "JAX")):
+        result = run_cli("tune", "toy", "--framework", framework)
+        assert result.exit_code == 2
+        assert f"tune needs a CUDA device, and {name} sees none here" in result.stderr
 
 
 def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,22 +470,6 @@ def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert note in run_cli("info").stdout
 
 
-def test_a_module_that_cannot_be_imported_is_a_note(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    tuned = tuned_configs({"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}, ["toy9"])
-    assert tuned["notes"] == ["gone: ModuleNotFoundError: No module named 'onchip.ops.no_such_op'"]
-    assert {r["op"] for r in tuned["rows"]} == {"toy"}
-
-
-def test_a_broken_file_is_a_note(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    path = configs.config_path(configs.user_folder(), "toy", "toy9")
-    path.parent.mkdir(parents=True)
-    path.write_text("[]")
-    (note,) = tuned_configs({"toy": "toy_tuning"}, ["toy9"])["notes"]
-    assert note.startswith(f"toy: ValueError: {path} is not a file of tuned configs")
-
-
 # ------------------------------------------------------------------------------------------ linear_cross_entropy's own
 
 
@@ -521,35 +477,32 @@ def test_candidates_of_linear_cross_entropy() -> None:
     heuristic = triton_spec.heuristic_tiles(tuning.HOPPER_SHARED)
     assert set(tuning.KERNELS) == set(heuristic)
     for kernel in tuning.KERNELS:
-        for case in tuning.CASES.values():
-            for dtype in tuning.DTYPES:
-                tried = tuning.candidates(kernel, case, dtype)
-                assert tried[0] == heuristic[kernel]
-                assert len({config_key(c) for c in tried}) == len(tried) <= 25
-                assert {tuple(sorted(c)) for c in tried} == {tuple(sorted(heuristic[kernel]))}
-                needed = [tuning.shared_bytes(kernel, c, dtype) for c in tried]
-                assert max(needed) <= tuning.HOPPER_SHARED
-                assert min(needed) <= 100 * 1024  # something for smaller devices
-    assert all(min(tuning.sizes(case).values()) >= 1 for case in tuning.CASES.values())
+        tried = tuning.candidates(kernel)
+        assert tried[0] == heuristic[kernel]
+        assert len({format_config(c) for c in tried}) == len(tried) <= 25
+        assert {tuple(sorted(c)) for c in tried} == {tuple(sorted(heuristic[kernel]))}
+        for dtype in tuning.DTYPES:
+            needed = [tuning.shared_bytes(kernel, c, dtype) for c in tried]
+            assert max(needed) <= tuning.HOPPER_SHARED
+            assert min(needed) <= 100 * 1024  # something for smaller devices
+    assert all(min(sizes.values()) >= 1 for sizes in tuning.CASES.values())
 
 
 # Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own; float16, since the interpreter
 # computes bfloat16 wrongly.  The vocabulary's last tile is not full, nor is the last block of tokens.
 INTERPRETED = """
 import json, torch
-from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.tune import linear_cross_entropy as tuning
 
 said = {}
 for kernel in tuning.KERNELS:
-    case = Case("tiny", 200, 72, 600)
-    problem = tuning.make_problem(kernel, case, "cpu", "float16")
+    problem = tuning.make_problem(kernel, "cpu", "float16", tokens=200, hidden=72, vocab=600)
     reference = tuning.reference(kernel, problem)
-    tried = tuning.candidates(kernel, case, "float16")
-    steps = [tuning.step(kernel, problem, config) for config in (tried[0], tried[-1])]
+    tried = tuning.candidates(kernel)
+    first, last = (tuning.step(kernel, problem, config) for config in (tried[0], tried[-1]))
     poisoned = tuning.check(kernel, reference, tuning._outputs(kernel, problem))
-    right = [tuning.check(kernel, reference, step()) for step in (steps[0], *steps)]
-    wrong = tuning.check(kernel, reference, [1.05 * out for out in steps[0]()])
+    right = [tuning.check(kernel, reference, step()) for step in (last, first)]
+    wrong = tuning.check(kernel, reference, [1.05 * out for out in tuning._outputs(kernel, problem)])
     said[kernel] = [poisoned, right, wrong]
 print(json.dumps(said))
 """

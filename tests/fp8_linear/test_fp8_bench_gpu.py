@@ -52,7 +52,7 @@ def test_the_gate_sees_the_end_of_a_result_of_more_than_2_to_31_elements():
 @pytest.mark.parametrize("kernel", tuning.KERNELS)
 def test_candidates_run_and_are_right(kernel, tmp_path, monkeypatch):
     """All that fit; those that spill too, for time is what they cost."""
-    monkeypatch.setattr(tuning, "CASES", {"small": cases.Case("small", 1024, 640, 768)})
+    monkeypatch.setattr(tuning, "CASES", {"small": {"m": 1024, "n": 640, "k": 768}})
     how = {"cases": ["small"], "kernels": [kernel], "out": tmp_path, "console": Console(file=StringIO())}
     (row,) = run_tune("fp8_linear", tuning.__name__, "torch", **how)["rows"]
     assert row["status"] == "tuned"

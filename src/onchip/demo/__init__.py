@@ -7,7 +7,7 @@ framework is in two files each, of which only the chosen framework's are loaded:
 This module loads no framework, so that a command line can show the defaults quickly.
 """
 
-PACKAGES = {"torch": ("torch",), "jax": ("jax", "equinox", "optax")}
+PACKAGES = {"torch": ("torch",), "jax": ("jax", "optax")}
 EXTRAS = {"torch": "torch,bench", "jax": "jax,bench,demo-jax"}
 """What to install for them."""
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 
 from onchip.bench.measure_jax import time_interleaved
 from onchip.demo.data import Ids
-from onchip.demo.jax_model import Decoder
-from onchip.demo.model import ModelConfig
+from onchip.demo.jax_model import Weights, hidden_states
+from onchip.demo.model import ModelConfig, initial_weights
 from onchip.demo.train import BETAS, MEASURE_REPEATS, Cost, TrainConfig
 from onchip.jax import linear_cross_entropy
 
@@ -52,72 +51,57 @@ def use_device(device: str, threads: int | None) -> Iterator[None]:
 class JaxTrainer:
     """A `Trainer`, see train.py."""
 
-    def __init__(self, model: Decoder, loss: Loss, config: TrainConfig) -> None:
-        self.model = model
-        self.loss = loss
+    def __init__(self, model: ModelConfig, loss: Loss, config: TrainConfig) -> None:
         self.device = config.device
-        self.optimizer = optax.chain(
+        self.weights: Weights = {name: jnp.asarray(x) for name, x in initial_weights(model, config.seed).items()}
+        optimizer = optax.chain(
             optax.clip_by_global_norm(config.max_grad_norm),
             optax.scale_by_adam(*BETAS),
             optax.add_decayed_weights(config.weight_decay),
         )
-        self.state = self.optimizer.init(eqx.filter(model, eqx.is_array))
+        self.state = optimizer.init(self.weights)
+
+        def mean_loss(weights: Weights, inputs: Array, targets: Array) -> Array:
+            return loss(hidden_states(weights, inputs, model), weights["head"], targets)
+
+        def step(weights: Weights, state: Any, rate: Array, *batch: Array) -> tuple[Weights, Any, Array]:
+            value, gradients = jax.value_and_grad(mean_loss)(weights, *batch)
+            updates, state = optimizer.update(gradients, state, weights)
+            return optax.apply_updates(weights, jax.tree.map(lambda x: -rate * x, updates)), state, value
+
+        def logits(weights: Weights, ids: Array, last: Array) -> Array:
+            return hidden_states(weights, ids[None], model)[0, last] @ weights["head"].T
+
+        self._mean_loss, self._step, self._logits = jax.jit(mean_loss), jax.jit(step), jax.jit(logits)
+        self.hidden_states = jax.jit(partial(hidden_states, config=model))
 
     def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
         batch = _put(inputs), _put(targets)
-        made = _step(self.loss, self.optimizer.update, self.model, self.state, batch, jnp.float32(rate))
-        self.model, self.state, loss = made
+        self.weights, self.state, loss = self._step(self.weights, self.state, jnp.float32(rate), *batch)
         return float(loss)
 
     def evaluate(self, inputs: Ids, targets: Ids) -> float:
-        return float(_evaluate(self.loss, self.model, (_put(inputs), _put(targets))))
+        return float(self._mean_loss(self.weights, _put(inputs), _put(targets)))
 
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
-        return np.asarray(_logits(self.model, _put(ids), jnp.int32(last)))
+        return np.asarray(self._logits(self.weights, _put(ids), jnp.int32(last)))
 
 
 def _put(ids: Ids) -> Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-# Of the arguments equinox traces the arrays; functions are what it compiles for.
-@eqx.filter_jit
-def _step(
-    loss: Loss, update: Any, model: Decoder, state: Any, batch: tuple[Array, Array], rate: Array
-) -> tuple[Decoder, Any, Array]:
-    value, gradients = eqx.filter_value_and_grad(lambda model: _loss(loss, model, batch))(model)
-    updates, state = update(gradients, state, model)
-    return eqx.apply_updates(model, jax.tree.map(lambda x: -rate * x, updates)), state, value
-
-
-@eqx.filter_jit
-def _evaluate(loss: Loss, model: Decoder, batch: tuple[Array, Array]) -> Array:
-    return _loss(loss, model, batch)
-
-
-def _loss(loss: Loss, model: Decoder, batch: tuple[Array, Array]) -> Array:
-    inputs, targets = batch
-    return loss(model(inputs), model.head, targets)
-
-
-@eqx.filter_jit
-def _logits(model: Decoder, ids: Array, last: Array) -> Array:
-    return model(ids[None])[0, last] @ model.head.T
-
-
 def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, JaxTrainer]:
     """One for each loss, all from the same initial weights."""
-    initial = Decoder(model, config.seed)
-    return {name: JaxTrainer(initial, loss, config) for name, loss in LOSSES.items()}
+    return {name: JaxTrainer(model, loss, config) for name, loss in LOSSES.items()}
 
 
 def measure_head(trainer: JaxTrainer, inputs: Ids, targets: Ids) -> dict[str, Cost]:
     """Time and temporary memory of head and loss, on the hidden states that the model makes of one batch."""
-    arguments = (eqx.filter_jit(trainer.model)(_put(inputs)), trainer.model.head, _put(targets))
+    arguments = (trainer.hidden_states(trainer.weights, _put(inputs)), trainer.weights["head"], _put(targets))
     compiled = {
         name: jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arguments).compile() for name, loss in LOSSES.items()
     }
-
     steps = {name: partial(run, *arguments) for name, run in compiled.items()}
     times = time_interleaved(steps, device=trainer.device, repeats=MEASURE_REPEATS)
     extra: dict[str, Any] = {name: run.memory_analysis() for name, run in compiled.items()}

@@ -22,7 +22,7 @@ class ModelConfig:
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:
-    """All weights by name, matrices as [out, in]; the norms' start at 1 and are not among them."""
+    """All weights by name, matrices as [out, in]."""
     rng = np.random.default_rng(seed)
 
     def normal(std: float, *shape: int) -> NDArray[np.float32]:
@@ -35,6 +35,7 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.floa
         "tokens": normal(1.0, config.vocab, hidden),
         "positions": normal(0.02, config.context, hidden),
         "head": normal(0.06, config.vocab, hidden),
+        "final_norm": np.ones(hidden, np.float32),
     }
     for i in range(config.layers):
         weights |= {
@@ -42,5 +43,7 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.floa
             f"blocks.{i}.attention_out": normal(hidden**-0.5, hidden, hidden),
             f"blocks.{i}.mlp_in": normal(hidden**-0.5, 4 * hidden, hidden),
             f"blocks.{i}.mlp_out": normal((4 * hidden) ** -0.5, hidden, 4 * hidden),
+            f"blocks.{i}.attention_norm": np.ones(hidden, np.float32),
+            f"blocks.{i}.mlp_norm": np.ones(hidden, np.float32),
         }
     return weights

@@ -19,6 +19,7 @@ from onchip.demo import EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
 
 if TYPE_CHECKING:
     from onchip.demo.data import Corpus
+    from onchip.demo.model import ModelConfig
     from onchip.demo.train import Run, TrainConfig
 
 COMPARED = ("plain", "onchip")
@@ -75,8 +76,11 @@ def run_demo(
     files.check_writable("--out", *paths)
 
     from onchip.bench import environment
-    from onchip.demo import report
+    from onchip.demo import report, train
+    from onchip.demo.model import ModelConfig
 
+    model = ModelConfig(vocab=vocab)
+    config = train.TrainConfig(steps=steps, tokens=tokens, seed=seed, device=device, fp8=fp8)
     versions = {name: metadata.version(name) for name in (*PACKAGES[framework], "tokenizers")}
     described = {**environment.describe(device, framework), **versions}
     if device == "cpu" and described["busy_cores"] > 0.2:
@@ -86,7 +90,7 @@ def run_demo(
         free = described["cores"] - round(described["busy_cores"])
         described["threads"] = max(1, min(described["threads"], free))
     with _load(framework).use_device(device, described["threads"]):
-        document = _train_and_measure(described, framework, steps, vocab, tokens, device, seed, console, fp8=fp8)
+        document = _train_and_measure(framework, model, config, described, console)
     picture = report.picture_png(document)
     numbers, image, page = paths
     files.replace(numbers, json.dumps(document, indent=1) + "\n")
@@ -103,43 +107,31 @@ def _load(framework: str) -> Any:
 
 
 def _train_and_measure(
-    environment: dict[str, Any],
-    framework: str,
-    steps: int,
-    vocab: int,
-    tokens: int,
-    device: str,
-    seed: int,
-    console: Console,
-    *,
-    fp8: bool,
+    framework: str, model: "ModelConfig", config: "TrainConfig", environment: dict[str, Any], console: Console
 ) -> dict[str, Any]:
     """All that takes time; returns the document."""
     from onchip.demo import data, train
-    from onchip.demo.model import ModelConfig
 
     begin = time.perf_counter()
     text = data.load_text()
-    tokenizer = data.load_tokenizer(text, vocab)
+    tokenizer = data.load_tokenizer(text, model.vocab)
     corpus = data.encode_corpus(tokenizer, text)
     console.print(
         f"corpus: {len(text):,} characters, {len(corpus.train) + len(corpus.held_out):,} tokens; "
-        f"tokenizer: {tokenizer.get_vocab_size():,} entries; head: {vocab:,} rows",
+        f"tokenizer: {tokenizer.get_vocab_size():,} entries; head: {model.vocab:,} rows",
         highlight=False,
     )
 
-    model = ModelConfig(vocab=vocab)
-    config = train.TrainConfig(steps=steps, tokens=tokens, seed=seed, device=device)
     made = _load(framework)
-    trainers = made.make_trainers(model, config, fp8=True) if fp8 else made.make_trainers(model, config)
+    trainers = made.make_trainers(model, config)
     runs = {name: train.Run(trainer) for name, trainer in trainers.items()}
     _train_with_progress(runs, config, corpus, console)
     held_out = {name: train.held_out_loss(trainer, config, corpus) for name, trainer in trainers.items()}
     console.print("measuring head and loss ...")
-    batch = data.random_batch(corpus.train, tokens, np.random.default_rng(seed))
+    batch = data.random_batch(corpus.train, config.tokens, np.random.default_rng(config.seed))
     costs = made.measure_head(trainers["onchip"], *batch)
     sample = train.sample_text(
-        trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=seed
+        trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
     )
 
     return {
@@ -156,12 +148,12 @@ def _train_and_measure(
         "losses": {name: run.losses for name, run in runs.items()},
         "held_out_loss": held_out,
         "difference": _difference(runs["plain"].losses, runs["onchip"].losses),
-        "fp8": _fp8_difference(runs, held_out, made.fp8_baseline(device)) if fp8 else None,
+        "fp8": _fp8_difference(runs, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
         "train_seconds": {name: run.seconds for name, run in runs.items()},
         "head_and_loss": {name: {**asdict(cost.time), "extra_bytes": cost.extra_bytes} for name, cost in costs.items()},
-        "extra_bytes_are": made.memory_source(device),
+        "extra_bytes_are": made.memory_source(config.device),
         "measure_repeats": train.MEASURE_REPEATS,
-        "logits_bytes": 4 * tokens * vocab,
+        "logits_bytes": 4 * config.tokens * model.vocab,
         "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},
         "seconds": time.perf_counter() - begin,
     }

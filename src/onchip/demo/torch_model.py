@@ -37,7 +37,6 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
-        self.config = config
         self.tokens = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.context, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))

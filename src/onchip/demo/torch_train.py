@@ -90,31 +90,27 @@ class TorchTrainer:
         return torch.from_numpy(ids).to(self.config.device)
 
 
-def make_trainers(model: ModelConfig, config: TrainConfig, *, fp8: bool = False) -> dict[str, TorchTrainer]:
-    """One for each loss, all from the same initial weights; with `fp8` those of `_fp8_trainers` as well."""
+def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTrainer]:
+    """One for each loss, all from the same initial weights.
+
+    With `fp8` also that training, and its baseline where that isn't one of the others: on a GPU what is around the
+    linear layers is in bfloat16, as models are trained there.
+    """
     initial = Decoder(model, config.seed).to(config.device)
     trainers = {name: TorchTrainer(copy.deepcopy(initial), loss, config) for name, loss in LOSSES.items()}
-    if fp8:
-        trainers |= _fp8_trainers(initial, config)
+    if config.fp8:
+        bf16 = fp8_baseline(config.device) == "bf16"
+        converted = copy.deepcopy(initial)
+        convert_linears(converted, backend="dequantize" if config.device == "cpu" else "auto")
+        trainers["fp8"] = TorchTrainer(converted, linear_cross_entropy, config, bf16=bf16)
+        if bf16:
+            trainers["bf16"] = TorchTrainer(copy.deepcopy(initial), linear_cross_entropy, config, bf16=True)
     return trainers
 
 
 def fp8_baseline(device: str) -> str:
     """The training that the one in FP8 is compared with: alike in all but the linear layers."""
     return "onchip" if device == "cpu" else "bf16"
-
-
-def _fp8_trainers(initial: Decoder, config: TrainConfig) -> dict[str, TorchTrainer]:
-    """The training in FP8, and its baseline where that isn't one of the others: on a GPU what is around the linear
-    layers is in bfloat16, as models are trained there.
-    """
-    bf16 = fp8_baseline(config.device) == "bf16"
-    model = copy.deepcopy(initial)
-    convert_linears(model, backend="dequantize" if config.device == "cpu" else "auto")
-    trainers = {"fp8": TorchTrainer(model, linear_cross_entropy, config, bf16=bf16)}
-    if bf16:
-        trainers["bf16"] = TorchTrainer(copy.deepcopy(initial), linear_cross_entropy, config, bf16=True)
-    return trainers
 
 
 def measure_head(trainer: TorchTrainer, inputs: Ids, targets: Ids) -> dict[str, Cost]:

@@ -24,6 +24,8 @@ class TrainConfig:
     tokens: int
     seed: int
     device: str
+    fp8: bool = False
+    """Whether the model is trained once more, with its linear layers in FP8."""
     learning_rate: float = 8e-3
     warmup_steps: int = 10
     weight_decay: float = 0.1

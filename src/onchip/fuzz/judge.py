@@ -86,16 +86,6 @@ def compare(
     return checks
 
 
-def poisoned(made: Any, ignore_index: int) -> Any:
-    """The inputs of a case with NaN in what ignored tokens hold."""
-    labels = getattr(made, "target", None) if hasattr(made, "target") else made.ids
-    if labels is None or not labels.size:
-        return made
-    ignored = (np.reshape(labels, (len(labels), -1)) == ignore_index).all(1)
-    names = [n for n in made._fields if n.endswith(("hidden", "logits")) and getattr(made, n) is not None]
-    return made._replace(**{n: np.where(ignored[:, None], np.float32(np.nan), getattr(made, n)) for n in names})
-
-
 def named(out: Any, first: str) -> dict[str, Any]:
     """What an op returned by the names of the oracle's fields; `first` is the name of what it returns alone."""
     if isinstance(out, tuple):

@@ -11,17 +11,14 @@ from importlib import import_module
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 
 from onchip.core.machine import resolve_device
+from onchip.fuzz.call import program, run
 from onchip.fuzz.draw import Call, draw, legal, simpler
 from onchip.fuzz.judge import Wrong
-from onchip.fuzz.program import program, run
 
 SHRINK_SECONDS = 60.0
-# Without a terminal a line is printed so often.
-_REPORT_SECONDS = 30.0
 # Of so many calls, each framework's share: JAX compiles each for seconds.
 _SHARES = {"torch": 9, "jax": 1}
 # What JAX has compiled is dropped after so many calls: hardly any of it is used twice.
@@ -29,44 +26,48 @@ _CLEAR_EVERY = 100
 
 
 def run_fuzz(
-    ops: Mapping[str, Sequence[str]], device: str, console: Console, *, seconds: float, seed: int | None
+    ops: Mapping[str, Sequence[str]],
+    device: str,
+    console: Console,
+    *,
+    seconds: float,
+    seed: int | None,
+    most: int | None = None,
 ) -> dict[str, Any]:
-    """Run random calls of `ops` (framework -> op names) for so many seconds.
+    """Run random calls of `ops` (framework -> op names) for so many seconds, or until there were `most`.
 
     Returns the numbers of calls and comparisons, the seed, and the first failing call as a program, shrunk for a minute
     at most.  Of `device` "auto", calls are drawn for the CPU and for CUDA where a framework sees a device.
 
     Raises:
-        ValueError: `seconds` is not above 0; `device` as of `run_check`.
+        ValueError: `seconds` or `most` is not above 0; `device` as of `run_check`.
     """
     if not seconds > 0:
         raise ValueError(f"--fuzz must be above 0 seconds; got {seconds:g}")
+    if most is not None and most < 1:
+        raise ValueError(f"--calls must be 1 or more; got {most}")
     # Other processes may use the same GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
     console.print(f"random calls for {seconds:g} s, seed {seed}", highlight=False)
     targets = [(f, d, op) for f in ops for d in _devices(device, f) for op in ops[f] for _ in range(_SHARES[f])]
-    end, said = time.monotonic() + seconds, time.monotonic()
-    calls = comparisons = 0
+    end = time.monotonic() + seconds
+    comparisons = 0
     failure: dict[str, str] | None = None
-    with Live(console=console, transient=True) as live:
-        for call in drawn(seed, targets):
+    with console.status("") as status:
+        for calls, call in enumerate(drawn(seed, targets), start=1):
             error, compared = attempt(call)
-            calls, comparisons = calls + 1, comparisons + compared
+            comparisons += compared
             progress = f"{calls} calls, {comparisons} comparisons"
-            live.update(progress)
-            if not console.is_terminal and time.monotonic() - said > _REPORT_SECONDS:
-                console.print(progress, highlight=False)
-                said = time.monotonic()
+            status.update(progress)
             if error is not None:
-                live.update(f"{progress}; one fails, which is made simpler")
+                status.update(f"{progress}; one fails, which is made simpler")
                 call, error = shrunk(call, error)
                 failure = {"error": f"{type(error).__name__}: {error}", "program": program(call)}
+            if failure is not None or calls == most or time.monotonic() > end:
                 break
             if "jax" in ops and calls % _CLEAR_EVERY == 0:
                 import_module("jax").clear_caches()
-            if time.monotonic() > end:
-                break
     console.print(f"{progress}, {int(failure is not None)} failures, seed {seed}", highlight=False)
     if failure is not None:
         console.print(f"[red bold]a call fails:[/] {escape(failure['error'])}; as a program:", highlight=False)

@@ -5,20 +5,22 @@ makes the weight's gradient [n, k] of the first.  Triton is imported where somet
 can be listed without it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.bench.torch_steps import relative_error
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import torch_quantize, triton_configs
 from onchip.fp8 import triton_tiles as triton_spec
 from onchip.fp8.torch_products import dequantized_product
 from onchip.fp8.torch_quantize import Quantized
 from onchip.fp8.triton_tiles import ProductConfig
-from onchip.ops.fp8_linear.cases import MODEL_CASES, MODELS, Case
+from onchip.ops.fp8_linear.cases import MODEL_CASES, MODELS
+from onchip.tune.harness import worst_error
 
 # The shared memory per block of the devices that the kernels are written for, in bytes.
 HOPPER_SHARED = 232448
@@ -27,21 +29,15 @@ KERNELS = tuple(triton_configs.KERNELS.values())
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _name(m: int, n: int, k: int) -> str:
-    return f"m{m}-n{n}-k{k}"
+def _both_ways(cases: Iterable[tuple[int, int, int]]) -> dict[str, dict[str, int]]:
+    """The sizes of each product by its name, those of equal sizes once; m is a power of two already."""
+    both = [(triton_configs.bucket(m), *nk) for m, n, k in cases for nk in ((n, k), (k, n))]
+    return {f"m{m}-n{n}-k{k}": {"m": m, "n": n, "k": k} for m, n, k in both}
 
 
-def _both_ways(cases: Sequence[Case]) -> dict[str, Case]:
-    """A case for each product, those of equal sizes once; m is a power of two already."""
-    sizes = [(triton_configs.bucket(c.m), *nk) for c in cases for nk in ((c.n, c.k), (c.k, c.n))]
-    return {_name(*each): Case(_name(*each), *each) for each in sizes}
-
-
-CASES = _both_ways(MODEL_CASES)
+CASES = _both_ways((c.m, c.n, c.k) for c in MODEL_CASES)
 # A small model's and a large one's, and m in the middle: what is stored serves sizes up to 4 times larger and smaller.
-DEFAULT_CASES = tuple(
-    _both_ways([Case("", 8192, *nk) for model in ("llama3.1-8b", "llama2-70b") for nk in MODELS[model][1]])
-)
+DEFAULT_CASES = tuple(_both_ways((8192, *nk) for model in ("llama3.1-8b", "llama2-70b") for nk in MODELS[model][1]))
 
 # ||out - reference|| / ||reference||: four times the rounding of bfloat16.  The op's own noise isn't in it, since the
 # operands are the same; one scale for two blocks of a weight would be an error of 0.08.
@@ -50,12 +46,7 @@ _BOUND = 1e-2
 _CHECKED_ROWS = 128
 
 
-def sizes(case: Case) -> dict[str, int]:
-    """The sizes by which a config is stored and found."""
-    return triton_configs.product_sizes(True, case.m, case.n, case.k)
-
-
-def candidates(kernel: str, case: Case, dtype: str) -> list[dict[str, int]]:
+def candidates(kernel: str) -> list[dict[str, int]]:
     """The configs to try, Hopper's heuristic one first."""
     first = triton_spec.heuristic_product(HOPPER_SHARED)
     groups = (4, 8, 16)
@@ -83,8 +74,7 @@ def shared_bytes(kernel: str, config: Mapping[str, int], dtype: str) -> int:
     return c.per_processor * triton_spec.product_shared_bytes(c, DTYPE_BYTES[dtype])
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The operands of a product, and which rows of it are checked."""
 
     a: Quantized
@@ -94,15 +84,11 @@ class Problem:
     checked: Tensor
 
 
-def _by_block(kernel: str) -> bool:
-    return kernel == triton_configs.KERNELS[True]
-
-
-def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
+def make_problem(kernel: str, device: str, dtype: str, *, m: int, n: int, k: int) -> Problem:
     """Seeded operands on the device."""
     rng = torch.Generator(device).manual_seed(0)
-    by_block = _by_block(kernel)
-    rows, columns, depth = (case.m, case.n, case.k) if by_block else (case.n, case.k, case.m)
+    by_block = kernel == triton_configs.KERNELS[True]
+    rows, columns, depth = (m, n, k) if by_block else (n, k, m)
 
     def normal(height: int) -> Tensor:
         return torch.randn(height, depth, generator=rng, device=device, dtype=torch.bfloat16)
@@ -121,10 +107,10 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
 
 
 def reference(kernel: str, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Rows of the product, and these rows, by float32 products of what the operands stand for."""
+    """Rows of the product by float32 products of what the operands stand for, and which rows."""
     p = problem
     a = Quantized(p.a.data.view(torch.uint8)[p.checked].view(p.a.data.dtype), p.a.scales[:, p.checked])
-    return p.checked, dequantized_product(a, p.b, p.by_block, None, torch.float32, None)
+    return dequantized_product(a, p.b, p.by_block, None, torch.float32, None), p.checked
 
 
 def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[], tuple[Tensor, ...]]:
@@ -135,10 +121,8 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
     return lambda: (triton_launches.product(p.a, p.b, p.by_block, None, p.dtype, None, config=c),)
 
 
-def check(kernel: str, reference: tuple[Tensor, Tensor], returned: Sequence[Tensor]) -> tuple[float, float]:
+def check(kernel: str, reference: Sequence[Tensor], returned: Sequence[Tensor]) -> tuple[float, float]:
     """The relative error of the checked rows, infinite if a number elsewhere is NaN or infinite; and the bound."""
-    (out,) = returned
-    rows, values = reference
-    if not out.sum(dtype=torch.float32).isfinite():
-        return float("inf"), _BOUND
-    return relative_error(out[rows], values), _BOUND
+    (out,), (values, rows) = returned, reference
+    error, _ = worst_error([out[rows]], [values])
+    return error if out.sum(dtype=torch.float32).isfinite() else math.inf, _BOUND

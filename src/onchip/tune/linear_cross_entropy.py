@@ -1,12 +1,11 @@
 """What `onchip tune` needs of linear_cross_entropy: the Triton kernels, the tiles to try, and a problem for each.
 
-Each kernel runs alone, on one chunk of the vocabulary: `CHUNK_TILES` tiles take more memory than any L2 holds, and
-every case less than 4 GB.  What the kernels before it would have left is made up, of the same kind and size.  Triton is
-imported where something is launched, so that stored configs can be listed without it.
+What the kernels before it would have left is made up, of the same kind and size.  Triton is imported where something is
+launched, so that stored configs can be listed without it.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
+from onchip.tune.harness import worst_error
+from onchip.tune.vocab_chunk import CASES as CASES
+from onchip.tune.vocab_chunk import DEFAULT_CASES as DEFAULT_CASES
+from onchip.tune.vocab_chunk import DTYPES as DTYPES
+from onchip.tune.vocab_chunk import LSE, SHIFT, chunk_of
 from onchip.vocab.torch import tiles as torch_tiles
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
@@ -26,27 +29,9 @@ if TYPE_CHECKING:
 # The shared memory per block of the devices that the kernels are written for, in bytes.
 HOPPER_SHARED = 232448
 KERNELS = tuple(triton_spec.heuristic_tiles(HOPPER_SHARED))
-CASES: Mapping[str, Case] = {
-    case.name: case for case in (*MODEL_CASES, *(c for c in LLAMA_TOKEN_SWEEP if c.tokens in (1024, 16384)))
-}
-DEFAULT_CASES = tuple(CASES)
-DTYPES = ("bfloat16", "float16")
-
-CHUNK_TILES = 64
-# Exponentials are relative to this: well in the range of float16, whose exponentials are scaled up by 2**15.
-_SHIFT = 8.0
-# Small enough that probabilities weigh as much as the targets' entries, next to which errors in them would go unseen.
-_LSE = 4.0
-# ||out - reference|| / ||reference||: four times the rounding of bfloat16, and a sum in float32.
-_BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 
 
-def sizes(case: Case) -> dict[str, int]:
-    """The sizes by which a config is stored and found, in elements."""
-    return {"tokens": case.tokens, "hidden": case.hidden, "vocab": case.vocab}
-
-
-def candidates(kernel: str, case: Case, dtype: str) -> list[dict[str, int]]:
+def candidates(kernel: str) -> list[dict[str, int]]:
     """The tiles to try, Hopper's heuristic ones first.
 
     Blocks of tokens have 128 rows, no more: exponentials change their place at multiples of 128 tokens, and a block in
@@ -61,19 +46,10 @@ def candidates(kernel: str, case: Case, dtype: str) -> list[dict[str, int]]:
     shapes = [(128, 256, *cut, group) for cut, group in cuts]
     if kernel == "weight_gradient":
         shapes += [(256, 128, 64, 4, 2, group) for group in groups]
-    wider = 2 if kernel == "hidden_gradient" else 1  # its result is float32: the same bytes in twice the parts
-    tried = [
-        {
-            "rows": rows,
-            "columns": columns,
-            "depth": depth,
-            "group": group,
-            "warps": 8,
-            "stages": stages,
-            "parts": parts * wider,
-        }
-        for rows, columns, depth, stages, parts, group in shapes
-    ]
+    names = ("rows", "columns", "depth", "stages", "parts", "group")
+    tried = [first | dict(zip(names, shape, strict=True)) for shape in shapes]
+    if kernel == "hidden_gradient":  # its result is float32: the same bytes in twice the parts
+        tried = [config | {"parts": 2 * config["parts"]} for config in tried]
     return [first, *(config for config in tried if config != first)]
 
 
@@ -103,7 +79,7 @@ class Problem:
     sums: Tensor  # [T, H] float32
 
 
-def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
+def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: int, vocab: int) -> Problem:
     """Seeded inputs on the device; on the CPU for Triton's interpreter."""
     from onchip.vocab.triton import launches
 
@@ -113,12 +89,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
-    def blank(wanted: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape if wanted else (0, shape[-1]), device=device, dtype=dtype)
-
-    tokens, hidden = case.tokens, case.hidden
-    # The last tile is as full as the whole vocabulary's.
-    vocab = min(case.vocab, CHUNK_TILES * VOCAB_TILE - -case.vocab % VOCAB_TILE)
+    vocab = chunk_of(vocab)
     tiles, padded = -(-vocab // VOCAB_TILE), up(tokens, TOKEN_TILE)
     weight = (normal(vocab, hidden) / math.sqrt(hidden)).to(kind)
     run = launches.Run(
@@ -133,8 +104,8 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
     vectors.label.copy_(torch.randint(vocab, (tokens,), generator=generator, device=device))
     vectors.number.fill_(tokens)
     vectors.factor.fill_(1.0)
-    vectors.shift.fill_(_SHIFT)
-    lse = torch.full((tokens,), _LSE, device=device)
+    vectors.shift.fill_(SHIFT)
+    lse = torch.full((tokens,), LSE, device=device)
     terms = launches.Terms(
         row_scale=torch.ones_like(lse),
         even=None,
@@ -142,7 +113,7 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
         mean=None,
         product_scale=torch.rand(tokens, generator=generator, device=device) + 0.5,
         lse=lse,
-        entry=torch.full_like(lse, math.expm1(-_LSE)),
+        entry=torch.full_like(lse, math.expm1(-LSE)),
         entry_label=vectors.label,
         inverse_grad_scale=None,
     )
@@ -170,8 +141,8 @@ def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
         exponentials,
         buffer,
         launches.Partials.empty(tiles, tokens, torch.device(device), smoothing=False, stats=False),
-        blank(kernel == "weight_gradient", vocab, hidden, dtype=kind),
-        blank(kernel == "hidden_gradient", tokens, hidden),
+        grad_weight=torch.empty_like(weight),
+        sums=torch.empty(tokens, hidden, device=device),
     )
 
 
@@ -224,38 +195,25 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
 def reference(kernel: str, problem: Problem) -> tuple[Tensor, ...]:
     """The kernel's outputs by float32 products of the same operands."""
     p = problem
-    if kernel == "softmax_tiles":
-        parts = [_softmax(z, at_target, p.run.exponential_scale) for z, at_target in _logits(p)]
-        return tuple(torch.stack(out) for out in zip(*parts, strict=True))
-    if kernel == "gradient_tiles":
-        return (torch.stack([(z - _LSE).exp().masked_fill(y, math.expm1(-_LSE)) for z, y in _logits(p)]),)
-    exponentials = [tile[: p.run.tokens].float() for tile in p.exponentials]
+    padding = len(p.exponentials) * VOCAB_TILE - p.run.vocab
+    rows, weight = p.rows.float(), F.pad(p.run.head.weight.float(), (0, 0, 0, padding))
+    kept = p.exponentials[:, : p.run.tokens].float().transpose(0, 1).flatten(1)  # [T, V]
     if kernel == "weight_gradient":
-        return (torch.cat([e.T @ p.rows.float() for e in exponentials])[: p.run.vocab],)
-    weights = [w.float() for w in p.run.head.weight.split(VOCAB_TILE)]
-    product = sum(e[:, : len(w)] @ w for e, w in zip(exponentials, weights, strict=True))
-    return (product * p.terms.product_scale[:, None],)
-
-
-def _logits(p: Problem) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each tile the logits [T, VOCAB_TILE], -inf past the vocabulary's end, and where the targets are."""
-    rows, labels = p.rows.float(), p.vectors.label[:, None]
-    for j, weight in enumerate(p.run.head.weight.split(VOCAB_TILE)):
-        z = F.pad(rows @ weight.float().T, (0, VOCAB_TILE - len(weight)), value=-math.inf)
-        yield z, labels == j * VOCAB_TILE + torch.arange(VOCAB_TILE, device=z.device)
-
-
-def _softmax(z: Tensor, at_target: Tensor, exponential_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a tile: the maximum, and without the target's the sum of exponentials, and the exponentials to be kept."""
-    top = z.amax(1)
-    others = (z - top[:, None]).exp().masked_fill(at_target, 0.0).sum(1)
-    return top, others, (z - _SHIFT).exp().masked_fill(at_target, 0.0) * exponential_scale
+        return ((kept.T @ rows)[: p.run.vocab],)
+    if kernel == "hidden_gradient":
+        return (kept @ weight * p.terms.product_scale[:, None],)
+    z = rows @ weight.T
+    z[:, p.run.vocab :] = -math.inf
+    at_target = p.vectors.label[:, None] == torch.arange(z.shape[1], device=z.device)
+    # [tiles, T, VOCAB_TILE] from here on.
+    z, at_target = (x.unflatten(1, (-1, VOCAB_TILE)).transpose(0, 1) for x in (z, at_target))
+    if kernel == "gradient_tiles":
+        return ((z - LSE).exp().masked_fill(at_target, math.expm1(-LSE)),)
+    top = z.amax(2, keepdim=True)
+    others = (z - top).exp().masked_fill(at_target, 0.0).sum(2)
+    return top[..., 0], others, (z - SHIFT).exp().masked_fill(at_target, 0.0) * p.run.exponential_scale
 
 
 def check(kernel: str, reference: Sequence[Tensor], returned: Sequence[Tensor]) -> tuple[float, float]:
-    """The relative error of the output that comes nearest its bound or passes it furthest, and that bound."""
-    errors = [
-        (float((out - ref).norm() / ref.norm()), _BOUNDS[out.dtype])
-        for out, ref in zip(returned, reference, strict=True)
-    ]
-    return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / e[1])
+    """The error of the output that comes nearest its bound or passes it furthest, and that bound."""
+    return worst_error(returned, reference)

@@ -1,8 +1,8 @@
 """What `onchip tune --framework jax` needs of linear_cross_entropy: the Mosaic kernels, the tiles to try, and a problem
 for each.
 
-As in tuning.py each kernel runs alone, on one chunk of the vocabulary, under a [V, H] weight; the same tiles serve an
-[H, V] one.  `hidden_product` and `weight_product` read a chunk of the logits' gradient, laid out as exponentials are.
+Kernels run under a [V, H] weight; the same tiles serve an [H, V] one.  `hidden_product` and `weight_product` read a
+chunk of the logits' gradient, laid out as exponentials are.
 """
 
 import math
@@ -14,35 +14,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from onchip.kernels.mosaic.product import BOX, MosaicConfig
-from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES, Case
+from onchip.tune.harness import worst_error
+from onchip.tune.vocab_chunk import CASES as CASES
+from onchip.tune.vocab_chunk import DEFAULT_CASES as DEFAULT_CASES
+from onchip.tune.vocab_chunk import DTYPES as DTYPES
+from onchip.tune.vocab_chunk import LSE, SHIFT, chunk_of
 from onchip.vocab.mosaic import kernels as mosaic_kernels
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic.blocks import LogitBuffer
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, up
 
 KERNELS = tuple(mosaic_spec.heuristic_tiles())
-CASES: Mapping[str, Case] = {
-    case.name: case for case in (*MODEL_CASES, *(c for c in LLAMA_TOKEN_SWEEP if c.tokens in (1024, 16384)))
-}
-DEFAULT_CASES = tuple(CASES)
-DTYPES = ("bfloat16", "float16")
-
-CHUNK_TILES = 64
-# Exponentials are relative to this, well in the range of float16; probabilities to that, so small that they weigh as
-# much as the targets' entries, next to which errors in them would go unseen.
-_SHIFT, _LSE = 8.0, 4.0
-# ||out - reference|| / ||reference||: four times the rounding of bfloat16, and a sum in float32.
-_BOUNDS = {2: 1e-2, 4: 1e-3}
-
 Problem = dict[str, Array]
 
 
-def sizes(case: Case) -> dict[str, int]:
-    """The sizes by which a config is stored and found, in elements."""
-    return {"tokens": case.tokens, "hidden": case.hidden, "vocab": case.vocab}
-
-
-def candidates(kernel: str, case: Case, dtype: str) -> list[dict[str, int]]:
+def candidates(kernel: str) -> list[dict[str, int]]:
     """The tiles to try, the heuristic ones first.
 
     Tokens are padded to 128 alone, so no tile has more of them; and gradients' operands lie in boxes of 64 tokens, of
@@ -64,19 +50,18 @@ def shared_bytes(kernel: str, config: Mapping[str, int], dtype: str) -> int:
     return MosaicConfig.from_numbers(config).shared_bytes(stores=True)
 
 
-def make_problem(kernel: str, case: Case, device: str, dtype: str) -> Problem:
+def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: int, vocab: int) -> Problem:
     """Seeded inputs: T tokens rounded up to whole tiles (for softmax_tiles no more than can be kept), and a chunk of
     the vocabulary.
     """
     keys = jax.random.split(jax.random.key(0), 5)
-    tokens = up(case.tokens, TOKEN_TILE)
+    tokens = up(tokens, TOKEN_TILE)
     if kernel == "mosaic_softmax_tiles":
-        tokens = min(tokens, case.hidden // TOKEN_TILE * TOKEN_TILE)
-    # The last tile is as full as the whole vocabulary's.
-    vocab = min(case.vocab, CHUNK_TILES * VOCAB_TILE - -case.vocab % VOCAB_TILE)
+        tokens = min(tokens, hidden // TOKEN_TILE * TOKEN_TILE)
+    vocab = chunk_of(vocab)
     problem = {
-        "rows": jax.random.normal(keys[0], (tokens, case.hidden), dtype),
-        "weight": (jax.random.normal(keys[1], (vocab, case.hidden)) / math.sqrt(case.hidden)).astype(dtype),
+        "rows": jax.random.normal(keys[0], (tokens, hidden), dtype),
+        "weight": (jax.random.normal(keys[1], (vocab, hidden)) / math.sqrt(hidden)).astype(dtype),
         "label": jax.random.randint(keys[2], (tokens,), 0, vocab),
         "factor": jnp.ones(tokens),
         "count": jnp.full(1, tokens, jnp.int32),
@@ -109,7 +94,7 @@ def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
         p["factor"],
         p["count"],
         vocab_major=True,
-        shift=jnp.full(tokens, _SHIFT),
+        shift=jnp.full(tokens, SHIFT),
         buffer=buffer,
         config=config,
     )
@@ -125,9 +110,9 @@ def _gradient_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
         p["weight"],
         p["label"],
         p["factor"],
-        like + _LSE,
+        like + LSE,
         like + 1,
-        like + math.expm1(-_LSE),
+        like + math.expm1(-LSE),
         p["count"],
         vocab_major=True,
         first=jnp.zeros(1, jnp.int32),
@@ -177,24 +162,19 @@ _RUNS: Mapping[str, Callable[[MosaicConfig, Problem], Sequence[Array]]] = {
 }
 
 
+@partial(jax.jit, static_argnums=0)
 def reference(kernel: str, problem: Problem) -> tuple[Array, ...]:
     """The kernel's results by float32 products of the same operands, exponentials as [tokens, vocab]."""
-    results: tuple[Array, ...] = _reference(kernel, problem)
-    return results
-
-
-@partial(jax.jit, static_argnums=0)
-def _reference(kernel: str, p: Problem) -> tuple[Array, ...]:
+    vocab = problem["weight"].shape[0]
     if kernel == "mosaic_weight_product":
-        return (_dot(_from_boxes(p["again"])[:, : p["weight"].shape[0]].T, p["rows"]),)
+        return (_dot(_from_boxes(problem["again"])[:, :vocab].T, problem["rows"]),)
     if kernel == "mosaic_hidden_product":
-        chunk = _from_boxes(p["again"])[:, : p["weight"].shape[0]]
-        return (_dot(chunk, p["weight"]) * p["scale"][:, None],)
-    z = _dot(p["rows"], p["weight"].T)
-    own = jnp.arange(z.shape[1]) == p["label"][:, None]
+        return (_dot(_from_boxes(problem["again"])[:, :vocab], problem["weight"]) * problem["scale"][:, None],)
+    z = _dot(problem["rows"], problem["weight"].T)
+    own = jnp.arange(vocab) == problem["label"][:, None]
     if kernel == "mosaic_gradient_tiles":
-        return (jnp.where(own, math.expm1(-_LSE), jnp.exp(z - _LSE)),)
-    e = jnp.where(own, 0, jnp.exp(z - _SHIFT))
+        return (jnp.where(own, math.expm1(-LSE), jnp.exp(z - LSE)),)
+    e = jnp.where(own, 0, jnp.exp(z - SHIFT))
     return jnp.sum(e, 1), e
 
 
@@ -207,17 +187,11 @@ def check(kernel: str, reference: Sequence[Array], returned: Sequence[Array]) ->
     results = list(returned)
     if kernel == "mosaic_softmax_tiles":
         maximum, others, *kept = results
-        results = [jnp.sum(others * jnp.exp(maximum - _SHIFT), 0), _from_boxes(jnp.concatenate(kept))]
+        results = [jnp.sum(others * jnp.exp(maximum - SHIFT), 0), _from_boxes(jnp.concatenate(kept))]
     elif kernel == "mosaic_gradient_tiles":
         results = [_from_boxes(results[0])]
-    errors = [_error(out, ref) for out, ref in zip(results, reference, strict=True)]
-    return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0] / e[1])
-
-
-def _error(out: Array, ref: Array) -> tuple[float, float]:
-    out, bound = out[:, : ref.shape[1]] if ref.ndim > 1 else out, _BOUNDS[out.dtype.itemsize]
-    error = jnp.linalg.norm(out.astype(jnp.float32) - ref) / jnp.linalg.norm(ref)
-    return float(error), bound
+    full = [out[:, : ref.shape[1]] if ref.ndim > 1 else out for out, ref in zip(results, reference, strict=True)]
+    return worst_error(full, reference)
 
 
 def _from_boxes(kept: Array) -> Array:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from onchip.core.configs import format_config
+
 
 @dataclass(frozen=True)
 class Result:
@@ -19,44 +21,26 @@ class Result:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What results are comparable within: one kernel, one size, one set of packages."""
-
-    kernel: str
-    dtype: str
-    sizes: Mapping[str, int]
-    versions: Mapping[str, str]
-
-
-def config_key(config: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The same for equal configs, and hashable."""
-    return tuple(sorted(config.items()))
-
-
-def append(path: Path, problem: Problem, result: Result) -> None:
-    """Add a line; the folder must exist."""
+def append(path: Path, problem: Mapping[str, Any], result: Result) -> None:
+    """Add a line; the folder must exist.  `problem` is what results are comparable within."""
     # The newline goes first: half a line that a killed process left must not swallow this one.
     with path.open("a", encoding="utf-8") as file:
-        file.write("\n" + json.dumps({**asdict(problem), **asdict(result)}, allow_nan=False))
+        file.write("\n" + json.dumps({**problem, **asdict(result)}, allow_nan=False))
 
 
-def read(path: Path, problem: Problem) -> dict[tuple[tuple[str, int], ...], Result]:
-    """The last result of each candidate for this problem, by `config_key`.
+def read(path: Path, problem: Mapping[str, Any]) -> dict[str, Result]:
+    """The last result of each candidate for this problem, by `format_config`.
 
-    A line that can't be read is passed over: a process that was killed may have left half of one, and what it stood for
-    is measured again.
+    A line that can't be read is passed over, and its candidate measured again: a killed process may have left half of
+    one.
     """
-    if not path.exists():
-        return {}
-    wanted = asdict(problem)
     results = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             entry: dict[str, Any] = json.loads(line)
-            if all(entry[name] == value for name, value in wanted.items()):
+            if all(entry[name] == value for name, value in problem.items()):
                 result = Result(**{name: entry[name] for name in Result.__dataclass_fields__})
-                results[config_key(result.config)] = result
+                results[format_config(result.config)] = result
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return results

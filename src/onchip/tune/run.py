@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from onchip.bench.units import format_ms
 from onchip.core import configs
+from onchip.core.configs import format_config
 from onchip.core.files import check_writable
 from onchip.core.machine import FRAMEWORKS, require_packages, resolve_device
 from onchip.core.names import matching
@@ -34,17 +35,17 @@ class Row:
     case: str
     dtype: str
     sizes: Mapping[str, int]
-    status: str
-    """ "tuned", "stored before", "unfinished" if the time was up, or "failed"; of a comparison how the config was
-    found: "exact", "nearest", or "heuristic" if none was."""
-    candidates: int
+    status: str = "failed"
+    """Or "tuned", "stored before", "unfinished" if the time was up; of a comparison how the config was found: "exact",
+    "nearest", or "heuristic" if none was."""
+    candidates: int = 0
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """How many candidates were right, wrong, failing, or dropped for their shared memory."""
     config: Mapping[str, int] | None = None
     heuristic_ms: float | None = None
     best_ms: float | None = None
-    gain: float | None = None
-    """The heuristic's time over the best one."""
+    gain_percent: float | None = None
+    """By how much the heuristic's time is above the best one."""
     reason: str | None = None
     """Why nothing was stored; of a comparison where the config comes from."""
 
@@ -63,24 +64,22 @@ def run_tune(op: str, module: str, framework: str, *, console: Console, **option
         raise ValueError(
             f"tune needs a CUDA device, and {FRAMEWORKS[framework]} sees none here; `onchip info` says more"
         ) from e
-    machine = _torch_machine() if framework == "torch" else _jax_machine()
-    return tune_op(op, cast(Op, import_module(module)), machine, console=console, **options)
+    return tune_op(op, cast(Op, import_module(module)), _machine(framework), console=console, **options)
 
 
-def _torch_machine() -> Machine:
-    import torch
+def _machine(framework: str) -> Machine:
+    device: Any  # PyTorch's type stubs lack the limit that a kernel can opt in to
+    if framework == "torch":
+        import torch
 
-    # Any: PyTorch's type stubs lack the limit that a kernel can opt in to.
-    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Machine("cuda", configs.device_slug(properties.name), properties.shared_memory_per_block_optin)
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name = device.name
+    else:
+        import jax
 
-
-def _jax_machine() -> Machine:
-    import jax
-
-    device = jax.devices("gpu")[0]
-    slug = configs.device_slug(device.device_kind)
-    return Machine("cuda", slug, device.shared_memory_per_block_optin, framework="jax")
+        device = jax.devices("gpu")[0]
+        name = device.device_kind
+    return Machine("cuda", configs.device_slug(name), device.shared_memory_per_block_optin, framework)
 
 
 def tune_op(
@@ -112,7 +111,8 @@ def tune_op(
         out: the folder of configs, made if need be; None for the user's own, which goes before the shipped one.
         limit_seconds: no candidate is started after so many seconds; None for no limit.
         again: measure anew what has a winner or is in the log.
-        compare: only time the config that a launch would get against the heuristic's, and store nothing.
+        compare: only time the config that a launch would get against the heuristic's, and store nothing.  Without
+            `cases`, on the problem of each config that is stored for the device, whatever its dtype.
         console: where progress and the table go.
 
     Returns:
@@ -126,48 +126,33 @@ def tune_op(
         raise ValueError(f"--dtype must be one of {', '.join(op.DTYPES)}; got {dtype!r}")
     if limit_seconds is not None and limit_seconds <= 0:
         raise ValueError(f"--limit-seconds must be above 0; got {limit_seconds:g}")
-    folder = out if out is not None else configs.user_folder()
+    folder = out or configs.user_folder()
     path = configs.config_path(folder, name, machine.slug)
-    log_path = path.with_suffix(".tune.jsonl")
     chosen_kernels = matching("--kernel", kernels, op.KERNELS) if kernels else list(op.KERNELS)
     chosen_cases = matching("--case", cases, op.CASES) if cases else list(op.DEFAULT_CASES)
+    rows = [Row(kernel, case, dtype, op.CASES[case]) for kernel in chosen_kernels for case in chosen_cases]
+    if compare and not cases:
+        stored = {(e.kernel, e.dtype, format_config(e.sizes)): e for e in _stored(name, machine.slug)}
+        rows = [Row(k, name, d, e.sizes) for (k, d, name), e in stored.items() if k in chosen_kernels]
     # Hours of work must not end in a file that can't be read or a folder that can't be written.
     configs.read_entries(folder, name, machine.slug)
-    check_writable("--out", path, log_path)
-    try:
-        log_path.open("a").close()
-    except OSError as e:
-        raise ValueError(f"--out: {e}") from e
-    candidates = {(k, c): op.candidates(k, op.CASES[c], dtype) for k in chosen_kernels for c in chosen_cases}
-
-    run = _Run(
-        name,
-        op,
-        machine,
-        dtype,
-        folder,
-        log_path,
-        versions=_versions(machine.framework),
-        again=again,
-        compare=compare,
-        deadline=time.monotonic() + (limit_seconds if limit_seconds is not None else math.inf),
-    )
-    rows = []
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), "{task.description}")
+    if not compare:
+        check_writable("--out", path, path.with_suffix(".tune.jsonl"))
+    deadline = time.monotonic() + (limit_seconds or math.inf)
+    run = _Run(name, op, machine, folder, _versions(machine.framework), again, deadline)
     # No refreshing thread: it would take time from the steps.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("", total=sum(map(len, candidates.values())))
-        done = 0
-        for (kernel, case), to_try in candidates.items():
+    with Progress(console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=len(rows))
+        for i, row in enumerate(rows):
 
-            def tick(doing: str, where: str = f"{kernel}, {case}", most: int = done + len(to_try)) -> None:
+            def tick(doing: str, where: str = f"{row.kernel}, {row.case}") -> None:
                 progress.update(task, description=f"{where}: {doing}", refresh=True)
-                progress.update(task, completed=min(progress.tasks[0].completed + 1, most))
 
-            rows.append(run.tune(kernel, case, to_try, tick))
-            done += len(to_try)
-            progress.update(task, completed=done, refresh=True)
-    document = {
+            rows[i] = run.compare(row, tick) if compare else run.tune(row, tick)
+            progress.update(task, advance=1, refresh=True)
+    _print_rows(rows, console)
+    console.print(f"configs: {path}", highlight=False, soft_wrap=True)
+    return {
         "op": name,
         "device": machine.slug,
         "versions": run.versions,
@@ -175,9 +160,12 @@ def tune_op(
         "ok": not any(row.status == "failed" for row in rows),
         "rows": [asdict(row) for row in rows],
     }
-    _print_rows(rows, console)
-    console.print(f"configs: {path}", highlight=False, soft_wrap=True)
-    return document
+
+
+def _stored(name: str, device: str) -> list[configs.Entry]:
+    """The user's configs and those that are shipped; ValueError for a broken file, which a launch passes over."""
+    folders = (configs.user_folder(), configs.SHIPPED_FOLDER)
+    return [entry for folder in folders for entry in configs.read_entries(folder, name, device)]
 
 
 @dataclass(frozen=True)
@@ -187,68 +175,75 @@ class _Run:
     name: str
     op: Op
     machine: Machine
-    dtype: str
     folder: Path
-    log_path: Path
     versions: Mapping[str, str]
     again: bool
-    compare: bool
     deadline: float
 
-    def tune(self, kernel: str, case: str, candidates: Sequence[Mapping[str, int]], tick: Callable[[str], None]) -> Row:
+    def tune(self, row: Row, tick: Callable[[str], None]) -> Row:
         """Tune one kernel on one case and store the winner."""
-        sizes = dict(self.op.sizes(self.op.CASES[case]))
-        row = Row(kernel, case, self.dtype, sizes, status="failed", candidates=len(candidates))
-        stored = [e for e in self.entries() if e.is_for(kernel, self.dtype, sizes)]
-        found = None
-        if self.compare and candidates:
-            found = configs.find_config(self.name, kernel, self.machine.slug, self.dtype, sizes, candidates[0])
-            candidates = [candidates[0], dict(found.config)]
-        elif stored and stored[0].versions == self.versions and not self.again:
+        entries = configs.read_entries(self.folder, self.name, self.machine.slug)
+        stored = [e for e in entries if e.is_for(row.kernel, row.dtype, row.sizes) and e.versions == self.versions]
+        if stored and not self.again:
             return replace(row, status="stored before", config=stored[0].config, best_ms=stored[0].ms)
-        if not candidates:
-            return replace(row, reason="the op has no candidates for it")
-        problem = log.Problem(kernel, self.dtype, sizes, self.versions)
+        log_path = configs.config_path(self.folder, self.name, self.machine.slug).with_suffix(".tune.jsonl")
+        problem = {"kernel": row.kernel, "dtype": row.dtype, "sizes": row.sizes, "versions": self.versions}
+        known = {} if self.again else log.read(log_path, problem)
+        candidates = self.op.candidates(row.kernel)
+        record = functools.partial(log.append, log_path, problem)
+        row, times = self._search(replace(row, candidates=len(candidates)), candidates, known, record, tick)
+        if not times:
+            return row
+        best = min(candidates, key=lambda config: times.get(format_config(config), math.inf))
+        row = _timed(row, times, candidates[0], best)
+        assert row.best_ms is not None
+        date = datetime.date.today().isoformat()
+        entry = configs.Entry(row.kernel, row.dtype, row.sizes, best, row.best_ms, self.versions, date)
+        configs.write_entry(self.folder, self.name, self.machine.slug, entry)
+        return replace(row, status="tuned")
+
+    def compare(self, row: Row, tick: Callable[[str], None]) -> Row:
+        """Time the config that a launch would take on this case against the heuristic's."""
+        first = self.op.candidates(row.kernel)[0]
+        found = configs.find_config(self.name, row.kernel, self.machine.slug, row.dtype, row.sizes, first)
+        row, times = self._search(row, [first, found.config], {}, lambda result: None, tick)
+        return replace(_timed(row, times, first, found.config), status=found.how, reason=found.source) if times else row
+
+    def _search(
+        self,
+        row: Row,
+        candidates: Sequence[Mapping[str, int]],
+        known: Mapping[str, log.Result],
+        record: Callable[[log.Result], None],
+        tick: Callable[[str], None],
+    ) -> tuple[Row, Mapping[str, float]]:
+        """The row with its outcomes, and the times of the final; without any the row says why."""
+        names = [format_config(config) for config in candidates]
+        results = {name: known[name] for name in names if name in known}
         search = Search(
-            self.op,
-            kernel,
-            self.op.CASES[case],
-            self.dtype,
-            self.machine,
-            candidates,
-            known={} if self.again or self.compare else log.read(self.log_path, problem),
-            record=functools.partial(log.append, self.log_path, problem),
-            tick=tick,
-            deadline=self.deadline,
+            self.op, row.kernel, row.sizes, row.dtype, self.machine, results, record, tick, deadline=self.deadline
         )
         try:
-            tuned = search.run()
+            times = search.run(candidates)
         except DeviceLostError:
             raise
         except Exception as e:  # too big for this device, say: the other cases may not be
-            return replace(row, reason=one_line(e))
-        row = replace(
-            row,
-            outcomes=dict(Counter(result.outcome for result in tuned.results)),
-            heuristic_ms=tuned.heuristic_ms,
-        )
-        if found and (ms := tuned.times.get(log.config_key(found.config))) and tuned.heuristic_ms:
-            row = replace(row, status=found.how, config=dict(found.config), best_ms=ms, gain=tuned.heuristic_ms / ms)
-            return replace(row, reason=found.source)
-        if not tuned.finished:
-            reason = f"the time was up after {len(tuned.results)} candidates; the same command goes on from there"
-            return replace(row, status="unfinished", reason=reason)
-        if tuned.best is None or tuned.best_ms is None:
-            reasons = Counter(result.reason for result in tuned.results if result.reason)
-            return replace(row, reason=f"no candidate is right; most often: {reasons.most_common(1)[0][0]}")
-        date = datetime.date.today().isoformat()
-        entry = configs.Entry(kernel, self.dtype, sizes, tuned.best, tuned.best_ms, self.versions, date)
-        configs.write_entry(self.folder, self.name, self.machine.slug, entry)
-        gain = tuned.heuristic_ms / tuned.best_ms if tuned.heuristic_ms is not None else None
-        return replace(row, status="tuned", config=tuned.best, best_ms=tuned.best_ms, gain=gain)
+            return replace(row, reason=one_line(e)), {}
+        row = replace(row, outcomes=dict(Counter(result.outcome for result in results.values())))
+        if times is None:
+            reason = f"the time was up after {len(results)} candidates; the same command goes on from there"
+            return replace(row, status="unfinished", reason=reason), {}
+        reasons = Counter(result.reason for result in results.values() if result.reason)
+        if not times:
+            row = replace(row, reason=f"no candidate is right; most often: {reasons.most_common(1)[0][0]}")
+        return row, times
 
-    def entries(self) -> Sequence[configs.Entry]:
-        return configs.read_entries(self.folder, self.name, self.machine.slug)
+
+def _timed(row: Row, times: Mapping[str, float], heuristic: Mapping[str, int], best: Mapping[str, int]) -> Row:
+    """The row with the times of both configs; None for one that isn't right."""
+    heuristic_ms, best_ms = times.get(format_config(heuristic)), times.get(format_config(best))
+    row = replace(row, config=dict(best), heuristic_ms=heuristic_ms, best_ms=best_ms)
+    return replace(row, gain_percent=100 * (heuristic_ms / best_ms - 1)) if heuristic_ms and best_ms else row
 
 
 def _versions(framework: str) -> dict[str, str]:
@@ -269,8 +264,39 @@ def _print_rows(rows: Sequence[Row], console: Console) -> None:
             row.case,
             format_ms(row.heuristic_ms),
             format_ms(row.best_ms),
-            "–" if row.gain is None else f"{row.gain:.2f}×",
-            configs.format_config(row.config) if row.config else Text(f"{row.status}: {row.reason}", style="yellow"),
+            "–" if row.gain_percent is None else f"{row.gain_percent:+.1f}%",
+            format_config(row.config) if row.config else Text(f"{row.status}: {row.reason}", style="yellow"),
             "stored before" if row.status == "stored before" else f"{dropped} of {row.candidates}",
         )
     console.print(table)
+
+
+def tuned_configs(tunings: Mapping[str, str], devices: Sequence[str]) -> dict[str, Any]:
+    """Which kernels have a tuned config, as `onchip info` tells: a row for each device, op, kernel, case and dtype.
+
+    Args:
+        tunings: import path of each op's tuning module; of one that can't tell, "notes" say why.
+        devices: names as `configs.device_slug` makes them; of equal ones, one is looked at.
+    """
+    rows: list[dict[str, Any]] = []
+    notes = []
+    for name, module in tunings.items():
+        try:
+            op = cast(Op, import_module(module))
+            for device in dict.fromkeys(devices):
+                _stored(name, device)
+                rows += [
+                    _found(name, op, device, kernel, case, dtype)
+                    for kernel in op.KERNELS
+                    for case in op.DEFAULT_CASES
+                    for dtype in op.DTYPES
+                ]
+        except Exception as e:  # whatever is wrong with one op, the rest of the report goes on
+            notes.append(f"{name}: {one_line(e)}")
+    return {"rows": rows, "notes": notes}
+
+
+def _found(name: str, op: Op, device: str, kernel: str, case: str, dtype: str) -> dict[str, Any]:
+    found = configs.find_config(name, kernel, device, dtype, op.CASES[case], op.candidates(kernel)[0])
+    where = {"device": device, "op": name, "kernel": kernel, "case": case, "dtype": dtype}
+    return {**where, "how": found.how, "source": found.source, "config": dict(found.config)}
