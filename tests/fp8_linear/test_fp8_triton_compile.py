@@ -12,7 +12,7 @@ from onchip.core.configs import SHIPPED_FOLDER
 from onchip.fp8 import torch_quantize, triton_launches
 from onchip.fp8 import triton_tiles as triton_spec
 from onchip.fp8.numbers import OP
-from onchip.fp8.triton_tiles import ProductConfig, QuantizeConfig
+from onchip.fp8.triton_tiles import ProductConfig
 
 HOPPER, SHARED = 90, 232448
 LIKE = torch.zeros(1)
@@ -26,7 +26,7 @@ def compiled(launch):
 
 def product(by_block, config, fmt="e4m3", dtype=torch.bfloat16, add=False, bias=False, tma=True, n=4096):
     a = torch_quantize.empty_rows(4096, 512, fmt, LIKE)
-    b = torch_quantize.empty_blocks(n, 512, LIKE) if by_block else torch_quantize.empty_rows(n, 512, "e4m3", LIKE)
+    b = torch_quantize.empty_blocks(n, 512, "e4m3", LIKE) if by_block else torch_quantize.empty_rows(n, 512, "e4m3", LIKE)
     out = torch.empty(4096, n, dtype=dtype)
     b_ = torch.empty(n, dtype=dtype) if bias else None
     return triton_launches.product_launch(a, b, by_block, b_, out, add, config, 132, tma=tma)
@@ -103,14 +103,14 @@ def test_pointers():
 def quantizer(x, fmt, by_block):
     def empty(rows, columns):
         return (
-            torch_quantize.empty_blocks(rows, columns, x)
+            torch_quantize.empty_blocks(rows, columns, fmt, x)
             if by_block
             else torch_quantize.empty_rows(rows, columns, fmt, x)
         )
 
     height, width = x.shape
     outs = empty(height, width), empty(width, height)
-    launch = triton_launches.quantize_launch(x, *outs, fmt, "float32", QuantizeConfig(), by_block=by_block)
+    launch = triton_launches.quantize_launch(x, *outs, fmt, "float32", by_block=by_block)
     found = compiled(launch)
     assert found.stack == 0
     # To the nearest, ties to even, saturating; two numbers to an instruction.
@@ -124,7 +124,7 @@ def quantizer(x, fmt, by_block):
 
 @pytest.mark.parametrize(("fmt", "by_block"), [("e4m3", False), ("e5m2", False), ("e4m3", True)])
 def test_quantizers_of_any_strides(fmt, by_block):
-    assert quantizer(torch.empty(4096, 1024)[:, ::2], fmt, by_block).kernel == "quantize"
+    assert quantizer(torch.empty(4096, 1024)[:, ::2], fmt, by_block).kernel == "quantize_words"
 
 
 @pytest.mark.parametrize("shape", [(4096, 512), (4095, 528)], ids=str)
@@ -166,15 +166,14 @@ def test_quantizers_of_pairs_that_begin_anywhere(by_block, dtype):
         (torch.empty(130, 301, dtype=torch.bfloat16), False),
         (torch.empty(130, 301, dtype=torch.bfloat16)[:, :300], False),
         (torch.empty(130, 300, dtype=torch.bfloat16)[:, 1:201], False),
-        (torch.empty(130, 300, dtype=torch.bfloat16)[:, ::2], None),
-        (torch.empty_strided((2, 8), (1 << 24, 1), dtype=torch.bfloat16, device="meta"), None),
+        (torch.empty(130, 300, dtype=torch.bfloat16)[:, ::2], True),
+        (torch.empty_strided((2, 8), (1 << 24, 1), dtype=torch.bfloat16, device="meta"), True),
     ],
     ids=lambda value: f"{list(value.shape)} {list(value.stride())}" if isinstance(value, torch.Tensor) else None,
 )
 def test_which_matrices_are_read_in_words(x, aligned):
     rows, columns = x.shape
     outs = torch_quantize.empty_rows(rows, columns, "e4m3", x), torch_quantize.empty_rows(columns, rows, "e4m3", x)
-    launch = triton_launches.quantize_launch(x, *outs, "e4m3", "float32", QuantizeConfig())
-    assert launch.kernel.__name__ == ("quantize" if aligned is None else "quantize_words")
-    assert launch.arguments.get("ALIGNED") is aligned
+    launch = triton_launches.quantize_launch(x, *outs, "e4m3", "float32")
+    assert launch.arguments["ALIGNED"] is aligned
     assert set(launch.arguments) == {p.name for p in launch.kernel.params}

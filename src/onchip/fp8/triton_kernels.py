@@ -1,4 +1,4 @@
-"""The Triton kernels of fp8_linear: quantising to both orientations at once, and the product A B^T.
+"""The Triton kernel of the product A B^T, and what quantising is made of; the quantiser is in triton_words.py.
 
 Matrices of FP8 numbers have rows of whole blocks of 128 bytes along the contraction (`Quantized` of torch_quantize.py),
 so descriptors always fit them, and what pads them is 0.  The persistent loop over tiles is that of Triton's matrix
@@ -90,76 +90,6 @@ def store_rows(rows, rows_stride, v, scale, r, c, R, FP8: tl.constexpr):
     """Some rows in FP8."""
     q = (v * inverse(scale)[:, None]).to(FP8)
     tl.store(rows + r.to(tl.int64)[:, None] * rows_stride + c[None, :], q, mask=(r < R)[:, None])
-
-
-@triton.jit
-def quantize(
-    x,  # [R, C], any strides
-    rows,  # [R, up(C)] FP8 out
-    row_scales,  # float32 out: [C / 128, R], or BY_BLOCK [R / 128, rows_scale_stride]
-    columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
-    column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
-    stride_r,
-    stride_c,
-    rows_stride,
-    columns_stride,
-    rows_scale_stride,
-    columns_scale_stride,
-    R_16,  # R + 16 and C + 16: of a size of 1 Triton makes a constant, of what is outside then a load that is never
-    C_16,  # taken, and ptxas of that numbers other than 0
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
-    """Read a block of 128x128 once; write it, and transposed, scaled by rows and by columns or BY_BLOCK by one number.
-
-    For what `quantize_words` of triton_words.py doesn't serve: neither rows nor columns are contiguous, or a size is
-    2**22 or more.
-    A thread holds four rows below each other, and packs them into one integer before they change places: through shared
-    memory go 32 bits at a time, and Triton 3.6 loses every other row of a transposed block of 8-bit numbers.  What is
-    read again comes from L1; what isn't kept in registers leaves them to another program.
-    """
-    R = R_16 - 16
-    C = C_16 - 16
-    i = tl.program_id(0)
-    j = tl.program_id(1)
-    c = j * BLOCK + tl.arange(0, BLOCK)
-    first = i * BLOCK + 4 * tl.arange(0, BLOCK // 4)
-    largest = tl.zeros((BLOCK // 4, BLOCK), tl.int32)
-    for k in tl.static_range(4):
-        r = first + k
-        v = load_numbers(x, stride_r, stride_c, r, c, R, C)
-        bits = magnitude_bits(v)
-        largest = tl.maximum(largest, bits)
-        if ROWS and not BY_BLOCK:
-            scale = to_scale(tl.max(bits, 1), FP8_MAX, POWER_OF_TWO)
-            store_rows(rows, rows_stride, v, scale, r, c, R, FP8)
-            tl.store(row_scales + tl.cast(j, tl.int64) * R + r, scale, mask=r < R)
-    if COLUMNS or BY_BLOCK:
-        of_column = tl.max(largest, 0)
-        scale = to_scale(tl.max(of_column, 0, keep_dims=True) if BY_BLOCK else of_column, FP8_MAX, POWER_OF_TWO)
-        v0 = load_numbers(x, stride_r, stride_c, first, c, R, C)
-        v1 = load_numbers(x, stride_r, stride_c, first + 1, c, R, C)
-        v2 = load_numbers(x, stride_r, stride_c, first + 2, c, R, C)
-        v3 = load_numbers(x, stride_r, stride_c, first + 3, c, R, C)
-    if ROWS and BY_BLOCK:
-        store_rows(rows, rows_stride, v0, scale, first, c, R, FP8)
-        store_rows(rows, rows_stride, v1, scale, first + 1, c, R, FP8)
-        store_rows(rows, rows_stride, v2, scale, first + 2, c, R, FP8)
-        store_rows(rows, rows_stride, v3, scale, first + 3, c, R, FP8)
-        tl.store(row_scales + tl.cast(i, tl.int64) * rows_scale_stride + j + tl.arange(0, 1), scale)
-    if COLUMNS:
-        f = inverse(scale)[None, :]
-        turned = four_bytes(v0 * f, v1 * f, v2 * f, v3 * f, FP8).T
-        r = i * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        tl.store(columns + c.to(tl.int64)[:, None] * columns_stride + r[None, :], turned, mask=(c < C)[:, None])
-        if BY_BLOCK:
-            tl.store(column_scales + tl.cast(j, tl.int64) * columns_scale_stride + i + tl.arange(0, 1), scale)
-        else:
-            tl.store(column_scales + tl.cast(i, tl.int64) * C + c, scale, mask=c < C)
 
 
 @triton.jit
