@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from onchip.fp8 import jax_products
 from onchip.fp8 import mosaic_kernels as kernels
-from onchip.fp8 import mosaic_op
-from onchip.fp8.mosaic_kernels import CONFIG, Scaled, scaled_product
+from onchip.fp8.jax_quantize import Scaled, scaled_rows
+from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
 from onchip.fp8.numbers import Options, up
 from onchip.jax import fp8_linear
 from onchip.kernels.mosaic.product import SHARED_BYTES
@@ -34,7 +35,7 @@ BY_BLOCK = pytest.mark.parametrize("by_block", [True, False], ids=["blocks", "ro
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(mosaic_op, "refusal", lambda platform, options: None)
+    monkeypatch.setattr(jax_products, "mosaic_refusal", lambda platform, options: None)
 
 
 # ------------------------------------------------------------------------------------------------ lowered for CUDA
@@ -45,7 +46,7 @@ def lower(f, *shapes):
 
 
 def scaled(rows, columns, by_block=False, dtype=E4M3):
-    groups = up(rows, 128) // 128 * kernels.BOX if by_block else rows
+    groups = up(rows, 128) // 128 if by_block else rows
     shapes = ((rows, columns), dtype), ((columns // 128, groups), jnp.float32)
     return Scaled(*(jax.ShapeDtypeStruct(*s) for s in shapes))
 
@@ -127,9 +128,9 @@ def test_transformations_lower():
 
 def test_refusals(monkeypatch):
     e5m2 = Options(grad_dtype="e5m2")
-    assert mosaic_op.refusal("tpu", Options()) == "it runs on NVIDIA GPUs, not on 'tpu'"
-    assert ("needs JAX 0.11.2 or later" in mosaic_op.refusal("gpu", e5m2)) == (not MIXED)
-    assert "it is for compute capability 9.0 (Hopper); this is none" in mosaic_op.refusal("gpu", Options())
+    assert jax_products.mosaic_refusal("tpu", Options()) == "it runs on NVIDIA GPUs, not on 'tpu'"
+    assert ("needs JAX 0.11.2 or later" in jax_products.mosaic_refusal("gpu", e5m2)) == (not MIXED)
+    assert "it is for compute capability 9.0 (Hopper); this is none" in jax_products.mosaic_refusal("gpu", Options())
     x = jnp.ones((2, 128))
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
     for version in ((0, 10, 2), (0, 11, 1)):
@@ -157,7 +158,7 @@ def test_product(interpreter):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((rows, K)) * np.exp2(rng.uniform(-3, 3, (rows, 1))) for rows in (M, N))
     bias = rng.standard_normal(N).astype(np.float32)
-    left, right = mosaic_op._rows(a, "e5m2", Options()), mosaic_op._rows(b, "e4m3", Options())
+    left, right = scaled_rows(a, "e5m2", "float32"), scaled_rows(b, "e4m3", "float32")
     config = replace(SMALL, tile_n=256, split="n", in_flight=1)
     made = scaled_product(left, right, bias, by_block=False, dtype=jnp.float32, config=config, interpret=interpreter)
     expected = reference.quantize_rows(a, "e5m2").value @ reference.quantize_rows(b).value.T + bias

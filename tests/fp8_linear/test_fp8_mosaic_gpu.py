@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onchip.fp8 import mosaic_op
-from onchip.fp8.jax_quantize import COLUMN, ROW, SQUARE, quantize
+from onchip.fp8.jax_quantize import COLUMN, ROW, SQUARE, quantize, scaled_rows, scaled_squares
 from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
-from onchip.fp8.numbers import FP8_MAX, SCALES, Options
+from onchip.fp8.numbers import FP8_MAX, SCALES
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
@@ -64,10 +63,9 @@ def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):
 def test_configs(config, by_block):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((rows, 1032)).astype(np.float32) for rows in (520, 648))
-    options = Options()
-    right = mosaic_op._squares(b, options, turned=False) if by_block else mosaic_op._rows(b, "e4m3", options)
+    right = scaled_squares(b, "float32", turned=False) if by_block else scaled_rows(b, "e4m3", "float32")
     run = partial(scaled_product, by_block=by_block, dtype=jnp.float32, config=config)
-    made = jax.jit(run)(mosaic_op._rows(a, "e4m3", options), right)[:520, :648]
+    made = jax.jit(run)(scaled_rows(a, "e4m3", "float32"), right)[:520, :648]
     quantised = (reference.quantize_blocks if by_block else reference.quantize_rows)(b)
     expected = reference.quantize_rows(a).value @ quantised.value.T
     # WGMMA's own sums of FP8 products are that far off.

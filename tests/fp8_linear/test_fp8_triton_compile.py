@@ -26,7 +26,11 @@ def compiled(launch):
 
 def product(by_block, config, fmt="e4m3", dtype=torch.bfloat16, add=False, bias=False, tma=True, n=4096):
     a = torch_quantize.empty_rows(4096, 512, fmt, LIKE)
-    b = torch_quantize.empty_blocks(n, 512, "e4m3", LIKE) if by_block else torch_quantize.empty_rows(n, 512, "e4m3", LIKE)
+    b = (
+        torch_quantize.empty_blocks(n, 512, "e4m3", LIKE)
+        if by_block
+        else torch_quantize.empty_rows(n, 512, "e4m3", LIKE)
+    )
     out = torch.empty(4096, n, dtype=dtype)
     b_ = torch.empty(n, dtype=dtype) if bias else None
     return triton_launches.product_launch(a, b, by_block, b_, out, add, config, 132, tma=tma)

@@ -12,7 +12,7 @@ Source: sums of two levels are those of DeepSeek-V3 (arXiv:2412.19437), section 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.fp8.jax_quantize import ROWS, Scaled
 from onchip.fp8.numbers import BLOCK, up
 from onchip.kernels.mosaic.product import (
     BOX,
@@ -33,19 +34,10 @@ from onchip.kernels.mosaic.product import (
 )
 from onchip.kernels.mosaic.registers import Registers
 
-ROWS = 8
-"""Matrices have a multiple of so many rows."""
 CONFIG = MosaicConfig(tile_m=256, tile_n=128, tile_k=BLOCK, stages=4, in_flight=0, staging_slots=1)
 # By whether B has scales of blocks.  On an H200 at M = N = K = 8192: with two accumulators 988 TFLOP/s for blocks and
 # 814 for rows, whose scales of columns take registers too, with one 706 and 872.  Tiles of 128x256 were no faster.
 _CONFIGS = {True: replace(CONFIG, in_flight=1), False: CONFIG}
-
-
-class Scaled(NamedTuple):
-    """FP8 numbers in rows along the sum, and the scales of 128 of them."""
-
-    data: Array  # [R, C], R a multiple of ROWS and C of 128
-    scales: Array  # float32 [C / 128, R]; of 128x128 blocks [C / 128, R / 128 * BOX], each BOX times
 
 
 def scaled_product(
@@ -118,7 +110,8 @@ def scaled_product(
         name="scaled_product",
         interpret=interpret,
     )
+    b_scales = jnp.repeat(b.scales, BOX, axis=1) if by_block else b.scales
     padded = [] if bias is None else [jnp.pad(bias, (0, up(n, c.tile_n) - bias.shape[0]))]
     out: Array
-    (out,) = run(*a, *b, *padded)
+    (out,) = run(*a, b.data, b_scales, *padded)
     return out
