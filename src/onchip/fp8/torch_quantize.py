@@ -54,14 +54,9 @@ def nothing(like: Tensor) -> Quantized:
 
 
 def quantize_activation(
-    x: Tensor,  # [R, C]
-    fmt: str,
-    scale: str,
-    *,
-    rows: bool,
-    columns: bool,
+    x: Tensor, fmt: str, scale: str, *, rows: bool, columns: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x with 1x128 scales, and x^T with 1x128 scales; None for what isn't asked for."""
+    """x [R, C] with 1x128 scales, and x^T with 1x128 scales; None for what isn't asked for."""
     height, width = x.shape
     by_row = empty_rows(height, width, fmt, x) if rows else None
     by_column = empty_rows(width, height, fmt, x) if columns else None
@@ -79,13 +74,9 @@ def quantize_activation(
 
 
 def quantize_weight(
-    w: Tensor,  # [N, K]
-    scale: str,
-    *,
-    rows: bool,
-    transposed: bool,
+    w: Tensor, scale: str, *, rows: bool, transposed: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """w and w^T in E4M3 with 128x128 scales, the same numbers; None for what isn't asked for."""
+    """w [N, K] and w^T in E4M3 with 128x128 scales, the same numbers; None for what isn't asked for."""
     height, width = w.shape
     plain = empty_blocks(height, width, "e4m3", w) if rows else None
     turned = empty_blocks(width, height, "e4m3", w) if transposed else None

@@ -12,15 +12,24 @@ from onchip.kernels.triton.tiles import INTERPRETED, add_columns, place_tile, st
 
 BLOCK = tl.constexpr(128)
 LEAST_SCALE = tl.constexpr(2.0**-126)
-# Two numbers at a time, rounded to the nearest, ties to even, saturating; NaN stays NaN.
-_BYTES = """{
-    .reg .b16 low, high;
-    cvt.rn.satfinite.%sx2.f32 low, $2, $1;
-    cvt.rn.satfinite.%sx2.f32 high, $4, $3;
-    mov.b32 $0, {low, high};
-}"""
-E4M3_BYTES = tl.constexpr(_BYTES % ("e4m3", "e4m3"))
-E5M2_BYTES = tl.constexpr(_BYTES % ("e5m2", "e5m2"))
+
+
+def conversion(fmt: str, order: tuple[int, int, int, int]) -> tl.constexpr:
+    """Four numbers in FP8 as the bytes of a register, the first in `order` lowest.
+
+    Two numbers at a time, rounded to the nearest, ties to even, saturating; NaN stays NaN.
+    """
+    a, b, c, d = order
+    return tl.constexpr(f"""{{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.{fmt}x2.f32 low, ${b}, ${a};
+        cvt.rn.satfinite.{fmt}x2.f32 high, ${d}, ${c};
+        mov.b32 $0, {{low, high}};
+    }}""")
+
+
+E4M3_BYTES = conversion("e4m3", (1, 2, 3, 4))
+E5M2_BYTES = conversion("e5m2", (1, 2, 3, 4))
 
 
 @triton.jit
@@ -104,66 +113,6 @@ def load_operand(x, stride, row, k, rows, R: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def partial_sum(
-    x,  # [BLOCK_M, 128] of A
-    b,  # [N, depth] FP8
-    b_scales,
-    b_stride,
-    b_scale_stride,
-    a_scale,  # [BLOCK_M]
-    acc,  # [BLOCK_M, WIDTH] float32
-    n0,
-    k,
-    N,
-    BY_BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """acc plus step k's product with WIDTH rows of B, scaled after 128 elements were summed.
-
-    Scales are fetched before the product is waited for: after it, each step would wait for them, too.
-    """
-    if BY_BLOCK:
-        b_scale = tl.load(b_scales + tl.cast(n0 // BLOCK, tl.int64) * b_scale_stride + k, mask=n0 < N, other=0.0)
-        scale = a_scale * b_scale
-        y = load_operand(b, b_stride, n0, k, N, WIDTH, TMA)
-        acc += tl.dot(x, y.T) * scale[:, None]
-    else:
-        n = n0 + tl.arange(0, WIDTH)
-        b_scale = tl.load(b_scales + tl.cast(k, tl.int64) * b_scale_stride + n, mask=n < N, other=0.0)
-        y = load_operand(b, b_stride, n0, k, N, WIDTH, TMA)
-        acc += tl.dot(x, y.T) * a_scale[:, None] * b_scale[None, :]
-    return acc
-
-
-@triton.jit
-def store_result(
-    out,
-    out_stride,
-    bias,
-    m0,
-    n0,
-    M,
-    N,
-    acc,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    if BIAS:
-        n = n0 + tl.arange(0, WIDTH)
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if ADD:
-        add_columns(out, out_stride, m0, n0, M, N, acc, BLOCK_M, WIDTH, PARTS, TMA)
-    else:
-        value = acc.to(out.dtype if TMA else out.dtype.element_ty)
-        store_columns(out, out_stride, m0, n0, M, N, value, BLOCK_M, WIDTH, PARTS, TMA)
-
-
-@triton.jit
 def scaled_product(
     a,  # [M, depth] FP8
     b,  # [N, depth] FP8
@@ -189,12 +138,7 @@ def scaled_product(
     TMA: tl.constexpr,
     TMA_OUT: tl.constexpr,
 ):
-    """out = A B^T + bias, or out += A B^T: two sums, of 128 products and of these scaled, in float32.
-
-    A tile of 256 columns is two of 128, since it spans two scales of a weight.
-    """
-    WIDTH: tl.constexpr = BLOCK_N if BLOCK_N < 128 else 128
-    TWO: tl.constexpr = BLOCK_N > 128
+    """out = A B^T + bias, or out += A B^T: two sums, of 128 products and of these scaled, in float32."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps = depth // BLOCK
@@ -203,16 +147,26 @@ def scaled_product(
         m0 = i * BLOCK_M
         n0 = j * BLOCK_N
         m = m0 + tl.arange(0, BLOCK_M)
-        left = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        right = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(steps):
-            s = tl.load(a_scales + tl.cast(k, tl.int64) * M + m, mask=m < M, other=0.0)
+            # Scales are fetched before the product is waited for: after it, each step would wait for them, too.
+            a_scale = tl.load(a_scales + tl.cast(k, tl.int64) * M + m, mask=m < M, other=0.0)
             x = load_operand(a, a_stride, m0, k, M, BLOCK_M, TMA)
-            left = partial_sum(x, b, b_scales, b_stride, b_scale_stride, s, left, n0, k, N, BY_BLOCK, WIDTH, TMA)
-            if TWO:
-                right = partial_sum(
-                    x, b, b_scales, b_stride, b_scale_stride, s, right, n0 + WIDTH, k, N, BY_BLOCK, WIDTH, TMA
-                )
-        store_result(out, out_stride, bias, m0, n0, M, N, left, BIAS, ADD, BLOCK_M, WIDTH, PARTS, TMA_OUT)
-        if TWO:
-            store_result(out, out_stride, bias, m0, n0 + WIDTH, M, N, right, BIAS, ADD, BLOCK_M, WIDTH, PARTS, TMA_OUT)
+            if BY_BLOCK:
+                of_block = b_scales + tl.cast(n0 // BLOCK, tl.int64) * b_scale_stride + k
+                scale = a_scale * tl.load(of_block, mask=n0 < N, other=0.0)
+                y = load_operand(b, b_stride, n0, k, N, BLOCK_N, TMA)
+                acc += tl.dot(x, y.T) * scale[:, None]
+            else:
+                n = n0 + tl.arange(0, BLOCK_N)  # here: made before the loop, it took up to 35 registers more
+                b_scale = tl.load(b_scales + tl.cast(k, tl.int64) * N + n, mask=n < N, other=0.0)
+                y = load_operand(b, b_stride, n0, k, N, BLOCK_N, TMA)
+                acc += tl.dot(x, y.T) * a_scale[:, None] * b_scale[None, :]
+        if BIAS:
+            n = n0 + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if ADD:
+            add_columns(out, out_stride, m0, n0, M, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)
+        else:
+            value = acc.to(out.dtype if TMA_OUT else out.dtype.element_ty)
+            store_columns(out, out_stride, m0, n0, M, N, value, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)

@@ -31,14 +31,9 @@ _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 def quantize_activation(
-    x: Tensor,  # [R, C]
-    fmt: str,
-    scale: str,
-    *,
-    rows: bool,
-    columns: bool,
+    x: Tensor, fmt: str, scale: str, *, rows: bool, columns: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x and x^T with 1x128 scales, as `torch_quantize.quantize_activation`, in one launch."""
+    """x [R, C] and x^T with 1x128 scales, as `torch_quantize.quantize_activation`, in one launch."""
     height, width = x.shape
     by_row = empty_rows(height, width, fmt, x) if rows else None
     by_column = empty_rows(width, height, fmt, x) if columns else None
@@ -48,13 +43,9 @@ def quantize_activation(
 
 
 def quantize_weight(
-    w: Tensor,  # [N, K]
-    scale: str,
-    *,
-    rows: bool,
-    transposed: bool,
+    w: Tensor, scale: str, *, rows: bool, transposed: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """w and w^T with 128x128 scales, as `torch_quantize.quantize_weight`, in one launch."""
+    """w [N, K] and w^T with 128x128 scales, as `torch_quantize.quantize_weight`, in one launch."""
     height, width = w.shape
     plain = empty_blocks(height, width, "e4m3", w) if rows else None
     turned = empty_blocks(width, height, "e4m3", w) if transposed else None
@@ -146,18 +137,17 @@ def product_launch(
     tma: bool,
 ) -> Launch:
     (m, n), depth = out.shape, a.data.shape[1]
-    width = min(config.columns, BLOCK)
     # A descriptor's address and strides are multiples of 16 bytes; the caller's main gradient may lie anywhere.
     tma_out = tma and out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
     tiles = -(-m // config.rows) * -(-n // config.columns)
     programs = processors * config.per_processor
     arguments = {
         "a": _operand(a.data, config.rows, BLOCK, tma),
-        "b": _operand(b.data, width, BLOCK, tma),
+        "b": _operand(b.data, config.columns, BLOCK, tma),
         "a_scales": a.scales,
         "b_scales": b.scales,
         "bias": bias,
-        "out": _operand(out, config.rows, width // config.parts, tma_out),
+        "out": _operand(out, config.rows, config.columns // config.parts, tma_out),
         "a_stride": a.data.stride(0),
         "b_stride": b.data.stride(0),
         "b_scale_stride": b.scales.stride(0),

@@ -23,21 +23,15 @@ words it was 1410 and 1266.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, magnitude_bits, one_byte, to_scale
+from onchip.fp8.triton_kernels import BLOCK, conversion, four_bytes, inverse, magnitude_bits, one_byte, to_scale
 from onchip.kernels.triton.tiles import INTERPRETED
 
 # The larger magnitude of each half, its sign being whatever; NaN if one is NaN.
 LARGER_BF16 = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 LARGER_FP16 = tl.constexpr("max.NaN.xorsign.abs.f16x2 $0, $1, $2;")
-# Two pairs, given as both left and both right numbers: another order than that of `four_bytes`.
-_CONVERT = """{
-    .reg .b16 low, high;
-    cvt.rn.satfinite.%sx2.f32 low, $3, $1;
-    cvt.rn.satfinite.%sx2.f32 high, $4, $2;
-    mov.b32 $0, {low, high};
-}"""
-PAIRS_TO_E4M3 = tl.constexpr(_CONVERT % ("e4m3", "e4m3"))
-PAIRS_TO_E5M2 = tl.constexpr(_CONVERT % ("e5m2", "e5m2"))
+# Two pairs, given as both left and both right numbers.
+PAIRS_TO_E4M3 = conversion("e4m3", (1, 3, 2, 4))
+PAIRS_TO_E5M2 = conversion("e5m2", (1, 3, 2, 4))
 
 
 @triton.jit
