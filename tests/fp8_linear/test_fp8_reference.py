@@ -78,8 +78,8 @@ def test_a_power_of_two_only_moves_the_scales(group, scale, seed, exponent):
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_quantising_twice_is_quantising_once(fmt, scale, seed):
-    once = reference.quantize_rows(matrix(seed), fmt, scale)
-    again = reference.quantize_rows(once.value.astype(np.float32), fmt, scale)
+    once = reference.quantize(matrix(seed), ROW, fmt, scale)
+    again = reference.quantize(once.value.astype(np.float32), ROW, fmt, scale)
     if scale == "power_of_two":
         np.testing.assert_array_equal(again.value, once.value)
     else:  # 448 times a scale is rounded to float32, and so is the scale that is made of it
@@ -118,7 +118,7 @@ def test_transposing_commutes_with_quantising(seed):
 def test_zero_blocks_have_scale_1(scale):
     x = np.zeros((2, 256), np.float32)
     x[0, 130] = 3.0
-    q = reference.quantize_rows(x, scale=scale)
+    q = reference.quantize(x, ROW, scale=scale)
     np.testing.assert_array_equal(reference.compact_scales(q, (1, 128))[:, 0], 1)
     assert q.scale[1, 130] == 1
     assert not q.data[1].any()
@@ -129,13 +129,13 @@ def test_zero_blocks_have_scale_1(scale):
 @pytest.mark.parametrize("size", [1e-30, 1e-34, 1e30])
 def test_tiny_and_huge_gradients_are_kept(size, fmt, scale):
     x = matrix(0, spread=0) * np.float32(size)
-    snr = reference.snr_db(reference.quantize_rows(x, fmt, scale).value, x)
+    snr = reference.snr_db(reference.quantize(x, ROW, fmt, scale).value, x)
     assert snr > (31 if fmt == "e4m3" else 25)
 
 
 def test_below_the_smallest_scale_nothing_overflows():
     x = np.array([[1e-37, -3e-38, 1e-45] + [0.0] * 125], np.float32)
-    q = reference.quantize_rows(x)
+    q = reference.quantize(x, ROW)
     assert q.scale[0, 0] == 2.0**-126
     assert np.isfinite(q.value).all()
     assert abs(q.value[0, 0] - 1e-37) < 1e-38
@@ -147,7 +147,7 @@ def test_below_the_smallest_scale_nothing_overflows():
 def test_nan_and_infinity_show(bad, fmt, scale):
     x = matrix(0, 3, 300)
     x[1, 5] = bad
-    q = reference.quantize_rows(x, fmt, scale)
+    q = reference.quantize(x, ROW, fmt, scale)
     assert np.isnan(q.value[1, :128]).all()
     assert np.isfinite(np.delete(q.value, 1, 0)).all()
     assert np.isfinite(q.value[1, 128:]).all()
