@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.fp8.numbers import BLOCK, FP8_MAX, LEAST_SCALE, up
+from onchip.fp8.numbers import BLOCK, COLUMN, FP8_MAX, LEAST_SCALE, ROW, SQUARE, up
 
 FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# Rows and columns that share a scale.
-ROW, COLUMN, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 ROWS = 8
 """An operand of a product has a multiple of so many rows."""
 

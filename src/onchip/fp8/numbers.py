@@ -7,6 +7,8 @@ from onchip.frontend.options import require_one_of
 OP = "fp8_linear"
 BLOCK = 128
 """Elements that share a scale along the contraction; of a weight, along both of its dimensions."""
+# Rows and columns that share a scale: 1x128, 128x1 and 128x128.
+ROW, COLUMN, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 """The largest finite number of each format."""
 LEAST_SCALE = 2.0**-126

@@ -15,7 +15,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 from onchip.core.configs import device_slug
 from onchip.fp8 import triton_configs
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
-from onchip.fp8.torch_products import new_result
 from onchip.fp8.torch_quantize import Quantized, empty_blocks, empty_rows
 from onchip.fp8.triton_kernels import scaled_product
 from onchip.fp8.triton_tiles import ProductConfig, heuristic_product
@@ -63,7 +62,7 @@ def product(
     config: ProductConfig | None = None,
 ) -> Tensor:
     """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it."""
-    out = new_result(a, b, dtype) if add_to is None else add_to
+    out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     device, capability, processors, shared = _device(out.device.index)
     if config is None:
         sizes = triton_configs.product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.fp8 import numbers, torch_quantize, triton_refusal
+from onchip.fp8 import numbers, torch_quantize
 from onchip.fp8.numbers import OP, Options
 from onchip.fp8.torch_operands import (
     QuantizedActivation,
@@ -21,7 +21,7 @@ from onchip.fp8.torch_operands import (
     check_quantized,
     weight_operands,
 )
-from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
+from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal, triton_refusal
 from onchip.fp8.torch_quantize import Quantized, operand
 from onchip.frontend.options import require_bool, require_one_of
 from onchip.frontend.torch_inputs import DTYPES, check_kinds, check_weight_grad_out, dtype_name, require_tensors
@@ -219,7 +219,7 @@ def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | 
     known = device.type in _DEVICES
     return {
         "scaled_mm": scaled_mm_refusal(device, grad_dtype),
-        "triton": triton_refusal.refusal(device.type, device.index),
+        "triton": triton_refusal(device),
         "dequantize": None if known else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}",
     }
 
