@@ -56,10 +56,10 @@ def fp8_linear(
         ValueError: a wrong shape or option, or a backend that can't serve the call.
         NotImplementedError: differentiated twice.
 
-    Memory: what is kept for backward is x in FP8, K * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.  The
-    quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and a result
-    of ragged sizes with its padding, and rounds K up to a multiple of 8 in what is kept.  With "xla" forward and
-    backward may hold operands in float32, and multiply them as such, on a GPU too: that saves memory, not time.
+    Memory: what is kept for backward is x in FP8, up(K, 8) * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.
+    The quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and a
+    result of ragged sizes with its padding.  With "xla" forward and backward may hold operands in float32, and multiply
+    them as such, on a GPU too: that saves memory, not time.
 
     Example:
         >>> import jax, jax.numpy as jnp
