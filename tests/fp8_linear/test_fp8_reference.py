@@ -68,20 +68,6 @@ def test_a_power_of_two_only_moves_the_scales(group, scale, seed, exponent):
 
 @SCALES
 @FORMATS
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_quantising_twice_is_quantising_once(fmt, scale, seed):
-    once = reference.quantize(matrix(seed), ROW, fmt, scale)
-    again = reference.quantize(once.value.astype(np.float32), ROW, fmt, scale)
-    if scale == "power_of_two":
-        np.testing.assert_array_equal(again.value, once.value)
-    else:  # 448 times a scale is rounded to float32, and so is the scale that is made of it
-        np.testing.assert_array_equal(again.data, once.data)
-        np.testing.assert_allclose(again.scale, once.scale, rtol=2**-22)
-
-
-@SCALES
-@FORMATS
 @GROUPS
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6))

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from fp8_common import assert_equal, small_problem
-from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from onchip.fp8 import torch_quantize
@@ -71,44 +71,10 @@ def test_a_step_quantises_its_weight_once(x_needs, quantised):
     assert quantised == [x_needs] * 3 + [False]
 
 
-def swap_with_an_average(w):
-    mine = w.data
-    w.data = mine * 0.5
-    mine.lerp_(w.data, -3)
-    w.data = mine
-
-
-def through_numpy(w):
-    w.detach().numpy()[:] *= -2
-
-
-def from_a_vector(w):
-    for factor in (1, -2):
-        vector_to_parameters(parameters_to_vector([w]).detach() * factor, [w])
-        fp8_linear(small_problem()[0], w)
-    w.data.mul_(-3)
-
-
-def shared_memory(w):
-    w.data.share_memory_()
-    torch.from_numpy(w.detach().numpy()).mul_(-2)
-
-
-def add_to_data(w):
-    w.data += 1
-
-
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda w: w.data.mul_(0.9).add_(1),
-        add_to_data,
-        from_a_vector,
-        swap_with_an_average,
-        shared_memory,
-        through_numpy,
-    ],
-    ids=["data", "+=", "vector", "average", "shared memory", "numpy"],
+    [lambda w: w.data.mul_(0.9).add_(1), lambda w: w.detach().numpy().__imul__(-2)],
+    ids=["data", "numpy"],
 )
 def test_a_change_that_nothing_counts(change):
     x, w, _ = small_problem()
@@ -150,28 +116,6 @@ def test_compiled():
         torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-2 * float(q.norm()) / q.numel() ** 0.5)  # sums in bfloat16
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_training_with_casts_and_checkpointing(reentrant):
-    """A cast weight is gone before backward, and another one has its memory."""
-    x, _, _ = small_problem()
-
-    def train(run):
-        weights = [w.requires_grad_() for w in WEIGHTS[:, :, :136].clone()]
-        for _ in range(2):
-            h = x[..., :136].detach().requires_grad_()
-            for w in weights:
-                h = run(lambda h, w: fp8_linear(h, w.bfloat16()).tanh(), h, w)
-            h.square().sum().backward()
-            with torch.no_grad():
-                for w in weights:
-                    w -= w.grad / w.grad.norm()
-                    w.grad = None
-        return weights
-
-    made = train(lambda f, h, w: checkpoint(f, h, w, use_reentrant=reentrant))
-    assert_equal(made, train(lambda f, h, w: f(h, w)))
-
-
 # ----------------------------------------------------------------------------------------------------- quantize_weight
 
 
@@ -191,20 +135,10 @@ def test_a_quantised_weight_gives_what_the_weight_gives(how, scale):
     assert_equal(*grads)
 
 
-def test_without_gradients_one_copy_is_made():
-    x, w, _ = small_problem()
-    with torch.no_grad():
-        quantized = quantize_weight(w)
-        assert quantized.transposed is None
-        assert torch.equal(fp8_linear(x, quantized), fp8_linear(x, w))
-    with pytest.raises(ValueError, match="weight was quantised without gradients but x needs one"):
-        fp8_linear(x, quantized)
-    fp8_linear(x.detach(), quantized).sum().backward()
-    assert w.grad is not None
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("part", ["rows", "row_scales", "transposed", "transposed_scales", "weight"])
+@pytest.mark.parametrize(
+    ("part", "compiled"),
+    [*((part, False) for part in ("rows", "row_scales", "transposed", "transposed_scales", "weight")), ("rows", True)],
+)
 def test_values_are_checked(part, compiled):
     """On the CPU always; the check is in the operator, so that compiled code has it too."""
     x, w, _ = small_problem()
