@@ -6,6 +6,7 @@ import torch
 from onchip.fp8 import torch_quantize
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.checks import check_case
+from onchip.torch import fp8_linear
 
 
 def small_problem(m=24, n=136, k=144, dtype=torch.float32, bias=False, seed=0, device="cpu"):
@@ -59,6 +60,25 @@ def oracle(x, weight, bias=None, grad_out=None, **options):
     arrays = [None if t is None else t.detach().float().cpu().numpy() for t in (x, weight, bias, grad_out)]
     made = reference.fp8_linear(*arrays[:3], grad_out=arrays[3], **options)
     return reference.Result(*(torch.from_numpy(a).float() for a in made))
+
+
+def assert_the_oracles(x, w, b=None, grad=None, layer=fp8_linear, dtype=None, **options):
+    """Output, of x's dtype or `dtype`, and the gradients of those leaves that need one, of theirs."""
+    out = layer(x, w, b, **options)
+    assert out.dtype == (dtype or x.dtype)
+    leaves = [t for t in (x, w, b) if t is not None and t.requires_grad]
+    assert out.requires_grad == bool(leaves)
+    g = torch.randn_like(out) if grad is None else grad(out)
+    if leaves:
+        out.backward(g)
+    expected = oracle(x, w, b, g, **options)
+    assert_same(out, expected.out, 2**-8 if out.dtype == torch.bfloat16 else 2e-6)
+    for t, right in zip((x, w, b), expected[1:], strict=True):
+        if t is None or not t.requires_grad:
+            assert t is None or t.grad is None
+        else:
+            assert t.grad.dtype == t.dtype
+            assert_same(t.grad, right, 2**-8 if t.dtype == torch.bfloat16 else 2e-6)
 
 
 def assert_same(a, b, bound=2e-6):

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from fp8_common import assert_equal, assert_same, oracle, small_problem
+from fp8_common import assert_equal, assert_same, assert_the_oracles, oracle, small_problem
 
 from every_loss import Recorded, check_operators, registered_fp8_linear
 from onchip.ops.fp8_linear import torch_op
@@ -20,16 +20,7 @@ def test_what_needs_no_gradient_gets_none(needs):
     leaves = small_problem(bias=True)
     for t, need in zip(leaves, needs, strict=True):
         t.requires_grad_(bool(need))
-    out = fp8_linear(*leaves)
-    assert out.requires_grad == any(needs)
-    if any(needs):
-        g = torch.randn_like(out)
-        out.backward(g)
-        expected = oracle(*leaves, grad_out=g)
-        for t, need, right in zip(leaves, needs, expected[1:], strict=True):
-            assert (t.grad is not None) == bool(need)
-            if need:
-                assert_same(t.grad, right)
+    assert_the_oracles(*leaves)
 
 
 def test_inputs_may_change_before_backward():
@@ -45,18 +36,10 @@ def test_inputs_may_change_before_backward():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_decides_the_outputs_dtype_alone(dtype):
+    """A float32 weight's gradient is never rounded to bfloat16 on the way."""
     x, w, b = small_problem(bias=True)
-    x = x.detach().to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        out = fp8_linear(x, w, b)
-    g = torch.randn_like(out)
-    out.backward(g)
-    expected = oracle(x, w, b, g)
-    assert out.dtype == torch.bfloat16
-    assert (x.grad.dtype, w.grad.dtype) == (dtype, torch.float32)
-    assert_same(out, expected.out, 2**-8)
-    assert_same(x.grad, expected.grad_x, 2**-8 if dtype == torch.bfloat16 else 2e-6)
-    assert_same(w.grad, expected.grad_weight)  # never rounded to bfloat16 on the way
+        assert_the_oracles(x.detach().to(dtype).requires_grad_(), w, b, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("backward", ["separate", "together"])
@@ -112,18 +95,27 @@ def test_what_a_backward_is_not_asked_for_is_left_out(layer, monkeypatch):
     assert_equal(gradients(layer(x, w, b), w, b), expected[1:])
 
 
-def test_a_shared_activation_gives_each_layer_what_its_own_would():
-    x, w, b = small_problem(bias=True)
+@pytest.mark.parametrize("scale", ["float32", "power_of_two"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_was_quantised_gives_each_layer_what_its_own_would(compiled, scale):
+    """An activation that two layers share, and a weight that two activations do."""
+    leaves = x, w, b = small_problem(bias=True)
     v = torch.randn(72, 144, requires_grad=True)
-    grads = torch.randn(2, 12, 136), torch.randn(2, 12, 72)
-    apart = [fp8_linear(x, w, b), fp8_linear(x, v)]
-    expected = torch.autograd.grad(apart, (x, w, b, v), grads)
-    shared = quantize_activation(x)
-    outs = [fp8_linear(shared, w, b), fp8_linear(shared, v)]
-    assert_equal(outs, apart)
-    made = torch.autograd.grad(outs, (x, w, b, v), grads)
+
+    def together(x, w, b, v):
+        shared, quantized = quantize_activation(x, scale=scale), quantize_weight(w, scale=scale)
+        return [
+            fp8_linear(shared, quantized, b, scale=scale),
+            fp8_linear(shared, v, scale=scale),
+            fp8_linear(x * 2, quantized, scale=scale),
+        ]
+
+    made = (torch.compile(together, fullgraph=True, backend="aot_eager") if compiled else together)(*leaves, v)
+    expected = [fp8_linear(h, p, c, scale=scale) for h, p, c in ((x, w, b), (x, v, None), (x * 2, w, None))]
     assert_equal(made, expected)
-    assert_same(made[0], oracle(x, w, grad_out=grads[0]).grad_x + oracle(x, v, grad_out=grads[1]).grad_x)
+    grads = [gradients(sum(o.square().sum() for o in outs), *leaves, v) for outs in (made, expected)]
+    for p, q in zip(*grads, strict=True):  # sums of several layers' gradients, in another order
+        assert_same(p, q)
 
 
 def test_without_gradients_one_copy_is_made():

@@ -4,21 +4,15 @@ import copy
 
 import pytest
 import torch
-from fp8_common import oracle, small_problem
+from fp8_common import assert_the_oracles, oracle, small_problem
 
 from onchip.torch import Fp8Linear, convert_linears, fp8_linear
 
 
 def test_the_module_is_the_function():
-    layer = Fp8Linear(144, 136, grad_dtype="e5m2", scale="power_of_two")
-    x, _, _ = small_problem()
     options = {"grad_dtype": "e5m2", "scale": "power_of_two"}
-    out = layer(x)
-    g = torch.randn_like(out)
-    out.backward(g)
-    expected = oracle(x, layer.weight, layer.bias, g, **options)
-    torch.testing.assert_close(layer.weight.grad, expected.grad_weight, rtol=1e-4, atol=1e-4)
-    assert torch.equal(out, fp8_linear(x, layer.weight, layer.bias, **options))
+    layer, (x, _, _) = Fp8Linear(144, 136, **options), small_problem()
+    assert_the_oracles(x, layer.weight, layer.bias, layer=lambda x, *_, **__: layer(x), **options)
     assert repr(layer) == (
         "Fp8Linear(in_features=144, out_features=136, bias=True, grad_dtype='e5m2', scale='power_of_two')"
     )
