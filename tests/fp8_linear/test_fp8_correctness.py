@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from fp8_common import (
-    assert_equal,
     assert_right,
     assert_same,
     assert_same_bits,
@@ -122,18 +121,6 @@ def test_nan_shows_where_it_is_and_nowhere_else():
     assert w.grad[:, 5].isnan().all()
     assert w.grad[:, 6:].isfinite().all()
     assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("options", [{}, {"grad_dtype": "e5m2"}, {"scale": "power_of_two"}], ids=str)
-def test_gradients_do_not_depend_on_their_size(options):
-    """A factor that is a power of two passes through, down to 1e-30."""
-    x, w, _ = small_problem()
-    g = torch.randn(2, 12, 136)
-    made = []
-    for factor in (1.0, 2.0**-100):
-        out = fp8_linear(x, w, **options)
-        made.append([t / factor for t in torch.autograd.grad(out, (x, w), g * factor)])
-    assert_equal(*made)
 
 
 def test_the_model_cases_are_those_of_the_benchmark():
