@@ -1,9 +1,12 @@
 """What the tests of fp8_linear share."""
 
+import numpy as np
 import torch
 
+from onchip.fp8 import torch_quantize
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.checks import check_case
+from onchip.torch import fp8_linear
 
 
 def small_problem(m=24, n=136, k=144, dtype=torch.float32, bias=False, seed=0, device="cpu"):
@@ -14,6 +17,36 @@ def small_problem(m=24, n=136, k=144, dtype=torch.float32, bias=False, seed=0, d
         return torch.randn(*shape, generator=g).to(device=device, dtype=dtype).requires_grad_()
 
     return leaf(2, m // 2, k), leaf(n, k), leaf(n) if bias else None
+
+
+def awkward(rows, columns, seed=0):
+    """Numbers of many sizes, with zero groups, tiny and huge ones, a NaN, infinities, subnormals and ties."""
+    rng = np.random.default_rng(seed)
+    size = np.exp2(rng.uniform(-100, 100, (rows, -(-columns // 64))))
+    x = (rng.standard_normal((rows, columns)) * np.repeat(size, 64, 1)[:, :columns]).astype(np.float32)
+    x[: rows // 4, : columns // 3] = 0
+    x[rows // 2 - 1 : rows // 2 + 1] = 1e-30 * rng.standard_normal(columns)
+    x[-1] = 1e-41
+    if rows > 8 and columns > 8:
+        x[0, columns - 1] = np.nan
+        x[1, 2], x[2, columns // 2] = np.inf, -np.inf
+        x[5, :8] = [448, 17, 18, 19, 2**-9, 2**-10, 3 * 2**-10, -0.0]  # with a scale of 1 among them ties
+    return x
+
+
+def quantize(x, by_block, fmt="e4m3", scale="float32", by=torch_quantize, rows=True, columns=True):
+    """x and x^T with 1x128 scales, or as a weight."""
+    if by_block:
+        return by.quantize_weight(x, scale, rows=rows, transposed=columns)
+    return by.quantize_activation(x, fmt, scale, rows=rows, columns=columns)
+
+
+def operands(m, n, k, by_block, fmt="e4m3", device="cpu"):
+    """Those of a product.  B's rows differ in size: a scale of the wrong block can't pass for the right one."""
+    g = torch.Generator(device).manual_seed(0)
+    x, w = (torch.randn(size, k, device=device, generator=g) for size in (m, n))
+    w *= torch.exp2(torch.randint(-8, 8, (n, 1), device=device, generator=g).float())
+    return quantize(x, False, fmt, columns=False)[0], quantize(w, by_block, columns=False)[0]
 
 
 def assert_right(case, dtype=torch.float32, device="cpu", **how):
@@ -29,6 +62,25 @@ def oracle(x, weight, bias=None, grad_out=None, **options):
     return reference.Result(*(torch.from_numpy(a).float() for a in made))
 
 
+def assert_the_oracles(x, w, b=None, grad=None, layer=fp8_linear, dtype=None, **options):
+    """Output, of x's dtype or `dtype`, and the gradients of those leaves that need one, of theirs."""
+    out = layer(x, w, b, **options)
+    assert out.dtype == (dtype or x.dtype)
+    leaves = [t for t in (x, w, b) if t is not None and t.requires_grad]
+    assert out.requires_grad == bool(leaves)
+    g = torch.randn_like(out) if grad is None else grad(out)
+    if leaves:
+        out.backward(g)
+    expected = oracle(x, w, b, g, **options)
+    assert_same(out, expected.out, 2**-8 if out.dtype == torch.bfloat16 else 2e-6)
+    for t, right in zip((x, w, b), expected[1:], strict=True):
+        if t is None or not t.requires_grad:
+            assert t is None or t.grad is None
+        else:
+            assert t.grad.dtype == t.dtype
+            assert_same(t.grad, right, 2**-8 if t.dtype == torch.bfloat16 else 2e-6)
+
+
 def assert_same(a, b, bound=2e-6):
     """Two float32 computations of one thing."""
     assert a.shape == b.shape
@@ -36,11 +88,18 @@ def assert_same(a, b, bound=2e-6):
     assert float((a - b).norm()) <= bound * max(float(b.norm()), 1e-30), (a, b)
 
 
-def same_bits(a, b):
-    """Equal bit for bit; a NaN equals any NaN."""
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    nan = a.float().isnan() & b.float().isnan()
-    if a.element_size() == 1:
-        a, b = a.view(torch.uint8), b.view(torch.uint8)
-    return bool(((a == b) | nan).all())
+def assert_equal(made, expected):
+    assert all(torch.equal(p, q) for p, q in zip(made, expected, strict=True))
+
+
+def assert_same_bits(made, expected):
+    """Operands, or None, that are equal bit for bit; a NaN equals any NaN."""
+    for p, q in zip(made, expected, strict=True):
+        assert (p is None) == (q is None)
+        for a, b in zip(p or (), q or (), strict=True):
+            a, b = a.cpu(), b.cpu()
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            nan = a.float().isnan() & b.float().isnan()
+            if a.element_size() == 1:
+                a, b = a.view(torch.uint8), b.view(torch.uint8)
+            assert ((a == b) | nan).all()

@@ -8,10 +8,19 @@ NaN, so a result that depends on it is NaN too.
 
 import sys
 from functools import partial
+from unittest import mock
 
 import torch
-from fp8_common import assert_right, assert_same, oracle, same_bits, small_problem
-from test_fp8_correctness import awkward
+from fp8_common import (
+    assert_right,
+    assert_same,
+    assert_same_bits,
+    awkward,
+    operands,
+    oracle,
+    quantize,
+    small_problem,
+)
 
 from interpreter import main
 from onchip.fp8 import torch_products, torch_quantize
@@ -31,7 +40,7 @@ QUANTIZERS = {
 PRODUCTS = {
     "128x128": ProductConfig(),
     "64x64": ProductConfig(rows=64, columns=64, group=1),
-    "256 wide": ProductConfig(rows=64, columns=256, parts=2),
+    "in parts": ProductConfig(rows=64, columns=128, parts=2),
 }
 
 
@@ -45,36 +54,19 @@ def quantizing(name):
     moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
     layouts = x, x.T.contiguous().T, torch.stack([x, x], 2)[..., 0], moved
     for strided, both in zip(layouts, ((True, True), (True, False), (False, True), (True, True)), strict=True):
-        wanted = dict(zip(("rows", "columns"), both, strict=True))
-        expected = torch_quantize.quantize_activation(x, fmt, scale, **wanted)
-        assert_all_same(triton_launches.quantize_activation(strided, fmt, scale, **wanted), expected)
-        if fmt == "e4m3":
-            wanted = dict(zip(("rows", "transposed"), both, strict=True))
-            expected = torch_quantize.quantize_weight(x, scale, **wanted)
-            assert_all_same(triton_launches.quantize_weight(strided, scale, **wanted), expected)
-
-
-def assert_all_same(made, expected):
-    for p, q in zip(made, expected, strict=True):
-        assert (p is None) == (q is None)
-        assert p is None or (same_bits(p.data, q.data) and same_bits(p.scales, q.scales))
+        for by_block in (False, True)[: 2 if fmt == "e4m3" else 1]:
+            expected = quantize(x, by_block, fmt, scale, torch_quantize, *both)
+            assert_same_bits(quantize(strided, by_block, fmt, scale, triton_launches, *both), expected)
 
 
 def product(name):
     """Each config, by descriptors and by pointers, stored and added, with both layouts of scales."""
     from onchip.fp8 import triton_launches
 
-    m, n, k = 70, 330, 150
-    g = torch.Generator().manual_seed(0)
-    x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g) * torch.arange(1, n + 1)[:, None]
-    bias = torch.randn(n, generator=g)
-    a, _ = torch_quantize.quantize_activation(x, "e5m2", "float32", rows=True, columns=False)
+    m, n = 70, 330
+    bias = torch.randn(n)
     for by_block, tma, add in ((True, True, False), (False, True, True), (True, False, True), (False, False, False)):
-        b, _ = (
-            torch_quantize.quantize_weight(w, "float32", rows=True, transposed=False)
-            if by_block
-            else torch_quantize.quantize_activation(w, "e4m3", "float32", rows=True, columns=False)
-        )
+        a, b = operands(m, n, 150, by_block, "e5m2")
         # Rows of 330 numbers fit no descriptor, of 332 they do.
         into = torch.full((m, 332 if tma else n), 0.5)[:, :n]
         how = (by_block, None if add else bias, torch.float32, into.clone() if add else None)
@@ -85,6 +77,16 @@ def product(name):
         assert launch.arguments["TMA_OUT"] == tma
         launch.run()
         assert_same(into, expected)
+
+
+def tall():
+    """With more blocks below each other than the second axis of a grid may have, or what stands for so many."""
+    from onchip.fp8 import triton_launches
+
+    x = torch.from_numpy(awkward(300, 200))
+    with mock.patch.object(triton_launches, "_MOST_BLOCKS", 2):
+        for by_block in (False, True):
+            assert_same_bits(quantize(x, by_block, by=triton_launches), quantize(x, by_block))
 
 
 OPS = {
@@ -120,6 +122,7 @@ CHECKS = {
     **{f"quantizing {name}": partial(quantizing, name) for name in QUANTIZERS},
     **{f"product {name}": partial(product, name) for name in PRODUCTS},
     **{f"op {name}": partial(op, name) for name in OPS},
+    "tall": tall,
     "shared and added": shared_and_added,
     "strided bias": strided_bias,
 }

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from fp8_common import assert_same, oracle, small_problem
+from fp8_common import assert_equal, assert_same, assert_the_oracles, oracle, small_problem
 
 from every_loss import Recorded, check_operators, registered_fp8_linear
 from onchip.ops.fp8_linear import torch_op
@@ -20,16 +20,7 @@ def test_what_needs_no_gradient_gets_none(needs):
     leaves = small_problem(bias=True)
     for t, need in zip(leaves, needs, strict=True):
         t.requires_grad_(bool(need))
-    out = fp8_linear(*leaves)
-    assert out.requires_grad == any(needs)
-    if any(needs):
-        g = torch.randn_like(out)
-        out.backward(g)
-        expected = oracle(*leaves, grad_out=g)
-        for t, need, right in zip(leaves, needs, expected[1:], strict=True):
-            assert (t.grad is not None) == bool(need)
-            if need:
-                assert_same(t.grad, right)
+    assert_the_oracles(*leaves)
 
 
 def test_inputs_may_change_before_backward():
@@ -40,55 +31,37 @@ def test_inputs_may_change_before_backward():
     with torch.no_grad():
         x.zero_()
         w.zero_()
-    assert all(torch.equal(p, q) for p, q in zip(gradients(out, x, w), expected, strict=True))
+    assert_equal(gradients(out, x, w), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_decides_the_outputs_dtype_alone(dtype):
+    """A float32 weight's gradient is never rounded to bfloat16 on the way."""
     x, w, b = small_problem(bias=True)
-    x = x.detach().to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        out = fp8_linear(x, w, b)
-    g = torch.randn_like(out)
-    out.backward(g)
-    expected = oracle(x, w, b, g)
-    assert out.dtype == torch.bfloat16
-    assert (x.grad.dtype, w.grad.dtype) == (dtype, torch.float32)
-    assert_same(out, expected.out, 2**-8)
-    assert_same(x.grad, expected.grad_x, 2**-8 if dtype == torch.bfloat16 else 2e-6)
-    assert_same(w.grad, expected.grad_weight)  # never rounded to bfloat16 on the way
+        assert_the_oracles(x.detach().to(dtype).requires_grad_(), w, b, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("backward", ["separate", "together"])
-def test_weight_grad_out_is_the_sum_over_micro_batches(backward):
-    _, w, b = small_problem(bias=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_grad_out_is_the_sum_over_micro_batches(dtype, backward):
+    """Of bfloat16 too: nothing is rounded to it on the way."""
+    _, w, b = small_problem(dtype=dtype, bias=True)
     total, expected = torch.full((136, 144), 0.5), torch.full((136, 144), 0.5)
-    outs = []
+    losses = []
     for seed in (0, 1, 2):
-        x, _, _ = small_problem(seed=seed)
+        x, _, _ = small_problem(dtype=dtype, seed=seed)
         out = fp8_linear(x, w, b, weight_grad_out=total)
         g = torch.randn_like(out)
-        outs.append((out * g).sum())
+        losses.append((out * g).sum())
         if backward == "separate":
-            outs.pop().backward()
-        right = oracle(x, w, b, g)
-        expected += right.grad_weight
-        if backward == "separate":
-            assert_same(x.grad, right.grad_x)
-    if outs:
-        sum(outs).backward()
+            losses.pop().backward()
+        expected += oracle(x, w, b, g).grad_weight
+    if losses:
+        sum(losses).backward()
     assert w.grad is None
     assert b.grad is not None
     assert_same(total, expected)
-
-
-def test_weight_grad_out_of_bfloat16_is_not_rounded():
-    x, w, _ = small_problem(dtype=torch.bfloat16)
-    total = torch.zeros(136, 144)
-    out = fp8_linear(x, w, weight_grad_out=total)
-    g = torch.randn_like(out)
-    out.backward(g)
-    assert_same(total, oracle(x, w, grad_out=g).grad_weight)
 
 
 def test_weight_grad_out_of_a_frozen_weight_is_left_alone():
@@ -119,33 +92,47 @@ def test_what_a_backward_is_not_asked_for_is_left_out(layer, monkeypatch):
     assert len(products) == 3
     assert_same(total, expected[1])
     assert torch.equal(b.grad, expected[2])
-    assert all(torch.equal(p, q) for p, q in zip(gradients(layer(x, w, b), w, b), expected[1:], strict=True))
+    assert_equal(gradients(layer(x, w, b), w, b), expected[1:])
 
 
-def test_a_shared_activation_gives_each_layer_what_its_own_would():
-    x, w, b = small_problem(bias=True)
+@pytest.mark.parametrize("scale", ["float32", "power_of_two"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_was_quantised_gives_each_layer_what_its_own_would(compiled, scale):
+    """An activation that two layers share, and a weight that two activations do."""
+    leaves = x, w, b = small_problem(bias=True)
     v = torch.randn(72, 144, requires_grad=True)
-    grads = torch.randn(2, 12, 136), torch.randn(2, 12, 72)
-    apart = [fp8_linear(x, w, b), fp8_linear(x, v)]
-    expected = torch.autograd.grad(apart, (x, w, b, v), grads)
-    shared = quantize_activation(x)
-    outs = [fp8_linear(shared, w, b), fp8_linear(shared, v)]
-    assert all(torch.equal(p, q) for p, q in zip(outs, apart, strict=True))
-    made = torch.autograd.grad(outs, (x, w, b, v), grads)
-    assert all(torch.equal(p, q) for p, q in zip(made, expected, strict=True))
-    assert_same(made[0], oracle(x, w, grad_out=grads[0]).grad_x + oracle(x, v, grad_out=grads[1]).grad_x)
+
+    def together(x, w, b, v):
+        shared, quantized = quantize_activation(x, scale=scale), quantize_weight(w, scale=scale)
+        return [
+            fp8_linear(shared, quantized, b, scale=scale),
+            fp8_linear(shared, v, scale=scale),
+            fp8_linear(x * 2, quantized, scale=scale),
+        ]
+
+    made = (torch.compile(together, fullgraph=True, backend="aot_eager") if compiled else together)(*leaves, v)
+    expected = [fp8_linear(h, p, c, scale=scale) for h, p, c in ((x, w, b), (x, v, None), (x * 2, w, None))]
+    assert_equal(made, expected)
+    grads = [gradients(sum(o.square().sum() for o in outs), *leaves, v) for outs in (made, expected)]
+    for p, q in zip(*grads, strict=True):  # sums of several layers' gradients, in another order
+        assert_same(p, q)
 
 
-def test_a_shared_activation_without_gradients():
+def test_without_gradients_one_copy_is_made():
     x, w, _ = small_problem()
     with torch.no_grad():
-        shared = quantize_activation(x)
+        shared, quantized = quantize_activation(x), quantize_weight(w)
         assert shared.columns is None
-        assert torch.equal(fp8_linear(shared, w), fp8_linear(x, w))
-    with pytest.raises(ValueError, match="was quantised without gradients but weight needs one"):
+        assert quantized.transposed is None
+        assert_equal([fp8_linear(shared, w), fp8_linear(x, quantized)], [fp8_linear(x, w)] * 2)
+    with pytest.raises(ValueError, match="x was quantised without gradients but weight needs one"):
         fp8_linear(shared, w)
-    fp8_linear(shared, w.detach()).sum().backward()  # a frozen weight needs none of it
+    with pytest.raises(ValueError, match="weight was quantised without gradients but x needs one"):
+        fp8_linear(x, quantized)
+    fp8_linear(shared, w.detach()).sum().backward()  # what is frozen needs none of it
+    fp8_linear(x.detach(), quantized).sum().backward()
     assert x.grad is not None
+    assert w.grad is not None
 
 
 # ------------------------------------------------------------------------------------------- torch.library and compile
@@ -163,7 +150,7 @@ def test_the_registered_operators_make_what_eager_mode_makes():
             fp8_linear(x, w, b, weight_grad_out=total).sum().backward()
         assert total._version > 0
         made.append([out, *grads[0], *grads[1], total])
-    assert all(torch.equal(p, q) for p, q in zip(*made, strict=True))
+    assert_equal(*made)
     assert str(watch.calls[0][0]) == "onchip.fp8_linear.default"
 
 

@@ -1,4 +1,4 @@
-"""What cuBLASLt is asked for, without it: a stand-in for the library that multiplies what it finds at addresses."""
+"""What cuBLAS and cuBLASLt are asked for, without them: stand-ins that are as strict about layouts and addresses."""
 
 import contextlib
 import ctypes
@@ -7,11 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8_common import assert_same
+import torch.nn.functional as F
+from fp8_common import assert_same, operands
 
-from onchip.fp8 import cublas, torch_products, torch_quantize
+from onchip.fp8 import cublas, torch_products
 from onchip.fp8.numbers import blocks, up
 
+ROWS, BLOCKS = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+BY_BLOCK = pytest.mark.parametrize("by_block", [True, False], ids=["weight", "1x128"])
 DTYPES = {0: torch.float32, 28: torch.float8_e4m3fn}
 
 
@@ -99,17 +102,9 @@ def library(monkeypatch):
     return made
 
 
-def operands(by_block, m=70, n=131, k=150):
-    x, w = torch.randn(m, k), torch.randn(n, k) * torch.exp2(torch.arange(n) % 7)[:, None]
-    a, _ = torch_quantize.quantize_activation(x, "e4m3", "float32", rows=True, columns=False)
-    if by_block:
-        return a, torch_quantize.quantize_weight(w, "float32", rows=True, transposed=False)[0]
-    return a, torch_quantize.quantize_activation(w, "e4m3", "float32", rows=True, columns=False)[0]
-
-
-@pytest.mark.parametrize("by_block", [True, False], ids=["weight", "1x128"])
+@BY_BLOCK
 def test_the_product_is_added(library, by_block):
-    a, b = operands(by_block)
+    a, b = operands(70, 131, 150, by_block)
     total = torch.full((70, 131), 0.5)
     assert torch_products.scaled_mm_product(a, b, by_block, None, torch.bfloat16, total) is total
     assert library.multiplied == 1
@@ -118,7 +113,7 @@ def test_the_product_is_added(library, by_block):
 
 
 def test_the_address_of_a_slice_is_told(library):
-    a, b = operands(False)
+    a, b = operands(70, 131, 150, False)
     for offset, alignment in ((0, 256), (16, 64), (4, 16), (1, 4)):
         flat = torch.zeros(70 * 131 + 128)
         skip = -flat.data_ptr() // 4 % 64 + offset  # elements past an address that is a multiple of 256
@@ -130,7 +125,7 @@ def test_the_address_of_a_slice_is_told(library):
 def test_what_cublas_has_no_kernel_for_is_left_alone(library, status, count):
     library.status, library.count = status, count
     total = torch.full((70, 131), 0.5)
-    assert not cublas.added(*operands(False), False, total)
+    assert not cublas.added(*operands(70, 131, 150, False), False, total)
     assert (total == 0.5).all()
     assert library.alive == {}
 
@@ -138,7 +133,7 @@ def test_what_cublas_has_no_kernel_for_is_left_alone(library, status, count):
 def test_a_failure_is_an_error_and_leaves_nothing_behind(library):
     library.cublasLtMatmul = lambda *arguments: 13
     with pytest.raises(RuntimeError, match="cuBLAS failed with status 13"):
-        cublas.added(*operands(False), False, torch.zeros(70, 131))
+        cublas.added(*operands(70, 131, 150, False), False, torch.zeros(70, 131))
     assert library.alive == {}
 
 
@@ -149,5 +144,62 @@ def test_without_the_library_nothing_is_added(monkeypatch):
 
     cublas._library.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not cublas.added(*operands(False), False, torch.zeros(70, 131))
+    assert not cublas.added(*operands(70, 131, 150, False), False, torch.zeros(70, 131))
     cublas._library.cache_clear()
+
+
+# ------------------------------------------------------------------------------------------------ PyTorch's function
+
+
+def strict_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, bias, output_dtype):
+    """A [M, K] by rows, B [K, N] by columns.  Scales outer dimension first; those of blocks padded to 4 along K."""
+    (m, k), n = a.shape, b.shape[1]
+    assert a.is_contiguous()
+    assert b.T.is_contiguous()
+    assert k % 16 == n % 16 == 0
+    assert a.data_ptr() % 16 == b.data_ptr() % 16 == scale_a.data_ptr() % 16 == scale_b.data_ptr() % 16 == 0
+    assert recipe_a == ROWS
+    assert scale_a.shape == (m, blocks(k))
+    assert scale_a.stride() == (1, m)
+    assert scale_a.dtype == scale_b.dtype == torch.float32
+    if recipe_b == BLOCKS:
+        padded = up(blocks(k), 4)
+        assert scale_b.shape == (padded, blocks(n))
+        assert scale_b.stride() == (1, padded)
+        of_b = scale_b[: blocks(k)].T.repeat_interleave(128, 0)[:n]
+    else:
+        assert recipe_b == ROWS
+        assert scale_b.shape == (n, blocks(k))
+        assert scale_b.stride() == (1, n)
+        of_b = scale_b
+    if bias is not None:
+        assert output_dtype != torch.float32
+        assert bias.dtype == output_dtype
+        assert bias.shape == (n,)
+    x, y = (t.float() * s.repeat_interleave(128, 1)[:, :k] for t, s in ((a, scale_a), (b.T, of_b)))
+    out = x @ y.T
+    return (out if bias is None else out + bias.float()).to(output_dtype)
+
+
+@pytest.mark.parametrize(
+    ("bias", "dtype"),
+    [(None, torch.float32), (None, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
+     (torch.bfloat16, torch.float32)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("size", [(256, 384, 640), (70, 131, 150), (1, 1, 1)], ids=str)
+@BY_BLOCK
+def test_layouts(by_block, size, bias, dtype, monkeypatch):
+    m, n, _ = size
+    monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm)
+    monkeypatch.setattr(cublas, "_library", lambda: None)
+    a, b = operands(*size, by_block)
+    added = None if bias is None else torch.randn(n).to(bias)
+    made = torch_products.scaled_mm_product(a, b, by_block, added, dtype, None)
+    right = torch_products.dequantized_product(a, b, by_block, added, dtype, None)
+    assert made.is_contiguous()
+    assert_same(made.float(), right.float(), 2e-6 if dtype == torch.float32 else 2**-8)
+    total = torch.full((m, n), 0.5)
+    assert torch_products.scaled_mm_product(a, b, by_block, None, torch.bfloat16, total) is total
+    expected = torch_products.dequantized_product(a, b, by_block, None, torch.float32, None)
+    assert_same(total - 0.5, expected, 1e-5)

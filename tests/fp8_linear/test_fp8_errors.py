@@ -44,97 +44,71 @@ def test_fp8_linear(arguments, options, error, message):
 
 
 @pytest.mark.parametrize(
-    ("x", "options", "error", "message"),
+    ("quantize", "x", "options", "error", "message"),
     [
-        (X.int(), {}, TypeError, r"quantize_activation: x must be float32, bfloat16 or float16; got int32"),
-        (
-            torch.randn(3, 0),
-            {},
-            ValueError,
-            r"quantize_activation: x must be \[..., K\] with K >= 1; got shape \[3, 0\]",
-        ),
-        (X, {"scale": 2}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 2"),
-        (X, {"backend": "scaled_mm"}, ValueError, r"quantize_activation: backend 'scaled_mm' can't run this call"),
+        (quantize_activation, X.int(), {}, TypeError, r"quantize_activation: x must be float32, bfloat16 or float16; got int32"),
+        (quantize_activation, X[:, :0], {}, ValueError, r"quantize_activation: x must be \[..., K\] with K >= 1; got shape \[4, 0\]"),
+        (quantize_activation, X, {"scale": 2}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 2"),
+        (quantize_activation, X, {"backend": "scaled_mm"}, ValueError, r"quantize_activation: backend 'scaled_mm' can't run this call"),
+        (quantize_weight, W.int(), {}, TypeError, r"quantize_weight: weight must be float32, bfloat16 or float16; got int32"),
+        (quantize_weight, W[0], {}, ValueError, r"quantize_weight: weight must be \[N, K\] with N, K >= 1; got shape \[32\]"),
+        (quantize_weight, W[:0], {}, ValueError, r"weight must be \[N, K\] with N, K >= 1; got shape \[0, 32\]"),
+        (quantize_weight, W, {"scale": 2}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 2"),
+        (quantize_weight, W, {"backend": "scaled_mm"}, ValueError, r"quantize_weight: backend 'scaled_mm' can't run this call"),
+        (quantize_weight, Fp8Linear(32, 16), {}, TypeError, r"weight must be a torch\.Tensor; got Fp8Linear"),
     ],
-)
-def test_quantize_activation(x, options, error, message):
+)  # fmt: skip
+def test_quantisers(quantize, x, options, error, message):
     with pytest.raises(error, match=message):
-        quantize_activation(x, **options)
+        quantize(x, **options)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("made", "changed"),
     [
-        {"rows": SHARED.rows.bfloat16()},
-        {"row_scales": SHARED.row_scales.bfloat16()},
-        {"row_scales": SHARED.row_scales.expand(2, 4)},
-        {"columns": SHARED.columns[:16]},
-        {"column_scales": SHARED.column_scales.to("meta")},
-        {"x": X[:2]},
+        (SHARED, {"rows": SHARED.rows.bfloat16()}),
+        (SHARED, {"row_scales": SHARED.row_scales.expand(2, 4)}),
+        (SHARED, {"columns": SHARED.columns[:16]}),
+        (SHARED, {"column_scales": SHARED.column_scales.to("meta")}),
+        (SHARED, {"x": X[:2]}),
+        (QUANTIZED, {"row_scales": QUANTIZED.row_scales.bfloat16()}),
+        (QUANTIZED, {"row_scales": QUANTIZED.row_scales[:, :1]}),
+        (QUANTIZED, {"transposed": QUANTIZED.rows}),
+        (QUANTIZED, {"transposed_scales": QUANTIZED.transposed_scales.to("meta")}),
+        (QUANTIZED, {"weight": torch.randn(144, 32)}),
     ],
-    ids=lambda changed: next(iter(changed)),
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else type(x).__name__,
 )
-def test_a_shared_activation_is_as_it_was_made(changed):
+def test_what_was_quantised_is_as_it_was_made(made, changed):
     """Mixed precision casts what enters a module, kernels take what they expect."""
-    with pytest.raises(ValueError, match=r"x is not as quantize_activation made it: (rows|columns) must be float"):
-        fp8_linear(SHARED._replace(**changed), W)
-
-
-@pytest.mark.parametrize("options", [{"grad_dtype": "fp8"}, {"scale": "x"}, {"backend": "x"}], ids=str)
-def test_a_module_with_wrong_options_is_never_made(options):
-    with pytest.raises(ValueError, match="must be one of"):
-        Fp8Linear(32, 16, **options)
-
-
-def test_main_grad_is_true_or_false():
-    with pytest.raises(TypeError, match="fp8_linear: main_grad must be True or False; got Tensor"):
-        Fp8Linear(32, 16, main_grad=W)
+    x, w = (made._replace(**changed), W) if made is SHARED else (X, made._replace(**changed))
+    name, maker = ("x", "activation") if made is SHARED else ("weight", "weight")
+    message = f"{name} is not as quantize_{maker} made it: (rows|columns|transposed) must be float"
+    with pytest.raises(ValueError, match=message):
+        fp8_linear(x, w)
 
 
 @pytest.mark.parametrize(
-    ("weight", "options", "error", "message"),
+    ("options", "error", "message"),
     [
-        (W.int(), {}, TypeError, r"quantize_weight: weight must be float32, bfloat16 or float16; got int32"),
-        (W[0], {}, ValueError, r"quantize_weight: weight must be \[N, K\] with N, K >= 1; got shape \[32\]"),
-        (W[:0], {}, ValueError, r"weight must be \[N, K\] with N, K >= 1; got shape \[0, 32\]"),
-        (W, {"scale": 2}, ValueError, r"scale must be one of 'float32', 'power_of_two'; got 2"),
-        (W, {"backend": "scaled_mm"}, ValueError, r"quantize_weight: backend 'scaled_mm' can't run this call"),
-        (Fp8Linear(32, 16), {}, TypeError, r"weight must be a torch\.Tensor; got Fp8Linear"),
+        ({"grad_dtype": "fp8"}, ValueError, "grad_dtype must be one of"),
+        ({"scale": "x"}, ValueError, "scale must be one of"),
+        ({"backend": "x"}, ValueError, "backend must be one of"),
+        ({"main_grad": W}, TypeError, "fp8_linear: main_grad must be True or False; got Tensor"),
     ],
 )
-def test_quantize_weight(weight, options, error, message):
+def test_a_module_with_wrong_options_is_never_made(options, error, message):
     with pytest.raises(error, match=message):
-        quantize_weight(weight, **options)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"rows": QUANTIZED.rows.bfloat16()},
-        {"row_scales": QUANTIZED.row_scales[:, :1]},
-        {"transposed": QUANTIZED.rows},
-        {"transposed_scales": QUANTIZED.transposed_scales.to("meta")},
-        {"weight": torch.randn(144, 32)},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
-def test_a_quantised_weight_is_as_it_was_made(changed):
-    with pytest.raises(ValueError, match=r"weight is not as quantize_weight made it: (rows|transposed) must be float"):
-        fp8_linear(X, QUANTIZED._replace(**changed))
+        Fp8Linear(32, 16, **options)
 
 
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
-        (
-            torch.nn.Linear(32, 16),
-            {},
-            ValueError,
-            "weights_unchanged: model has no Fp8Linear; make them of .* with conv",
-        ),
-        (Fp8Linear(32, 16), {"check_inputs": 1}, TypeError, "weights_unchanged: check_inputs must be True or False"),
+        (torch.nn.Linear(32, 16), {}, ValueError, "model has no Fp8Linear; make them of .* with conv"),
+        (Fp8Linear(32, 16), {"check_inputs": 1}, TypeError, "check_inputs must be True or False"),
     ],
 )
 def test_weights_unchanged(model, options, error, message):
-    with pytest.raises(error, match=message), weights_unchanged(model, **options):
+    with pytest.raises(error, match=f"weights_unchanged: {message}"), weights_unchanged(model, **options):
         pass

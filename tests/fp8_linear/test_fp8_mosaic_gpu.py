@@ -1,21 +1,19 @@
 """The 'mosaic_gpu' backend on a Hopper GPU: compiled, against the oracle, and what the CPU can't show."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_fp8_jax import BY_BLOCK, CONFIGS, GROUPS, assert_right, assert_the_oracles_bits
 
-from onchip.fp8 import mosaic_op
-from onchip.fp8.jax_quantize import COLUMN, ROW, SQUARE, quantize
-from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
-from onchip.fp8.numbers import FP8_MAX, SCALES, Options
+from onchip.fp8.jax_quantize import scaled_rows, scaled_squares
+from onchip.fp8.mosaic_kernels import scaled_product
+from onchip.fp8.numbers import FP8_MAX, ROW, SCALES, SQUARE
 from onchip.jax import fp8_linear
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case
-from onchip.ops.fp8_linear.checks import check_case
 
 pytestmark = pytest.mark.gpu
 op = partial(fp8_linear, backend="mosaic_gpu")
@@ -25,51 +23,31 @@ op = partial(fp8_linear, backend="mosaic_gpu")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", [*CHECK_CASES, Case("longer", 1024, 1536, 2048, bias=True)], ids=str)
 def test_cases(case, dtype, layout):
-    wrong = [c for c in check_case(case, dtype, "gpu", weight_layout=layout, backend="mosaic_gpu") if not c.ok]
-    assert not wrong, wrong
+    assert_right(case, dtype, "gpu", weight_layout=layout, backend="mosaic_gpu")
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fmt", FP8_MAX)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("group", [ROW, COLUMN, SQUARE], ids=str)
+@GROUPS
 def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):
     rng = np.random.default_rng(0)
     range_ = 4 if dtype == "float16" else 60
     x = rng.standard_normal((400, 1000)) * np.exp2(rng.uniform(-range_, range_, (400, 1)))
     x[:130, 128:300] = 0
     x[200, 5], x[201, 600] = np.nan, np.inf
-    x = jnp.asarray(x, dtype)
-    made = jax.jit(lambda a: quantize(a, group, fmt, scale))(x)
-    expected = reference.quantize(x.astype(jnp.float32), group, fmt, scale)
-    data = np.asarray(made.data)[:400, :1000].view(np.uint8)
-    nan = np.isnan(reference.decode(expected.data, fmt))
-    np.testing.assert_array_equal(np.isnan(reference.decode(data, fmt)), nan)
-    np.testing.assert_array_equal(data[~nan], expected.data[~nan])
-    np.testing.assert_array_equal(made.scales, reference.compact_scales(expected, group))
+    assert_the_oracles_bits(jnp.asarray(x, dtype), group, fmt, scale)
 
 
-@pytest.mark.parametrize("by_block", [True, False], ids=["blocks", "rows"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        CONFIG,
-        replace(CONFIG, in_flight=1),
-        replace(CONFIG, tile_m=128, tile_n=256),
-        replace(CONFIG, tile_m=128, tile_n=256, split="n"),
-        replace(CONFIG, tile_m=128, tile_n=128, stages=5, staging_slots=2),
-    ],
-    ids=str,
-)
+@BY_BLOCK
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_configs(config, by_block):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((rows, 1032)).astype(np.float32) for rows in (520, 648))
-    options = Options()
-    right = mosaic_op._squares(b, options, turned=False) if by_block else mosaic_op._rows(b, "e4m3", options)
+    right = scaled_squares(b, "float32", turned=False) if by_block else scaled_rows(b, "e4m3", "float32")
     run = partial(scaled_product, by_block=by_block, dtype=jnp.float32, config=config)
-    made = jax.jit(run)(mosaic_op._rows(a, "e4m3", options), right)[:520, :648]
-    quantised = (reference.quantize_blocks if by_block else reference.quantize_rows)(b)
-    expected = reference.quantize_rows(a).value @ quantised.value.T
+    made = jax.jit(run)(scaled_rows(a, "e4m3", "float32"), right)[:520, :648]
+    expected = reference.quantize(a, ROW).value @ reference.quantize(b, SQUARE if by_block else ROW).value.T
     # WGMMA's own sums of FP8 products are that far off.
     assert np.linalg.norm(made - expected) < 5e-4 * np.linalg.norm(expected)
 

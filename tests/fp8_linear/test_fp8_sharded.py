@@ -1,33 +1,102 @@
-"""Fully sharded and tensor-parallel layers over two processes: sharded.py has what they do."""
+"""Fully sharded and tensor-parallel layers over two processes and gloo."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import warnings
+from datetime import timedelta
 
-SCRIPT = Path(__file__).with_name("sharded.py")
+import pytest
+import torch
+import torch.distributed as dist
+from fp8_common import assert_same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from onchip.torch import Fp8Linear, convert_linears, fp8_linear, weights_unchanged
+
+RANKS = 2
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
+    convert_linears(model)
+    return model
+
+
+def batches():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(RANKS, 16, 128, generator=g) for _ in range(4)]
+
+
+def fully_sharded(rank, mesh):
+    """Gathered weights are gone before backward, or stay; copies of them are kept only where they stay."""
+    train_sharded(rank, mesh, reshard=True, inside=[[], [], [], []])
+    train_sharded(rank, mesh, reshard=False, inside=[[], ["0", "2"], [], ["0", "2"]])
+
+
+def train_sharded(rank, mesh, *, reshard, inside):
+    """Two steps of two micro-batches, as on one process that sees both halves of each batch.
+
+    Without resharding, weights are gathered by the first of them and stay for the second.
+    """
+    alone, model = make_model(), make_model()
+    for layer in model:
+        if isinstance(layer, Fp8Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    names = []
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (alone, model)]
+    xs = batches()
+    for step in range(2):
+        for last, x in enumerate(xs[2 * step : 2 * step + 2]):
+            if not reshard:
+                model.set_reshard_after_backward(bool(last))
+            # Each row's quantisation is its own, but a weight's gradient has groups of 128 rows: take each half apart.
+            sum(alone(half).square().mean() / RANKS for half in x).backward()
+            with weights_unchanged(model) as kept:
+                model(x[rank]).square().mean().backward()
+            names.append(kept)
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert_same(p.grad.full_tensor(), q.grad, 1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_same(p.full_tensor(), q, 1e-4)
+    assert names == inside, names
+
+
+def tensor_parallel(rank, mesh):
+    """Columns of the first weight and rows of the second on each process: whole blocks of 128, so the same numbers."""
+    first, _, second = make_model()
+    x = batches()[0][0]
+    mine = slice(rank * 128, rank * 128 + 128)
+    with torch.no_grad():
+        h = fp8_linear(x, first.weight[mine].clone(), first.bias[mine])
+        assert torch.equal(h, first(x)[:, mine])
+        part = fp8_linear(h, second.weight[:, mine].clone())
+        dist.all_reduce(part)
+        assert_same(part + second.bias, second(first(x)))
+
+
+def refused(rank, mesh):
+    """Tensor parallelism by DTensors."""
+    model = make_model()
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    with pytest.raises(TypeError, match=r"fp8_linear: x is a DTensor; pass .* x\.to_local\(\)"):
+        model(batches()[0][0])
+
+
+def run(rank, meeting):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=120)
+    dist.init_process_group("gloo", f"file://{meeting}", timeout, world_size=RANKS, rank=rank)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for check in (fully_sharded, tensor_parallel, refused):
+        check(rank, mesh)
+    dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path):
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *filter(None, sys.path)]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(tmp_path / "meeting")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        for process in processes:
-            said, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, said
-            assert {"fully_sharded", "tensor_parallel", "refused"} <= set(said.split()), said
-    finally:
-        for process in processes:
-            process.kill()
+    torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=RANKS)

@@ -72,8 +72,7 @@ def test_a_stored_config_serves_sizes_near_it(rows, columns, depth, found):
 def test_a_launch_takes_the_stored_config_and_one_that_is_given_before_it(by_block, monkeypatch):
     """On a device that is none: what would be launched is looked at, not run."""
     launched = []
-    monkeypatch.setattr(triton_launches, "_device", lambda index: (90, 132, 232448))
-    monkeypatch.setattr(triton_launches, "_slug", lambda index: "h100")
+    monkeypatch.setattr(triton_launches, "_device", lambda index: ("h100", 90, 132, 232448))
     monkeypatch.setattr(triton_launches, "_run", lambda x, launch: launched.append(launch.arguments))
     x = torch.randn(256, 130)
     a, _ = torch_quantize.quantize_activation(x, "e4m3", "float32", rows=True, columns=False)

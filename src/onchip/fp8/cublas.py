@@ -8,7 +8,7 @@ Names and numbers are those of cublasLt.h: https://docs.nvidia.com/cuda/cublas.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -53,26 +53,24 @@ def added(
         return False
     # cuBLAS's matrices are stored by columns: its [N, M] is our [M, N], so its A is our b.
     left, right = b, a
+    attributes = {
+        _TRANSA: ctypes.c_int32(_OP_T),
+        _A_SCALE_MODE: ctypes.c_int32(_BLK128X128_32F if by_block else _VEC128_32F),
+        _B_SCALE_MODE: ctypes.c_int32(_VEC128_32F),
+        _A_SCALE_POINTER: _address(left.scales),
+        _B_SCALE_POINTER: _address(right.scales),
+    }
+    alignments = (ctypes.c_uint32(_alignment(matrix)) for matrix in (left.data, right.data, out, out))
+    preferences = {_MAX_WORKSPACE: ctypes.c_size_t(_WORKSPACE), **dict(zip(_MIN_ALIGNMENTS, alignments, strict=True))}
+    types = ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_R_32F)
     with (
         torch.cuda.device(out.device),
-        _made(lt, "MatmulDesc", ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_R_32F)) as operation,
+        _made(lt, "MatmulDesc", *types, attributes=attributes) as operation,
         _layout(lt, left.data, _R_8F_E4M3) as of_left,
         _layout(lt, right.data, _R_8F_E4M3) as of_right,
         _layout(lt, out, _R_32F) as of_out,
-        _made(lt, "MatmulPreference") as preference,
+        _made(lt, "MatmulPreference", attributes=preferences) as preference,
     ):
-        for attribute, value in (
-            (_TRANSA, ctypes.c_int32(_OP_T)),
-            (_A_SCALE_MODE, ctypes.c_int32(_BLK128X128_32F if by_block else _VEC128_32F)),
-            (_B_SCALE_MODE, ctypes.c_int32(_VEC128_32F)),
-            (_A_SCALE_POINTER, _address(left.scales)),
-            (_B_SCALE_POINTER, _address(right.scales)),
-        ):
-            _set(lt.cublasLtMatmulDescSetAttribute, operation, attribute, value)
-        _set(lt.cublasLtMatmulPreferenceSetAttribute, preference, _MAX_WORKSPACE, ctypes.c_size_t(_WORKSPACE))
-        for attribute, matrix in zip(_MIN_ALIGNMENTS, (left.data, right.data, out, out), strict=True):
-            _set(lt.cublasLtMatmulPreferenceSetAttribute, preference, attribute, ctypes.c_uint32(_alignment(matrix)))
-
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # serves as one of cuBLASLt's
         found, count = _Found(), ctypes.c_int()
         layouts = (of_left, of_right, of_out, of_out)
@@ -109,11 +107,14 @@ def _library() -> Any:
 
 
 @contextmanager
-def _made(lt: Any, kind: str, *arguments: Any) -> Iterator[ctypes.c_void_p]:
+def _made(lt: Any, kind: str, *arguments: Any, attributes: Mapping[int, Any] | None = None) -> Iterator[Any]:
     """One of cuBLASLt's descriptions, for as long as it is needed.  It is read when a product is asked for."""
     description = ctypes.c_void_p()
     _require(getattr(lt, f"cublasLt{kind}Create")(ctypes.byref(description), *arguments))
     try:
+        for attribute, value in (attributes or {}).items():
+            change, size = getattr(lt, f"cublasLt{kind}SetAttribute"), ctypes.c_size_t(ctypes.sizeof(value))
+            _require(change(description, ctypes.c_int(attribute), ctypes.byref(value), size))
         yield description
     finally:
         getattr(lt, f"cublasLt{kind}Destroy")(description)
@@ -124,11 +125,6 @@ def _layout(lt: Any, x: Tensor, dtype: int) -> Any:
     rows, columns = x.shape
     sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns)
     return _made(lt, "MatrixLayout", ctypes.c_int(dtype), *sizes)
-
-
-def _set(function: Callable[..., int], description: ctypes.c_void_p, attribute: int, value: Any) -> None:
-    size = ctypes.c_size_t(ctypes.sizeof(value))
-    _require(function(description, ctypes.c_int(attribute), ctypes.byref(value), size))
 
 
 def _require(status: int) -> None:

@@ -1,4 +1,4 @@
-"""Quantising in plain JAX: bit for bit the numbers of reference.py."""
+"""Quantising in plain JAX, bit for bit the numbers of reference.py, and the operands of products."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.fp8.numbers import BLOCK, FP8_MAX, LEAST_SCALE, up
+from onchip.fp8.numbers import BLOCK, COLUMN, FP8_MAX, LEAST_SCALE, ROW, SQUARE, up
 
 FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# Rows and columns that share a scale.
-ROW, COLUMN, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+ROWS = 8
+"""An operand of a product has a multiple of so many rows."""
 
 
 class Quantized(NamedTuple):
@@ -33,11 +33,42 @@ def quantize(
     return Quantized(data, scales[:, 0, :, 0])
 
 
-def dequantize(q: Quantized, group: tuple[int, int]) -> Any:
-    """The numbers in float32, [R, C] with the zeros that pad them."""
+class Scaled(NamedTuple):
+    """An operand of a product: rows of FP8 numbers along the sum, and the scales of 128 of them."""
+
+    data: jax.Array  # [R, C], R a multiple of ROWS and C of 128
+    scales: jax.Array  # float32 [C / 128, R]; of 128x128 blocks [C / 128, R / 128]
+
+
+def scaled_rows(x: Any, fmt: str, scale: str) -> Scaled:
+    """x [R, C] with scales of 1x128."""
+    q = quantize(_at_least_one_row(x), ROW, fmt, scale, (ROWS, 1))
+    return Scaled(q.data, q.scales.T)
+
+
+def scaled_columns(x: Any, fmt: str, scale: str) -> Scaled:
+    """The transpose of x [R, C] with scales of 1x128."""
+    # Transposed before, in its own dtype, there would be another copy.
+    q = quantize(_at_least_one_row(x), COLUMN, fmt, scale, (1, ROWS))
+    return Scaled(q.data.T, q.scales)
+
+
+def scaled_squares(w: Any, scale: str, *, turned: bool) -> Scaled:
+    """w, or its transpose, with scales of 128x128."""
+    q = quantize(w, SQUARE, "e4m3", scale)
+    return Scaled(q.data.T, q.scales) if turned else Scaled(q.data, q.scales.T)
+
+
+def _at_least_one_row(x: Any) -> Any:
+    return x if len(x) else jnp.zeros((1, x.shape[1]), x.dtype)
+
+
+def dequantize(q: Scaled, *, by_block: bool) -> Any:
+    """The numbers in float32, with the zeros that pad them."""
     # Without a barrier XLA leaves out both conversions on a GPU (xla_allow_excess_precision), and nothing is in FP8.
-    data = lax.optimization_barrier(q.data)
-    return (_cut(data, group).astype(jnp.float32) * q.scales[:, None, :, None]).reshape(q.data.shape)
+    data = lax.optimization_barrier(q.data).astype(jnp.float32)
+    scales = jnp.repeat(q.scales.T, BLOCK, axis=0) if by_block else q.scales.T
+    return (data.reshape(len(data), -1, BLOCK) * scales[:, :, None]).reshape(data.shape)
 
 
 def _cut(x: Any, group: tuple[int, int]) -> Any:

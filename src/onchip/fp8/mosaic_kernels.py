@@ -12,7 +12,7 @@ Source: sums of two levels are those of DeepSeek-V3 (arXiv:2412.19437), section 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.fp8.jax_quantize import ROWS, Scaled
 from onchip.fp8.numbers import BLOCK, up
 from onchip.kernels.mosaic.product import (
     BOX,
@@ -34,19 +35,10 @@ from onchip.kernels.mosaic.product import (
 )
 from onchip.kernels.mosaic.registers import Registers
 
-ROWS = 8
-"""Matrices have a multiple of so many rows."""
 CONFIG = MosaicConfig(tile_m=256, tile_n=128, tile_k=BLOCK, stages=4, in_flight=0, staging_slots=1)
 # By whether B has scales of blocks.  On an H200 at M = N = K = 8192: with two accumulators 988 TFLOP/s for blocks and
 # 814 for rows, whose scales of columns take registers too, with one 706 and 872.  Tiles of 128x256 were no faster.
 _CONFIGS = {True: replace(CONFIG, in_flight=1), False: CONFIG}
-
-
-class Scaled(NamedTuple):
-    """FP8 numbers in rows along the sum, and the scales of 128 of them."""
-
-    data: Array  # [R, C], R a multiple of ROWS and C of 128
-    scales: Array  # float32 [C / 128, R]; of 128x128 blocks [C / 128, R / 128 * BOX], each BOX times
 
 
 def scaled_product(
@@ -104,6 +96,7 @@ def scaled_product(
             total = total + registers.spread(registers.load(refs["bias"].at[pl.ds(p.n, wave_n)], 0), shape, 0)
         store(lambda n, width: total[:, n : n + width].astype(dtype), send_to(refs["out"], p.m, p.n, columns))
 
+    b_scales = jnp.repeat(b.scales, BOX, axis=1) if by_block else b.scales
     padded = None if bias is None else jnp.pad(bias, (0, up(n, c.tile_n) - bias.shape[0]))
     made = persistent_product(
         c,
@@ -113,7 +106,7 @@ def scaled_product(
         tiles,
         copies,
         epilogue,
-        inputs={"a": a.data, "a_scales": a.scales, "b": b.data, "b_scales": b.scales, "bias": padded},
+        inputs={"a": a.data, "a_scales": a.scales, "b": b.data, "b_scales": b_scales, "bias": padded},
         outputs={"out": jax.ShapeDtypeStruct((m, width), dtype)},
         stored=dtype,
         promotion=Promotion((c.tile_m, scales_of_b), load, enter, wave_n),

@@ -7,11 +7,9 @@ from onchip.frontend.options import require_one_of
 OP = "fp8_linear"
 BLOCK = 128
 """Elements that share a scale along the contraction; of a weight, along both of its dimensions."""
-
-
+# Rows and columns that share a scale: 1x128, 128x1 and 128x128.
+ROW, COLUMN, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-
-
 """The largest finite number of each format."""
 LEAST_SCALE = 2.0**-126
 """The smallest normal float32: what is scaled by less has an inverse scale that overflows."""
@@ -77,8 +75,3 @@ def weight_bytes(p: Problem) -> int:
 def gradient_bytes(p: Problem) -> int:
     """Bytes of the output's gradient in FP8, for both of backward's products."""
     return quantized_bytes(p.m, p.n) + quantized_bytes(p.n, p.m)
-
-
-def flops(p: Problem) -> int:
-    """Floating-point operations of each of the three products."""
-    return 2 * p.m * p.n * p.k

@@ -1,4 +1,4 @@
-"""The products of the backends 'dequantize' and 'scaled_mm': A B^T of quantised operands."""
+"""The products of the backends 'dequantize' and 'scaled_mm', A B^T of quantised operands, and what each refuses."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch import Tensor
 from onchip.fp8 import cublas
 from onchip.fp8.numbers import BLOCK, SCALE_MULTIPLE, blocks, up
 from onchip.fp8.torch_quantize import Quantized, dequantize
-from onchip.kernels.triton.launch import constant_to_compiler
+from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 
 # Elements of a chunk of an operand in float32: 64 MiB.
 _CHUNK = 1 << 24
@@ -27,7 +27,7 @@ def dequantized_product(
 
     Of float32 copies of the operands, a chunk of rows of each at a time.
     """
-    out = new_result(a, b, dtype) if add_to is None else add_to
+    out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     depth = a.data.shape[1]
     step = max(1, _CHUNK // max(1, depth) // BLOCK) * BLOCK
     for n in range(0, len(b.data), step):
@@ -46,11 +46,6 @@ def dequantized_product(
     return out
 
 
-def new_result(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Memory for A B^T."""
-    return a.data.new_empty((len(a.data), len(b.data)), dtype=dtype)
-
-
 @constant_to_compiler  # it asks the system
 def scaled_mm_refusal(device: torch.device, grad_dtype: str = "e4m3") -> str | None:
     """Why cuBLAS's blockwise products can't serve a call on this device, or None."""
@@ -67,6 +62,16 @@ def scaled_mm_refusal(device: torch.device, grad_dtype: str = "e4m3") -> str | N
         return f"cuBLAS has blockwise scales for compute capability 9.0 alone; this is {capability[0]}.{capability[1]}"
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return None if version >= (12, 9) else f"it needs CUDA 12.9 or later; this is a build for {torch.version.cuda}"
+
+
+@constant_to_compiler
+def triton_refusal(device: torch.device) -> str | None:
+    """Why the Triton kernels can't serve a call on this device, or None."""
+    reason = device_refusal(device.type, device.index, torch.float32)
+    if reason is not None or device.type != "cuda":  # on the CPU it is Triton's interpreter that refuses nothing
+        return reason
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if (major, minor) >= (8, 9) else f"FP8 needs compute capability 8.9 or later; this is {major}.{minor}"
 
 
 def scaled_mm_product(

@@ -25,6 +25,11 @@ class Quantized(NamedTuple):
     """float32, contiguous.  1x128: [C / 128, R].  128x128: [R / 128, C / 128 rounded up to 4]."""
 
 
+def operand(data: Tensor | None, scales: Tensor | None) -> Quantized | None:
+    """The operand of these two, which are None together."""
+    return None if data is None or scales is None else Quantized(data, scales)
+
+
 def empty_rows(rows: int, columns: int, fmt: str, like: Tensor) -> Quantized:
     """Memory for a matrix [rows, columns] with 1x128 scales."""
     return Quantized(
@@ -33,12 +38,12 @@ def empty_rows(rows: int, columns: int, fmt: str, like: Tensor) -> Quantized:
     )
 
 
-def empty_blocks(rows: int, columns: int, like: Tensor) -> Quantized:
+def empty_blocks(rows: int, columns: int, fmt: str, like: Tensor) -> Quantized:
     """Memory for a matrix [rows, columns] with 128x128 scales."""
     wide = up(blocks(columns), SCALE_MULTIPLE)
     new = like.new_empty if wide == blocks(columns) else like.new_ones  # what pads them is never written
     return Quantized(
-        like.new_empty((rows, up(columns)), dtype=FP8["e4m3"]),
+        like.new_empty((rows, up(columns)), dtype=FP8[fmt]),
         new((blocks(rows), wide), dtype=torch.float32),
     )
 
@@ -49,49 +54,35 @@ def nothing(like: Tensor) -> Quantized:
 
 
 def quantize_activation(
-    x: Tensor,  # [R, C]
-    fmt: str,
-    scale: str,
-    *,
-    rows: bool,
-    columns: bool,
+    x: Tensor, fmt: str, scale: str, *, rows: bool, columns: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x with 1x128 scales, and x^T with 1x128 scales; None for what isn't asked for."""
+    """x [R, C] with 1x128 scales, and x^T with 1x128 scales; None for what isn't asked for."""
     height, width = x.shape
     by_row = empty_rows(height, width, fmt, x) if rows else None
     by_column = empty_rows(width, height, fmt, x) if columns else None
     for start, v in _chunks(x):
         end = min(height, start + len(v))
         if by_row is not None:
-            groups = v[: end - start].unflatten(1, (-1, BLOCK))  # [r, C / 128, 128]
-            s = _to_scale(groups.abs().amax(2), fmt, scale)
-            by_row.data[start:end] = (groups * _inverse(s)[..., None]).flatten(1).to(FP8[fmt])
-            by_row.scales[:, start:end] = s.T
+            q, s = _quantized(v, (1, BLOCK), fmt, scale)
+            by_row.data[start:end] = q[: end - start]
+            by_row.scales[:, start:end] = s[: end - start].T
         if by_column is not None:
-            groups = v[:, :width].unflatten(0, (-1, BLOCK))  # [r / 128, 128, C]
-            s = _to_scale(groups.abs().amax(1), fmt, scale)
-            q = (groups * _inverse(s)[:, None]).flatten(0, 1).to(FP8[fmt])
+            q, s = _quantized(v[:, :width], (BLOCK, 1), fmt, scale)
             by_column.data[:, start : start + len(v)] = q.T
             by_column.scales[start // BLOCK : blocks(end)] = s
     return by_row, by_column
 
 
 def quantize_weight(
-    w: Tensor,  # [N, K]
-    scale: str,
-    *,
-    rows: bool,
-    transposed: bool,
+    w: Tensor, scale: str, *, rows: bool, transposed: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """w and w^T in E4M3 with 128x128 scales, the same numbers; None for what isn't asked for."""
+    """w [N, K] and w^T in E4M3 with 128x128 scales, the same numbers; None for what isn't asked for."""
     height, width = w.shape
-    plain = empty_blocks(height, width, w) if rows else None
-    turned = empty_blocks(width, height, w) if transposed else None
+    plain = empty_blocks(height, width, "e4m3", w) if rows else None
+    turned = empty_blocks(width, height, "e4m3", w) if transposed else None
     for start, v in _chunks(w):
         end = min(height, start + len(v))
-        groups = v.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [n / 128, 128, K / 128, 128]
-        s = _to_scale(groups.abs().amax((1, 3)), "e4m3", scale)
-        q = (groups * _inverse(s)[:, None, :, None]).flatten(2).flatten(0, 1).to(FP8["e4m3"])
+        q, s = _quantized(v, (BLOCK, BLOCK), "e4m3", scale)
         block = slice(start // BLOCK, blocks(end))
         if plain is not None:
             plain.data[start:end] = q[: end - start]
@@ -113,6 +104,15 @@ def _chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start, v
 
 
+def _quantized(v: Tensor, group: tuple[int, int], fmt: str, scale: str) -> tuple[Tensor, Tensor]:
+    """v [R, C], of whole groups, in FP8, and the scales [R / rows, C / columns] of groups [rows, columns]."""
+    rows, columns = group
+    groups = v.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scales = _to_scale(groups.abs().amax((1, 3)), fmt, scale)
+    q = groups * scales.reciprocal()[:, None, :, None]
+    return q.flatten(2).flatten(0, 1).to(FP8[fmt]), scales
+
+
 def _to_scale(amax: Tensor, fmt: str, scale: str) -> Tensor:
     # By a tensor on the device: by a number, CUDA's division multiplies with its rounded inverse.
     s = (amax / amax.new_full((), FP8_MAX[fmt])).clamp(min=LEAST_SCALE)
@@ -120,10 +120,6 @@ def _to_scale(amax: Tensor, fmt: str, scale: str) -> Tensor:
         bits = (s.view(torch.int32) + 0x7FFFFF) & 0x7F800000
         s = torch.where(s.isfinite(), bits.view(torch.float32), s)
     return torch.where(amax == 0, 1.0, s)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return scale.reciprocal()
 
 
 def dequantize(q: Quantized, start: int, end: int, *, by_block: bool) -> Tensor:

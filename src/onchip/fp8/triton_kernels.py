@@ -1,4 +1,4 @@
-"""The Triton kernels of fp8_linear: quantising to both orientations at once, and the product A B^T.
+"""The Triton kernel of the product A B^T, and what quantising is made of; the quantiser is in triton_words.py.
 
 Matrices of FP8 numbers have rows of whole blocks of 128 bytes along the contraction (`Quantized` of torch_quantize.py),
 so descriptors always fit them, and what pads them is 0.  The persistent loop over tiles is that of Triton's matrix
@@ -12,15 +12,24 @@ from onchip.kernels.triton.tiles import INTERPRETED, add_columns, place_tile, st
 
 BLOCK = tl.constexpr(128)
 LEAST_SCALE = tl.constexpr(2.0**-126)
-# Two numbers at a time, rounded to the nearest, ties to even, saturating; NaN stays NaN.
-_BYTES = """{
-    .reg .b16 low, high;
-    cvt.rn.satfinite.%sx2.f32 low, $2, $1;
-    cvt.rn.satfinite.%sx2.f32 high, $4, $3;
-    mov.b32 $0, {low, high};
-}"""
-E4M3_BYTES = tl.constexpr(_BYTES % ("e4m3", "e4m3"))
-E5M2_BYTES = tl.constexpr(_BYTES % ("e5m2", "e5m2"))
+
+
+def conversion(fmt: str, order: tuple[int, int, int, int]) -> tl.constexpr:
+    """Four numbers in FP8 as the bytes of a register, the first in `order` lowest.
+
+    Two numbers at a time, rounded to the nearest, ties to even, saturating; NaN stays NaN.
+    """
+    a, b, c, d = order
+    return tl.constexpr(f"""{{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.{fmt}x2.f32 low, ${b}, ${a};
+        cvt.rn.satfinite.{fmt}x2.f32 high, ${d}, ${c};
+        mov.b32 $0, {{low, high}};
+    }}""")
+
+
+E4M3_BYTES = conversion("e4m3", (1, 2, 3, 4))
+E5M2_BYTES = conversion("e5m2", (1, 2, 3, 4))
 
 
 @triton.jit
@@ -93,76 +102,6 @@ def store_rows(rows, rows_stride, v, scale, r, c, R, FP8: tl.constexpr):
 
 
 @triton.jit
-def quantize(
-    x,  # [R, C], any strides
-    rows,  # [R, up(C)] FP8 out
-    row_scales,  # float32 out: [C / 128, R], or BY_BLOCK [R / 128, rows_scale_stride]
-    columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
-    column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
-    stride_r,
-    stride_c,
-    rows_stride,
-    columns_stride,
-    rows_scale_stride,
-    columns_scale_stride,
-    R_16,  # R + 16 and C + 16: of a size of 1 Triton makes a constant, of what is outside then a load that is never
-    C_16,  # taken, and ptxas of that numbers other than 0
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
-    """Read a block of 128x128 once; write it, and transposed, scaled by rows and by columns or BY_BLOCK by one number.
-
-    For what `quantize_words` of triton_words.py doesn't serve: neither rows nor columns are contiguous, or a size is
-    2**22 or more.
-    A thread holds four rows below each other, and packs them into one integer before they change places: through shared
-    memory go 32 bits at a time, and Triton 3.6 loses every other row of a transposed block of 8-bit numbers.  What is
-    read again comes from L1; what isn't kept in registers leaves them to another program.
-    """
-    R = R_16 - 16
-    C = C_16 - 16
-    i = tl.program_id(0)
-    j = tl.program_id(1)
-    c = j * BLOCK + tl.arange(0, BLOCK)
-    first = i * BLOCK + 4 * tl.arange(0, BLOCK // 4)
-    largest = tl.zeros((BLOCK // 4, BLOCK), tl.int32)
-    for k in tl.static_range(4):
-        r = first + k
-        v = load_numbers(x, stride_r, stride_c, r, c, R, C)
-        bits = magnitude_bits(v)
-        largest = tl.maximum(largest, bits)
-        if ROWS and not BY_BLOCK:
-            scale = to_scale(tl.max(bits, 1), FP8_MAX, POWER_OF_TWO)
-            store_rows(rows, rows_stride, v, scale, r, c, R, FP8)
-            tl.store(row_scales + tl.cast(j, tl.int64) * R + r, scale, mask=r < R)
-    if COLUMNS or BY_BLOCK:
-        of_column = tl.max(largest, 0)
-        scale = to_scale(tl.max(of_column, 0, keep_dims=True) if BY_BLOCK else of_column, FP8_MAX, POWER_OF_TWO)
-        v0 = load_numbers(x, stride_r, stride_c, first, c, R, C)
-        v1 = load_numbers(x, stride_r, stride_c, first + 1, c, R, C)
-        v2 = load_numbers(x, stride_r, stride_c, first + 2, c, R, C)
-        v3 = load_numbers(x, stride_r, stride_c, first + 3, c, R, C)
-    if ROWS and BY_BLOCK:
-        store_rows(rows, rows_stride, v0, scale, first, c, R, FP8)
-        store_rows(rows, rows_stride, v1, scale, first + 1, c, R, FP8)
-        store_rows(rows, rows_stride, v2, scale, first + 2, c, R, FP8)
-        store_rows(rows, rows_stride, v3, scale, first + 3, c, R, FP8)
-        tl.store(row_scales + tl.cast(i, tl.int64) * rows_scale_stride + j + tl.arange(0, 1), scale)
-    if COLUMNS:
-        f = inverse(scale)[None, :]
-        turned = four_bytes(v0 * f, v1 * f, v2 * f, v3 * f, FP8).T
-        r = i * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        tl.store(columns + c.to(tl.int64)[:, None] * columns_stride + r[None, :], turned, mask=(c < C)[:, None])
-        if BY_BLOCK:
-            tl.store(column_scales + tl.cast(j, tl.int64) * columns_scale_stride + i + tl.arange(0, 1), scale)
-        else:
-            tl.store(column_scales + tl.cast(i, tl.int64) * C + c, scale, mask=c < C)
-
-
-@triton.jit
 def load_operand(x, stride, row, k, rows, R: tl.constexpr, TMA: tl.constexpr):
     """Step k of R rows of an operand, from `row` on.  What rows beyond the last one hold is never stored."""
     if TMA:
@@ -171,66 +110,6 @@ def load_operand(x, stride, row, k, rows, R: tl.constexpr, TMA: tl.constexpr):
         r = tl.minimum(row + tl.arange(0, R), rows - 1)
         c = k * BLOCK + tl.arange(0, BLOCK)
         return tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :])
-
-
-@triton.jit
-def partial_sum(
-    x,  # [BLOCK_M, 128] of A
-    b,  # [N, depth] FP8
-    b_scales,
-    b_stride,
-    b_scale_stride,
-    a_scale,  # [BLOCK_M]
-    acc,  # [BLOCK_M, WIDTH] float32
-    n0,
-    k,
-    N,
-    BY_BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """acc plus step k's product with WIDTH rows of B, scaled after 128 elements were summed.
-
-    Scales are fetched before the product is waited for: after it, each step would wait for them, too.
-    """
-    if BY_BLOCK:
-        b_scale = tl.load(b_scales + tl.cast(n0 // BLOCK, tl.int64) * b_scale_stride + k, mask=n0 < N, other=0.0)
-        scale = a_scale * b_scale
-        y = load_operand(b, b_stride, n0, k, N, WIDTH, TMA)
-        acc += tl.dot(x, y.T) * scale[:, None]
-    else:
-        n = n0 + tl.arange(0, WIDTH)
-        b_scale = tl.load(b_scales + tl.cast(k, tl.int64) * b_scale_stride + n, mask=n < N, other=0.0)
-        y = load_operand(b, b_stride, n0, k, N, WIDTH, TMA)
-        acc += tl.dot(x, y.T) * a_scale[:, None] * b_scale[None, :]
-    return acc
-
-
-@triton.jit
-def store_result(
-    out,
-    out_stride,
-    bias,
-    m0,
-    n0,
-    M,
-    N,
-    acc,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    if BIAS:
-        n = n0 + tl.arange(0, WIDTH)
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if ADD:
-        add_columns(out, out_stride, m0, n0, M, N, acc, BLOCK_M, WIDTH, PARTS, TMA)
-    else:
-        value = acc.to(out.dtype if TMA else out.dtype.element_ty)
-        store_columns(out, out_stride, m0, n0, M, N, value, BLOCK_M, WIDTH, PARTS, TMA)
 
 
 @triton.jit
@@ -259,12 +138,7 @@ def scaled_product(
     TMA: tl.constexpr,
     TMA_OUT: tl.constexpr,
 ):
-    """out = A B^T + bias, or out += A B^T: two sums, of 128 products and of these scaled, in float32.
-
-    A tile of 256 columns is two of 128, since it spans two scales of a weight.
-    """
-    WIDTH: tl.constexpr = BLOCK_N if BLOCK_N < 128 else 128
-    TWO: tl.constexpr = BLOCK_N > 128
+    """out = A B^T + bias, or out += A B^T: two sums, of 128 products and of these scaled, in float32."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     steps = depth // BLOCK
@@ -273,16 +147,26 @@ def scaled_product(
         m0 = i * BLOCK_M
         n0 = j * BLOCK_N
         m = m0 + tl.arange(0, BLOCK_M)
-        left = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        right = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(steps):
-            s = tl.load(a_scales + tl.cast(k, tl.int64) * M + m, mask=m < M, other=0.0)
+            # Scales are fetched before the product is waited for: after it, each step would wait for them, too.
+            a_scale = tl.load(a_scales + tl.cast(k, tl.int64) * M + m, mask=m < M, other=0.0)
             x = load_operand(a, a_stride, m0, k, M, BLOCK_M, TMA)
-            left = partial_sum(x, b, b_scales, b_stride, b_scale_stride, s, left, n0, k, N, BY_BLOCK, WIDTH, TMA)
-            if TWO:
-                right = partial_sum(
-                    x, b, b_scales, b_stride, b_scale_stride, s, right, n0 + WIDTH, k, N, BY_BLOCK, WIDTH, TMA
-                )
-        store_result(out, out_stride, bias, m0, n0, M, N, left, BIAS, ADD, BLOCK_M, WIDTH, PARTS, TMA_OUT)
-        if TWO:
-            store_result(out, out_stride, bias, m0, n0 + WIDTH, M, N, right, BIAS, ADD, BLOCK_M, WIDTH, PARTS, TMA_OUT)
+            if BY_BLOCK:
+                of_block = b_scales + tl.cast(n0 // BLOCK, tl.int64) * b_scale_stride + k
+                scale = a_scale * tl.load(of_block, mask=n0 < N, other=0.0)
+                y = load_operand(b, b_stride, n0, k, N, BLOCK_N, TMA)
+                acc += tl.dot(x, y.T) * scale[:, None]
+            else:
+                n = n0 + tl.arange(0, BLOCK_N)  # here: made before the loop, it took up to 35 registers more
+                b_scale = tl.load(b_scales + tl.cast(k, tl.int64) * N + n, mask=n < N, other=0.0)
+                y = load_operand(b, b_stride, n0, k, N, BLOCK_N, TMA)
+                acc += tl.dot(x, y.T) * a_scale[:, None] * b_scale[None, :]
+        if BIAS:
+            n = n0 + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if ADD:
+            add_columns(out, out_stride, m0, n0, M, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)
+        else:
+            value = acc.to(out.dtype if TMA_OUT else out.dtype.element_ty)
+            store_columns(out, out_stride, m0, n0, M, N, value, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)

@@ -12,7 +12,7 @@ class ProductConfig:
     rows: int = 128
     """Of a tile of the result."""
     columns: int = 128
-    """Of a tile: 64 or 128, or 256, which is made as two halves, since it spans two scales of a weight."""
+    """Of a tile: 64 or 128, since more would span two scales of a weight."""
     stages: int = 4
     """Steps whose operands are in shared memory at once."""
     warps: int = 8
@@ -22,6 +22,10 @@ class ProductConfig:
     """Persistent programs for each multiprocessor: with two, one multiplies while the other scales."""
     parts: int = 1
     """A tile of the result leaves in so many pieces, each staged in shared memory."""
+
+    def __post_init__(self) -> None:
+        if self.columns > BLOCK:
+            raise ValueError(f"a stored tile has {self.columns} columns; {BLOCK} is the most")
 
 
 @dataclass(frozen=True)
@@ -44,4 +48,4 @@ def heuristic_product(shared: int) -> ProductConfig:
 def product_shared_bytes(c: ProductConfig, element_bytes: int) -> int:
     """Bytes of shared memory of a product's program: operands of all stages, a piece of the result, barriers."""
     operands = c.stages * (c.rows + c.columns) * BLOCK
-    return operands + c.rows * min(c.columns, BLOCK) * element_bytes // c.parts + 2048
+    return operands + c.rows * c.columns * element_bytes // c.parts + 2048

@@ -1,10 +1,10 @@
-"""The Triton kernel that quantises matrices with contiguous rows, in words of 32 bits: a float32, or a pair of 16-bit
-numbers.  Other matrices: `quantize` of triton_kernels.py.
+"""The Triton kernel that quantises to both orientations at once, in words of 32 bits: a float32, or a pair of 16-bit
+numbers.
 
 A block of 128x128 numbers of 16 bits is 8192 pairs of neighbours in a row, each an int32, the left one low.  There are
 few cycles for a block at the speed of memory, and the kernel is shaped to take few: 696 instructions of each of 8 warps
-for both orientations of whole blocks with 1x128 scales, where `quantize` takes 1410; of float32 755, and 1266
-(compiled for compute capability 9.0).
+for both orientations of whole blocks with 1x128 scales; of float32 755 (compiled for compute capability 9.0).  Without
+words it was 1410 and 1266.
 
 - A block is read once and stays in registers, of 16-bit numbers 32 of each thread's, with 64 in all: four programs run
   at once.  Of float32 it is 64, with at most 128 in all: two programs.
@@ -23,21 +23,15 @@ for both orientations of whole blocks with 1x128 scales, where `quantize` takes 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, magnitude_bits, one_byte, to_scale
+from onchip.fp8.triton_kernels import BLOCK, conversion, four_bytes, inverse, magnitude_bits, one_byte, to_scale
 from onchip.kernels.triton.tiles import INTERPRETED
 
 # The larger magnitude of each half, its sign being whatever; NaN if one is NaN.
 LARGER_BF16 = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
 LARGER_FP16 = tl.constexpr("max.NaN.xorsign.abs.f16x2 $0, $1, $2;")
-# Two pairs, given as both left and both right numbers: another order than that of `four_bytes`.
-_CONVERT = """{
-    .reg .b16 low, high;
-    cvt.rn.satfinite.%sx2.f32 low, $3, $1;
-    cvt.rn.satfinite.%sx2.f32 high, $4, $2;
-    mov.b32 $0, {low, high};
-}"""
-PAIRS_TO_E4M3 = tl.constexpr(_CONVERT % ("e4m3", "e4m3"))
-PAIRS_TO_E5M2 = tl.constexpr(_CONVERT % ("e5m2", "e5m2"))
+# Two pairs, given as both left and both right numbers.
+PAIRS_TO_E4M3 = conversion("e4m3", (1, 3, 2, 4))
+PAIRS_TO_E5M2 = conversion("e5m2", (1, 3, 2, 4))
 
 
 @triton.jit
@@ -187,17 +181,17 @@ def four_rows(v, FP8: tl.constexpr, EACH: tl.constexpr):
 @triton.jit
 def quantize_words(
     x,  # [R, C] of 32 or 16 bits, rows contiguous
-    rows,  # what is written: see `quantize`
-    row_scales,
-    columns,
-    column_scales,
+    rows,  # [R, up(C)] FP8 out
+    row_scales,  # float32 out: [C / 128, R], or BY_BLOCK [R / 128, rows_scale_stride]
+    columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
+    column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
     stride_r,
     rows_stride,
     columns_stride,
     rows_scale_stride,
     columns_scale_stride,
-    R_16,  # R + 16 and C + 16: see `quantize`
-    C_16,
+    R_16,  # R + 16 and C + 16: of a size of 1 Triton makes a constant, of what is outside then a load that is never
+    C_16,  # taken, and ptxas of that numbers other than 0
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BY_BLOCK: tl.constexpr,
@@ -207,6 +201,7 @@ def quantize_words(
     ALIGNED: tl.constexpr,  # x's rows begin and end at addresses divisible by 4
     WHOLE: tl.constexpr,  # R and C are multiples of 128
     EACH: tl.constexpr,  # neighbouring rows of a thread: WORDS / warps
+    TALL: tl.constexpr,  # more blocks below each other than the grid's second axis may have
 ):
     """Write a block of 128x128, and transposed, scaled by rows and by columns or BY_BLOCK by one number."""
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -216,8 +211,8 @@ def quantize_words(
     R = R_16 - 16
     C = C_16 - 16
     # Blocks beside each other at the same time: 2% faster than below each other.
-    i = tl.program_id(1)
-    j = tl.program_id(0)
+    i = tl.program_id(0 if TALL else 1)
+    j = tl.program_id(1 if TALL else 0)
     t = tl.arange(0, BLOCK)
     m = i * BLOCK + t
     n = j * BLOCK + t

@@ -88,7 +88,9 @@ def _backends(call: Call) -> list[str]:
     framework, device, op = call["framework"], call["device"], call["op"]
     checks = import_module(f"onchip.ops.{op}.checks")
     if op == "fp8_linear":
-        refusals = checks.refusals(device, framework, grad_dtype=call["grad_dtype"], scale=call["scale"])
+        refusals = checks.plain_refusals(
+            device, call["dtype"], framework, grad_dtype=call["grad_dtype"], scale=call["scale"]
+        )
     elif op == "linear_cross_entropy" and framework == "jax":
         sizes = (call["hidden"], call["vocab"], call["strategy"])
         refusals = checks.plain_refusals(device, call["dtype"], framework, *sizes)

@@ -63,7 +63,6 @@ def candidates(kernel: str) -> list[dict[str, int]]:
         for group in groups
     ]
     tried += [ProductConfig(256, 64, stages, 8, parts=parts) for stages, parts in ((3, 1), (4, 2))]
-    tried += [ProductConfig(64, 256, 4, 8), ProductConfig(128, 256, 3, 8, parts=2)]
     tried += [ProductConfig(64, 64, 3, 4)]  # for devices with less shared memory
     return [asdict(config) for config in dict.fromkeys([first, *tried])]
 

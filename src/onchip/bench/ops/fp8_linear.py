@@ -79,10 +79,10 @@ class Problem:
     @cached_property
     def operands(self) -> dict[str, Operands]:
         """What each product in PyTorch multiplies.  All quantisers make the same bits; a kernel takes less time."""
-        from onchip.fp8 import triton_refusal
+        from onchip.fp8.torch_products import triton_refusal
         from onchip.ops.fp8_linear import torch_op
 
-        kernels = triton_refusal.refusal(self.x.device.type, self.x.device.index) is None
+        kernels = triton_refusal(self.x.device) is None
         backend = torch_op._backend("triton" if kernels else "dequantize")
         x, x_turned = backend.quantize_activation(self.x.detach(), "e4m3", "float32", rows=True, columns=True)
         g, g_turned = backend.quantize_activation(self.grad_out, "e4m3", "float32", rows=True, columns=True)

@@ -78,37 +78,32 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     )
 
 
-def _case(name: str, m: int, n: int, k: int, **more: Any) -> Case:
-    fields = {key: more.pop(key) for key in list(more) if key in Case.__dataclass_fields__}
-    return Case(name, m, n, k, **fields, options=more)
-
-
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Groups of few numbers are quantised better than
 # whole ones, and numbers of very different sizes worse: those cases ask for no ratio.
 CHECK_CASES = (
-    _case("aligned", 256, 384, 512),
-    _case("ragged", 127, 131, 521),
-    _case("one row", 1, 130, 257),
-    _case("one column", 130, 1, 300),
-    _case("one feature", 200, 136, 1, snr_db=None),
-    _case("bias", 130, 200, 264, bias=True),
-    _case("wide spread", 130, 260, 264, spread=8.0, snr_db=None),
-    _case("zeros", 260, 260, 264, zeros=0.5, bias=True),
-    _case("tiny gradients", 130, 260, 264, grad_std=1e-30),
-    _case("e5m2 gradients", 130, 260, 264, snr_db=24.0, grad_dtype="e5m2"),
-    _case("power-of-two scales", 130, 260, 264, scale="power_of_two"),
-    _case("everything", 300, 264, 520, bias=True, spread=4.0, zeros=0.1, snr_db=None,
-          grad_dtype="e5m2", scale="power_of_two"),
+    Case("aligned", 256, 384, 512),
+    Case("ragged", 127, 131, 521),
+    Case("one row", 1, 130, 257),
+    Case("one column", 130, 1, 300),
+    Case("one feature", 200, 136, 1, snr_db=None),
+    Case("bias", 130, 200, 264, bias=True),
+    Case("wide spread", 130, 260, 264, spread=8.0, snr_db=None),
+    Case("zeros", 260, 260, 264, zeros=0.5, bias=True),
+    Case("tiny gradients", 130, 260, 264, grad_std=1e-30),
+    Case("e5m2 gradients", 130, 260, 264, snr_db=24.0, options={"grad_dtype": "e5m2"}),
+    Case("power-of-two scales", 130, 260, 264, options={"scale": "power_of_two"}),
+    Case("everything", 300, 264, 520, bias=True, spread=4.0, zeros=0.1, snr_db=None,
+         options={"grad_dtype": "e5m2", "scale": "power_of_two"}),
 )  # fmt: skip
 # One layer of each kind of each model, with one to four sequences: the problems of Primus-Turbo's benchmark.
 MODEL_CASES = tuple(
-    _case(f"{model}-{layer}-{batch}", sequence * batch, n, k)
+    Case(f"{model}-{layer}-{batch}", sequence * batch, n, k)
     for model, (sequence, layers) in MODELS.items()
     for layer, (n, k) in zip(LAYERS, layers, strict=True)
     for batch in MICRO_BATCHES
 )
 # What `onchip bench` runs unless told otherwise, by device type: of each model its widest layer, for one sequence.
-CPU_CASE = _case("cpu", 512, 768, 640)
+CPU_CASE = Case("cpu", 512, 768, 640)
 BENCH_CASES = {case.name: case for case in (CPU_CASE, *MODEL_CASES)}
 DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(f"{model}-gate-up-1" for model in MODELS)}
 SUITES = {"primus": tuple(case.name for case in MODEL_CASES)}

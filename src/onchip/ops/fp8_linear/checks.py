@@ -34,20 +34,20 @@ def compare(
     """
     tensor_cores = implementation.partition(" ")[0] not in ("dequantize", "xla")
     depths = {"out": case.k, "grad_x": case.n, "grad_weight": case.m, "grad_bias": case.m}
-    limits = {n: bound(depths[n], dtype, tensor_cores=tensor_cores and n != "grad_bias") for n in results}
-    exact: dict[str, Array] = {}
-    if case.snr_db is not None:
-        x, w, g = (given[name] for name in ("x", "weight", "grad_out"))
-        exact = {"out": x @ w.T + given.get("bias", 0), "grad_x": g @ w, "grad_weight": g.T @ x}
-        loudest = 10 ** (-case.snr_db / 20)
 
-    def check(name: str, made: Array, ref: Array, limit: float) -> Check:
-        return Check(case.name, dtype, implementation, name, relative_error(made, ref), limit)
+    def check(name: str, result: str, ref: Array, limit: float) -> Check:
+        return Check(case.name, dtype, implementation, name, relative_error(results[result], ref), limit)
 
-    return [
-        *(check(name, made, getattr(oracle, name), limits[name]) for name, made in results.items()),
-        *(check(f"{name} unquantised", results[name], ref, loudest) for name, ref in exact.items()),
+    checks = [
+        check(n, n, getattr(oracle, n), bound(depths[n], dtype, tensor_cores=tensor_cores and n != "grad_bias"))
+        for n in results
     ]
+    if case.snr_db is None:
+        return checks
+    x, w, g = (given[name] for name in ("x", "weight", "grad_out"))
+    exact = {"out": x @ w.T + given.get("bias", 0), "grad_x": g @ w, "grad_weight": g.T @ x}
+    loudest = 10 ** (-case.snr_db / 20)
+    return [*checks, *(check(f"{n} unquantised", n, ref, loudest) for n, ref in exact.items())]
 
 
 def in_range(case: Case, dtype: str) -> Case:
@@ -65,13 +65,10 @@ def bound(depth: int, dtype: str, *, tensor_cores: bool) -> float:
     return DEVIATIONS * walk + rounding + (TENSOR_CORE_ERROR if tensor_cores else 0.0)
 
 
-def plain_refusals(device: str, dtype: str = "bfloat16", framework: str = "torch") -> dict[str, str | None]:
-    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    return refusals(device, framework)
-
-
-def refusals(device: str, framework: str = "torch", **options: Any) -> dict[str, str | None]:
-    """The same for a call with options."""
+def plain_refusals(
+    device: str, dtype: str = "bfloat16", framework: str = "torch", **options: str
+) -> dict[str, str | None]:
+    """Why each backend can't serve a call with these options on the current "cpu" or "cuda" device, or None."""
     if framework == "jax":
         from onchip.ops.fp8_linear import jax_op
         from onchip.oracle.jax import platform_of
@@ -79,13 +76,9 @@ def refusals(device: str, framework: str = "torch", **options: Any) -> dict[str,
         return jax_op.refusals(platform_of(device), Options(**options))
     import torch
 
-    from onchip.fp8 import triton_refusal
-    from onchip.fp8.torch_products import scaled_mm_refusal
-    from onchip.ops.fp8_linear.torch_op import BACKENDS
+    from onchip.ops.fp8_linear import torch_op
 
-    scaled_mm = scaled_mm_refusal(torch.device(device), options.get("grad_dtype", "e4m3"))
-    reasons = {"scaled_mm": scaled_mm, "triton": triton_refusal.refusal(device, None)}
-    return {backend: reasons.get(backend) for backend in BACKENDS}
+    return torch_op.refusals(torch.device(device), Options(**options).grad_dtype)
 
 
 def _plan(fw: Any) -> Iterable[tuple[Any, Any, dict[str, Any]]]:
@@ -107,7 +100,7 @@ CHECKER = Checker(
     oracle=reference.fp8_linear,
     call=_call,
     plan=_plan,
-    refusals=lambda device, dtype, framework, case, how: refusals(device, framework, **case.options),
+    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework, **case.options),
     values=("out",),
     keywords=lambda inputs: {},
     defaults={"torch": {"backend": "dequantize"}, "jax": {"backend": "xla", "weight_layout": "nk"}},

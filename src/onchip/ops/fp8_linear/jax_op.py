@@ -1,22 +1,19 @@
 """fp8_linear for JAX: the public function, and the choice of a backend."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.fp8 import jax_product as jax_xla
-from onchip.fp8 import mosaic_op, numbers
-from onchip.fp8.numbers import OP
+from onchip.fp8 import jax_products
+from onchip.fp8.numbers import OP, Options
 from onchip.frontend.jax_call import with_gradients
 from onchip.frontend.jax_inputs import check_kinds, platform, require_arrays
 from onchip.frontend.options import require_one_of
 from onchip.ops.fp8_linear import spec
 
-# Best first: 'auto' takes the first that can serve a call.
-_BACKENDS: dict[str, Any] = {"mosaic_gpu": mosaic_op, "xla": jax_xla}
-BACKENDS = tuple(_BACKENDS)
 LAYOUTS = ("nk", "kn")
 
 
@@ -59,10 +56,10 @@ def fp8_linear(
         ValueError: a wrong shape or option, or a backend that can't serve the call.
         NotImplementedError: differentiated twice.
 
-    Memory: what is kept for backward is x in FP8, K * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.  The
-    quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and a result
-    of ragged sizes with its padding, and rounds K up to a multiple of 8 in what is kept.  With "xla" forward and
-    backward may hold operands in float32, and multiply them as such, on a GPU too: that saves memory, not time.
+    Memory: what is kept for backward is x in FP8, up(K, 8) * up(M, 128) * (1 + 4 / 128) bytes, and the weight itself.
+    The quantised weight is not kept from call to call.  "mosaic_gpu" holds the operands of a product in FP8, and a
+    result of ragged sizes with its padding.  With "xla" forward and backward may hold operands in float32, and multiply
+    them as such, on a GPU too: that saves memory, not time.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -73,7 +70,7 @@ def fp8_linear(
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3.
     """
-    options = numbers.Options(grad_dtype, scale)
+    options = Options(grad_dtype, scale)
     require_one_of(OP, "weight_layout", weight_layout, LAYOUTS)
     check_kinds(OP, require_arrays(OP, {"x": x, "weight": weight, "bias": bias}, optional=("bias",)), integers=())
     chosen = choose_backend(OP, backend, refusals(platform(), options))
@@ -82,21 +79,21 @@ def fp8_linear(
     shape = weight.shape if weight_layout == "nk" else weight.shape[::-1]
     spec.check_shapes(x.shape, shape, None if bias is None else bias.shape)
     layer = _Layer(*(None if a is None else jnp.asarray(a) for a in (x, weight, bias)))
-    out: jax.Array = _linear(_Static(chosen, weight_layout, options), layer, None)
+    out: jax.Array = _linear(_Static(chosen, options, weight_layout), layer, None)
     return out
 
 
-def refusals(platform: str, options: numbers.Options) -> dict[str, str | None]:
+def refusals(platform: str, options: Options) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
-    return {name: backend.refusal(platform, options) for name, backend in _BACKENDS.items()}
+    return {"mosaic_gpu": jax_products.mosaic_refusal(platform, options), "xla": None}
 
 
 class _Static(NamedTuple):
     """What is known when tracing."""
 
     backend: str
+    options: Options
     layout: str
-    options: numbers.Options
 
 
 class _Layer(NamedTuple):
@@ -109,8 +106,8 @@ class _Layer(NamedTuple):
 
 def _forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[Any, Any]:
     x = layer.x
-    backend, flat = _BACKENDS[static.backend], x.reshape(-1, x.shape[-1])
-    out, kept = backend.forward(static.options, static.layout, flat, layer.weight, layer.bias)
+    run = _each(static, partial(jax_products.forward, *static))
+    out, kept = run(x.reshape(-1, x.shape[-1]), layer.weight, layer.bias)
     saved = (kept, layer.weight) if any(needs) else None
     return out.reshape(*x.shape[:-1], out.shape[1]), saved
 
@@ -118,9 +115,14 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[An
 def _backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) -> _Layer:
     g = grad_out.reshape(-1, grad_out.shape[-1])
     # Outputs have x's dtype.
-    made = _BACKENDS[static.backend].backward(static.options, static.layout, *saved, g, g.dtype)
+    made = _each(static, partial(jax_products.backward, *static, g.dtype))(*saved, g)
     grads = (*made, g.astype(jnp.float32).sum(0) if needs.bias else None)
     return _Layer(*(grad if need else None for grad, need in zip(grads, needs, strict=True)))
+
+
+def _each(static: _Static, run: Any) -> Any:
+    """Under vmap the kernel serves one element after the other."""
+    return jax.custom_batching.sequential_vmap(run) if static.backend == "mosaic_gpu" else run
 
 
 _linear = with_gradients(OP, _forward, _backward)

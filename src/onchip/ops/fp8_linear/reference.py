@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.fp8.numbers import BLOCK, FP8_MAX, LEAST_SCALE, up
+from onchip.fp8.numbers import COLUMN, FP8_MAX, LEAST_SCALE, ROW, SQUARE, up
 
 Array = npt.NDArray[np.float64]
 Float32 = npt.NDArray[np.float32]
@@ -102,7 +102,7 @@ def to_scale(amax: Float32, fmt: str = "e4m3", scale: str = "float32") -> Float3
 
 
 def quantize(x: npt.ArrayLike, group: tuple[int, int], fmt: str = "e4m3", scale: str = "float32") -> Quantized:
-    """Quantise x [R, C] in groups of [rows, columns]: (1, 128), (128, 1) or (128, 128)."""
+    """Quantise x [R, C] in groups of [rows, columns]: ROW, COLUMN or SQUARE."""
     v = np.asarray(x, np.float32)
     rows, columns = v.shape
     height, width = group
@@ -114,21 +114,6 @@ def quantize(x: npt.ArrayLike, group: tuple[int, int], fmt: str = "e4m3", scale:
     with np.errstate(invalid="ignore", divide="ignore"):
         inverse = np.float32(1) / each
         return Quantized(encode(v * inverse, fmt), each, fmt)
-
-
-def quantize_rows(x: npt.ArrayLike, fmt: str = "e4m3", scale: str = "float32") -> Quantized:
-    """1x128: along each row, a scale for 128 elements."""
-    return quantize(x, (1, BLOCK), fmt, scale)
-
-
-def quantize_columns(x: npt.ArrayLike, fmt: str = "e4m3", scale: str = "float32") -> Quantized:
-    """128x1: along each column.  Its transpose is `quantize_rows` of the transpose."""
-    return quantize(x, (BLOCK, 1), fmt, scale)
-
-
-def quantize_blocks(x: npt.ArrayLike, fmt: str = "e4m3", scale: str = "float32") -> Quantized:
-    """128x128: a scale for each block."""
-    return quantize(x, (BLOCK, BLOCK), fmt, scale)
 
 
 def compact_scales(q: Quantized, group: tuple[int, int]) -> Float32:
@@ -163,11 +148,11 @@ def fp8_linear(
     n, k = w.shape
     v = np.asarray(x, np.float32).reshape(-1, k)
     g = np.ones((len(v), n), np.float32) if grad_out is None else np.asarray(grad_out, np.float32).reshape(-1, n)
-    wq = quantize_blocks(w, "e4m3", scale).value
+    wq = quantize(w, SQUARE, "e4m3", scale).value
     with np.errstate(invalid="ignore"):
-        out = quantize_rows(v, "e4m3", scale).value @ wq.T
-        grad_x = quantize_rows(g, grad_dtype, scale).value @ wq
-        grad_w = quantize_columns(g, grad_dtype, scale).value.T @ quantize_columns(v, "e4m3", scale).value
+        out = quantize(v, ROW, "e4m3", scale).value @ wq.T
+        grad_x = quantize(g, ROW, grad_dtype, scale).value @ wq
+        grad_w = quantize(g, COLUMN, grad_dtype, scale).value.T @ quantize(v, COLUMN, "e4m3", scale).value
     if bias is not None:
         out = out + np.asarray(bias, np.float64)
     return Result(out.reshape(*shape, n), grad_x.reshape(*shape, k), grad_w, g.astype(np.float64).sum(0))

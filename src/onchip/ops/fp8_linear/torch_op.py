@@ -1,9 +1,9 @@
 """fp8_linear for PyTorch: the public functions and their operators.
 
-Read from the top: a public function checks its inputs (torch_inputs.py), chooses a backend and calls one operator.
-`_forward` quantises x and the weight, unless they come quantised, and leaves the transposed copies of both for
-backward; `_gradients` quantises the output's gradient.  Each backend is a quantiser and a product: see `_backend`.  The
-maths is in the package's docstring.
+Read from the top: a public function checks its inputs, chooses a backend and calls one operator.  `_forward` quantises
+x and the weight, unless they come quantised, and leaves the transposed copies of both for backward; `_gradients`
+quantises the output's gradient.  Each backend is a quantiser and a product: see `_backend`.  The maths is in the
+package's docstring.
 """
 
 from typing import Any, NamedTuple
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.fp8 import numbers, torch_quantize
-from onchip.fp8 import triton_refusal as triton_op
 from onchip.fp8.numbers import OP, Options
-from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight, check_quantized, check_quantized_weight
-from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.fp8.torch_quantize import Quantized
-from onchip.fp8.torch_weights import WeightCopies, weight_operands
+from onchip.fp8.torch_operands import (
+    QuantizedActivation,
+    QuantizedWeight,
+    WeightCopies,
+    check_quantized,
+    weight_operands,
+)
+from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal, triton_refusal
+from onchip.fp8.torch_quantize import Quantized, operand
 from onchip.frontend.options import require_bool, require_one_of
-from onchip.frontend.torch_inputs import check_weight_grad_out
+from onchip.frontend.torch_inputs import DTYPES, check_kinds, check_weight_grad_out, dtype_name, require_tensors
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.fp8_linear import spec
-from onchip.ops.fp8_linear.torch_inputs import check_tensors, result_dtype
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
-_Copies = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_NO_COPY = (None, None)
-_NO_COPIES: _Copies = (*_NO_COPY, *_NO_COPY)
 
 
 def fp8_linear(
@@ -103,21 +103,20 @@ def fp8_linear(
     given: Tensor = x if shared is None else shared.x  # type: ignore[assignment]
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
-    check_tensors(OP, x=given, weight=matrix, bias=bias)
+    check_kinds(OP, require_tensors(OP, {"x": given, "weight": matrix, "bias": bias}, ("bias",)), integers=())
     spec.check_shapes(given.shape, matrix.shape, None if bias is None else bias.shape)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = needed(given, matrix, bias)
+    of_x, of_weight = ActivationCopies(), WeightCopies()
     if shared is not None:
-        check_quantized(shared, scale, wanted=grads[1])
+        check_quantized(OP, shared, scale, wanted="weight" if grads[1] else None)
+        of_x = ActivationCopies(*shared[1:5])
     if quantized is not None:
-        check_quantized_weight(OP, quantized, scale, wanted="x" if grads[0] else None)
-    of_x: _Copies = _NO_COPIES if shared is None else shared[1:5]
-    of_weight: _Copies = _NO_COPIES if quantized is None else quantized[1:5]
-    dtype = result_dtype(given)
-    call = Call(
-        given, matrix, bias, *of_x, *of_weight, weight_grad_out, dtype, options, chosen, check_inputs, grads
-    )  # fmt: skip
+        check_quantized(OP, quantized, scale, wanted="x" if grads[0] else None)
+        of_weight = WeightCopies(*quantized[1:5])
+    dtype = _result_dtype(given)
+    call = Call(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check_inputs, grads)
     return OPERATOR(call).out
 
 
@@ -152,14 +151,10 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
     """
     name = "quantize_activation"
     require_one_of(name, "scale", scale, numbers.SCALES)
-    check_tensors(name, x=x)
+    check_kinds(name, require_tensors(name, {"x": x}, ()), integers=())
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
-    columns = torch.is_grad_enabled()
-    rows, row_scales, by_column, column_scales = _quantize_op(x.detach(), scale, _choose(name, backend, x), columns)
-    if columns:
-        return QuantizedActivation(x, rows, row_scales, by_column, column_scales, scale)
-    return QuantizedActivation(x, rows, row_scales, None, None, scale)
+    return QuantizedActivation(x, *_quantized(x, scale, _choose(name, backend, x), by_block=False), scale)
 
 
 def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "auto") -> QuantizedWeight:
@@ -193,23 +188,44 @@ def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "a
     """
     name = "quantize_weight"
     require_one_of(name, "scale", scale, numbers.SCALES)
-    check_tensors(name, weight=weight)
+    check_kinds(name, require_tensors(name, {"weight": weight}, ()), integers=())
     if weight.ndim != 2 or weight.numel() == 0:
         raise ValueError(f"{name}: weight must be [N, K] with N, K >= 1; got shape {list(weight.shape)}")
+    return QuantizedWeight(weight, *_quantized(weight, scale, _choose(name, backend, weight), by_block=True), scale)
+
+
+def _quantized(
+    x: Tensor, scale: str, backend: str, *, by_block: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The copy in rows and its scales, and where gradients are on the transposed one's, else None."""
     both = torch.is_grad_enabled()
-    made = _quantize_weight_op(weight.detach(), scale, _choose(name, backend, weight), both)
-    rows, row_scales, transposed, transposed_scales = made if both else (*made[:2], None, None)
-    return QuantizedWeight(weight, rows, row_scales, transposed, transposed_scales, scale)
+    rows, row_scales, turned, turned_scales = _quantize_op(x.detach(), scale, backend, by_block, both)
+    return (rows, row_scales, turned, turned_scales) if both else (rows, row_scales, None, None)
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """x's dtype, or autocast's."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    dtype = torch.get_autocast_dtype(kind)
+    if dtype not in DTYPES:
+        raise TypeError(f"{OP}: autocast to {dtype_name(dtype)} is not supported")
+    return dtype
+
+
+def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call on this device, or None."""
+    known = device.type in _DEVICES
+    return {
+        "scaled_mm": scaled_mm_refusal(device, grad_dtype),
+        "triton": triton_refusal(device),
+        "dequantize": None if known else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}",
+    }
 
 
 def _choose(op: str, backend: str, x: Tensor, grad_dtype: str = "e4m3") -> str:
-    device = x.device.type
-    refusals = {
-        "scaled_mm": scaled_mm_refusal(x.device, grad_dtype),
-        "triton": triton_op.refusal(device, x.device.index),
-        "dequantize": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
-    }
-    return choose_backend(op, backend, {name: refusals[name] for name in BACKENDS})
+    return choose_backend(op, backend, refusals(x.device, grad_dtype))
 
 
 # --------------------------------------------------------------------------------------------------- what a backend is
@@ -256,67 +272,54 @@ def _multiply(
 
 
 @torch.library.custom_op(
-    "onchip::fp8_quantize_activation",
+    "onchip::fp8_quantize",
     mutates_args=(),
-    schema="(Tensor x, str scale, str backend, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, str scale, str backend, bool by_block, bool both) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _quantize_op(x: Tensor, scale: str, backend: str, columns: bool) -> tuple[Tensor, ...]:
-    """Return rows, row_scales, columns and column_scales of `QuantizedActivation`; the last two may be empty."""
-    flat = x.reshape(-1, x.shape[-1])
-    made = _backend(backend).quantize_activation(flat, "e4m3", scale, rows=True, columns=columns)
+def _quantize_op(x: Tensor, scale: str, backend: str, by_block: bool, both: bool) -> tuple[Tensor, ...]:
+    """The copies of a `QuantizedWeight`, or of a `QuantizedActivation`; without `both` the last two are empty."""
+    of, flat = _backend(backend), x.reshape(-1, x.shape[-1])
+    if by_block:
+        made = of.quantize_weight(flat, scale, rows=True, transposed=both)
+    else:
+        made = of.quantize_activation(flat, "e4m3", scale, rows=True, columns=both)
     return (*made[0], *(made[1] or torch_quantize.nothing(x)))
 
 
 @_quantize_op.register_fake
-def _(x: Tensor, scale: str, backend: str, columns: bool) -> tuple[Tensor, ...]:
+def _(x: Tensor, scale: str, backend: str, by_block: bool, both: bool) -> tuple[Tensor, ...]:
     k = x.shape[-1]
     m = x.numel() // k
-    made = torch_quantize.empty_rows(m, k, "e4m3", x)
-    return (*made, *(torch_quantize.empty_rows(k, m, "e4m3", x) if columns else torch_quantize.nothing(x)))
+    empty = torch_quantize.empty_blocks if by_block else torch_quantize.empty_rows
+    return (*empty(m, k, "e4m3", x), *(empty(k, m, "e4m3", x) if both else torch_quantize.nothing(x)))
 
 
-@torch.library.custom_op(
-    "onchip::fp8_quantize_weight",
-    mutates_args=(),
-    schema="(Tensor weight, str scale, str backend, bool transposed) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _quantize_weight_op(weight: Tensor, scale: str, backend: str, transposed: bool) -> tuple[Tensor, ...]:
-    """Return the copies of `QuantizedWeight`; the last two may be empty."""
-    rows, turned = _backend(backend).quantize_weight(weight, scale, rows=True, transposed=transposed)
-    return (*rows, *(turned or torch_quantize.nothing(weight)))
+class ActivationCopies(NamedTuple):
+    """The copies of a `QuantizedActivation`; all None where the call makes its own."""
+
+    rows: Tensor | None = None
+    row_scales: Tensor | None = None
+    columns: Tensor | None = None
+    column_scales: Tensor | None = None
 
 
-@_quantize_weight_op.register_fake
-def _(weight: Tensor, scale: str, backend: str, transposed: bool) -> tuple[Tensor, ...]:
-    n, k = weight.shape
-    turned = torch_quantize.empty_blocks(k, n, weight) if transposed else torch_quantize.nothing(weight)
-    return (*torch_quantize.empty_blocks(n, k, weight), *turned)
+class Turned(NamedTuple):
+    """The transposed copies for backward; None where its gradient isn't needed."""
 
-
-class Copies(NamedTuple):
-    """The transposed copies that forward leaves for backward: of x and of the weight, where they are made there."""
-
-    out: Tensor  # [..., N]
-    made_columns: Tensor | None  # [K, M], and its scales
-    made_column_scales: Tensor | None
-    made_transposed: Tensor | None  # [K, N], and its scales
-    made_transposed_scales: Tensor | None
+    columns: Tensor | None = None  # [K, M] of x, and its scales: for the weight's gradient
+    column_scales: Tensor | None = None
+    transposed: Tensor | None = None  # [K, N] of the weight, and its scales: for x's
+    transposed_scales: Tensor | None = None
 
 
 class Call(NamedTuple):
-    """What the operator is told."""
+    """The operator's arguments."""
 
     x: Tensor  # [..., K]
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
-    rows: Tensor | None  # of a QuantizedActivation, as the next three
-    row_scales: Tensor | None
-    columns: Tensor | None
-    column_scales: Tensor | None
-    weight_rows: Tensor | None  # of a QuantizedWeight, as the next three
-    weight_row_scales: Tensor | None
-    transposed: Tensor | None
-    transposed_scales: Tensor | None
+    of_x: ActivationCopies
+    of_weight: WeightCopies
     weight_grad_out: Tensor | None  # [N, K] float32; used in backward
     dtype: torch.dtype
     options: Options
@@ -325,23 +328,27 @@ class Call(NamedTuple):
     grads: tuple[bool, ...]  # of x, weight, bias
 
     @property
-    def keeps_x(self) -> bool:
+    def makes_columns(self) -> bool:
         """Whether x's transposed copy is made here for backward."""
-        return self.grads[1] and self.rows is None
+        return self.grads[1] and self.of_x.rows is None
 
     @property
-    def keeps_weight(self) -> bool:
+    def makes_transposed(self) -> bool:
         """Whether the weight's transposed copy is."""
-        return self.grads[0] and self.weight_rows is None
+        return self.grads[0] and self.of_weight.weight_rows is None
+
+
+class Outputs(NamedTuple):
+    """The operator's results."""
+
+    out: Tensor  # [..., N]
+    made: Turned  # what was not given
 
 
 class Kept(NamedTuple):
     """What backward is given: neither x nor the weight, of which it multiplies the copies."""
 
-    columns: Tensor | None
-    column_scales: Tensor | None
-    transposed: Tensor | None
-    transposed_scales: Tensor | None
+    turned: Turned
     weight_grad_out: Tensor | None
     x_dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -350,37 +357,47 @@ class Kept(NamedTuple):
     backend: str
 
 
-def _forward(call: Call) -> Copies:
-    backend, scale, columns = _backend(call.backend), call.options.scale, None
-    if call.rows is None:
+def _forward(call: Call) -> Outputs:
+    backend, scale = _backend(call.backend), call.options.scale
+    rows, columns = operand(call.of_x.rows, call.of_x.row_scales), None
+    if rows is None:
         flat = call.x.reshape(-1, call.x.shape[-1])
-        rows, columns = backend.quantize_activation(flat, "e4m3", scale, rows=True, columns=call.keeps_x)
-    else:
-        assert call.row_scales is not None
-        rows = Quantized(call.rows, call.row_scales)
-    given = WeightCopies(call.weight_rows, call.weight_row_scales, call.transposed, call.transposed_scales)
+        rows, columns = backend.quantize_activation(flat, "e4m3", scale, rows=True, columns=call.makes_columns)
     weight, transposed = weight_operands(
-        OP, call.weight, given, scale, backend.quantize_weight, transposed=call.keeps_weight, check=call.check_inputs
+        OP,
+        call.weight,
+        call.of_weight,
+        scale,
+        backend.quantize_weight,
+        transposed=call.makes_transposed,
+        check=call.check_inputs,
     )
     bias = None if call.bias is None else call.bias.contiguous()  # as kernels take it
     out = _multiply(backend, rows, weight, by_block=True, dtype=call.dtype, bias=bias)
-    kept = transposed if call.keeps_weight else None
-    return Copies(out.view(*call.x.shape[:-1], len(call.weight)), *(columns or _NO_COPY), *(kept or _NO_COPY))
+    made = _turned(columns, transposed if call.makes_transposed else None)
+    return Outputs(out.view(*call.x.shape[:-1], len(call.weight)), made)
 
 
-def _fake(call: Call) -> Copies:
+def _fake(call: Call) -> Outputs:
     (n, k), x = call.weight.shape, call.x
-    columns = torch_quantize.empty_rows(k, x.numel() // k, "e4m3", x) if call.keeps_x else _NO_COPY
-    transposed = torch_quantize.empty_blocks(k, n, x) if call.keeps_weight else _NO_COPY
-    return Copies(x.new_empty((*x.shape[:-1], n), dtype=call.dtype), *columns, *transposed)
+    columns = torch_quantize.empty_rows(k, x.numel() // k, "e4m3", x) if call.makes_columns else None
+    transposed = torch_quantize.empty_blocks(k, n, "e4m3", x) if call.makes_transposed else None
+    return Outputs(x.new_empty((*x.shape[:-1], n), dtype=call.dtype), _turned(columns, transposed))
 
 
-def _save(call: Call, made: Copies) -> Kept:
-    columns = made[1:3] if call.keeps_x else (call.columns, call.column_scales)
-    transposed = made[3:5] if call.keeps_weight else (call.transposed, call.transposed_scales)
+def _turned(columns: Quantized | None, transposed: Quantized | None) -> Turned:
+    return Turned(*(columns or (None, None)), *(transposed or (None, None)))
+
+
+def _save(call: Call, outputs: Outputs) -> Kept:
+    # What wasn't made, and so isn't given on, is empty where it comes from the registered operator.
+    of_x = outputs.made if call.makes_columns else call.of_x
+    of_weight = outputs.made if call.makes_transposed else call.of_weight
     return Kept(
-        *(columns if call.grads[1] else _NO_COPY),
-        *(transposed if call.grads[0] else _NO_COPY),
+        _turned(
+            operand(of_x.columns, of_x.column_scales) if call.grads[1] else None,
+            operand(of_weight.transposed, of_weight.transposed_scales) if call.grads[0] else None,
+        ),
         call.weight_grad_out,
         call.x.dtype,
         call.weight.dtype,
@@ -395,41 +412,33 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     assert grad_out is not None
     by_x, by_weight, by_bias = wanted
     flat, backend = grad_out.reshape(-1, grad_out.shape[-1]), _backend(kept.backend)
-    made: list[Tensor | None] = [None, None, None]
+    grad_x = grad_weight = grad_bias = None
     if by_bias:
-        made[2] = flat.sum(0, dtype=torch.float32).to(kept.bias_dtype)
-    if not (by_x or by_weight):
-        return made
-    o = kept.options
-    rows, turned = backend.quantize_activation(flat, o.grad_dtype, o.scale, rows=by_x, columns=by_weight)
+        grad_bias = flat.sum(0, dtype=torch.float32).to(kept.bias_dtype)
+    if by_x or by_weight:
+        o = kept.options
+        rows, columns = backend.quantize_activation(flat, o.grad_dtype, o.scale, rows=by_x, columns=by_weight)
     if by_x:
-        assert kept.transposed is not None
-        assert kept.transposed_scales is not None
-        weight = Quantized(kept.transposed, kept.transposed_scales)
+        weight = operand(kept.turned.transposed, kept.turned.transposed_scales)
         grad_x = _multiply(backend, rows, weight, by_block=True, dtype=kept.x_dtype)
-        made[0] = grad_x.view(*grad_out.shape[:-1], len(kept.transposed))
+        grad_x = grad_x.view(*grad_out.shape[:-1], grad_x.shape[1])
     if by_weight:
-        assert kept.columns is not None
-        assert kept.column_scales is not None
-        x, out = Quantized(kept.columns, kept.column_scales), kept.weight_grad_out
-        grad_weight = _multiply(backend, turned, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
-        made[1] = grad_weight if out is None else None
-    return made
+        x, out = operand(kept.turned.columns, kept.turned.column_scales), kept.weight_grad_out
+        made = _multiply(backend, columns, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
+        grad_weight = made if out is None else None
+    return grad_x, grad_weight, grad_bias
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
-    n = grad_out.shape[-1]
-    shapes: list[Any] = [None, None, (n,) if wanted[2] else None]
-    if wanted[0]:
-        assert kept.transposed is not None
-        shapes[0] = (*grad_out.shape[:-1], kept.transposed.shape[0])
-    if wanted[1] and kept.weight_grad_out is None:
-        assert kept.columns is not None
-        shapes[1] = (n, kept.columns.shape[0])
-    dtypes = (kept.x_dtype, kept.weight_dtype, kept.bias_dtype)
-    return [None if s is None else grad_out.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+    n, (columns, _, transposed, _) = grad_out.shape[-1], kept.turned
+    grad_x = grad_weight = None
+    if wanted[0] and transposed is not None:
+        grad_x = grad_out.new_empty((*grad_out.shape[:-1], len(transposed)), dtype=kept.x_dtype)
+    if wanted[1] and columns is not None and kept.weight_grad_out is None:
+        grad_weight = grad_out.new_empty((n, len(columns)), dtype=kept.weight_dtype)
+    return grad_x, grad_weight, grad_out.new_empty(n, dtype=kept.bias_dtype) if wanted[2] else None
 
 
 OPERATOR = register(

@@ -18,10 +18,9 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.fp8 import torch_quantize
 from onchip.fp8.numbers import blocks
-from onchip.fp8.torch_operands import QuantizedWeight
+from onchip.fp8.torch_operands import QuantizedWeight, WeightCopies, weight_operands
 from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
 from onchip.fp8.torch_quantize import Quantized, empty_rows
-from onchip.fp8.torch_weights import WeightCopies, weight_operands
 from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.kernels.triton.launch import device_refusal

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.fp8.torch_operands import QuantizedWeight, check_quantized_weight
+from onchip.fp8.torch_operands import QuantizedWeight, check_quantized
 from onchip.frontend.options import require_positive
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -196,7 +196,7 @@ def linear_cross_entropy(
     device = hidden.device.type
     if precision == "fp8":
         if quantized is not None:
-            check_quantized_weight(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
+            check_quantized(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
         made = fp8_op.run(call, quantized, backend)
         return (made.loss, LinearCrossEntropyStats._make(made[1:])) if return_stats else made.loss
     refusals = {
