@@ -1,12 +1,10 @@
-"""What the benchmarks of all ops need of JAX.  `onchip.bench.torch_steps` has the same names.
+"""JAX's part of all benchmarks.  `onchip.bench.torch_steps` has the same names.
 
-Products of float32 inputs are products of float32 numbers for all: by default JAX rounds them to tf32 on a GPU.
+Products of float32 inputs are exact to float32 for all implementations: by default JAX rounds them to tf32 on a GPU.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,17 +25,9 @@ _DRAWN_ROWS = 1024
 _CHUNK_BYTES = 1 << 29
 
 
-def dtype_name(dtype: Any) -> str:
-    return str(dtype.name)
-
-
 def device_of(x: Array) -> str:
     (device,) = x.devices()
     return "cpu" if device.platform == "cpu" else "cuda"
-
-
-def eps(x: Array) -> float:
-    return float(jnp.finfo(x.dtype).eps)
 
 
 def free_bytes(device: str) -> int | None:
@@ -47,7 +37,7 @@ def free_bytes(device: str) -> int | None:
 
 
 class Draws:
-    """Random inputs, the same ones each time, made on the default device."""
+    """Random inputs, the same each time, drawn on the default device."""
 
     def __init__(self, device: str) -> None:
         self.drawn = 0
@@ -85,7 +75,7 @@ def constant(x: Array, dtype: str) -> Array:
 
 
 def leaf(x: Array, dtype: str, columns: int | None = None) -> Array:
-    """`x` in `dtype`, with all of its columns: who wants less cuts it inside the step."""
+    """`x` in `dtype`, with all of its columns: a step that wants fewer slices inside."""
     return x.astype(dtype)
 
 
@@ -100,33 +90,22 @@ class Step:
     arguments: tuple[Array, ...]
 
     def __call__(self) -> Any:
-        return self.compiled(*self.arguments)
-
-    @property
-    def compiled(self) -> jax.stages.Compiled:
-        return self._compiled[0]
-
-    @property
-    def compile_seconds(self) -> float:
-        return self._compiled[1]
+        return self.compilation[0](*self.arguments)
 
     @cached_property
-    def _compiled(self) -> tuple[jax.stages.Compiled, float]:
-        (device,) = self.arguments[0].devices()
+    def compilation(self) -> tuple[jax.stages.Compiled, float]:
+        """The compiled function, and the seconds that tracing and compiling took."""
+        first = self.arguments[0]
+        (device,) = first.devices()
+        precision = "highest" if first.dtype == jnp.float32 else None
         start = time.perf_counter()
-        with jax.default_device(device), _products_of(self.arguments[0]):
+        with jax.default_device(device), jax.default_matmul_precision(precision):
             compiled = jax.jit(self.function).lower(*self.arguments).compile()
         return compiled, time.perf_counter() - start
 
 
-def _products_of(array: Array) -> AbstractContextManager[Any]:
-    """Where products of arrays of this dtype are not rounded further."""
-    return jax.default_matmul_precision("highest") if array.dtype == jnp.float32 else nullcontext()
-
-
 def steps(function: Callable[..., Any], arguments: tuple[Array, ...], leaves: int) -> dict[str, Step]:
-    """The steps of `function`, which returns a loss or several arrays (None among them is dropped): 'forward' returns
-    these; 'forward+backward' these and the gradients of the first so many `leaves`, of the sum of the arrays' means."""
+    """As PyTorch's."""
 
     def forward(*arguments: Array) -> list[Array]:
         return jax.tree.leaves(function(*arguments))
@@ -145,8 +124,7 @@ def steps(function: Callable[..., Any], arguments: tuple[Array, ...], leaves: in
 
 
 def products(mode: str, hidden: Array, weight: Array, *constants: tuple[Array, Array]) -> Callable[[], Sequence[Array]]:
-    """The matrix products alone, each compiled by itself: the logits of (hidden, weight) and of each pair of
-    `constants`, then both gradients of the first."""
+    """As PyTorch's, each compiled by itself."""
     logits, *others = (Step(lambda h, w: h @ w.T, pair) for pair in ((hidden, weight), *constants))
     if mode == "forward":
         return lambda: [logits(), *(other() for other in others)]
@@ -156,7 +134,7 @@ def products(mode: str, hidden: Array, weight: Array, *constants: tuple[Array, A
 
 
 def copies(x: Array, rows: int) -> Step:
-    """So many rows are read, and as many written."""
+    """Reads and writes the first `rows`."""
     return Step(lambda x: [jnp.copy(x[:rows])], (x,))
 
 
@@ -168,15 +146,13 @@ def relative_error(out: Array, ref: Any) -> float:
     if out.shape != ref.shape:
         raise ValueError(f"a result has shape {list(out.shape)} where {list(ref.shape)} is right")
     with jax.enable_x64(True):
-        error, norm = _squares(out, ref)
-        return math.sqrt(float(error) / float(norm))
+        return float(_relative_error(out, ref))
 
 
 @jax.jit
-def _squares(out: Array, ref: Array) -> tuple[Array, Array]:
-    """||out - ref||^2 and ||ref||^2."""
-    wide = ref.astype(jnp.float64)
-    return jnp.square(out.astype(jnp.float64) - wide).sum(), jnp.square(wide).sum()
+def _relative_error(out: Array, ref: Array) -> Array:
+    ref = wide(ref)
+    return jnp.sqrt(jnp.square(wide(out) - ref).sum() / jnp.square(ref).sum())
 
 
 def wide(x: Array) -> Array:
@@ -184,7 +160,7 @@ def wide(x: Array) -> Array:
 
 
 def in_float64(function: Callable[..., Any], *arguments: Array) -> Any:
-    """What `function`, compiled, makes of `arguments`; float64 exists inside."""
+    """`function`, compiled, of `arguments`; it can use float64."""
     with jax.enable_x64(True):
         return jax.jit(function)(*arguments)
 
@@ -198,11 +174,7 @@ def gradient(function: Callable[[Array], Sequence[Array]], z: Array) -> tuple[Se
 def scan_rows(
     one: Callable[..., tuple[Any, Sequence[Array]]], start: Any, arrays: Sequence[Array], row_bytes: int
 ) -> tuple[Any, Any]:
-    """`one(carry, *rows of the arrays)` over chunks of rows; the last carry, and each thing that was made of all rows.
-
-    A chunk's rows, of `row_bytes` each, are half a GiB.  The last chunk is filled up with zeros: what is made of these
-    may change no carry.
-    """
+    """As PyTorch's.  The last chunk is filled up with zeros, which must leave the carry as it is."""
     tokens = len(arrays[0])
     chunks = -(-tokens // max(1, _CHUNK_BYTES // row_bytes))
     size = -(-tokens // chunks)  # the most even ones need the least filling

@@ -1,4 +1,4 @@
-"""What the benchmarks of all ops need of PyTorch.  `onchip.bench.jax_steps` has the same names."""
+"""PyTorch's part of all benchmarks.  `onchip.bench.jax_steps` has the same names."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from onchip.bench.peers import IGNORED
-from onchip.oracle.torch import NAME, default_device, dtype_name, linear, log_softmax, take, xp
+from onchip.bench.timing import Step
+from onchip.oracle.torch import NAME, default_device, linear, log_softmax, take, xp
 
-__all__ = ["NAME", "default_device", "dtype_name", "linear", "log_softmax", "take", "xp"]
+__all__ = ["NAME", "default_device", "linear", "log_softmax", "take", "xp"]
 
-Step = Callable[[], Sequence[Tensor]]
 _CHUNK_BYTES = 1 << 29
 PLAIN = "torch eager"
 """The implementation whose errors in 16 bits are the yardstick."""
@@ -22,12 +22,8 @@ def device_of(x: Tensor) -> str:
     return x.device.type
 
 
-def eps(x: Tensor) -> float:
-    return torch.finfo(x.dtype).eps
-
-
 def free_bytes(device: str) -> int | None:
-    """Memory that this process can have of the device; of the CPU nobody asks."""
+    """Memory that this process can have of a GPU; None for the CPU."""
     if device != "cuda":
         return None
     free: int = torch.cuda.mem_get_info()[0]
@@ -35,17 +31,16 @@ def free_bytes(device: str) -> int | None:
 
 
 class Draws:
-    """Random inputs, the same ones each time, made on the device."""
+    """Random inputs, the same each time, drawn on the device."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.rng = torch.Generator(device).manual_seed(0)
 
     def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Tensor:
-        # In the dtype at once: in float32 they could be more than the device holds.
-        wanted = getattr(torch, dtype)
-        drawn = torch.randn(rows, columns, generator=self.rng, device=self.device, dtype=wanted)
-        return drawn.mul_(std).add_(mean)
+        # Drawn in the dtype: the device might not hold them in float32.
+        how = {"generator": self.rng, "device": self.device, "dtype": getattr(torch, dtype)}
+        return torch.randn(rows, columns, **how).mul_(std).add_(mean)
 
     def labels(self, case: Any) -> Tensor:
         """[T] vocabulary indices, uniform or as Zipf's law has them."""
@@ -77,8 +72,8 @@ def constant(x: Tensor, dtype: str) -> Tensor:
 def steps(function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int) -> dict[str, Step]:
     """The steps of `function`, which returns a loss or several tensors; None among them is dropped.
 
-    'forward' returns these; 'forward+backward' these and the gradients of the first so many `leaves`, of the sum of the
-    tensors' means.
+    'forward' returns these; 'forward+backward' adds the gradients of the sum of their means by the first `leaves`
+    arguments.
     """
 
     def made(*arguments: Tensor) -> list[Tensor]:
@@ -99,8 +94,8 @@ def steps(function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int
 
 
 def products(mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor, Tensor]) -> Step:
-    """The matrix products alone, into buffers that exist already: the logits of (hidden, weight) and of each pair of
-    `constants`, then both gradients of the first."""
+    """The matrix products alone, into existing buffers: the logits of (hidden, weight) and of each pair of `constants`,
+    then both gradients of the first."""
     hidden, weight = hidden.detach(), weight.detach()
     pairs = [(h, w, h.new_empty(len(h), len(w))) for h, w in ((hidden, weight), *constants)]
     if mode == "forward":
@@ -114,7 +109,7 @@ def products(mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor
 
 
 def copies(x: Tensor, rows: int) -> Step:
-    """So many rows are read, and as many written."""
+    """Reads and writes the first `rows`."""
     x = x.detach()[:rows]
     out = torch.empty_like(x)
     return lambda: [out.copy_(x)]
@@ -156,9 +151,9 @@ def gradient(function: Callable[[Tensor], Sequence[Tensor]], z: Tensor) -> tuple
 def scan_rows(
     one: Callable[..., tuple[Any, Sequence[Tensor]]], start: Any, arrays: Sequence[Tensor], row_bytes: int
 ) -> tuple[Any, list[Tensor]]:
-    """`one(carry, *rows of the arrays)` over chunks of rows; the last carry, and each thing that was made of all rows.
+    """`one(carry, *rows of the arrays)` over chunks of half a GiB of rows, of `row_bytes` each.
 
-    A chunk's rows, of `row_bytes` each, are half a GiB.
+    Returns the last carry, and what the chunks made, concatenated.
     """
     chunk = max(1, _CHUNK_BYTES // row_bytes)
     carry, parts = start, []
@@ -172,7 +167,7 @@ def scan_rows(
 
 
 def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
-    """[T, V] in hidden's dtype, or if `wide` these in float32."""
+    """[T, V] in hidden's dtype, then widened to float32 if `wide`."""
     made = linear(hidden, weight)
     return made.float() if wide else made
 
@@ -193,27 +188,26 @@ class _Given(torch.autograd.Function):
         return None, None
 
 
-class OverItsInput:
+def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Step:
     """A step of 'forward+backward' that writes its gradient over its logits, a copy of the problem's.
 
-    What it finds there from the second run on is the gradient of the run before: the time depends on no value.
+    From the second run on it finds the gradient of the run before there: the time depends on no value.
     """
+    anchor = torch.empty(0, requires_grad=True)
+    memory: list[Tensor] = []
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> None:
-        self.loss, self.logits, self.target = loss, logits.detach(), target
-        self.memory: Tensor | None = None
-        self.anchor = torch.empty(0, requires_grad=True)
-
-    def __call__(self) -> Sequence[Tensor]:
-        first = self.memory is None
-        if self.memory is None:
-            whole = self.logits.new_empty(self.logits.shape[0], self.logits.stride(0))
-            self.memory = whole[:, : self.logits.shape[1]].copy_(self.logits)
-        logits = _Given.apply(self.anchor, self.memory)
-        loss = self.loss(logits, self.target)
-        (gradient,) = torch.autograd.grad(loss, logits)
-        # To be checked at first; then its memory is not the step's.
+    def both() -> Sequence[Tensor]:
+        first = not memory
+        if first:
+            whole = logits.new_empty(logits.shape[0], logits.stride(0))
+            memory.append(whole[:, : logits.shape[1]].copy_(logits.detach()))
+        given = _Given.apply(anchor, memory[0])
+        loss = function(given, target)
+        (gradient,) = torch.autograd.grad(loss, given)
+        # The first run returns it for the check; its memory is not the step's.
         return [loss.detach(), gradient] if first else [loss.detach()]
+
+    return both
 
 
 # ------------------------------------------------------------------------------------------------------ linear layers
@@ -240,7 +234,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of float32 numbers, whatever a peer that was imported before has set."""
+    """a @ b in full float32, whatever precision an imported peer has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

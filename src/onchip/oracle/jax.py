@@ -17,10 +17,6 @@ xp = jnp
 log_softmax, logsumexp = jax.nn.log_softmax, jax.nn.logsumexp
 
 
-def dtype_name(dtype: str) -> str:
-    return dtype
-
-
 def platform_of(device: str) -> str:
     """JAX's name of "cpu" or "cuda"."""
     return "gpu" if device == "cuda" else device

@@ -18,10 +18,6 @@ xp = torch
 linear, log_softmax, logsumexp = F.linear, torch.log_softmax, torch.logsumexp
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def default_device(device: str) -> AbstractContextManager[Any]:
     """Tensors are put on their device one by one."""
     return nullcontext()

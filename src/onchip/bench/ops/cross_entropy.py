@@ -4,17 +4,16 @@ Bench cases are plain: mean over the tokens that are not ignored, no options; so
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from onchip.bench.benchmark import Benchmark, Problem, cross_entropies
-from onchip.bench.peers import NARROW, Implementation, Peer, gpu_only, needs, optional, own, plain_peers
+from onchip.bench.peers import NARROW, Implementation, gpu_only, needs, optional, own, plain_peers
 from onchip.ops.cross_entropy import cases
 from onchip.oracle.checks import op_in
 
 Loss = Callable[[Any, Any], Any]
 """Mean cross-entropy of (logits [T, V], target [T]) over the tokens whose target is not IGNORED."""
-# Of a peer whose `config` has this: backward, or forward already, overwrites the logits.
-IN_PLACE = "inplace"
 
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
@@ -60,37 +59,36 @@ def _quack(inplace: bool) -> Loss:
     return lambda logits, target: cross_entropy(logits, target, reduction="mean", inplace_backward=inplace)
 
 
-def _peers(fw: Any) -> Sequence[Peer | Implementation]:
+def _implementations(fw: Any) -> Sequence[Implementation]:
     op, backends = op_in(fw, "cross_entropy"), op_in(fw, "cross_entropy", "BACKENDS")
 
     def load(backend: str, inplace: bool = False) -> Loss:
         options = {"inplace_backward": inplace} if fw.NAME == "torch" else {}
         return lambda logits, target: op(logits, target, backend=backend, **options)
 
-    plain = plain_peers(fw.NAME, lambda wide: _plain(fw.NAME, wide))
+    common = (*own(load, backends), *plain_peers(fw.NAME, lambda wide: _plain(fw.NAME, wide)))
     if fw.NAME == "jax":
-        return (*own(load, backends), *plain, optional("optax, float32 logits", "optax", _optax, needs("optax")))
+        return (*common, optional("optax, float32 logits", "optax", _optax, needs("optax")))
     liger, quack = (gpu_only(package, ("float32", *NARROW)) for package in ("liger-kernel", "quack-kernels"))
-    peers = (
-        *own(load, backends, inplace=False),
-        *own(load, backends, ", in place", inplace=True),
-        *plain,
+    return (
+        *common,
+        *(replace(impl, steps=_in_place_steps) for impl in own(load, backends, ", in place", inplace=True)),
         # It writes the gradient over the logits in forward.
-        optional("liger", "liger-kernel", _liger, liger, inplace=True),
+        optional("liger", "liger-kernel", _liger, liger, _in_place_steps, inplace=True),
         optional("quack", "quack-kernels", _quack, quack, inplace=False),
-        optional("quack, in place", "quack-kernels", _quack, quack, inplace=True),
+        optional("quack, in place", "quack-kernels", _quack, quack, _in_place_steps, inplace=True),
     )
-    return [Implementation(p, _in_place_steps) if p.config.get(IN_PLACE) else p for p in peers]
 
 
-def _in_place_steps(problem: Problem, peer: Peer) -> dict[str, Any]:
-    from onchip.bench.torch_steps import OverItsInput
+def _in_place_steps(problem: Problem, loss: Loss) -> dict[str, Any]:
+    """'forward+backward' overwrites the logits."""
+    from onchip.bench.torch_steps import over_its_input
 
-    loss = peer.load()
-    both = OverItsInput(loss, *problem.arrays)
-    return {"forward": TORCH.steps(problem, peer)["forward"], "forward+backward": both}
+    forward = TORCH.plain_steps(problem, loss)["forward"]
+    return {"forward": forward, "forward+backward": over_its_input(loss, *problem.arrays)}
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases, _make, _peers, cross_entropies, leaves=("logits",)) for framework in ("torch", "jax")
+    Benchmark(framework, cases, _make, _implementations, cross_entropies, leaves=("logits",))
+    for framework in ("torch", "jax")
 )

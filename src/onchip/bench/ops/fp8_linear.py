@@ -6,14 +6,14 @@ Modes are the layer's and, in PyTorch, each of its three products alone, of oper
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from onchip.bench.benchmark import adapter
-from onchip.bench.peers import Implementation, Peer, always, gpu_only, not_installed, optional, own
+from onchip.bench.peers import Implementation, always, gpu_only, optional, own
 from onchip.bench.timing import Step
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers
@@ -32,8 +32,6 @@ RETURNED = {
     "wgrad product": ("grad_weight",),
 }
 PRODUCTS = tuple(RETURNED)[2:]
-# Of a peer whose `config` has this: it is a product of operands that were quantised beforehand, and no layer.
-PRODUCT_ALONE = "quantising"
 LINEAR = "torch nn.Linear"
 SCALED_MM = "F.scaled_mm alone, operands quantised beforehand"
 QUANTIZED_BEFORE = "onchip auto, weight quantised before"
@@ -45,7 +43,7 @@ BASELINES = {
 }
 # The noise that FP8 may add, as a relative error: 28 dB below the signal.
 BOUND = 10 ** (-28 / 20)
-# So many rows of each result are checked in all of their columns; half of them are the last ones, which in a result of
+# Rows of each result that are checked, in all of their columns; half of them are the last ones, which in a result of
 # more than 2**31 elements lie past that.
 _CHECKED_ROWS = 128
 # Elements of an operand in float32 at a time: 1 GiB.
@@ -119,7 +117,15 @@ class Benchmark:
 
     @cached_property
     def IMPLEMENTATIONS(self) -> tuple[Implementation, ...]:
-        return tuple(_torch_implementations() if self.framework == "torch" else _jax_implementations())
+        return (_torch_implementations if self.framework == "torch" else _jax_implementations)(self.fw)
+
+    def steps(self, problem: Problem, impl: Implementation) -> Mapping[str, Step]:
+        make = impl.steps or self.layer_steps
+        return make(problem, impl.load())
+
+    def layer_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
+        steps: Mapping[str, Step] = self.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)
+        return steps
 
     def needed_bytes(self, case: cases.Case, dtype: str) -> int:
         """Device memory of a case: inputs and results, and what a step quantises.  In JAX 'xla' takes more.
@@ -234,83 +240,60 @@ TORCH, JAX = Benchmark("torch"), Benchmark("jax")
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _own_peers(fw: Any, backends: Sequence[str]) -> list[Peer]:
+def _own(fw: Any, backends: Sequence[str]) -> list[Implementation]:
     op = op_in(fw, "fp8_linear")
     return own(lambda backend: lambda x, weight: op(x, weight, backend=backend), backends)
 
 
-def _jax_implementations() -> list[Implementation]:
+def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
     def refusal(name: str) -> Callable[[str, str], str | None]:
         return lambda device, dtype: plain_refusals(device, dtype, "jax")[name]
 
-    # 'auto' is one of the two.
-    _, *named = _own_peers(JAX.fw, ("mosaic_gpu", "xla"))
-    peers = [
-        *(replace(peer, unavailable=refusal(peer.config["backend"])) for peer in named),
+    _, *named = _own(fw, ("mosaic_gpu", "xla"))  # 'auto' is one of the two
+    return (
+        *(replace(impl, unavailable=refusal(impl.options["backend"])) for impl in named),
         optional(UNQUANTISED, "jax", lambda: lambda x, weight: x @ weight.T, always),
-    ]
-    return [Implementation(peer, _jax_steps) for peer in peers]
+    )
 
 
-def _jax_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
-    steps: Mapping[str, Step] = JAX.fw.layer_steps(peer.load(), problem.x, problem.weight, problem.grad_out)
-    return steps
-
-
-def _torch_implementations() -> list[Implementation]:
+def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     from onchip.ops.fp8_linear.torch_op import BACKENDS
 
-    own = [
-        replace(peer, unavailable=_only_cpu) if peer.name == "onchip dequantize" else peer
-        for peer in _own_peers(TORCH.fw, BACKENDS)
-    ]
-    before = replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda)
-    peers = (
-        Peer(LINEAR, _linear, always),
-        optional("torchao blockwise", "torchao", _torchao, _no_torchao),
-        Peer(SCALED_MM, _scaled_mm, _no_scaled_mm, {PRODUCT_ALONE: "not timed"}),
+    own = [_recorded(impl) for impl in _own(fw, BACKENDS)]
+    refusals = {"onchip dequantize": _only_cpu}
+    return (
+        *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in own),
+        replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda, steps=_quantized_before_steps),
+        Implementation(LINEAR, _linear),
+        optional("torchao blockwise", "torchao", _torchao, gpu_only("torchao", ("bfloat16",), "torchao")),
+        Implementation(SCALED_MM, _scaled_mm, _no_scaled_mm, {"quantising": "not timed"}, steps=_product_steps),
     )
-    return [
-        *(Implementation(peer, _own_steps, _record_of(peer)) for peer in own),
-        Implementation(before, _quantized_before_steps, _record_of(before)),
-        *(Implementation(peer, _peer_steps) for peer in peers),
-    ]
 
 
-def _record_of(peer: Peer) -> Callable[[Problem, str], dict[str, Any]]:
-    """Which backend 'auto' took."""
-    return lambda problem, mode: {"backend": _chosen(problem, peer)}
+def _recorded(impl: Implementation) -> Implementation:
+    """With the backend that 'auto' takes as its settings."""
+    return replace(impl, record=lambda problem, mode: {"backend": _chosen(problem, impl)})
 
 
-def _chosen(problem: Problem, peer: Peer) -> str:
+def _chosen(problem: Problem, impl: Implementation) -> str:
     from onchip.ops.fp8_linear import torch_op
 
-    return torch_op._choose(numbers.OP, peer.config["backend"], problem.x)
+    return torch_op._choose(numbers.OP, impl.options["backend"], problem.x)
 
 
-def _own_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+def _own_steps(impl: Implementation, problem: Problem, layer: Layer) -> Mapping[str, Step]:
     from onchip.ops.fp8_linear import torch_op
 
-    product = torch_op._backend(_chosen(problem, peer)).product
-    return {**_layer_steps(problem, peer.load()), **_product_steps(problem, product)}
+    product = torch_op._backend(_chosen(problem, impl)).product
+    return {**TORCH.layer_steps(problem, layer), **_product_steps(problem, product)}
 
 
-def _quantized_before_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+def _quantized_before_steps(problem: Problem, layer: Layer) -> Mapping[str, Step]:
     """Those of a later micro-batch between two changes of the weight."""
     from onchip.ops.fp8_linear.torch_op import quantize_weight
 
-    layer, weight = peer.load(), quantize_weight(problem.weight)
-    return _layer_steps(problem, lambda x, _: layer(x, weight))
-
-
-def _peer_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
-    made = peer.load()
-    return _product_steps(problem, made) if PRODUCT_ALONE in peer.config else _layer_steps(problem, made)
-
-
-def _layer_steps(problem: Problem, layer: Layer) -> Mapping[str, Step]:
-    steps: Mapping[str, Step] = TORCH.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)
-    return steps
+    weight = quantize_weight(problem.weight)
+    return TORCH.layer_steps(problem, lambda x, _: layer(x, weight))
 
 
 def _product_steps(problem: Problem, product: Callable[..., Any]) -> Mapping[str, Step]:
@@ -361,9 +344,3 @@ def _no_scaled_mm(device: str, dtype: str) -> str | None:
     from onchip.fp8.torch_products import scaled_mm_refusal
 
     return scaled_mm_refusal(torch.device(device))
-
-
-def _no_torchao(device: str, dtype: str) -> str | None:
-    if reason := gpu_only("torch", ("bfloat16",))(device, dtype):
-        return reason
-    return None if not_installed("torchao") is None else "torchao is not installed; pip install torchao"
