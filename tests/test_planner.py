@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip import plan as plan_command
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.ops.linear_jsd import memory as jsd_memory
 from onchip.ops.linear_jsd import triton_memory as jsd_triton_memory
@@ -274,13 +273,6 @@ def test_a_budget_below_the_smallest_chunk_names_what_is_needed():
     need = memory.scratch_at_least(p, "recompute")
     with pytest.raises(ValueError, match=f"scratch_bytes=1000 is too small.*{need} bytes for strategy 'recompute'"):
         memory.choose_strategy(p, "auto", 1000)
-
-
-def test_products():
-    p = Problem(8, 8, 8)
-    assert [plan_command.products(p, s) for s in ("stash", "recompute")] == [3, 4]
-    assert plan_command.products(Problem(8, 8, 8, grad_weight=False), "stash") == 2
-    assert plan_command.flops(p, "stash") == 3 * 2 * 8**3
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
