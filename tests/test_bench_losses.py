@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import onchip
-from onchip.bench import benchmark as benchmarks
 from onchip.bench import harness, plots
 from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
@@ -230,7 +229,7 @@ def test_steps_drop_what_is_not_returned_and_sum_the_means(framework):
     x = jnp.arange(3.0) if framework == "jax" else torch.arange(3.0, requires_grad=True)
     y = np.arange(3.0) + 1
     one = jnp.ones(3) if framework == "jax" else torch.ones(3)
-    steps = benchmarks.adapter(framework).steps(lambda x, one: (x * (x + one), None), (x, one), 1)
+    steps = harness.adapter(framework).steps(lambda x, one: (x * (x + one), None), (x, one), 1)
     product, gradient = steps["forward+backward"]()
     np.testing.assert_allclose(array(product), (y - 1) * y)
     np.testing.assert_allclose(array(gradient), (2 * y - 1) / 3, rtol=1e-6)

@@ -368,7 +368,7 @@ _COLUMNS = (
 )  # fmt: skip
 _LEGEND = {
     "strategy": "*: what strategy='auto' takes.",
-    "prods": "prods: matrix products, those of forward and backward together if both are planned.",
+    "prods": "prods: matrix products, of both passes where they are planned together.",
     "tokens": "tokens: of a chunk, with all of the vocabulary.",
     "chunk": "chunk: tokens x vocab.",
     "in dW": "in dW, kept: tokens whose logits' exponentials wait in the memory of weight's\ngradient, or in scratch.",

@@ -1,25 +1,15 @@
-"""The benchmark of a loss over a vocabulary: inputs, floor, reference and comparison, once for all ops and frameworks.
-
-A framework is imported when an attribute needs it.
-"""
+"""The benchmark of a loss over a vocabulary: inputs, floor, reference and comparison for all ops and frameworks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from importlib import import_module
-from types import ModuleType
+from functools import partial
 from typing import Any
 
-from onchip.bench.peers import IGNORED, Function, Implementation, bounds
+from onchip.bench.harness import Op
+from onchip.bench.peers import IGNORED, Function, bounds
 from onchip.bench.timing import Step
-from onchip.core.sizes import DTYPE_BYTES
 from onchip.oracle.cases import target_logit
 from onchip.oracle.checks import dtype_name
-
-
-def adapter(framework: str) -> Any:
-    """`onchip.bench.torch_steps` or `onchip.bench.jax_steps`, which have the same names."""
-    return import_module(f"onchip.bench.{framework}_steps")
 
 
 @dataclass(frozen=True)
@@ -46,42 +36,24 @@ class Reference:
 
 
 @dataclass
-class Benchmark:
-    """The `onchip.bench.harness.Op` of a loss in one framework; `fw` stands for the framework's adapter."""
+class Benchmark(Op):
+    """The benchmark of a loss in one framework; `fw` stands for the framework's adapter."""
 
-    framework: str
-    cases: ModuleType
     make: Callable[[Any, Any, str, str], Problem]
     """`make(fw, case, device, dtype)`: the inputs."""
-    implementations: Callable[[Any], Sequence[Implementation]]
-    """`implementations(fw)`: what is timed."""
     rows: Callable[..., tuple[Any, ...]]
     """`rows(fw, logits, *others, **options)`: the values of each token, of which the loss is the sum."""
     leaves: Sequence[str] = ("hidden", "weight")
     forward: Callable[[Problem], Sequence[str]] = lambda problem: ("loss",)
     """The names of what 'forward' returns: a mean loss, or values of each token."""
-    DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
 
-    def __post_init__(self) -> None:
-        self.CASES: Mapping[str, Any] = self.cases.BENCH_CASES
-        self.DEFAULT_CASES: Mapping[str, Sequence[str]] = self.cases.DEFAULT_BENCH_CASES
-        self.of_logits = tuple(self.leaves) == ("logits",)
-
-    @cached_property
-    def fw(self) -> Any:
-        return adapter(self.framework)
-
-    @cached_property
-    def IMPLEMENTATIONS(self) -> tuple[Implementation, ...]:
-        return tuple(self.implementations(self.fw))
+    @property
+    def of_logits(self) -> bool:
+        return tuple(self.leaves) == ("logits",)
 
     def make_problem(self, case: Any, device: str, dtype: str) -> Problem:
         with self.fw.default_device(device):
             return self.make(self.fw, case, device, dtype)
-
-    def steps(self, problem: Problem, impl: Implementation) -> Mapping[str, Step]:
-        make = impl.steps or self.plain_steps
-        return make(problem, impl.load())
 
     def plain_steps(self, problem: Problem, function: Function) -> Mapping[str, Step]:
         """The steps of a function of the problem's arrays and options."""

@@ -2,48 +2,86 @@
 
 import gc
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from functools import cached_property, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from onchip.bench.peers import Implementation
+from onchip.bench.peers import Function, Implementation
 from onchip.bench.timing import Step, Timing
+from onchip.core.sizes import DTYPE_BYTES
 
 MODES = ("forward", "forward+backward")
-"""What is timed of an op that lists no MODES of its own."""
 
 
-class Op(Protocol):
-    """The benchmark of an op.
+def adapter(framework: str) -> Any:
+    """`onchip.bench.torch_steps` or `onchip.bench.jax_steps`, which have the same names."""
+    return import_module(f"onchip.bench.{framework}_steps")
 
-    It may have more: MODES in place of those here, SUITES (`run.suite_cases`) and `summary` (`run.summarized`).
-    """
 
-    CASES: Mapping[str, Any]
-    DEFAULT_CASES: Mapping[str, Sequence[str]]
-    """Names of the cases that run unless told otherwise, by device type."""
-    DTYPES: Sequence[str]
-    IMPLEMENTATIONS: Sequence[Implementation]
+@dataclass
+class Op(ABC):
+    """The benchmark of an op in one framework, which is imported when an attribute needs it."""
 
-    def make_problem(self, case: Any, device: str, dtype: str) -> Any:
-        """The inputs of a case on the device."""
+    framework: str
+    cases: ModuleType
+    """With BENCH_CASES by name, DEFAULT_BENCH_CASES, and SUITES if there are any."""
+    implementations: Callable[[Any], Sequence[Implementation]]
+    """`implementations(fw)`: what is timed, by the framework's adapter."""
 
-    def reference(self, problem: Any) -> Any:
-        """What results are checked against."""
+    def __post_init__(self) -> None:
+        self.CASES: Mapping[str, Any] = self.cases.BENCH_CASES
+        self.DEFAULT_CASES: Mapping[str, Sequence[str]] = self.cases.DEFAULT_BENCH_CASES
+        """Names of the cases that run unless told otherwise, by device type."""
+        self.SUITES: Mapping[str, Sequence[str]] = getattr(self.cases, "SUITES", {})
+        """Lists of such names, by the suite's."""
+        self.MODES: Sequence[str] = MODES
+        """What is timed, in this order."""
+        self.DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
+
+    @cached_property
+    def fw(self) -> Any:
+        return adapter(self.framework)
+
+    @cached_property
+    def IMPLEMENTATIONS(self) -> Sequence[Implementation]:
+        return tuple(self.implementations(self.fw))
 
     def steps(self, problem: Any, impl: Implementation) -> Mapping[str, Step]:
         """A step for each mode that the implementation has."""
+        make = impl.steps or self.plain_steps
+        return make(problem, impl.load())
 
+    @abstractmethod
+    def make_problem(self, case: Any, device: str, dtype: str) -> Any:
+        """The inputs of a case on the device."""
+
+    @abstractmethod
+    def plain_steps(self, problem: Any, function: Function) -> Mapping[str, Step]:
+        """The steps of an implementation that makes none of its own."""
+
+    @abstractmethod
+    def reference(self, problem: Any) -> Any:
+        """What results are checked against."""
+
+    @abstractmethod
     def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> Mapping[str, tuple[float, float]]:
         """Error of each result of a step, by its name, and the bound that it must not pass."""
 
+    @abstractmethod
     def floor(self, problem: Any, mode: str) -> Step | None:
         """The work that no implementation can avoid, such as the matrix products alone; None if it isn't wanted."""
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+        """Lines of a table over all rows, with the same keys in each; None if the op has no such table."""
+        return None
 
 
 _SIZES = {
@@ -115,12 +153,6 @@ class Outcome:
         return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
 
 
-def modes_of(op: Op) -> Sequence[str]:
-    """The modes of an op, in the order in which they are timed."""
-    modes: Sequence[str] = getattr(op, "MODES", MODES)
-    return modes
-
-
 def run_cases(
     name: str,
     op: Op,
@@ -141,7 +173,7 @@ def run_cases(
     runnable = [impl for impl in implementations if refusals[impl.name] is None]
     outcome = Outcome(not_run=[NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
-    per_case = 1 + len(modes_of(op)) * (len(runnable) * (3 + repeats) + 1 + repeats)
+    per_case = 1 + len(op.MODES) * (len(runnable) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
@@ -216,7 +248,7 @@ class _CaseRun:
         self.tick("checking")
         checked = self.check(problem, reference, implementations)
         del reference  # the steps need its memory
-        for mode in modes_of(self.op):
+        for mode in self.op.MODES:
             if now := [c for c in checked if c.mode == mode]:
                 self.measure(problem, mode, now)
 
@@ -233,7 +265,7 @@ class _CaseRun:
             except Exception as e:
                 self.give_up(impl, None, _reason(e))
                 continue
-            for mode in (m for m in modes_of(self.op) if m in steps):
+            for mode in (m for m in self.op.MODES if m in steps):
                 try:
                     errors = self.op.check(reference, mode, steps[mode]())
                     if own := impl.error_bounds:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from pkgutil import resolve_name
 from typing import Any
 
 import onchip
@@ -78,6 +79,11 @@ def optional(
 ) -> Implementation:
     """A function of `package`, loaded with `options`."""
     return Implementation(name, partial(load, **options), unavailable, options, package, steps)
+
+
+def imported(path: str, **options: Any) -> Function:
+    """What `path`, 'module:name', has, with these options."""
+    return partial(resolve_name(path), **options)
 
 
 def own(load: Load, backends: Sequence[str], suffix: str = "", **options: Any) -> list[Implementation]:

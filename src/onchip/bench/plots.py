@@ -84,7 +84,10 @@ def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
     for r in points:
         look = {**styles[r["impl"]], "linewidth": 0}
         spread = [[r["median_ms"] - r["p10_ms"]], [r["p90_ms"] - r["median_ms"]]]
-        axes.errorbar(r["median_ms"], _height(r), xerr=spread, markersize=7, elinewidth=1.2, zorder=3, **look)
+        name = f"{short_name(r['impl'])}\n{format_ms(r['median_ms'])}, {format_bytes(r['extra_bytes'])}"
+        axes.errorbar(
+            r["median_ms"], _height(r), xerr=spread, label=name, markersize=7, elinewidth=1.2, zorder=3, **look
+        )
     floor = points[0]["floor_ms"]
     if floor:
         axes.axvline(floor, color=_GRAY, linestyle=_DASHES, linewidth=1)
@@ -92,22 +95,10 @@ def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
     _time_axis(axes, "x", times)
     _memory_axis(axes, points)
     axes.set_xlabel("time per step (dashed: its matrix products alone)" if floor else "time per step")
-    # The labels stand in a column to the right, in the points' order, so that they cover neither points nor each other.
-    bottom, top = (math.log(y) for y in axes.get_ylim())
-    wanted = [(math.log(_height(r)) - bottom) / (top - bottom) for r in points]
-    for place, r in zip(_spread_out(wanted, gap=1 / max(7, len(points) - 1)), points, strict=True):
-        color = styles[r["impl"]]["color"]
-        axes.annotate(
-            f"{short_name(r['impl'])}\n{format_ms(r['median_ms'])}, {format_bytes(r['extra_bytes'])}",
-            (r["median_ms"], _height(r)),
-            xytext=(1.08, place),
-            textcoords="axes fraction",
-            va="center",
-            color=color,
-            fontsize=8.5,
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.5, "relpos": (0, 0.5)},
-        )
+    # The points from the highest down, in a column to the right, which covers none of them.
+    handles, labels = axes.get_legend_handles_labels()
+    right = {"bbox_to_anchor": (1.03, 0.5), "frameon": False, "fontsize": 8.5, "labelcolor": "linecolor"}
+    axes.legend(handles[::-1], labels[::-1], loc="center left", **right)
 
 
 def growth_svg(rows: Rows) -> str | None:
@@ -206,7 +197,7 @@ def _styles(rows: Rows) -> Styles:
 
 
 def _time_axis(axes: "Axes", which: str, times: Sequence[float]) -> None:
-    _log_axis(axes, which, times, _format_time, [float(f"{x:.1g}") for x in _evenly(times)])
+    _log_axis(axes, which, times, _format_time, [float(f"{x:.2g}") for x in _evenly(times)])
 
 
 def _memory_axis(axes: "Axes", rows: Rows) -> None:
@@ -216,8 +207,8 @@ def _memory_axis(axes: "Axes", rows: Rows) -> None:
 
 
 def _evenly(values: Sequence[float]) -> list[float]:
-    """Seven numbers that are evenly spread on a logarithmic axis around `values`."""
-    return [float(x) for x in np.geomspace(*_limits(values), 7)]
+    """Five numbers that are evenly spread on a logarithmic axis around `values`."""
+    return [float(x) for x in np.geomspace(*_limits(values), 7)[1:-1]]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
@@ -237,18 +228,6 @@ def _log_axis(
     axis.set_major_locator(FixedLocator(sorted(set(ticks))))
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
     axis.set_minor_locator(NullLocator())
-
-
-def _spread_out(wanted: Sequence[float], gap: float) -> list[float]:
-    """The rising positions nearest to `wanted`, also rising, that keep `gap` between them and stay below 1."""
-    places: list[float] = []
-    for x in wanted:
-        places.append(max(x, places[-1] + gap) if places else max(0.0, x))
-    limit = 1.0
-    for i in reversed(range(len(places))):
-        places[i] = limit = min(places[i], limit)
-        limit -= gap
-    return places
 
 
 def _svg(draw: Callable[["Figure"], None], width: float, height: float) -> str:

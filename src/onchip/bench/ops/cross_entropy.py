@@ -89,6 +89,6 @@ def _in_place_steps(problem: Problem, loss: Loss) -> dict[str, Any]:
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases, _make, _implementations, cross_entropies, leaves=("logits",))
+    Benchmark(framework, cases, _implementations, _make, cross_entropies, leaves=("logits",))
     for framework in ("torch", "jax")
 )

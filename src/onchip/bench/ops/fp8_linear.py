@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from onchip.bench.benchmark import adapter
+from onchip.bench.harness import Op
 from onchip.bench.peers import Implementation, always, gpu_only, optional, own
 from onchip.bench.timing import Step
 from onchip.core.sizes import DTYPE_BYTES
@@ -99,33 +99,12 @@ class Reference:
 
 
 @dataclass
-class Benchmark:
-    """The names that `onchip.bench.harness.Op` lists, in one framework."""
-
-    framework: str
-    DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
+class Benchmark(Op):
+    """The benchmark in one framework."""
 
     def __post_init__(self) -> None:
-        self.CASES: Mapping[str, cases.Case] = cases.BENCH_CASES
-        self.DEFAULT_CASES: Mapping[str, Sequence[str]] = cases.DEFAULT_BENCH_CASES
-        self.SUITES: Mapping[str, Sequence[str]] = cases.SUITES
+        super().__post_init__()
         self.MODES = tuple(BASELINES[self.framework])
-
-    @cached_property
-    def fw(self) -> Any:
-        return adapter(self.framework)
-
-    @cached_property
-    def IMPLEMENTATIONS(self) -> tuple[Implementation, ...]:
-        return (_torch_implementations if self.framework == "torch" else _jax_implementations)(self.fw)
-
-    def steps(self, problem: Problem, impl: Implementation) -> Mapping[str, Step]:
-        make = impl.steps or self.layer_steps
-        return make(problem, impl.load())
-
-    def layer_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
-        steps: Mapping[str, Step] = self.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)
-        return steps
 
     def needed_bytes(self, case: cases.Case, dtype: str) -> int:
         """Device memory of a case: inputs and results, and what a step quantises.  In JAX 'xla' takes more.
@@ -150,6 +129,10 @@ class Benchmark:
             weight = self.fw.parameter(draws.normal(case.n, case.k, case.k**-0.5, dtype=dtype))
             x = self.fw.leaf(draws.normal(case.m, case.k, dtype=dtype), dtype)
             return Problem(x, weight, draws.normal(case.m, case.n, dtype=dtype))
+
+    def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
+        steps: Mapping[str, Step] = self.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)
+        return steps
 
     def floor(self, problem: Problem, mode: str) -> Step | None:
         """The products of the unquantised numbers by the framework: one, or for the whole step three.
@@ -234,9 +217,6 @@ def _chunks(rows: int, columns: int) -> list[slice]:
     return [slice(i, i + step) for i in range(0, rows, step)]
 
 
-TORCH, JAX = Benchmark("torch"), Benchmark("jax")
-
-
 # -------------------------------------------------------------------------------------------------- implementations
 
 
@@ -285,7 +265,7 @@ def _own_steps(impl: Implementation, problem: Problem, layer: Layer) -> Mapping[
     from onchip.ops.fp8_linear import torch_op
 
     product = torch_op._backend(_chosen(problem, impl)).product
-    return {**TORCH.layer_steps(problem, layer), **_product_steps(problem, product)}
+    return {**TORCH.plain_steps(problem, layer), **_product_steps(problem, product)}
 
 
 def _quantized_before_steps(problem: Problem, layer: Layer) -> Mapping[str, Step]:
@@ -293,7 +273,7 @@ def _quantized_before_steps(problem: Problem, layer: Layer) -> Mapping[str, Step
     from onchip.ops.fp8_linear.torch_op import quantize_weight
 
     weight = quantize_weight(problem.weight)
-    return TORCH.layer_steps(problem, lambda x, _: layer(x, weight))
+    return TORCH.plain_steps(problem, lambda x, _: layer(x, weight))
 
 
 def _product_steps(problem: Problem, product: Callable[..., Any]) -> Mapping[str, Step]:
@@ -344,3 +324,7 @@ def _no_scaled_mm(device: str, dtype: str) -> str | None:
     from onchip.fp8.torch_products import scaled_mm_refusal
 
     return scaled_mm_refusal(torch.device(device))
+
+
+TORCH = Benchmark("torch", cases, _torch_implementations)
+JAX = Benchmark("jax", cases, _jax_implementations)

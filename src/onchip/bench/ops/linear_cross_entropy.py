@@ -16,6 +16,7 @@ from onchip.bench.peers import (
     always,
     compiled,
     gpu_only,
+    imported,
     needs,
     no_compiler,
     only_narrow,
@@ -206,18 +207,6 @@ def _liger(accum_dtype: str | None) -> Loss:
     return lambda hidden, weight, target: loss(weight, hidden, target)
 
 
-def _cut_cross_entropy(filter_eps: str | None) -> Loss:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return partial(linear_cross_entropy, filter_eps=filter_eps)
-
-
-def _quack(chunk_size: int, use_scaled_exp: bool) -> Loss:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return partial(chunked_linear_cross_entropy, chunk_size=chunk_size, use_scaled_exp=use_scaled_exp)
-
-
 def _hopper_only(device: str, dtype: str) -> str | None:
     if refusal := gpu_only("quack-kernels", ("bfloat16",))(device, dtype):
         return refusal
@@ -230,6 +219,8 @@ def _hopper_only(device: str, dtype: str) -> str | None:
 def _torch_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
     liger, cce, quack = "liger-kernel", "cut-cross-entropy", "quack-kernels"
+    load_cce = partial(imported, "cut_cross_entropy:linear_cross_entropy")
+    load_quack = partial(imported, "quack.linear_cross_entropy:chunked_linear_cross_entropy")
     return (
         own("onchip auto", strategy="auto"),
         own("onchip, 64 MiB + 4TH", partial(_small, "torch"), "a budget for GPUs", strategy="auto"),
@@ -252,10 +243,10 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
         ),
         optional("liger", liger, _liger, gpu_only(liger, ("float32", *NARROW)), accum_dtype=None),
         optional("liger, float32 sums", liger, _liger, gpu_only(liger, NARROW), accum_dtype="float32"),
-        optional("cut-cross-entropy", cce, _cut_cross_entropy, gpu_only(cce, NARROW), filter_eps="high"),
-        optional("cut-cross-entropy, no filter", cce, _cut_cross_entropy, gpu_only(cce, NARROW), filter_eps=None),
-        optional("quack base", quack, _quack, gpu_only(quack, NARROW), chunk_size=1024, use_scaled_exp=False),
-        optional("quack scaled-exp", quack, _quack, _hopper_only, chunk_size=1024, use_scaled_exp=True),
+        optional("cut-cross-entropy", cce, load_cce, gpu_only(cce, NARROW), filter_eps="high"),
+        optional("cut-cross-entropy, no filter", cce, load_cce, gpu_only(cce, NARROW), filter_eps=None),
+        optional("quack base", quack, load_quack, gpu_only(quack, NARROW), chunk_size=1024, use_scaled_exp=False),
+        optional("quack scaled-exp", quack, load_quack, _hopper_only, chunk_size=1024, use_scaled_exp=True),
     )
 
 
@@ -298,12 +289,6 @@ def _tokamax(implementation: str) -> Loss:
     )
 
 
-def _jax_cce(chunk_size: int) -> Loss:
-    from jax_cce import linear_cross_entropy
-
-    return partial(linear_cross_entropy, chunk_size=chunk_size)
-
-
 def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) -> Mapping[str, Step]:
     """Steps of a function that knows no ignored tokens and, if `turned`, takes the weight as [H, V]."""
     hidden, weight, labels = problem.arrays
@@ -315,6 +300,7 @@ def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) ->
 def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
     no_tokamax, turned = needs("tokamax"), partial(_of_counted_tokens, turned=True)
+    load_cce = partial(imported, "jax_cce:linear_cross_entropy")
     return (
         own("onchip auto"),
         own("onchip, 64 MiB + 4TH", partial(_small, "jax"), "a budget for GPUs"),
@@ -327,9 +313,9 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
         optional("optax, float32 logits", "optax", _optax, needs("optax")),
         optional("tokamax xla", "tokamax", _tokamax, no_tokamax, turned, implementation="xla"),
         optional("tokamax chunked_xla", "tokamax", _tokamax, no_tokamax, turned, implementation="chunked_xla"),
-        optional("jax-cce", "jax-cce", _jax_cce, needs("jax-cce"), _of_counted_tokens, chunk_size=4096),
+        optional("jax-cce", "jax-cce", load_cce, needs("jax-cce"), _of_counted_tokens, chunk_size=4096),
     )
 
 
-TORCH = Benchmark("torch", cases, _make, _torch_implementations, cross_entropies)
-JAX = Benchmark("jax", cases, _make, _jax_implementations, cross_entropies)
+TORCH = Benchmark("torch", cases, _torch_implementations, _make, cross_entropies)
+JAX = Benchmark("jax", cases, _jax_implementations, _make, cross_entropies)

@@ -62,4 +62,4 @@ def _implementations(fw: Any) -> Sequence[Implementation]:
     return (*common, optional("liger", "liger-kernel", _liger, gpu_only("liger-kernel", ("float32", *NARROW))))
 
 
-TORCH, JAX = (Benchmark(framework, cases, _make, _implementations, _rows) for framework in ("torch", "jax"))
+TORCH, JAX = (Benchmark(framework, cases, _implementations, _make, _rows) for framework in ("torch", "jax"))

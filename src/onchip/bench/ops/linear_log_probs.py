@@ -70,5 +70,5 @@ def _forward(problem: Problem) -> Sequence[str]:
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases, _make, _implementations, _rows, forward=_forward) for framework in ("torch", "jax")
+    Benchmark(framework, cases, _implementations, _make, _rows, forward=_forward) for framework in ("torch", "jax")
 )
