@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from onchip.bench.harness import Op
 from onchip.bench.peers import IGNORED, Function, bounds
 from onchip.bench.timing import Step
-from onchip.oracle.cases import target_logit
+from onchip.oracle.cases import draw_target, ignore_some, target_logit
 from onchip.oracle.checks import dtype_name
 
 
@@ -136,21 +138,22 @@ class Benchmark(Op):
         return checked
 
 
-def draw_layer(draws: Any, case: Any, hidden: int) -> tuple[Any, Any]:
+def draw_layer(normal: Callable[..., Any], case: Any, hidden: int) -> tuple[Any, Any]:
     """float32 hidden [T, H] ~ N(0, 1), and weight [V, H] that makes logits ~ N(0, logit_std) of it."""
-    return draws.normal(case.tokens, hidden), draws.normal(case.vocab, hidden, case.logit_std / hidden**0.5)
+    return normal(case.tokens, hidden), normal(case.vocab, hidden, case.logit_std / hidden**0.5)
 
 
 def draw_linear(fw: Any, case: Any, device: str, dtype: str) -> tuple[Any, Any, Any]:
     """Hidden, weight and labels as the case says, distributed as `onchip.oracle.cases.make_inputs` has them."""
-    draws = fw.Draws(device)
-    hidden, weight = draw_layer(draws, case, case.hidden)
-    labels = draws.labels(case)
+    rng = np.random.default_rng(0)
+    hidden, weight = draw_layer(fw.drawer(device), case, case.hidden)
+    labels = draw_target(case, rng)
     if case.target_prob is not None:
-        chosen = weight[labels]
+        chosen = weight[fw.ids(labels, device)]
         missing = target_logit(case) - (hidden * chosen).sum(1)[:, None]
         hidden = hidden + missing / (chosen * chosen).sum(1)[:, None] * chosen
-    return fw.leaf(hidden, dtype), fw.leaf(weight, dtype), draws.ignore(case, labels)
+    ignore_some(case, labels, rng)
+    return fw.leaf(hidden, dtype), fw.leaf(weight, dtype), fw.ids(labels, device)
 
 
 def cross_entropies(fw: Any, z: Any, labels: Any) -> tuple[Any]:

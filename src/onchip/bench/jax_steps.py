@@ -3,6 +3,7 @@
 Products of float32 inputs are exact to float32 for all implementations: by default JAX rounds them to tf32 on a GPU.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from onchip.bench.peers import IGNORED
 from onchip.oracle.jax import NAME, default_device, linear, log_softmax, platform_of, take, xp
+from onchip.oracle.jax import constant as ids
 
-__all__ = ["NAME", "default_device", "linear", "log_softmax", "take", "xp"]
+__all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
 
 PLAIN = "XLA, 16-bit logits"
 # Rows that are drawn at a time: random bits of a whole matrix would take eight times its bytes in bfloat16.
@@ -36,38 +37,24 @@ def free_bytes(device: str) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
 
 
-class Draws:
-    """Random inputs, the same each time, drawn on the default device."""
+def drawer(device: str) -> Callable[..., Array]:
+    """A function that draws matrices of normal numbers on the default device, the same ones in each run."""
+    count = itertools.count(1)
 
-    def __init__(self, device: str) -> None:
-        self.drawn = 0
-
-    def _draw(self, draw: Callable[[Array], Array]) -> Array:
-        self.drawn += 1
-        made: Array = jax.jit(draw)(jax.random.fold_in(jax.random.key(0), self.drawn))
-        return made
-
-    def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Array:
-        """Of float32 numbers: bfloat16 ones are drawn from 128 values."""
+    def normal(rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Array:
         blocks = -(-rows // _DRAWN_ROWS)
 
         def some(key: Array) -> Array:
+            # Of float32 numbers: bfloat16 ones would be drawn from 128 values.
             return (std * jax.random.normal(key, (-(-rows // blocks), columns)) + mean).astype(dtype)
 
-        return self._draw(lambda key: lax.map(some, jax.random.split(key, blocks)).reshape(-1, columns)[:rows])
+        def whole(key: Array) -> Any:
+            return lax.map(some, jax.random.split(key, blocks)).reshape(-1, columns)[:rows]
 
-    def labels(self, case: Any) -> Array:
-        """[T] vocabulary indices, uniform or as Zipf's law has them."""
-        if not case.zipf:
-            return self._draw(lambda key: jax.random.randint(key, (case.tokens,), 0, case.vocab))
-        share = 1 / np.arange(1, case.vocab + 1)
-        chances = jnp.asarray(share / share.sum())
-        return self._draw(lambda key: jax.random.choice(key, case.vocab, (case.tokens,), p=chances))
+        drawn: Array = jax.jit(whole)(jax.random.fold_in(jax.random.key(0), next(count)))
+        return drawn
 
-    def ignore(self, case: Any, labels: Array) -> Array:
-        """The labels as int32, with IGNORED in the part of the tokens that the case says."""
-        shuffled = self._draw(lambda key: jax.random.permutation(key, case.tokens))
-        return labels.at[shuffled[: round(case.ignored * case.tokens)]].set(IGNORED).astype(jnp.int32)
+    return normal
 
 
 def constant(x: Array, dtype: str) -> Array:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.bench.peers import IGNORED
 from onchip.bench.timing import Step
 from onchip.oracle.torch import NAME, default_device, linear, log_softmax, take, xp
+from onchip.oracle.torch import constant as ids
 
-__all__ = ["NAME", "default_device", "linear", "log_softmax", "take", "xp"]
+__all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
 
 _CHUNK_BYTES = 1 << 29
 PLAIN = "torch eager"
@@ -30,30 +30,16 @@ def free_bytes(device: str) -> int | None:
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-class Draws:
-    """Random inputs, the same each time, drawn on the device."""
+def drawer(device: str) -> Callable[..., Tensor]:
+    """A function that draws matrices of normal numbers on the device, the same ones in each run."""
+    rng = torch.Generator(device).manual_seed(0)
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.rng = torch.Generator(device).manual_seed(0)
-
-    def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Tensor:
+    def normal(rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Tensor:
         # Drawn in the dtype: the device might not hold them in float32.
-        how = {"generator": self.rng, "device": self.device, "dtype": getattr(torch, dtype)}
-        return torch.randn(rows, columns, **how).mul_(std).add_(mean)
+        drawn = torch.randn(rows, columns, generator=rng, device=device, dtype=getattr(torch, dtype))
+        return drawn.mul_(std).add_(mean)
 
-    def labels(self, case: Any) -> Tensor:
-        """[T] vocabulary indices, uniform or as Zipf's law has them."""
-        if not case.zipf:
-            return torch.randint(case.vocab, (case.tokens,), generator=self.rng, device=self.device)
-        rank = torch.arange(1, case.vocab + 1, device=self.device)
-        return torch.multinomial(1 / rank, case.tokens, replacement=True, generator=self.rng)
-
-    def ignore(self, case: Any, labels: Tensor) -> Tensor:
-        """The labels with IGNORED in the part of the tokens that the case says."""
-        shuffled = torch.randperm(case.tokens, generator=self.rng, device=self.device)
-        labels[shuffled[: round(case.ignored * case.tokens)]] = IGNORED
-        return labels
+    return normal
 
 
 def leaf(x: Tensor, dtype: str, columns: int | None = None) -> Tensor:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from onchip.bench.benchmark import Benchmark, Problem, cross_entropies
 from onchip.bench.peers import NARROW, Implementation, gpu_only, needs, optional, own, plain_peers
 from onchip.ops.cross_entropy import cases
+from onchip.oracle.cases import draw_target, ignore_some
 from onchip.oracle.checks import op_in
 
 Loss = Callable[[Any, Any], Any]
@@ -18,10 +21,11 @@ Loss = Callable[[Any, Any], Any]
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     assert not case.options
-    draws = fw.Draws(device)
-    logits = draws.normal(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
-    target = draws.ignore(case, draws.labels(case))
-    return Problem((fw.leaf(logits, dtype, case.vocab), target), columns=case.vocab)
+    rng = np.random.default_rng(0)
+    logits = fw.drawer(device)(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
+    target = draw_target(case, rng)
+    ignore_some(case, target, rng)
+    return Problem((fw.leaf(logits, dtype, case.vocab), fw.ids(target, device)), columns=case.vocab)
 
 
 # ------------------------------------------------------------------------------------------------------------ peers

@@ -125,10 +125,10 @@ class Benchmark(Op):
         if there is not None and needed > there:
             raise MemoryError(f"it needs {needed} bytes of device memory; {there} are there")
         with self.fw.default_device(device):
-            draws = self.fw.Draws(device)
-            weight = self.fw.parameter(draws.normal(case.n, case.k, case.k**-0.5, dtype=dtype))
-            x = self.fw.leaf(draws.normal(case.m, case.k, dtype=dtype), dtype)
-            return Problem(x, weight, draws.normal(case.m, case.n, dtype=dtype))
+            normal = self.fw.drawer(device)
+            weight = self.fw.parameter(normal(case.n, case.k, case.k**-0.5, dtype=dtype))
+            x = self.fw.leaf(normal(case.m, case.k, dtype=dtype), dtype)
+            return Problem(x, weight, normal(case.m, case.n, dtype=dtype))
 
     def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
         steps: Mapping[str, Step] = self.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)

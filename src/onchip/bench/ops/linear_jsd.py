@@ -18,9 +18,9 @@ Loss = Callable[..., Any]
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     """Two models of their own."""
-    draws = fw.Draws(device)
-    student = [fw.leaf(x, dtype) for x in draw_layer(draws, case, case.hidden)]
-    teacher = [fw.constant(x, dtype) for x in draw_layer(draws, case, case.teacher_hidden or case.hidden)]
+    normal = fw.drawer(device)
+    student = [fw.leaf(x, dtype) for x in draw_layer(normal, case, case.hidden)]
+    teacher = [fw.constant(x, dtype) for x in draw_layer(normal, case, case.teacher_hidden or case.hidden)]
     return Problem((*student, *teacher), {"beta": float(case.options.get("beta", 0.5))})
 
 
