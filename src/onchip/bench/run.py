@@ -42,14 +42,12 @@ def run_bench(
     add: bool = False,
     suite: str | None = None,
 ) -> dict[str, Any]:
-    """Benchmark the op called `op`, whose benchmark module is `module`, and write `<date>-<device>-<op>.json` and
-    `.html` into the folder `out`, over those of an earlier run on the same day, or with `add` added to them.  For JAX
-    the names end in `-jax`.
+    """Benchmark an op and write `<date>-<device>-<op>.json` and `.html`, for JAX `<op>-jax`, over those of the same day.
 
     Args:
         op: name for the record.
         module: import path of the op's `harness.Op`.
-        framework: "torch" or "jax", whose module it is.
+        framework: "torch" or "jax", whose op it is.
         cases: patterns against the op's case names; None for the op's defaults on the device.
         device: "cpu", "cuda", or "auto": CUDA where the framework sees a device.
         dtype: one that the op has; None for float32 on the CPU, bfloat16 on CUDA.
@@ -57,9 +55,9 @@ def run_bench(
         impls: patterns against the implementations' names; None for all.
         out: folder of the files, made if need be.
         console: where progress and tables go.
-        suite: one of the op's suites of cases, in the place of its defaults; `cases` then chooses among these.
         add: keep what an earlier run of the same day, device and versions found of other cases, sizes, dtypes and
             implementations.
+        suite: one of the op's suites of cases in place of its defaults, among which `cases` then chooses.
 
     Returns:
         What the JSON file holds.
@@ -67,8 +65,8 @@ def run_bench(
     Raises:
         ImportError: a package is missing that this needs.
         ValueError: an option that can't be served; nothing has run or been written then.
-        KeyboardInterrupt: the user's; what had been measured is written, and `add` takes up from there.  Where nothing
-            had, a file that is there already stays as it is.
+        KeyboardInterrupt: the user's.  What was measured is written, and `add` continues from there; where nothing was,
+            an existing file stays as it is.
     """
     require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
     device = resolve_device(device, framework)
@@ -143,7 +141,7 @@ def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _added(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The earlier document with this one's rows in the place of those that they repeat."""
+    """The earlier document, with this one's rows in place of those that they repeat."""
 
     def table(row: Mapping[str, Any]) -> tuple[Hashable, ...]:
         return row["case"], str(row.get("sizes")), row["dtype"], row["mode"]
