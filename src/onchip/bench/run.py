@@ -42,7 +42,7 @@ def run_bench(
     add: bool = False,
     suite: str | None = None,
 ) -> dict[str, Any]:
-    """Benchmark an op and write `<date>-<device>-<op>.json` and `.html`, for JAX `<op>-jax`, over those of the same day.
+    """Benchmark an op and write `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`) over those of the same day.
 
     Args:
         op: name for the record.
