@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import onchip
-from onchip.bench import harness, plots
+from onchip.bench import harness, jax_steps, plots
 from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
@@ -459,12 +459,12 @@ def entropy_from_logits(logits, chunk_size=128):
 
 def tokamax(x, labels, weights, *, reduction, implementation):
     assert (weights.shape, reduction, implementation in ("xla", "chunked_xla")) == ((32, 1000), "mean", True)
-    return linear_cross_entropy.plain(wide=True)(x, weights.T, labels)
+    return linear_cross_entropy.plain(jax_steps, wide=True)(x, weights.T, labels)
 
 
 def jax_cce(x, w, labels, *, chunk_size):
     assert chunk_size == 4096
-    return linear_cross_entropy.plain(wide=True, one_hot=True)(x, w, labels)
+    return linear_cross_entropy.plain(jax_steps, losses=jax_steps.one_hot)(x, w, labels)
 
 
 LIBRARIES = {

@@ -74,7 +74,7 @@ class Step:
     """A function of arrays, compiled when it is first needed, and its arguments."""
 
     function: Callable[..., Any]
-    arguments: tuple[Array, ...]
+    arguments: tuple[Any, ...]
 
     def __call__(self) -> Any:
         return self.compilation[0](*self.arguments)
@@ -82,7 +82,7 @@ class Step:
     @cached_property
     def compilation(self) -> tuple[jax.stages.Compiled, float]:
         """The compiled function, and the seconds that tracing and compiling took."""
-        first = self.arguments[0]
+        first = jax.tree.leaves(self.arguments)[0]
         (device,) = first.devices()
         precision = "highest" if first.dtype == jnp.float32 else None
         start = time.perf_counter()
@@ -91,23 +91,22 @@ class Step:
         return compiled, time.perf_counter() - start
 
 
-def steps(function: Callable[..., Any], arguments: tuple[Array, ...], leaves: int) -> dict[str, Step]:
+def steps(
+    function: Callable[..., Any], arguments: tuple[Array, ...], leaves: int, upstream: tuple[Array, ...] = ()
+) -> dict[str, Step]:
     """As PyTorch's."""
 
     def forward(*arguments: Array) -> list[Array]:
         return jax.tree.leaves(function(*arguments))
 
-    def both(*arguments: Array) -> list[Array]:
-        def loss(*first: Array) -> tuple[Any, list[Array]]:
-            made = forward(*first, *arguments[leaves:])
-            return sum(x.astype(jnp.float32).mean() for x in made), made
-
+    def both(arguments: tuple[Array, ...], upstream: tuple[Array, ...]) -> list[Array]:
         first = arguments[:leaves]
-        gradients, made = jax.grad(loss, argnums=tuple(range(leaves)), has_aux=True)(*first)
+        made, pullback = jax.vjp(lambda *first: forward(*first, *arguments[leaves:]), *first)
+        gradients = pullback(list(upstream) or [jnp.full_like(x, 1 / x.size) for x in made])
         # As an optimizer takes them: tokamax's 'xla' returns float32 ones.
         return [*made, *(g.astype(x.dtype) for g, x in zip(gradients, first, strict=True))]
 
-    return {"forward": Step(forward, arguments), "forward+backward": Step(both, arguments)}
+    return {"forward": Step(forward, arguments), "forward+backward": Step(both, (arguments, upstream))}
 
 
 def products(mode: str, hidden: Array, weight: Array, *constants: tuple[Array, Array]) -> Callable[[], Sequence[Array]]:
@@ -183,12 +182,25 @@ def logits(hidden: Array, weight: Array, wide: bool) -> Array:
     return made.astype(jnp.float32)
 
 
-def cross_entropies(logits: Array, labels: Array) -> Array:
-    """[T], of labels that are all in [0, V), by a gather."""
+def gathered(logits: Array, labels: Array) -> Array:
+    """[T] cross-entropies, of labels that are all in [0, V)."""
     return jax.nn.logsumexp(logits, axis=1) - take(logits, labels[:, None])[:, 0]
 
 
-def mean_loss(losses: Callable[[Array, Array], Array], logits: Array, labels: Array) -> Array:
+def one_hot(logits: Array, labels: Array) -> Array:
+    """The same; the label's logit is summed behind a mask, which XLA fuses into its neighbours."""
+    chosen = jnp.where(jnp.arange(logits.shape[1]) == labels[:, None], logits, 0).sum(1)
+    return jax.nn.logsumexp(logits, axis=1) - chosen
+
+
+def by_optax(logits: Array, labels: Array) -> Array:
+    import optax
+
+    made: Array = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return made
+
+
+def cross_entropy(logits: Array, labels: Array, losses: Callable[[Array, Array], Array] = gathered) -> Array:
     """The float32 mean over the tokens whose label is not IGNORED."""
     kept = labels != IGNORED
     each = losses(logits, jnp.where(kept, labels, 0)).astype(jnp.float32)
@@ -196,17 +208,6 @@ def mean_loss(losses: Callable[[Array, Array], Array], logits: Array, labels: Ar
 
 
 # ------------------------------------------------------------------------------------------------------ linear layers
-
-
-def layer_steps(layer: Callable[..., Array], x: Array, weight: Array, grad_out: Array) -> dict[str, Step]:
-    """A step keeps nothing: it quantises the weight anew, as after an optimizer's step."""
-
-    def both(x: Array, weight: Array, grad_out: Array) -> list[Array]:
-        out, pullback = jax.vjp(layer, x, weight)
-        return [out, *pullback(grad_out)]
-
-    forward = Step(lambda x, weight: [layer(x, weight)], (x, weight))
-    return {"forward": forward, "forward+backward": Step(both, (x, weight, grad_out))}
 
 
 def parameter(x: Array) -> Array:

@@ -55,11 +55,13 @@ def constant(x: Tensor, dtype: str) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ steps
 
 
-def steps(function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int) -> dict[str, Step]:
+def steps(
+    function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int, upstream: Sequence[Tensor] = ()
+) -> dict[str, Step]:
     """The steps of `function`, which returns a loss or several tensors; None among them is dropped.
 
-    'forward' returns these; 'forward+backward' adds the gradients of the sum of their means by the first `leaves`
-    arguments.
+    'forward' returns these; 'forward+backward' adds the gradients by the first `leaves` arguments: with the `upstream`
+    gradients of what is returned, or without any of the sum of the means.
     """
 
     def made(*arguments: Tensor) -> list[Tensor]:
@@ -73,8 +75,12 @@ def steps(function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int
 
     def both() -> Sequence[Tensor]:
         values = made(*arguments)
-        loss: Any = values[0] if values[0].ndim == 0 else sum(x.float().mean() for x in values)
-        return [*(x.detach() for x in values), *torch.autograd.grad(loss, arguments[:leaves])]
+        if upstream:
+            gradients = torch.autograd.grad(values, arguments[:leaves], upstream)
+        else:
+            loss: Any = values[0] if values[0].ndim == 0 else sum(x.float().mean() for x in values)
+            gradients = torch.autograd.grad(loss, arguments[:leaves])
+        return [*(x.detach() for x in values), *gradients]
 
     return {"forward": forward, "forward+backward": both}
 
@@ -158,6 +164,10 @@ def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
     return made.float() if wide else made
 
 
+cross_entropy = torch.nn.functional.cross_entropy
+"""The mean over the tokens whose target is not IGNORED."""
+
+
 # ------------------------------------------------------------------------------------------------------- in place
 
 
@@ -197,18 +207,6 @@ def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor,
 
 
 # ------------------------------------------------------------------------------------------------------ linear layers
-
-
-def layer_steps(layer: Callable[..., Tensor], x: Tensor, weight: Tensor, grad_out: Tensor) -> dict[str, Step]:
-    def forward() -> Sequence[Tensor]:
-        with torch.no_grad():
-            return [layer(x, weight)]
-
-    def both() -> Sequence[Tensor]:
-        out = layer(x, weight)
-        return [out.detach(), *torch.autograd.grad(out, [x, weight], grad_out)]
-
-    return {"forward": forward, "forward+backward": both}
 
 
 def parameter(x: Tensor) -> Tensor:

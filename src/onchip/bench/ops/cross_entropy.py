@@ -5,6 +5,7 @@ Bench cases are plain: mean over the tokens that are not ignored, no options; so
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,23 +32,8 @@ def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
 # ------------------------------------------------------------------------------------------------------------ peers
 
 
-def _plain(framework: str, wide: bool) -> Loss:
-    if framework == "torch":
-        import torch.nn.functional as F
-
-        return lambda logits, target: F.cross_entropy(logits.float() if wide else logits, target)
-    from onchip.bench import jax_steps as fw
-
-    return lambda logits, labels: fw.mean_loss(fw.cross_entropies, logits.astype("float32") if wide else logits, labels)
-
-
-def _optax() -> Loss:
-    import optax
-
-    from onchip.bench import jax_steps as fw
-
-    losses = optax.softmax_cross_entropy_with_integer_labels
-    return lambda logits, labels: fw.mean_loss(losses, logits.astype("float32"), labels)
+def _plain(fw: Any, wide: bool, **losses: Any) -> Loss:
+    return lambda logits, target: fw.cross_entropy(fw.constant(logits, "float32") if wide else logits, target, **losses)
 
 
 def _liger(inplace: bool) -> Loss:
@@ -70,9 +56,10 @@ def _implementations(fw: Any) -> Sequence[Implementation]:
         options = {"inplace_backward": inplace} if fw.NAME == "torch" else {}
         return lambda logits, target: op(logits, target, backend=backend, **options)
 
-    common = (*own(load, backends), *plain_peers(fw.NAME, lambda wide: _plain(fw.NAME, wide)))
+    common = (*own(load, backends), *plain_peers(fw.NAME, partial(_plain, fw)))
     if fw.NAME == "jax":
-        return (*common, optional("optax, float32 logits", "optax", _optax, needs("optax")))
+        optax = partial(_plain, fw, wide=True, losses=fw.by_optax)
+        return (*common, Implementation("optax, float32 logits", optax, needs("optax"), package="optax"))
     liger, quack = (gpu_only(package, ("float32", *NARROW)) for package in ("liger-kernel", "quack-kernels"))
     return (
         *common,

@@ -131,7 +131,7 @@ class Benchmark(Op):
             return Problem(x, weight, normal(case.m, case.n, dtype=dtype))
 
     def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
-        steps: Mapping[str, Step] = self.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)
+        steps: Mapping[str, Step] = self.fw.steps(layer, (problem.x, problem.weight), 2, (problem.grad_out,))
         return steps
 
     def floor(self, problem: Problem, mode: str) -> Step | None:
@@ -304,7 +304,7 @@ def _torchao() -> Layer:
             # Past that they would write to addresses that aren't theirs, and nothing could run on the device after.
             raise ValueError(f"its kernels count elements in 32 bits, and the output has {elements}")
         plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        plain.weight = weight  # a Parameter, which its layer takes over as it is
+        plain.weight = torch.nn.Parameter(weight) if type(weight) is torch.Tensor else weight  # taken over as it is
         return Float8BlockwiseLinear.from_float(plain)(x)
 
     return layer

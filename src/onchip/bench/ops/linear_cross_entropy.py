@@ -13,7 +13,6 @@ from onchip.bench.peers import (
     IGNORED,
     NARROW,
     Implementation,
-    always,
     compiled,
     gpu_only,
     imported,
@@ -172,15 +171,12 @@ def _quantized_before_steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
     return TORCH.plain_steps(problem, lambda h, w, target: op(h, copies._replace(weight=w), target))
 
 
+def plain(fw: Any, wide: bool = False, **losses: Any) -> Loss:
+    """The plain expression: logits in float32 if `wide`, else in hidden's dtype."""
+    return lambda hidden, weight, target: fw.cross_entropy(fw.logits(hidden, weight, wide), target, **losses)
+
+
 # ------------------------------------------------------------------------------------------------- peers in PyTorch
-
-
-def _eager(wide: bool = False) -> Loss:
-    import torch.nn.functional as F
-
-    from onchip.bench import torch_steps as fw
-
-    return lambda hidden, weight, target: F.cross_entropy(fw.logits(hidden, weight, wide), target)
 
 
 def _linear_cross_entropy(options: str | None) -> Loss:
@@ -230,9 +226,9 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
         own("onchip recompute", partial(_part_of_logits, 16, "torch"), strategy="recompute"),
         _in_fp8(fw, "onchip fp8, approximate", before=False),
         _in_fp8(fw, "onchip fp8, approximate, weight quantised before", before=True),
-        Implementation("torch eager", _eager),
-        Implementation("torch eager, float32 logits", lambda: _eager(wide=True), only_narrow),
-        Implementation("torch.compile", lambda: compiled(_eager()), no_compiler),
+        Implementation("torch eager", lambda: plain(fw)),
+        Implementation("torch eager, float32 logits", lambda: plain(fw, wide=True), only_narrow),
+        Implementation("torch.compile", lambda: compiled(plain(fw)), no_compiler),
         optional("F.linear_cross_entropy", "torch", _linear_cross_entropy, _older_torch, options=None),
         optional(
             "F.linear_cross_entropy chunked",
@@ -253,34 +249,6 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
 # ------------------------------------------------------------------------------------------------------ peers in JAX
 
 
-def plain(wide: bool, one_hot: bool = False) -> Loss:
-    """The plain expression in JAX: logits in float32 if `wide`, else in hidden's dtype, and the rest in float32.
-
-    The label's logit is gathered, or with `one_hot` summed behind a mask, which XLA fuses into its neighbours.
-    """
-    from onchip.bench import jax_steps as fw
-
-    losses = _one_hot_losses if one_hot else fw.cross_entropies
-    return lambda hidden, weight, labels: fw.mean_loss(losses, fw.logits(hidden, weight, wide), labels)
-
-
-def _one_hot_losses(logits: Any, labels: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    chosen = jnp.where(jnp.arange(logits.shape[1]) == labels[:, None], logits, 0).sum(1)
-    return jax.nn.logsumexp(logits, axis=1) - chosen
-
-
-def _optax() -> Loss:
-    import optax
-
-    from onchip.bench import jax_steps as fw
-
-    losses = optax.softmax_cross_entropy_with_integer_labels
-    return lambda hidden, weight, labels: fw.mean_loss(losses, fw.logits(hidden, weight, wide=True), labels)
-
-
 def _tokamax(implementation: str) -> Loss:
     from tokamax import linear_softmax_cross_entropy_loss
 
@@ -299,6 +267,8 @@ def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) ->
 
 def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
+    narrow = Implementation("XLA, 16-bit logits", lambda: plain(fw), xla_only_narrow, package="jax")
+    one_hot, optax = partial(plain, fw, losses=fw.one_hot), partial(plain, fw, losses=fw.by_optax)
     no_tokamax, turned = needs("tokamax"), partial(_of_counted_tokens, turned=True)
     load_cce = partial(imported, "jax_cce:linear_cross_entropy")
     return (
@@ -307,10 +277,10 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8, "jax")),
         own("onchip triton", not_on_cpu="it runs on GPUs", backend="triton"),
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
-        optional("XLA, 16-bit logits", "jax", plain, xla_only_narrow, wide=False),
-        optional("XLA, 16-bit logits, one-hot", "jax", plain, xla_only_narrow, wide=False, one_hot=True),
-        optional("XLA, float32 logits", "jax", plain, always, wide=True),
-        optional("optax, float32 logits", "optax", _optax, needs("optax")),
+        narrow,
+        replace(narrow, name="XLA, 16-bit logits, one-hot", load=one_hot, options={"one_hot": True}),
+        Implementation("XLA, float32 logits", lambda: plain(fw, wide=True), package="jax"),
+        Implementation("optax, float32 logits", partial(optax, wide=True), needs("optax"), package="optax"),
         optional("tokamax xla", "tokamax", _tokamax, no_tokamax, turned, implementation="xla"),
         optional("tokamax chunked_xla", "tokamax", _tokamax, no_tokamax, turned, implementation="chunked_xla"),
         optional("jax-cce", "jax-cce", load_cce, needs("jax-cce"), _of_counted_tokens, chunk_size=4096),
