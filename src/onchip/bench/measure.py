@@ -94,7 +94,7 @@ def _cuda_peak() -> Iterator[Callable[[], int]]:
 
 
 def compile_seconds(step: Step) -> float | None:
-    """Not known: what compiles does so when it first runs."""
+    """Unknown: a compiled function compiles in its first run."""
     return None
 
 
@@ -107,7 +107,7 @@ def release(device: str) -> None:
 
 
 def threads() -> int | None:
-    """Threads of an operator on the CPU."""
+    """Threads that an operator uses on the CPU."""
     return torch.get_num_threads()
 
 
@@ -190,7 +190,7 @@ def _status_bytes(field: str) -> int:
 
 @contextlib.contextmanager
 def _sampled_peak() -> Iterator[Callable[[], int]]:
-    """The same where the kernel keeps no high-water mark that can be reset: sample every millisecond."""
+    """The same by samples every millisecond, where the kernel keeps no high-water mark that can be reset."""
     import psutil  # type: ignore[import-untyped]
 
     process = psutil.Process()

@@ -40,12 +40,12 @@ def compile_seconds(step: Any) -> float | None:
 
 
 def release(device: str) -> None:
-    """Free what steps have left behind: one that ran out of memory may leave cycles that hold arrays."""
+    """Collect the cycles that hold arrays after a step ran out of memory."""
     gc.collect()
 
 
 def threads() -> int | None:
-    """XLA has no number of its own: it takes the cores that there are."""
+    """XLA uses all cores."""
     return None
 
 

@@ -39,7 +39,7 @@ class Implementation:
 
     name: str
     load: Load
-    """The function, anew for each problem; what it imports, it imports then."""
+    """Called for each problem: imports and returns the function."""
     unavailable: Refusal = always
     options: Mapping[str, Any] = field(default_factory=dict)
     """Its settings, for the record."""
@@ -112,12 +112,12 @@ def plain_peers(framework: str, load: Callable[[bool], Function]) -> tuple[Imple
 # -------------------------------------------------------------------------------------------------- why not
 
 
-def only_narrow(device: str, dtype: str) -> str | None:
-    return "in float32 it is the same as torch eager" if dtype == "float32" else None
+def _same_in_float32(other: str) -> Refusal:
+    return lambda device, dtype: f"in float32 it is the same as {other}" if dtype == "float32" else None
 
 
-def xla_only_narrow(device: str, dtype: str) -> str | None:
-    return "in float32 it is the same as XLA, float32 logits" if dtype == "float32" else None
+only_narrow = _same_in_float32("torch eager")
+xla_only_narrow = _same_in_float32("XLA, float32 logits")
 
 
 def no_compiler(device: str, dtype: str) -> str | None:

@@ -43,7 +43,7 @@ def drawer(device: str) -> Callable[..., Tensor]:
 
 
 def leaf(x: Tensor, dtype: str, columns: int | None = None) -> Tensor:
-    """`x` in `dtype`, needing a gradient; only so many `columns` of it, in rows as long as before."""
+    """`x` in `dtype`, as a leaf that requires grad; with `columns`, a slice of them whose rows keep their stride."""
     return x.to(getattr(torch, dtype))[:, :columns].detach().requires_grad_()
 
 
@@ -60,8 +60,8 @@ def steps(
 ) -> dict[str, Step]:
     """The steps of `function`, which returns a loss or several tensors; None among them is dropped.
 
-    'forward' returns these; 'forward+backward' adds the gradients by the first `leaves` arguments: with the `upstream`
-    gradients of what is returned, or without any of the sum of the means.
+    'forward' returns these; 'forward+backward' adds the gradients by the first `leaves` arguments, with the `upstream`
+    gradients, or if there are none, of the sum of the means.
     """
 
     def made(*arguments: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Rounding errors are taken to add up like a random walk; so many of its standard deviations are allowed.
+# Rounding errors are assumed to add up like a random walk; this many standard deviations of it are allowed.
 DEVIATIONS = 4
 
 
@@ -97,7 +97,7 @@ def _compare_softmax(
     for name, out in results.items():
         right = getattr(oracle, name)
         if name in _CHOICES:
-            # What ties in float64 or nearly so may come out either way; a wrong index anywhere else does not.
+            # A tie, or nearly one, may come out either way; a wrong index elsewhere may not.
             error, limit = float(np.mean(out != right)) if right.size else 0.0, 0.02 if right.size > 50 else 0.0
         else:
             error, limit = relative_error(out, right), limits[name]
@@ -114,7 +114,7 @@ def adapter(framework: str) -> Any:
 
 
 def adapter_of(x: Any) -> Any:
-    """That of an array, or of a dtype: PyTorch has dtypes of its own, of JAX's the name is given."""
+    """That of an array, or of a dtype: PyTorch's own type, or JAX's name."""
     return adapter("torch" if type(x).__module__.partition(".")[0] == "torch" else "jax")
 
 
@@ -123,7 +123,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def op_in(fw: Any, op: str, name: str = "") -> Any:
-    """What the module of `op` in the framework of an adapter calls `name`: if none is given, the op itself."""
+    """`name` in the module of `op` in an adapter's framework; by default the op itself."""
     return getattr(import_module(f"onchip.ops.{op}.{fw.NAME}_op"), name or op)
 
 
@@ -131,12 +131,12 @@ def op_in(fw: Any, op: str, name: str = "") -> Any:
 class Checker:
     """How one op is compared with its oracle, whose results are named tuples.
 
-    In what follows `fw` is a framework's adapter, and `how` what a check asks of the op beside the case's options:
-    its backend, for example.
+    `fw` stands for a framework's adapter, and `how` for the arguments of a check beside the case's options, such as the
+    backend.
     """
 
     names: Sequence[str]
-    """Inputs that are arguments of the op, in their order.  Those of floats get the check's dtype, and gradients."""
+    """Inputs that are arguments of the op, in their order.  Floats get the check's dtype, and gradients."""
     inputs: Callable[[Any, str], Any]
     """The inputs of a case in a dtype: a named tuple of NumPy arrays, with `grad_<value>` for each of the `values`."""
     oracle: Callable[..., Any]
@@ -154,13 +154,13 @@ class Checker:
     keywords: Callable[[Any], Mapping[str, Any]] = lambda inputs: {
         name: getattr(inputs, name) for name in ("token_weight", "temperature") if name in inputs._fields
     }
-    """Keyword arguments, from the inputs; what is None is left out."""
+    """Keyword arguments, from the inputs; None is left out."""
     defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: {"torch": {"backend": "torch"}, "jax": {"backend": "xla"}}
     )
-    """`how` by framework, where a check doesn't say."""
+    """Defaults of `how`, by framework."""
     label: Callable[[Any, Mapping[str, Any]], str] = lambda fw, how: str(how["backend"])
-    """What the check calls the implementation."""
+    """The check's name for the implementation."""
     constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False
     """Whether an argument gets no gradient."""
     compare: Callable[..., list[Check]] = _compare_softmax

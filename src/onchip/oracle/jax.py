@@ -1,4 +1,4 @@
-"""What the comparisons of all ops need of JAX.  `onchip.oracle.torch` has the same names."""
+"""JAX's part of all comparisons.  `onchip.oracle.torch` has the same names."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -23,7 +23,7 @@ def platform_of(device: str) -> str:
 
 
 def default_device(device: str) -> AbstractContextManager[Any]:
-    """Where arrays are put and computed that aren't elsewhere."""
+    """Where arrays are created and computed unless they are elsewhere."""
     context: AbstractContextManager[Any] = jax.default_device(jax.devices(platform_of(device))[0])
     return context
 

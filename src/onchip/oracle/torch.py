@@ -1,4 +1,4 @@
-"""What the comparisons of all ops need of PyTorch.  `onchip.oracle.jax` has the same names."""
+"""PyTorch's part of all comparisons.  `onchip.oracle.jax` has the same names."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torch import Tensor
 
 NAME = "torch"
 IDS = "target"
-"""What the ops call the argument with one label per token."""
+"""The ops' name for the argument with one label per token."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 xp = torch
@@ -19,12 +19,12 @@ linear, log_softmax, logsumexp = F.linear, torch.log_softmax, torch.logsumexp
 
 
 def default_device(device: str) -> AbstractContextManager[Any]:
-    """Tensors are put on their device one by one."""
+    """Nothing: each tensor is put on its device."""
     return nullcontext()
 
 
 def leaf(x: Any, dtype: torch.dtype, device: str, columns: int | None = None) -> Tensor:
-    """`x` in `dtype`, needing a gradient; only so many `columns` of it, in rows as long as before."""
+    """`x` in `dtype`, as a leaf that requires grad; with `columns`, a slice of them whose rows keep their stride."""
     tensor = torch.from_numpy(x).to(device=device, dtype=dtype)
     return (tensor if columns is None else tensor[:, :columns].detach()).requires_grad_()
 
@@ -78,8 +78,8 @@ def differentiate(
 ) -> dict[str, Any]:
     """What `function(**arguments, **keywords)` returns, and the gradients of the arguments named by `leaves`.
 
-    Each is a NumPy array under its name, a gradient under `grad_<name>`; what is None is left out.  The gradients are
-    those of the values in `upstream`, each multiplied by the array there.
+    Each is a NumPy array under its name, a gradient under `grad_<name>`; None is left out.  `upstream` has the upstream
+    gradients of the values, by name.
     """
     made = {name: x for name, x in function(**arguments, **keywords).items() if x is not None}
     pairs = [(x, constant(upstream[name], x.device).to(x)) for name, x in made.items() if name in upstream]

@@ -1,7 +1,6 @@
 """The benchmark of linear_log_probs: its inputs and its peers.
 
-A loss is made of what is returned, so that backward has one: the mean of the log-probabilities, and of the entropies
-where the case asks for them.
+Backward is that of a loss: the mean of the log-probabilities, plus that of the entropies where the case asks for them.
 """
 
 from collections.abc import Callable, Sequence
