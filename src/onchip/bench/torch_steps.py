@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.bench.timing import Step
-from onchip.oracle.torch import NAME, default_device, linear, log_softmax, take, xp
+from onchip.oracle.torch import NAME, computed, default_device, linear, log_softmax, take, xp
 from onchip.oracle.torch import constant as ids
 
 __all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
@@ -171,19 +171,6 @@ cross_entropy = torch.nn.functional.cross_entropy
 # ------------------------------------------------------------------------------------------------------- in place
 
 
-class _Given(torch.autograd.Function):
-    """Memory as a layer's output would be: neither a leaf nor a view."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, memory: Tensor) -> Tensor:
-        out = memory.new_empty(0)
-        return out.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
-
-
 def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Step:
     """A step of 'forward+backward' that writes its gradient over its logits, a copy of the problem's.
 
@@ -197,7 +184,7 @@ def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor,
         if first:
             whole = logits.new_empty(logits.shape[0], logits.stride(0))
             memory.append(whole[:, : logits.shape[1]].copy_(logits.detach()))
-        given = _Given.apply(anchor, memory[0])
+        given = computed(anchor, memory[0])
         loss = function(given, target)
         (gradient,) = torch.autograd.grad(loss, given)
         # The first run returns it for the check; its memory is not the step's.

@@ -53,20 +53,23 @@ def take(x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(-1, indices)
 
 
-def computed(x: Tensor) -> Tensor:
-    """The same numbers in the same layout, as a layer's output would be: neither a leaf nor a view."""
-    made: Tensor = _Computed.apply(x)
+def computed(x: Tensor, memory: Tensor | None = None) -> Tensor:
+    """`memory`, by default a copy of `x`, as a layer's output that depends on `x`: neither a leaf nor a view."""
+    if memory is None:
+        memory = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x.detach())
+    made: Tensor = _Computed.apply(x, memory)
     return made
 
 
 class _Computed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    def forward(ctx: Any, x: Tensor, memory: Tensor) -> Tensor:
+        out = memory.new_empty(0)
+        return out.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+        return grads[0], None
 
 
 def differentiate(
