@@ -107,7 +107,7 @@ def no_libraries(monkeypatch):
     monkeypatch.setattr(bench_peers.metadata, "version", missing)
 
 
-# JAX compiles each step for seconds: there it is one op, and hardly any implementation but this package's.
+# JAX compiles each step for seconds: there it is one op, and only this package's implementation.
 @pytest.mark.parametrize(
     ("framework", "op", "dtype"),
     [*(("torch", op, d) for op in SMALL for d in ("float32", "bfloat16")), ("jax", "linear_cross_entropy", "bfloat16")],
@@ -118,7 +118,7 @@ def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet, no_libraries)
     names = [impl.name for impl in target.IMPLEMENTATIONS if not impl.name.startswith("torch.compile")]
     not_here = {n for n in names if n.startswith((*NOT_HERE[framework], "optax"))}
     if framework == "jax":
-        names = [n for n in names if n in (*not_here, "onchip auto", "XLA, 16-bit logits, one-hot")]
+        names = [n for n in names if n in (*not_here, "onchip auto")]
     elif dtype == "float32":
         not_here |= {n for n in names if "float32 logits" in n}
     if not hasattr(F, "linear_cross_entropy"):
@@ -270,13 +270,14 @@ def test_inputs_are_drawn_as_their_case_says(framework):
     assert shares[49] < 0.02
     p = np.exp(hidden @ weight.T)[kept]
     assert 0.97 < np.median(p[np.arange(len(p)), labels[kept]] / p.sum(1)) < 0.997
+    if framework == "jax":  # whose draws are functions of a key, and of which fp8_linear's benchmark sees more
+        return
     hidden, weight, labels = draw()
     assert hidden.std() == pytest.approx(1, rel=0.02)
     assert len(np.unique(hidden[:, 0])) > 3900
     assert np.bincount(labels, minlength=50).min() > 40
     assert labels.min() >= 0
-    if framework == "torch":  # JAX's draws are functions of a key
-        assert all(np.array_equal(a, b) for a, b in zip(draw(), (hidden, weight, labels), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(draw(), (hidden, weight, labels), strict=True))
 
 
 @each_framework
