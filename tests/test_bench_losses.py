@@ -3,7 +3,6 @@
 import dataclasses
 import subprocess
 import sys
-from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
 from io import StringIO
@@ -18,8 +17,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import onchip
-from onchip.bench import benchmark as benchmarks
-from onchip.bench import harness, plots
+from onchip.bench import harness, jax_steps, plots
 from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
@@ -28,6 +26,7 @@ from onchip.cli import BENCHMARKS, OPS
 from onchip.ops.linear_cross_entropy import cases as lce_cases
 from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
+from onchip.torch import linear_cross_entropy as linear_cross_entropy_in_torch
 from onchip.vocab import memory
 from shared_jax import quick_compilation  # noqa: F401
 
@@ -48,8 +47,6 @@ NOT_HERE = {
     "torch": ("liger", "quack", "trl", "cut-cross-entropy", "torch.compile", "onchip triton", "onchip fp8", "onchip, "),
     "jax": ("tokamax", "jax-cce", "onchip triton", "onchip xla", "onchip, 64 MiB"),
 }
-SAME_IN_FLOAT32 = {"torch": "float32 logits", "jax": "16-bit logits"}
-PLAIN = {"torch": "torch eager", "jax": "XLA, float32 logits"}
 each = pytest.mark.parametrize(("framework", "op"), [(f, op) for f in ("torch", "jax") for op in SMALL])
 each_framework = pytest.mark.parametrize("framework", ["torch", "jax"])
 LCE = linear_cross_entropy.TORCH
@@ -72,6 +69,10 @@ def implementation(op, name):
     return found
 
 
+def steps_of(op, name, problem):
+    return op.steps(problem, implementation(op, name))
+
+
 def array(x):
     return oracle_checks.adapter_of(x).as_array(x)
 
@@ -88,7 +89,7 @@ def run(op, framework, folder, **options):
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """No page, which takes longer than all else, and no look at what else is running."""
+    """Without the page, which takes longer than all else, and without a look at what else is running."""
     monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
     monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
 
@@ -106,37 +107,40 @@ def no_libraries(monkeypatch):
     monkeypatch.setattr(bench_peers.metadata, "version", missing)
 
 
-# JAX compiles each step, for seconds: one dtype of its ops is enough beside both of PyTorch's.
+# JAX compiles each step for seconds: there it is one op, and only this package's implementation.
 @pytest.mark.parametrize(
     ("framework", "op", "dtype"),
-    [(f, op, d) for op in SMALL for f, d in (("torch", "float32"), ("torch", "bfloat16"), ("jax", "bfloat16"))],
+    [*(("torch", op, d) for op in SMALL for d in ("float32", "bfloat16")), ("jax", "linear_cross_entropy", "bfloat16")],
 )
 def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet, no_libraries):
     target = benchmark_of(framework, op)
     monkeypatch.setattr(target, "CASES", {"small": SMALL[op]})
     names = [impl.name for impl in target.IMPLEMENTATIONS if not impl.name.startswith("torch.compile")]
-    document = run(op, framework, tmp_path, dtype=dtype, impls=names)
-    same = {n for n in names if SAME_IN_FLOAT32[framework] in n and dtype == "float32" and n not in PLAIN.values()}
-    not_here = same | {n for n in names if n.startswith((*NOT_HERE[framework], "optax"))}
+    not_here = {n for n in names if n.startswith((*NOT_HERE[framework], "optax"))}
+    if framework == "jax":
+        names = [n for n in names if n in (*not_here, "onchip auto")]
+    elif dtype == "float32":
+        not_here |= {n for n in names if "float32 logits" in n}
     if not hasattr(F, "linear_cross_entropy"):
         not_here |= {n for n in names if n.startswith("F.")}
+    document = run(op, framework, tmp_path, dtype=dtype, impls=names)
     assert {n["impl"] for n in document["not_run"]} == not_here
-    ran = [plots.short_name(row["impl"]) for row in document["rows"]]
-    assert ran == [n for n in names if n not in not_here] * 2
-    for row in document["rows"]:
+    rows = {(plots.short_name(row["impl"]), row["mode"]): row for row in document["rows"]}
+    assert list(rows) == [(n, mode) for mode in harness.MODES for n in names if n not in not_here]
+    returned = target.forward(target.make_problem(SMALL[op], "cpu", dtype))
+    for (name, mode), row in rows.items():
         # In bfloat16 PyTorch's chunked loss may be off by more than twice eager's error.
-        loose = dtype == "bfloat16" and row["impl"].startswith("F.linear_cross_entropy chunked")
+        loose = dtype == "bfloat16" and name.startswith("F.linear_cross_entropy chunked")
         assert row["ok"] or loose, row
         assert row["floor_ms"] > 0
         assert (row["compile_s"] is None) == (framework == "torch")
-        returned = target.forward(target.make_problem(SMALL[op], "cpu", dtype))
-        gradients = [f"grad_{n}" for n in target.leaves] if row["mode"] == "forward+backward" else []
+        gradients = [f"grad_{n}" for n in target.leaves] if mode == "forward+backward" else []
         assert list(row["errors"]) == [*returned, *gradients]
-    own = {(plots.short_name(r["impl"]), r["mode"]): r["config"] for r in document["rows"]}
+        if dtype == "bfloat16" and name == target.fw.PLAIN:  # what all are held to
+            assert row["error_bound"] == pytest.approx(2 * row["error"]) or row["error_bound"] == 2**-7
     if op == "linear_cross_entropy":
-        strategies = {"onchip auto": "recompute"} if framework == "jax" else {"onchip stash": "stash"}
-        for name, strategy in strategies.items():
-            assert [own[name, mode]["strategy"] for mode in harness.MODES] == ["forward", strategy]
+        name, strategy = ("onchip auto", "recompute") if framework == "jax" else ("onchip stash", "stash")
+        assert [rows[name, mode]["config"]["strategy"] for mode in harness.MODES] == ["forward", strategy]
     assert document["environment"]["framework"] == framework
     assert ("torch" in document["environment"]) == (framework == "torch")
     (path,) = tmp_path.glob("*.json")
@@ -171,7 +175,7 @@ def oracle_values(op, problem):
 
 VARIANTS = {
     "linear_log_probs": [{"entropy": False}, {"entropy": True}],
-    "linear_jsd": [{"beta": 0.0}, {"beta": 0.3}, {"beta": 1.0}],
+    "linear_jsd": [{"beta": 0.0}, {"beta": 1.0}, {"beta": 0.3}],
 }
 
 
@@ -181,7 +185,8 @@ def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, m
     # Chunks of 30 rows, of which the last one isn't full.
     monkeypatch.setattr(target.fw, "_CHUNK_BYTES", 30 * 8 * SMALL[op].vocab)
     problem = target.make_problem(SMALL[op], "cpu", "float32")
-    for options in VARIANTS.get(op, [{}]):
+    variants = VARIANTS.get(op, [{}])
+    for options in variants if framework == "torch" else variants[-1:]:
         problem = dataclasses.replace(problem, options=options)
         reference = target.reference(problem)
         expected = oracle_values(op, problem)
@@ -189,8 +194,9 @@ def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, m
         for name, value in reference.values.items():
             assert np.asarray(value).dtype == np.float64
             np.testing.assert_allclose(np.asarray(value), expected[name], rtol=1e-9, atol=1e-13, err_msg=name)
-    made = implementation(target, PLAIN[framework]).steps(problem)["forward+backward"]()
-    assert right(target.check(reference, "forward+backward", made)) == list(expected)
+    for name in ("onchip auto", target.fw.PLAIN):
+        made = steps_of(target, name, problem)["forward+backward"]()
+        assert right(target.check(reference, "forward+backward", made)) == list(expected), name
     for i in range(len(expected) - len(target.leaves), len(expected)):
         nan = made[i] + made[i] * np.nan if framework == "jax" else made[i].index_fill(0, torch.tensor([3]), torch.nan)
         for spoiled in (made[i] * 1.001, nan):
@@ -202,17 +208,9 @@ def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, m
         target.check(reference, "forward+backward", made[:-1])
 
 
-@each
-def test_16_bits_are_held_to_the_plain_expression(framework, op):
-    target = benchmark_of(framework, op)
-    problem = target.make_problem(SMALL[op], "cpu", "bfloat16")
-    reference = target.reference(problem)
-    made = implementation(target, target.fw.PLAIN).steps(problem)["forward+backward"]()
-    for error, bound in target.check(reference, "forward+backward", made).values():
-        assert bound == pytest.approx(2 * error) or bound == 2**-7
-
-
-@each
+@pytest.mark.parametrize(
+    ("framework", "op"), [*(("torch", op) for op in SMALL), ("jax", "linear_jsd"), ("jax", "cross_entropy")]
+)
 def test_floors(framework, op):
     target = benchmark_of(framework, op)
     problem = target.make_problem(SMALL[op], "cpu", "float32")
@@ -231,7 +229,7 @@ def test_steps_drop_what_is_not_returned_and_sum_the_means(framework):
     x = jnp.arange(3.0) if framework == "jax" else torch.arange(3.0, requires_grad=True)
     y = np.arange(3.0) + 1
     one = jnp.ones(3) if framework == "jax" else torch.ones(3)
-    steps = benchmarks.adapter(framework).steps(lambda x, one: (x * (x + one), None), (x, one), 1)
+    steps = harness.adapter(framework).steps(lambda x, one: (x * (x + one), None), (x, one), 1)
     product, gradient = steps["forward+backward"]()
     np.testing.assert_allclose(array(product), (y - 1) * y)
     np.testing.assert_allclose(array(gradient), (2 * y - 1) / 3, rtol=1e-6)
@@ -245,7 +243,7 @@ def test_in_place_steps_go_on_after_the_first():
     logits = problem.arrays[0]
     assert logits.stride() == (304, 1)
     before = logits.detach().clone()
-    step = implementation(target, "onchip auto, in place").steps(problem)["forward+backward"]
+    step = steps_of(target, "onchip auto, in place", problem)["forward+backward"]
     assert len(step()) == 2
     assert len(step()) == 1
     torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
@@ -272,6 +270,8 @@ def test_inputs_are_drawn_as_their_case_says(framework):
     assert shares[49] < 0.02
     p = np.exp(hidden @ weight.T)[kept]
     assert 0.97 < np.median(p[np.arange(len(p)), labels[kept]] / p.sum(1)) < 0.997
+    if framework == "jax":  # whose draws are functions of a key, and of which fp8_linear's benchmark sees more
+        return
     hidden, weight, labels = draw()
     assert hidden.std() == pytest.approx(1, rel=0.02)
     assert len(np.unique(hidden[:, 0])) > 3900
@@ -307,14 +307,7 @@ def test_cases_of_the_bench():
         target = benchmark_of("torch", op)
         assert all(name in target.CASES for names in target.DEFAULT_CASES.values() for name in names)
         assert all(case.name == name for name, case in target.CASES.items())
-    llama = [name for name in LCE.DEFAULT_CASES["cuda"] if fnmatchcase(name, "llama3.1-8b*")]
-    tokens = {f"llama3.1-8b-t{t}": t for t in (1024, 4096, 8192, 16384, 32768)}
-    variants = [f"llama3.1-8b-{name}" for name in ("half-ignored", "zipf", "peaked", "std30")]
-    assert llama == ["llama3.1-8b", *variants, *tokens]
-    assert {name: LCE.CASES[name].tokens for name in tokens} == tokens
-    models = dict.fromkeys(lce_cases.MODELS, 4096) | {"deepseek-v3": 8192}
-    assert {name: LCE.CASES[name].tokens for name in lce_cases.MODELS} == models
-    assert set(LCE.DEFAULT_CASES["cuda"]) == {*lce_cases.MODELS, *llama}
+    assert set(lce_cases.MODELS) <= set(LCE.DEFAULT_CASES["cuda"])
 
 
 # -------------------------------------------------------------------------------------- this package's implementations
@@ -337,13 +330,10 @@ def test_budgets():
 def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, quiet):
     """It is right where the op's own bound would call it wrong, and wrong past its own."""
     own = implementation(LCE, "onchip fp8, approximate, weight quantised before")
-    load = partial(partial, onchip_op(), precision="fp8")
-    near = dataclasses.replace(own, peer=bench_peers.Peer("near", load, bench_peers.always))
-    strict = dataclasses.replace(
-        near,
-        peer=dataclasses.replace(near.peer, name="strict"),
-        error_bounds=dict.fromkeys(("loss", "grad_hidden", "grad_weight"), 1e-9),
-    )
+    load = partial(partial, linear_cross_entropy_in_torch, precision="fp8")
+    near = dataclasses.replace(own, name="near", load=load, unavailable=bench_peers.always)
+    bounds = dict.fromkeys(("loss", "grad_hidden", "grad_weight"), 1e-9)
+    strict = dataclasses.replace(near, name="strict", error_bounds=bounds)
     monkeypatch.setattr(LCE, "CASES", {"small": Case("small", 96, 64, 1000)})
     monkeypatch.setattr(LCE, "IMPLEMENTATIONS", (near, strict))
     document = run("linear_cross_entropy", "torch", tmp_path)
@@ -351,12 +341,6 @@ def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, qu
     ok = {(plots.short_name(r["impl"]), r["mode"]): r["ok"] for r in document["rows"]}
     assert ok == {(name, mode): name == "near" for name in ("near", "strict") for mode in harness.MODES}
     assert {r["error_bound"] for r in document["rows"] if r["ok"]} <= {1e-3, 10 ** (-25 / 20)}
-
-
-def onchip_op():
-    from onchip.torch import linear_cross_entropy
-
-    return linear_cross_entropy
 
 
 def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
@@ -391,7 +375,7 @@ def test_optional_peers_say_why_they_do_not_run(framework, op, monkeypatch, no_l
     peers = [impl for impl in benchmark_of(framework, op).IMPLEMENTATIONS if not impl.name.startswith("onchip")]
     extra = {"torch": "peers", "jax": "peers-jax"}[framework]
     for impl in peers:
-        package = impl.peer.package
+        package = impl.package
         if package not in ("torch", "jax"):
             wanted = "trl" if package == "trl" else f"'onchip[{extra}]'"
             reason = f"{package} is not installed; pip install {wanted}"
@@ -405,7 +389,7 @@ def test_optional_peers_say_why_they_do_not_run(framework, op, monkeypatch, no_l
     assert refused - {"torch.compile"} == (
         {"quack scaled-exp"} if (framework, op) == ("torch", "linear_cross_entropy") else set()
     )
-    assert all(impl.version() == f"{impl.peer.package}=1.2" for impl in peers)
+    assert all(impl.version() == f"{impl.package}=1.2" for impl in peers)
     assert implementation(benchmark_of(framework, op), "onchip auto").version() == onchip.__version__
 
 
@@ -416,18 +400,17 @@ def test_peers_say_what_they_lack(monkeypatch):
     assert "2.13" in implementation(LCE, "F.linear_cross_entropy").unavailable("cpu", "float32")
 
 
-@pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
-def test_a_peer_that_fails_at_import_is_listed(error, tmp_path, monkeypatch, quiet):
+def test_a_peer_that_fails_at_import_is_listed(tmp_path, monkeypatch, quiet):
     package = tmp_path / "cut_cross_entropy"
     package.mkdir()
-    (package / "__init__.py").write_text(f"raise {error.__name__}('built for another Triton')")
+    (package / "__init__.py").write_text("raise AttributeError('built for another Triton')")
     monkeypatch.syspath_prepend(str(tmp_path))
     cce, eager = (implementation(LCE, name) for name in ("cut-cross-entropy", "torch eager"))
-    broken = dataclasses.replace(cce, peer=dataclasses.replace(cce.peer, unavailable=bench_peers.always))
+    broken = dataclasses.replace(cce, unavailable=bench_peers.always)
     monkeypatch.setattr(LCE, "CASES", {"small": SMALL["linear_cross_entropy"]})
     monkeypatch.setattr(LCE, "IMPLEMENTATIONS", (broken, eager))
     document = run("linear_cross_entropy", "torch", tmp_path)
-    reason = f"{error.__name__}: built for another Triton"
+    reason = "AttributeError: built for another Triton"
     assert document["not_run"] == [{"impl": "cut-cross-entropy", "case": "small", "mode": None, "reason": reason}]
     assert [plots.short_name(r["impl"]) for r in document["rows"]] == ["torch eager", "torch eager"]
 
@@ -477,12 +460,12 @@ def entropy_from_logits(logits, chunk_size=128):
 
 def tokamax(x, labels, weights, *, reduction, implementation):
     assert (weights.shape, reduction, implementation in ("xla", "chunked_xla")) == ((32, 1000), "mean", True)
-    return linear_cross_entropy.plain(wide=True)(x, weights.T, labels)
+    return linear_cross_entropy.plain(jax_steps, wide=True)(x, weights.T, labels)
 
 
 def jax_cce(x, w, labels, *, chunk_size):
     assert chunk_size == 4096
-    return linear_cross_entropy.plain(wide=True, one_hot=True)(x, w, labels)
+    return linear_cross_entropy.plain(jax_steps, losses=jax_steps.one_hot)(x, w, labels)
 
 
 LIBRARIES = {
@@ -515,10 +498,10 @@ def test_peers_are_called_as_their_interfaces_want(framework, op, monkeypatch):
     target = benchmark_of(framework, op)
     problem = target.make_problem(dataclasses.replace(SMALL[op], ignored=0.0), "cpu", "float32")
     reference = target.reference(problem)
-    peers = [impl for impl in target.IMPLEMENTATIONS if impl.peer.package not in ("torch", "jax", "onchip", "optax")]
+    peers = [impl for impl in target.IMPLEMENTATIONS if impl.package not in ("torch", "jax", "onchip", "optax")]
     assert peers
     for impl in peers:
-        for mode, step in impl.steps(problem).items():
+        for mode, step in target.steps(problem, impl).items():
             made = step()
             checked = target.check(reference, mode, made)
             assert right(checked) == list(checked), (impl.name, mode, checked)
@@ -528,4 +511,4 @@ def test_peers_are_called_as_their_interfaces_want(framework, op, monkeypatch):
         problem = target.make_problem(SMALL[op], "cpu", "float32")
         for impl in peers:
             with pytest.raises(NotImplementedError, match="no tokens that don't count"):
-                impl.steps(problem)
+                target.steps(problem, impl)

@@ -1,13 +1,10 @@
 """Peak memory against allocations of known size, and the order and book-keeping of timings."""
 
 import os
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from onchip.bench import measure
 
@@ -16,64 +13,64 @@ MIB = 1 << 20
 SLACK = MIB // 8 * ((os.cpu_count() or 1) + 2)
 
 
-def tensor(mib: int) -> Tensor:
+def tensor(mib):
     return torch.ones(mib * MIB // 4)  # written to, so resident
 
 
-def use_and_free(*sizes: int) -> None:
+def use_and_free(*sizes):
     for size in sizes:
         tensor(size)
 
 
-def nothing() -> list[Tensor]:
+def nothing():
     return []
 
 
-def freed_then_returned() -> list[Tensor]:
+def freed_then_returned():
     use_and_free(100)
     return [tensor(20)]
 
 
-def held_while_freed() -> list[Tensor]:
+def held_while_freed():
     returned = tensor(20)
     use_and_free(100)
     return [returned]
 
 
-def one_after_the_other() -> list[Tensor]:
+def one_after_the_other():
     use_and_free(4, 25, 4, 25, 25)
     return []
 
 
-def all_at_once() -> list[Tensor]:
+def all_at_once():
     held = [tensor(n) for n in (4, 8, 25)]
     del held
     return []
 
 
-def returned_alone() -> list[Tensor]:
+def returned_alone():
     return [tensor(20)]
 
 
-def matrix_product() -> list[Tensor]:
+def matrix_product():
     x = torch.ones(2048, 512)  # 4 MiB
     return [(x @ x.T).sum()]  # of 16 MiB
 
 
-def large_blocks_freed_before() -> None:
+def large_blocks_freed_before():
     use_and_free(30, 20, 10, 5)
 
 
-def small_blocks_freed_before() -> None:
+def small_blocks_freed_before():
     blocks = [torch.ones(30_000) for _ in range(1000)]  # 120 KB each, with blocks that stay between them
     kept.extend(blocks[::2])
 
 
-kept: list[Tensor] = []
+kept = []
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
+def _forget():
     yield
     kept.clear()
 
@@ -97,16 +94,16 @@ BEFORE = [
 
 
 @pytest.mark.parametrize(("before", "step"), BEFORE)
-def test_cpu_peak_is_that_of_the_allocations(before: Callable[[], None], step: Callable[[], list[Tensor]]) -> None:
+def test_cpu_peak_is_that_of_the_allocations(before, step):
     step()
     before()
     assert abs(measure.peak_extra_bytes(step, device="cpu") - PEAKS[step] * MIB) < SLACK
 
 
-def test_what_another_thread_allocates_meanwhile_is_left_out() -> None:
+def test_what_another_thread_allocates_meanwhile_is_left_out():
     others = iter([64, 0])
 
-    def step() -> list[Tensor]:
+    def step():
         other = tensor(next(others))
         use_and_free(25)
         del other
@@ -115,21 +112,21 @@ def test_what_another_thread_allocates_meanwhile_is_left_out() -> None:
     assert abs(measure.peak_extra_bytes(step, device="cpu") - 25 * MIB) < SLACK
 
 
-def test_cpu_peak_is_sampled_where_the_kernel_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_peak_is_sampled_where_the_kernel_keeps_none(monkeypatch):
     monkeypatch.setattr(measure.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
     held_while_freed()
     # A sample may miss the peak by what is written within a millisecond or few.
     assert 30 * MIB < measure.peak_extra_bytes(held_while_freed, device="cpu") < 100 * MIB + SLACK
 
 
-def test_allocator_is_left_as_it_was_found() -> None:
+def test_allocator_is_left_as_it_was_found():
     measure.peak_extra_bytes(nothing, device="cpu")
     assert abs(measure.peak_extra_bytes(held_while_freed, device="cpu") - 100 * MIB) < SLACK
 
 
-def test_steps_take_turns_and_warm_up_untimed() -> None:
-    calls: list[str] = []
-    ticks: list[None] = []
+def test_steps_take_turns_and_warm_up_untimed():
+    calls = []
+    ticks = []
     steps = {name: lambda name=name: calls.append(name) or [] for name in "abc"}
     timings = measure.time_interleaved(steps, device="cpu", repeats=4, tick=lambda: ticks.append(None))
     rounds = ["".join(calls[i : i + 3]) for i in range(0, 15, 3)]
@@ -140,17 +137,17 @@ def test_steps_take_turns_and_warm_up_untimed() -> None:
     assert all(0 <= t.p10_ms <= t.median_ms <= t.p90_ms for t in timings.values())
 
 
-def test_how_long_the_device_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_the_device_waits_for_the_host(monkeypatch):
     """A CUDA device that is none: ten milliseconds at first, then twice what the host took and a little."""
-    said: list[Any] = []
+    said = []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None: ...
-        def record(self) -> None:
+        def __init__(self, enable_timing): ...
+        def record(self):
             said.append("event")
 
-        def synchronize(self) -> None: ...
-        def elapsed_time(self, end: "Event") -> float:
+        def synchronize(self): ...
+        def elapsed_time(self, end):
             return 3.0
 
     clock = iter([0.0, 0.002, 1.0, 1.5])
@@ -160,7 +157,7 @@ def test_how_long_the_device_waits_for_the_host(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measure, "_as_large_as_l2", lambda device: SimpleNamespace(amax=lambda: said.append("L2")))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
 
-    def step() -> list[Tensor]:
+    def step():
         said.append("step")
         return []
 
@@ -175,22 +172,12 @@ def test_how_long_the_device_waits_for_the_host(monkeypatch: pytest.MonkeyPatch)
     assert said[0] == 10.0
 
 
-def failing() -> list[Tensor]:
-    raise MemoryError("no room")
+def test_a_step_that_raises_stops_the_timing_or_is_left_out():
+    def failing():
+        raise MemoryError("no room")
 
-
-def test_a_step_that_raises_stops_the_timing() -> None:
+    steps, errors = {"a": nothing, "b": failing}, []
     with pytest.raises(MemoryError, match="no room"):
-        measure.time_interleaved({"a": nothing, "b": failing}, device="cpu", repeats=1)
-
-
-def test_a_step_that_raises_can_be_left_out() -> None:
-    errors: list[tuple[str, Exception]] = []
-    timings = measure.time_interleaved(
-        {"a": nothing, "b": failing},
-        device="cpu",
-        repeats=3,
-        on_error=lambda name, error: errors.append((name, error)),
-    )
-    assert list(timings) == ["a"]
-    assert [name for name, _ in errors] == ["b"]
+        measure.time_interleaved(steps, device="cpu", repeats=1)
+    made = measure.time_interleaved(steps, device="cpu", repeats=3, on_error=lambda name, error: errors.append(name))
+    assert (list(made), errors) == (["a"], ["b"])

@@ -1,10 +1,10 @@
 """`onchip plan`: what an op will cost, from the shapes alone.  Imports no framework.
 
-A row is one way to run the op in one budget: of linear_cross_entropy a strategy, of the other ops and of
+A row is one way to run the op in one budget: for linear_cross_entropy a strategy, for the other ops and for
 precision='fp8' a pass.  All rows are made of what a backend's planner says.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -61,6 +61,26 @@ class Call:
         return Problem(**sizes | options, grad_hidden=grad, grad_weight=grad)
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to run an op: a strategy of linear_cross_entropy, or a pass of the others."""
+
+    name: str
+    products: int
+    """Matrix products of tokens x hidden x vocab."""
+    planner: Planner[Any]
+    problem: Any
+    strategy: str = ""
+    products_again: int = 0
+    """How many more there are where the logits of all tokens are recomputed."""
+    choose: Callable[[int | None], Any] | None = None
+    """The plan for a budget, where it isn't simply the planner's."""
+
+    def plan(self, budget: int | None) -> Any:
+        """Raises ValueError where the budget is too small."""
+        return self.choose(budget) if self.choose else self.planner.plan(self.problem, self.strategy, budget)
+
+
 def plan_document(
     op: str = spec.OP,
     *,
@@ -99,10 +119,9 @@ def plan_document(
         hidden, vocab = hidden or MODELS[model][0], vocab or MODELS[model][1]
     if vocab is None or (hidden is None and op != cross_entropy.OP):
         raise ValueError("give --hidden and --vocab, or --model")
-    hidden = 0 if op == cross_entropy.OP or hidden is None else hidden  # it has no product
-    sizes = {"--tokens": tokens, "--vocab": vocab} | ({} if op == cross_entropy.OP else {"--hidden": hidden})
-    for name, size in (sizes | ({} if teacher_hidden is None else {"--teacher-hidden": teacher_hidden})).items():
-        if size < 1:
+    sizes = {"--tokens": tokens, "--vocab": vocab, "--hidden": hidden, "--teacher-hidden": teacher_hidden}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
             raise ValueError(f"{name} must be 1 or more; got {size}")
     for name, value in (("--dtype", dtype), ("--weight-dtype", weight_dtype or dtype)):
         if value not in DTYPE_BYTES:
@@ -116,6 +135,8 @@ def plan_document(
         raise ValueError(f"--device must be cuda or cpu; got {device!r}")
     if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
         raise ValueError(f"--scratch-mib must be 1 or more; got {min(scratch_mib)}")
+    if op == cross_entropy.OP or hidden is None:
+        hidden = 0  # it has no product
     teacher = (teacher_hidden or hidden) if op == linear_jsd.OP else 0
     call = Call(framework, tokens, hidden, vocab, teacher, dtype, weight_dtype or dtype, device, precision)
     refusals = _refusals(op, call)
@@ -129,14 +150,12 @@ def plan_document(
     }
     if op == spec.OP and precision == "full":
         return document | _strategies(call, chosen, scratch_mib)
-    usable = [name for name, reason in refusals.items() if reason is None]
-    others = [name for name in usable if backend == "auto" and name != chosen]
-    ways = PASSES[op] if precision == "full" else FP8_PASSES
+    others = [name for name, reason in refusals.items() if reason is None and backend == "auto" and name != chosen]
     rows = (
-        {"backend": name} | _pass_row(way, call, budget)
+        {"backend": name, "pass": way.name} | _row(way, call, budget)
         for name in [chosen, *others]
         for _, budget in _budgets(scratch_mib)
-        for way in ways[name](call)
+        for way in _PASSES[op, precision](call, name)
     )
     return document | {"plans": list(rows)}
 
@@ -151,9 +170,17 @@ def _refusals(op: str, call: Call) -> dict[str, str | None]:
     return {"triton": None if runs else f"its kernels don't run in {call.dtype} on {call.device}", "torch": None}
 
 
-def _budgets(scratch_mib: Sequence[int] | None) -> list[tuple[str, int | None]]:
-    """As tables say it, and in bytes: the default one, which is None, and those asked for or else `BUDGETS_MIB`."""
-    return [("default", None), *((str(mib), mib * MIB) for mib in scratch_mib or BUDGETS_MIB)]
+def _budgets(scratch_mib: Sequence[int] | None, p: Problem | None = None) -> list[tuple[str, int | None]]:
+    """Names and bytes: the default budget, which is None, and those asked for or else `BUDGETS_MIB`.
+
+    With a problem there are also two that grow with it, and none at all.
+    """
+    budgets = [(str(mib), mib * MIB) for mib in scratch_mib or BUDGETS_MIB]
+    if p is None or scratch_mib:
+        return [("default", None), *budgets]
+    sums, eighth = 64 * MIB + 4 * p.tokens * p.hidden, logits_bytes(p) // 8
+    budgets += [(f"{in_mib(sums)}*", sums), (f"{in_mib(eighth)}**", eighth)]
+    return [("default", None), *sorted(budgets, key=lambda budget: budget[1]), ("no bound", NO_BOUND)]
 
 
 def in_mib(size: int) -> str:
@@ -161,7 +188,39 @@ def in_mib(size: int) -> str:
     return str(-(-size // MIB)) if size >= 10 * MIB else f"{-(-10 * size // MIB) / 10:.1f}"
 
 
-# ------------------------------------------------------------------------------------------- strategies and budgets
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def _row(way: Way, call: Call, budget: int | None) -> dict[str, Any]:
+    """The plan of one way in one budget; without sizes where the budget is too small."""
+    row: dict[str, Any] = {"products": way.products, "budget_bytes": budget}
+    try:
+        c = way.plan(budget)
+    except ValueError as error:
+        return row | {"fits": False, "why": str(error)}
+    sizes = _sizes(c)
+    chunk = {"tokens": sizes.pop("token_chunk"), "vocab": call.vocab}
+    if isinstance(c, Config):
+        chunk["vocab"] = c.vocab_chunk
+    elif sizes:  # kernels keep what the gradients need of some tokens, and recompute the others' logits
+        again = max(0, call.tokens - c.kept) if way.problem.any_grad else 0
+        row |= {"products": way.products + way.products_again * again / call.tokens, "again": again}
+        chunk |= sizes
+    parts = way.planner.parts(way.problem, c)
+    return row | {"fits": True, "chunk": chunk, "scratch_bytes": sum(parts.values()), "scratch_parts": parts}
+
+
+def _sizes(c: Any) -> dict[str, Any]:
+    """A plan's sizes by the names of Triton's; Mosaic recomputes logits for several chunks of dW at once."""
+    if isinstance(c, int):
+        return {"token_chunk": c}
+    if not isinstance(c, MosaicPlan):
+        return asdict(c)
+    sizes = {"token_chunk": c.token_chunk, "vocab_chunk": c.recompute_chunks * c.chunk, "weight_chunk": c.chunk}
+    return sizes | {"stashed": c.kept_in_gradient, "overflow": c.kept_in_scratch, "halves": c.halves}
+
+
+# ------------------------------------------------------------------------- the strategies of linear_cross_entropy
 
 # Backends of the framework's matrix products, and those whose kernels keep exponentials as far as there is room.
 _PLANNERS: dict[str, Planner[Any]] = {
@@ -178,63 +237,54 @@ _CHOICES = {"torch": memory.choose_strategy, "xla": xla_memory.choose_strategy}
 def _strategies(call: Call, backend: str, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
     """The part of the document that is the backend's."""
     planner, p = _PLANNERS[backend], call.problem()
-    kernels = backend in _PRODUCT
-    strategies = spec.STRATEGIES if kernels else spec.STRATEGIES[1:]
-    budgets = _bounds(p) if kernels and not scratch_mib else _budgets(scratch_mib)
+    flops = 2 * p.tokens * p.hidden * p.vocab
+    if backend in _PRODUCT:
+        ways = [Way(s, 3, planner, p, s, products_again=1) for s in spec.STRATEGIES]
+        budgets = _budgets(scratch_mib, p)
+    else:
+        ways = [Way("stash", 3, planner, p, "stash"), Way("recompute", 4, planner, p, "recompute")]
+        budgets = _budgets(scratch_mib)
     rows = []
     for name, budget in budgets:
-        for strategy in strategies:
-            need = planner.least(p, strategy)
-            fits = need <= (planner.default(p, strategy) if budget is None else budget)
-            row = {"strategy": strategy, "budget_bytes": None if budget == NO_BOUND else budget}
-            row |= {"smallest_scratch_bytes": need, "fits": fits}
-            make = _kernel_row if kernels else _product_row
-            rows.append(row | ({"budget": name} if kernels else {}) | make(backend, p, strategy, budget, fits=fits))
-    document = {"default_scratch_bytes": {s: planner.default(p, s) for s in strategies}, "plans": rows}
-    if not kernels:
+        for way in ways:
+            row = {"strategy": way.name, **_row(way, call, budget)}
+            row["smallest_scratch_bytes"] = planner.least(p, way.strategy)
+            row["flops"] = round(flops * row["products"])
+            if backend not in _PRODUCT:
+                row |= _of_products(backend, way, budget) if row["fits"] else {"auto": False}
+            elif row["fits"]:
+                row |= {**_sizes(c := way.plan(budget)), "predicted_ms": planner.cost(p, c)}
+            if backend in _PRODUCT:
+                row |= {"budget": name, "budget_bytes": None if budget == NO_BOUND else budget}
+            rows.append(row)
+    document = {"default_scratch_bytes": {w.name: planner.default(p, w.strategy) for w in ways}, "plans": rows}
+    if backend not in _PRODUCT:
         return document
-    product_ms = flops(p, "forward") / _PRODUCT[backend] / 1e9
+    product_ms = flops / _PRODUCT[backend] / 1e9
     alone = replace(p, grad_hidden=False, grad_weight=False)
-    forward = {"products": 1} | _planned(planner, alone, c := planner.plan(alone, "auto")) | {"product_ms": product_ms}
-    forward |= {"token_chunk": c.token_chunk, "predicted_ms": planner.cost(alone, c)}
+    c = planner.plan(alone, "auto")
+    forward = {
+        "products": 1,
+        "scratch_bytes": planner.scratch_bytes(alone, c),
+        "scratch_parts": planner.parts(alone, c),
+        "product_ms": product_ms,
+        "token_chunk": c.token_chunk,
+        "predicted_ms": planner.cost(alone, c),
+    }
     return document | {"rates_of": RATES_OF, "three_products_ms": 3 * product_ms, "forward": forward}
 
 
-def _bounds(p: Problem) -> list[tuple[str, int | None]]:
-    """The budgets that plans are shown for, and two that grow with the problem."""
-    sums = 64 * MIB + 4 * p.tokens * p.hidden
-    eighth = logits_bytes(p) // 8
-    bounds = [(f"{in_mib(sums)}*", sums), (f"{in_mib(eighth)}**", eighth)]
-    bounds += [(str(mib), mib * MIB) for mib in BUDGETS_MIB]
-    return [("default", None), *sorted(bounds, key=lambda bound: bound[1]), ("no bound", NO_BOUND)]
-
-
-def _planned(planner: Planner[Any], p: Any, c: Any) -> dict[str, Any]:
-    return {"scratch_bytes": planner.scratch_bytes(p, c), "scratch_parts": planner.parts(p, c)}
-
-
-def products(p: Problem, strategy: str) -> int:
-    """Matrix products of 2 T V H floating-point operations each, over forward and backward."""
-    logits = 2 if strategy == "recompute" else 1
-    return logits + (int(p.grad_hidden) + int(p.grad_weight) if strategy != "forward" else 0)
-
-
-def flops(p: Problem, strategy: str) -> int:
-    """Floating-point operations of the matrix products over forward and backward."""
-    return 2 * p.tokens * p.hidden * p.vocab * products(p, strategy)
-
-
-def _product_row(backend: str, p: Problem, strategy: str, budget: int | None, *, fits: bool) -> dict[str, Any]:
-    row = {"products": products(p, strategy), "flops": flops(p, strategy), "auto": False}
-    if not fits:
-        return row
-    c: Config = _PLANNERS[backend].plan(p, strategy, budget)
-    chunks = -(-p.tokens // c.token_chunk) * (-(-p.vocab // c.vocab_chunk))
-    row |= {"auto": _CHOICES[backend](p, "auto", budget) == strategy}
-    row |= {"token_chunk": c.token_chunk, "vocab_chunk": c.vocab_chunk, "chunks": chunks}
+def _of_products(backend: str, way: Way, budget: int | None) -> dict[str, Any]:
+    """What a row of the framework's own products has beside the others."""
+    c, p = way.plan(budget), way.problem
+    row = {
+        "auto": _CHOICES[backend](p, "auto", budget) == way.strategy,
+        "token_chunk": c.token_chunk,
+        "vocab_chunk": c.vocab_chunk,
+        "chunks": -(-p.tokens // c.token_chunk) * (-(-p.vocab // c.vocab_chunk)),
+    }
     # XLA decides what it writes.
-    written = {"written_per_chunk": written_per_chunk(p, c)} if backend == "torch" else {}
-    return row | _planned(_PLANNERS[backend], p, c) | written
+    return row | ({"written_per_chunk": written_per_chunk(p, c)} if backend == "torch" else {})
 
 
 def written_per_chunk(p: Problem, c: Config) -> dict[str, int]:
@@ -247,70 +297,28 @@ def written_per_chunk(p: Problem, c: Config) -> dict[str, int]:
     return written | {"hidden gradient": 4 * c.token_chunk * p.hidden, "weight gradient": 4 * columns * p.hidden}
 
 
-def _kernel_row(backend: str, p: Problem, strategy: str, budget: int | None, *, fits: bool) -> dict[str, Any]:
-    if not fits:
-        return {}
-    planner = _PLANNERS[backend]
-    c = planner.plan(p, strategy, budget)
-    kept = c.kept if isinstance(c, MosaicPlan) else c.held
-    again = max(0, p.tokens - kept)  # those kept are rounded up to whole blocks
-    return {
-        "products": 3 + again / p.tokens,
-        "flops": flops(p, "stash") + 2 * again * p.hidden * p.vocab,
-        **_kernel_sizes(c),
-        "again": again,
-        **_planned(planner, p, c),
-        "predicted_ms": planner.cost(p, c),
-    }
+# ------------------------------------------------------------------------------------------ the passes of other ops
 
 
-def _kernel_sizes(c: Any) -> dict[str, Any]:
-    """Of a plan, by the names that Triton's have; Mosaic makes logits again for several chunks of dW at once."""
-    if not isinstance(c, MosaicPlan):
-        return asdict(c)
-    sizes = {"token_chunk": c.token_chunk, "vocab_chunk": c.recompute_chunks * c.chunk, "weight_chunk": c.chunk}
-    return sizes | {"stashed": c.kept_in_gradient, "overflow": c.kept_in_scratch, "halves": c.halves}
+def _cross_entropy_passes(call: Call, backend: str) -> list[Way]:
+    p = row_memory.Problem(call.tokens, call.vocab, call.dtype, call.device, triton=backend == "triton")
+    return [Way("forward, and backward", 0, row_memory.PLANNER, p)]
 
 
-# ------------------------------------------------------------------------------------------------ passes and budgets
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One pass of an op: its matrix products, how many more where all tokens' logits are computed again, its plan for a
-    budget (ValueError where that is too small), and the plan's scratch."""
-
-    name: str
-    products: int
-    plan: Callable[[int | None], Any]
-    parts: Callable[[Any], dict[str, int]]
-    products_again: int = 0
-    grad: bool = True
-
-
-def _planned_pass(name: str, products: int, planner: Planner[Any], p: Any, strategy: str = "", **more: Any) -> _Pass:
-    return _Pass(name, products, partial(planner.plan, p, strategy), partial(planner.parts, p), **more)
-
-
-def _cross_entropy_passes(call: Call, *, triton: bool = False) -> list[_Pass]:
-    p = row_memory.Problem(call.tokens, call.vocab, call.dtype, call.device, triton=triton)
-    return [_planned_pass("forward, and backward", 0, row_memory.PLANNER, p)]
-
-
-def _log_probs_passes(call: Call, *, triton: bool = False) -> list[_Pass]:
-    made = []
+def _log_probs_passes(call: Call, backend: str) -> list[Way]:
+    ways = []
     for stats in (False, True):
         problem = partial(call.problem, stats=stats, op=linear_log_probs.OP, ids=1)
         entropy = ", entropy" if stats else ""
-        if triton:
-            for name, n, grad in (("forward", 1, False), ("both passes", 3, True)):
-                p, more = problem(grad=grad), {"products_again": int(grad), "grad": grad}
-                made.append(_planned_pass(f"{name}{entropy}", n, triton_memory.PLANNER, p, "auto", **more))
+        if backend == "triton":
+            planner: Planner[Any] = triton_memory.PLANNER
+            ways.append(Way(f"forward{entropy}", 1, planner, problem(grad=False), "auto"))
+            ways.append(Way(f"both passes{entropy}", 3, planner, problem(), "auto", products_again=1))
         else:
-            p = problem()
-            made.append(_Pass(f"forward{entropy}", 1, partial(_log_probs_forward, p), partial(memory.scratch_parts, p)))
-            made.append(_planned_pass(f"backward{entropy}", 3, memory.PLANNER, p, "recompute"))
-    return made
+            forward = partial(_log_probs_forward, problem())
+            ways.append(Way(f"forward{entropy}", 1, memory.PLANNER, problem(), choose=forward))
+            ways.append(Way(f"backward{entropy}", 3, memory.PLANNER, problem(), "recompute"))
+    return ways
 
 
 def _log_probs_forward(p: Problem, budget: int | None) -> Config:
@@ -318,215 +326,151 @@ def _log_probs_forward(p: Problem, budget: int | None) -> Config:
     return memory.plan(p, "forward", budget)
 
 
-def _jsd_passes(call: Call, *, triton: bool = False) -> list[_Pass]:
-    dtypes = (call.dtype, call.dtype, call.weight_dtype)
+def _jsd_passes(call: Call, backend: str) -> list[Way]:
+    triton = backend == "triton"
     names = ("forward", "both passes") if triton else ("forward alone", "forward with gradients")
     planner: Planner[Any] = jsd_triton_memory.PLANNER if triton else jsd_memory.PLANNER
-    made = []
-    for name, n, grad in zip(names, (2, 4), (False, True), strict=True):
+    dtypes = (call.dtype, call.dtype, call.weight_dtype)
+    ways = []
+    for name, products, grad in zip(names, (2, 4), (False, True), strict=True):
         student = jsd_memory.Head(call.hidden, call.vocab, *dtypes, grad, grad)
         teacher = jsd_memory.Head(call.teacher_hidden, call.vocab, *dtypes)
         stash = grad and not triton
         p = jsd_memory.Problem(call.tokens, call.vocab, student, teacher, device=call.device, stash=stash)
-        made.append(_planned_pass(name, n, planner, p, products_again=2 * int(grad and triton), grad=grad))
-    return made
+        ways.append(Way(name, products, planner, p, products_again=2))
+    return ways
 
 
-def _fp8_passes(call: Call, *, device: str) -> list[_Pass]:
-    problems = (call.problem(device=device, grad=False), call.problem(device=device))
+def _fp8_passes(call: Call, backend: str) -> list[Way]:
+    # The framework's own products take what they take on the CPU.
+    problem = partial(call.problem, device="cuda" if backend == "triton" else "cpu")
     return [
-        _Pass(name, n, partial(fp8_memory.plan, p), partial(fp8_memory.scratch_parts, p))
-        for name, n, p in zip(("forward", "both passes"), (1, 3), problems, strict=True)
+        Way(name, products, fp8_memory.PLANNER, p, choose=partial(fp8_memory.plan, p))
+        for name, products, p in (("forward", 1, problem(grad=False)), ("both passes", 3, problem()))
     ]
 
 
-# By backend, in the order in which backend="auto" tries them.
-PASSES: dict[str, dict[str, Callable[[Call], list[_Pass]]]] = {
-    op: {"triton": partial(passes, triton=True), "torch": passes}
-    for op, passes in (
-        (cross_entropy.OP, _cross_entropy_passes),
-        (linear_log_probs.OP, _log_probs_passes),
-        (linear_jsd.OP, _jsd_passes),
-    )
-}
-# Of linear_cross_entropy with precision='fp8'.  What the framework's own products take is what they take on the CPU.
-FP8_PASSES: dict[str, Callable[[Call], list[_Pass]]] = {
-    "triton": partial(_fp8_passes, device="cuda"),
-    "torch": partial(_fp8_passes, device="cpu"),
+_PASSES: dict[tuple[str, str], Callable[[Call, str], list[Way]]] = {
+    (cross_entropy.OP, "full"): _cross_entropy_passes,
+    (linear_log_probs.OP, "full"): _log_probs_passes,
+    (linear_jsd.OP, "full"): _jsd_passes,
+    (spec.OP, "fp8"): _fp8_passes,
 }
 
 
-def _pass_row(way: _Pass, call: Call, budget: int | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"pass": way.name, "products": way.products, "budget_bytes": budget}
-    try:
-        c = way.plan(budget)
-    except ValueError as error:
-        return row | {"fits": False, "why": str(error)}
-    sizes = {"token_chunk": c} if isinstance(c, int) else asdict(c)
-    chunk = {"tokens": sizes.pop("token_chunk"), "vocab": call.vocab}
-    if isinstance(c, Config):
-        chunk["vocab"] = c.vocab_chunk
-    elif sizes:  # kernels keep what the gradients need of some tokens, and compute the others' logits again
-        again = max(0, call.tokens - c.held) if way.grad else 0
-        row |= {"products": way.products + way.products_again * again / call.tokens, "again": again}
-        chunk |= sizes
-    parts = way.parts(c)
-    return row | {"fits": True, "chunk": chunk, "scratch_bytes": sum(parts.values()), "scratch_parts": parts}
+# ------------------------------------------------------------------------------------------------------------- table
 
-
-# ------------------------------------------------------------------------------------------------------------ tables
-
-_Cells = Callable[[Mapping[str, Any]], Iterable[str]]
+# Every column, in their order; a table has those that its rows fill.
+_LEFT = ("strategy", "pass")
+_COLUMNS = (
+    "budget", *_LEFT, "prods", "tokens", "chunk", "chunks", "in dW", "kept", "again", "of V", "of dW", "scratch",
+    "tile", "dH", "dW", "ms",
+)  # fmt: skip
+_LEGEND = {
+    "strategy": "*: what strategy='auto' takes.",
+    "prods": "prods: matrix products, of both passes where they are planned together.",
+    "tokens": "tokens: of a chunk, with all of the vocabulary.",
+    "chunk": "chunk: tokens x vocab.",
+    "in dW": "in dW, kept: tokens whose logits' exponentials wait in the memory of weight's\ngradient, or in scratch.",
+    "again": "again: tokens whose logits are recomputed in backward.",
+    "of V": "of V, of dW: columns of those logits, and rows of weight's gradient, at a time.",
+    "scratch": "scratch: peak above inputs, results and returned gradients.",
+    "tile": "tile, dH, dW: written per chunk, of logits, hidden's gradient and weight's.",
+}
 
 
 def show_plan(document: Mapping[str, Any], console: Console) -> None:
-    """Print the document as tables."""
+    """Print the document: what was asked for, a table for each backend, and what its columns mean."""
+    say = partial(console.print, highlight=False, soft_wrap=True)
     rows = document["plans"]
+    tables: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        tables.setdefault(row.get("backend", document["backend"]), []).append(row)
     logits = " or ".join(f"{in_mib(size)} MiB in {dtype}" for dtype, size in document["logits_bytes"].items())
     sizes = {"T": "tokens", "H": "hidden", "V": "vocab", "teacher's H": "teacher_hidden"}
     shown = " ".join(f"{letter}={document[name]}" for letter, name in sizes.items() if document[name])
-    others = {row.get("backend", document["backend"]) for row in rows} - {document["backend"]}
-    backend = f"{document['backend']} backend in {FRAMEWORKS[document['framework']]}{' by default' if others else ''}"
+    default = " by default" if len(tables) > 1 else ""
     precision = "" if document["precision"] == "full" else f", precision {document['precision']}"
-    console.print(
-        f"{document['op']}: {shown} {document['dtype']} on {document['device']},\n"
-        f"{backend}{precision}, forward and all gradients\nfull logits: {logits}",
-        highlight=False,
+    say(f"{document['op']}: {shown} {document['dtype']} on {document['device']},")
+    say(
+        f"{document['backend']} backend in {FRAMEWORKS[document['framework']]}{default}{precision}, "
+        "forward and all gradients"
     )
-    if "pass" in rows[0]:
-        _show_passes(rows, console)
-    elif "forward" in document:
-        _show_kernels(document, console)
-    else:
-        _show_products(rows, console)
+    say(f"full logits: {logits}")
+    filled: set[str] = set()
+    for backend, own in tables.items():
+        if "pass" in own[0]:
+            say(f"\nbackend {backend!r}:")
+        filled |= _show_table(own, document["tokens"], console)
+        if "pass" in own[0]:
+            largest = [row for row in own if row["budget_bytes"] is None][-1]
+            parts = "".join(f"\n  {name}: {in_mib(size)}" for name, size in largest["scratch_parts"].items() if size)
+            say(f"scratch in the default budget, {largest['pass']}:{parts}")
+    say("\nBudgets, scratch and what is written in MiB.")
+    if any(row.get("budget", "").endswith("*") for row in rows):
+        say("Budgets with *: 64 MiB and 4TH bytes; with **: an eighth of the float32 logits.")
+    for column, words in _LEGEND.items():
+        if column in filled and (column != "strategy" or "auto" in rows[0]):
+            say(words)
+    if forward := document.get("forward"):
+        product, three, least = (
+            _ms(ms) for ms in (forward["product_ms"], document["three_products_ms"], forward["predicted_ms"])
+        )
+        say(f"ms: predicted for an {document['rates_of']}; three products alone: {three} ms.")
+        tokens, scratch = forward["token_chunk"], in_mib(forward["scratch_bytes"])
+        say(f"Without gradients: {scratch} MiB of scratch, {tokens} tokens at a time,")
+        say(f"{least} ms; the product alone: {product} ms.")
 
 
-def _show(
-    console: Console, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], cells: _Cells, **style: Any
-) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), **style)
+def _show_table(rows: Sequence[Mapping[str, Any]], tokens: int, console: Console) -> set[str]:
+    """Returns the columns that it has."""
+    cells = [_cells(row, tokens) for row in rows]
+    filled = {column for made in cells for column in made}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    columns = [column for column in _COLUMNS if column in filled]
     for column in columns:
-        left = column in ("strategy", "pass") or (column == "chunk" and "chunks" in columns)
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row))
+        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
+    for made in cells:
+        table.add_row(*(made.get(column, "") for column in columns))
     console.print(table)
+    return filled
 
 
-def _needs(row: Mapping[str, Any], columns: int) -> list[str]:
-    """The cells, up to that of the scratch, of a budget that is too small."""
-    return ["[dim]needs[/]", *[""] * (columns - 2), f"[dim]{in_mib(row['smallest_scratch_bytes'])}[/]"]
-
-
-def _show_products(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    written = any("written_per_chunk" in row for row in rows)
-
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        name = f"[bold]{row['strategy']} *[/]" if row["auto"] else row["strategy"]
-        first = [_budget(row), name, str(row["products"])]
-        if not row["fits"]:
-            return first + _needs(row, columns=3)
-        first += [f"{row['token_chunk']}x{row['vocab_chunk']}", str(row["chunks"]), in_mib(row["scratch_bytes"])]
-        w = row.get("written_per_chunk")
-        if w is None:
-            return first
-        tile = w["logits"] + w.get("their gradient", 0)
-        return first + [in_mib(size) for size in (tile, w["hidden gradient"], w["weight gradient"])]
-
-    columns = ("budget", "strategy", "prods", "chunk", "chunks", "scratch", *(("tile", "dH", "dW") if written else ()))
-    _show(console, columns, rows, cells)
-    console.print(
-        "All sizes in MiB; * is what strategy='auto' takes.\n"
-        "prods: matrix products, forward and backward together.  chunk: tokens x vocab.\n"
-        "scratch: peak above inputs and returned gradients." + (_WRITTEN if written else ""),
-        highlight=False,
-    )
-
-
-_WRITTEN = """
-tile, dH, dW: written per chunk, of logits and their gradient, and of the two
-gradients of hidden and weight."""
-
-
-def _budget(row: Mapping[str, Any]) -> str:
-    return "default" if row["budget_bytes"] is None else in_mib(row["budget_bytes"])
-
-
-def _show_kernels(document: Mapping[str, Any], console: Console) -> None:
-    tokens, forward = document["tokens"], document["forward"]
-
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        first = [row["budget"] if row["strategy"] == spec.STRATEGIES[0] else "", row["strategy"]]
-        if not row["fits"]:
-            return first + _needs(row, columns=7)
-        in_dw, again = min(row["stashed"], tokens), row["again"]
-        first += [f"{row['products']:.2f}", *map(str, (in_dw, tokens - in_dw - again, again))]
-        first += [str(row["vocab_chunk"]) if again else "-", str(row["weight_chunk"])]
-        return [*first, in_mib(row["scratch_bytes"]), _ms(row["predicted_ms"])]
-
-    columns = ("budget", "strategy", "prods", "in dW", "kept", "again", "chunk", "of dW", "scratch", "ms")
-    _show(console, columns, document["plans"], cells, show_edge=False, pad_edge=False)
-    if any(row["budget"].endswith("*") for row in document["plans"]):
-        console.print("*: 64 MiB and 4TH bytes; **: an eighth of the float32 logits.", highlight=False)
-    console.print(
-        "Budgets and scratch in MiB.  scratch: peak above inputs and returned gradients.\n"
-        "prods: matrix products, forward and backward together.\n"
-        "in dW, kept, again: tokens whose logits' exponentials wait in the memory of\n"
-        "weight's gradient, in scratch, or are computed again.\n"
-        "chunk: columns of logits computed again at a time.  of dW: rows of weight's\n"
-        "gradient at a time.\n"
-        f"ms: predicted for an {document['rates_of']}; three products alone: {_ms(document['three_products_ms'])} ms.\n"
-        f"Without gradients: {in_mib(forward['scratch_bytes'])} MiB of scratch, {forward['token_chunk']} tokens "
-        f"at a time,\n{_ms(forward['predicted_ms'])} ms; the product alone: {_ms(forward['product_ms'])} ms.",
-        highlight=False,
-        soft_wrap=True,
-    )
+def _cells(row: Mapping[str, Any], tokens: int) -> dict[str, str]:
+    """A row's cells, by column."""
+    budget, products = row["budget_bytes"], row["products"]
+    name = {column: row[column] for column in _LEFT if column in row}
+    if row.get("auto"):
+        name = {"strategy": f"[bold]{row['strategy']} *[/]"}
+    default = "default" if budget is None else in_mib(budget)
+    cells = {"budget": row.get("budget", default), **name}
+    if not row["fits"]:
+        if "smallest_scratch_bytes" not in row:
+            return cells | {"scratch": "[dim]too small[/]"}
+        return cells | {"prods": "[dim]needs[/]", "scratch": f"[dim]{in_mib(row['smallest_scratch_bytes'])}[/]"}
+    cells["prods"] = f"{products:.2f}" if "again" in row else str(products)
+    cells["scratch"] = in_mib(row["scratch_bytes"])
+    chunk = row["chunk"]
+    if "again" not in row:
+        cells["chunk"] = f"{chunk['tokens']}x{chunk['vocab']}"
+    elif "pass" in row:
+        cells["tokens"] = str(chunk["tokens"])
+    else:
+        in_dw = min(chunk["stashed"], tokens)
+        cells |= {"in dW": str(in_dw), "kept": str(tokens - in_dw - row["again"])}
+    if "again" in row:
+        columns = str(chunk["vocab_chunk"]) if row["again"] else "-"
+        cells |= {"again": str(row["again"]), "of V": columns, "of dW": str(chunk["weight_chunk"] or "-")}
+    if "chunks" in row:
+        cells["chunks"] = str(row["chunks"])
+    if written := row.get("written_per_chunk"):
+        tile = written["logits"] + written.get("their gradient", 0)
+        sizes = (tile, written["hidden gradient"], written["weight gradient"])
+        cells |= {column: in_mib(size) for column, size in zip(("tile", "dH", "dW"), sizes, strict=True)}
+    if "predicted_ms" in row:
+        cells["ms"] = _ms(row["predicted_ms"])
+    return cells
 
 
 def _ms(ms: float) -> str:
     return f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
-
-
-def _show_passes(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    any_again = False
-    for backend in dict.fromkeys(row["backend"] for row in rows):
-        own = [row for row in rows if row["backend"] == backend]
-        # Of plans that compute some logits again: how many tokens', and in what pieces.
-        again = any("again" in row for row in own)
-        any_again |= again
-
-        def cells(row: Mapping[str, Any], again: bool = again) -> list[str]:
-            first = [_budget(row), row["pass"]]
-            if not row["fits"]:
-                return [*first, str(row["products"]), "[dim]too small[/]"]
-            chunk, scratch = row["chunk"], in_mib(row["scratch_bytes"])
-            if not again:
-                return [*first, str(row["products"]), f"{chunk['tokens']}x{chunk['vocab']}", scratch]
-            columns, of_weight = str(chunk["vocab_chunk"]) if row["again"] else "-", str(chunk["weight_chunk"] or "-")
-            return [
-                *first,
-                f"{row['products']:.2f}",
-                str(chunk["tokens"]),
-                str(row["again"]),
-                columns,
-                of_weight,
-                scratch,
-            ]
-
-        largest = [row for row in own if row["budget_bytes"] is None][-1]
-        parts = "".join(f"\n  {name}: {in_mib(size)}" for name, size in largest["scratch_parts"].items() if size)
-        sizes = ("tokens", "again", "of V", "of dW") if again else ("chunk",)
-        console.print(f"\nbackend {backend!r}:", highlight=False)
-        _show(console, ("budget", "pass", "prods", *sizes, "scratch"), own, cells, show_edge=False, pad_edge=False)
-        console.print(f"scratch in the default budget, {largest['pass']}:{parts}", highlight=False, soft_wrap=True)
-    console.print(
-        "\nAll sizes in MiB.  scratch: peak above inputs, results and returned gradients.\n"
-        "prods: matrix products of the pass.  chunk: tokens x vocab." + (_AGAIN if any_again else ""),
-        highlight=False,
-    )
-
-
-_AGAIN = """
-tokens: of a chunk, with all of the vocabulary.  again: tokens whose logits are
-computed again in backward, so many columns of V at a time.  of dW: rows of
-weight's gradient at a time."""

@@ -40,12 +40,8 @@ def device_slug(device: str, framework: str = "torch") -> str:
     if device == "cpu":
         # "Intel(R) Xeon(R) Platinum 8480C CPU @ 2.00GHz", "AMD EPYC 7B13 64-Core Processor"
         model = re.sub(r"\((R|TM)\)|\bCPU\b|@.*|\b\d+-Core\b|\bProcessor\b", " ", _cpu_model(), flags=re.I)
-        return f"cpu-{_slug(model)}-{_cores()}c"
+        return f"cpu-{configs.device_slug(model)}-{_cores()}c"
     return configs.device_slug(_gpu(framework)["gpu"])
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _cpu_model() -> str:

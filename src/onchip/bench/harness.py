@@ -1,76 +1,87 @@
-"""Runs cases x implementations x modes: every result is checked first, and only right ones are timed.
+"""Runs cases x implementations x modes: every result is checked first, and only right ones are timed."""
 
-An op hands in what is needed here as plain names at the top level of its `benchmark` module: the protocol `Op`.
-"""
-
-import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from onchip.bench.measuring import Measuring
+from onchip.bench.peers import Function, Implementation
 from onchip.bench.timing import Step, Timing
+from onchip.core.sizes import DTYPE_BYTES
 
 MODES = ("forward", "forward+backward")
-"""What is timed of an op that lists no modes of its own."""
 
 
-class Implementation(Protocol):
-    """One way to compute the op: a backend of ours with its settings, or a peer's function."""
-
-    @property
-    def name(self) -> str: ...
-
-    def version(self) -> str:
-        """Version of the library that it belongs to; asked only where it is not `unavailable`."""
-
-    def unavailable(self, device: str, dtype: str) -> str | None:
-        """Why it can't run here, or None."""
-
-    def config(self, problem: Any, mode: str) -> Mapping[str, Any]:
-        """The settings that it runs with, for the record."""
-
-    def steps(self, problem: Any) -> Mapping[str, Step]:
-        """A step for each mode that it has; a step returns the loss, then in 'forward+backward' the gradients."""
+def adapter(framework: str) -> Any:
+    """`onchip.bench.torch_steps` or `onchip.bench.jax_steps`, which have the same names."""
+    return import_module(f"onchip.bench.{framework}_steps")
 
 
-@runtime_checkable
-class Approximate(Protocol):
-    """An `Implementation` that is meant to be off by more than the others, and is held to bounds of its own."""
+@dataclass
+class Op(ABC):
+    """The benchmark of an op in one framework, which is imported when an attribute needs it."""
 
-    @property
-    def error_bounds(self) -> Mapping[str, float]:
-        """By the names of `Op.check`."""
+    framework: str
+    cases: ModuleType
+    """With BENCH_CASES by name, DEFAULT_BENCH_CASES, and SUITES if there are any."""
+    implementations: Callable[[Any], Sequence[Implementation]]
+    """`implementations(fw)`: what is timed, by the framework's adapter."""
 
+    def __post_init__(self) -> None:
+        self.CASES: Mapping[str, Any] = self.cases.BENCH_CASES
+        self.DEFAULT_CASES: Mapping[str, Sequence[str]] = self.cases.DEFAULT_BENCH_CASES
+        """Names of the cases that run unless told otherwise, by device type."""
+        self.SUITES: Mapping[str, Sequence[str]] = getattr(self.cases, "SUITES", {})
+        """Lists of such names, by the suite's."""
+        self.MODES: Sequence[str] = MODES
+        """What is timed, in this order."""
+        self.DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
 
-class Op(Protocol):
-    """What an op's `benchmark` module has at its top level.
+    @cached_property
+    def fw(self) -> Any:
+        return adapter(self.framework)
 
-    It may have more: MODES in place of those here, SUITES (`run.suite_cases`) and `summary` (`run.summarized`).
-    """
+    @cached_property
+    def IMPLEMENTATIONS(self) -> Sequence[Implementation]:
+        return tuple(self.implementations(self.fw))
 
-    CASES: Mapping[str, Any]
-    DEFAULT_CASES: Mapping[str, Sequence[str]]
-    """Names of the cases that run unless told otherwise, by device type."""
-    DTYPES: Sequence[str]
-    IMPLEMENTATIONS: Sequence[Implementation]
+    def steps(self, problem: Any, impl: Implementation) -> Mapping[str, Step]:
+        """A step for each mode that the implementation has."""
+        make = impl.steps or self.plain_steps
+        return make(problem, impl.load())
 
+    @abstractmethod
     def make_problem(self, case: Any, device: str, dtype: str) -> Any:
         """The inputs of a case on the device."""
 
+    @abstractmethod
+    def plain_steps(self, problem: Any, function: Function) -> Mapping[str, Step]:
+        """The steps of an implementation that makes none of its own."""
+
+    @abstractmethod
     def reference(self, problem: Any) -> Any:
         """What results are checked against."""
 
+    @abstractmethod
     def check(self, reference: Any, mode: str, returned: Sequence[Any]) -> Mapping[str, tuple[float, float]]:
-        """Error of each thing that a step returned, by its name, and the bound that it must not pass."""
+        """Error of each result of a step, by its name, and the bound that it must not pass."""
 
+    @abstractmethod
     def floor(self, problem: Any, mode: str) -> Step | None:
         """The work that no implementation can avoid, such as the matrix products alone; None if it isn't wanted."""
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+        """Lines of a table over all rows, with the same keys in each; None if the op has no such table."""
+        return None
 
 
 _SIZES = {
@@ -83,7 +94,7 @@ _SIZES = {
     "n": "N",
     "k": "K",
 }
-"""The names in docs and results of what a case may have as sizes; one that is 0 stands for its default."""
+"""The fields of a case that are sizes, and their names in docs and results; one that is 0 stands for its default."""
 
 
 def sizes_of(case: Any) -> dict[str, int]:
@@ -93,12 +104,14 @@ def sizes_of(case: Any) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One implementation in one mode on one case.  A wrong result has neither time nor memory."""
+    """One implementation in one mode on one case.  A wrong result has neither time nor memory.
+
+    The defaults are for files from before rows had these.
+    """
 
     op: str
     case: str
     sizes: Mapping[str, int] | None = None
-    """None in files from before rows had them; the other defaults are for such files too."""
     dtype: str
     mode: str
     impl: str
@@ -127,12 +140,12 @@ class NotRun:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """What a run found, in the order of cases, modes and implementations."""
 
-    rows: list[Row]
-    not_run: list[NotRun]
+    rows: list[Row] = field(default_factory=list)
+    not_run: list[NotRun] = field(default_factory=list)
     interrupted: bool = False
     """By the user, before the last case was done."""
 
@@ -140,16 +153,10 @@ class Outcome:
         return {"rows": [asdict(r) for r in self.rows], "not_run": [asdict(n) for n in self.not_run]}
 
 
-def modes_of(op: Op) -> Sequence[str]:
-    """The modes of an op, in the order in which they are timed."""
-    modes: Sequence[str] = getattr(op, "MODES", MODES)
-    return modes
-
-
 def run_cases(
     name: str,
     op: Op,
-    measure: Measuring,
+    measure: Any,
     *,
     cases: Sequence[str],
     implementations: Sequence[Implementation],
@@ -158,47 +165,41 @@ def run_cases(
     repeats: int,
     console: Console,
 ) -> Outcome:
-    """Run `implementations` of the op called `name` on its `cases`, one case after the other, timed by `measure`."""
+    """Run `implementations` of the op called `name` on its `cases`, one case after the other.
+
+    `measure` is what `onchip.bench.measuring.measuring` gives.
+    """
     refusals = {impl.name: impl.unavailable(device, dtype) for impl in implementations}
     runnable = [impl for impl in implementations if refusals[impl.name] is None]
-    outcome = Outcome([], [NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
+    outcome = Outcome(not_run=[NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
-    per_case = 1 + len(modes_of(op)) * (len(runnable) * (3 + repeats) + 1 + repeats)
+    per_case = 1 + len(op.MODES) * (len(runnable) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
-    with _thawed_at_the_end(), Progress(*columns, console=console, auto_refresh=False) as progress:
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=per_case * len(cases))
-        for i, case in enumerate(cases):
-
-            def tick(doing: str, case: str = case) -> None:
-                progress.update(task, advance=1, description=f"{case}: {doing}", refresh=True)
-
-            try:
-                progress.update(task, description=f"{case}: reference", refresh=True)
-                # Garbage is collected whenever memory is measured, and need not be looked for in all of the modules
-                # each time, nor in those that the case before this one has loaded.
+        try:
+            for i, case in enumerate(cases):
+                tick = partial(_tick, progress, task, case)
+                tick("reference", advance=0)
+                # Memory is measured after a garbage collection each time, which need not look through all modules, nor
+                # through those that earlier cases have loaded.
                 gc.collect()
                 gc.freeze()
                 _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
                 measure.release(device)
                 progress.update(task, completed=per_case * (i + 1), refresh=True)
-            except KeyboardInterrupt:
-                rest = [
-                    NotRun("the rest", case, None, "interrupted"),
-                    *(NotRun("all", c, None, "interrupted") for c in cases[i + 1 :]),
-                ]
-                outcome.not_run.extend(rest)
-                return replace(outcome, interrupted=True)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+            outcome.not_run.append(NotRun("the rest", case, None, "interrupted"))
+            outcome.not_run.extend(NotRun("all", c, None, "interrupted") for c in cases[i + 1 :])
+        finally:
+            gc.unfreeze()
     return outcome
 
 
-@contextlib.contextmanager
-def _thawed_at_the_end() -> Iterator[None]:
-    """What was kept from the garbage collector meanwhile is again its own."""
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def _tick(progress: Progress, task: Any, case: str, doing: str, advance: int = 1) -> None:
+    progress.update(task, advance=advance, description=f"{case}: {doing}", refresh=True)
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class _Checked:
 
     @property
     def worst(self) -> tuple[float, float]:
-        """Error and bound of what is nearest its bound, or furthest past it."""
+        """Error and bound of the result nearest its bound, or furthest past it."""
         return max(self.errors.values(), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
     @property
@@ -226,7 +227,7 @@ class _CaseRun:
 
     name: str
     op: Op
-    measuring: Measuring
+    measuring: Any
     case: str
     device: str
     dtype: str
@@ -246,8 +247,8 @@ class _CaseRun:
             return
         self.tick("checking")
         checked = self.check(problem, reference, implementations)
-        del reference  # its memory is the steps' from here on
-        for mode in modes_of(self.op):
+        del reference  # the steps need its memory
+        for mode in self.op.MODES:
             if now := [c for c in checked if c.mode == mode]:
                 self.measure(problem, mode, now)
 
@@ -260,15 +261,15 @@ class _CaseRun:
         for impl in implementations:
             failures = len(self.outcome.not_run)
             try:
-                steps = impl.steps(problem)
+                steps = self.op.steps(problem, impl)
             except Exception as e:
                 self.give_up(impl, None, _reason(e))
                 continue
-            for mode in (m for m in modes_of(self.op) if m in steps):
+            for mode in (m for m in self.op.MODES if m in steps):
                 try:
                     errors = self.op.check(reference, mode, steps[mode]())
-                    if isinstance(impl, Approximate):
-                        errors = {name: (error, impl.error_bounds[name]) for name, (error, _) in errors.items()}
+                    if own := impl.error_bounds:
+                        errors = {name: (error, own[name]) for name, (error, _) in errors.items()}
                 except Exception as e:
                     self.give_up(impl, mode, _reason(e))
                 else:
@@ -297,36 +298,35 @@ class _CaseRun:
                 continue
             self.tick(f"memory of {mode}")
             error, bound = c.worst
-            self.outcome.rows.append(
-                Row(
-                    op=self.name,
-                    case=self.case,
-                    sizes=sizes_of(self.op.CASES[self.case]),
-                    dtype=self.dtype,
-                    mode=mode,
-                    impl=f"{c.impl.name} {c.impl.version()}",
-                    config=c.impl.config(problem, mode),
-                    median_ms=timing.median_ms if timing else None,
-                    p10_ms=timing.p10_ms if timing else None,
-                    p90_ms=timing.p90_ms if timing else None,
-                    floor_ms=floor.median_ms if floor else None,
-                    ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
-                    compile_s=self.measuring.compile_seconds(c.step) if c.ok else None,
-                    extra_bytes=extra,
-                    error=_finite(error),
-                    error_bound=bound,
-                    errors={name: _finite(error) for name, (error, _) in c.errors.items()},
-                    ok=c.ok,
-                )
+            row = Row(
+                op=self.name,
+                case=self.case,
+                sizes=sizes_of(self.op.CASES[self.case]),
+                dtype=self.dtype,
+                mode=mode,
+                impl=f"{c.impl.name} {c.impl.version()}",
+                config=c.impl.config(problem, mode),
+                median_ms=timing.median_ms if timing else None,
+                p10_ms=timing.p10_ms if timing else None,
+                p90_ms=timing.p90_ms if timing else None,
+                floor_ms=floor.median_ms if floor else None,
+                ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
+                compile_s=self.measuring.compile_seconds(c.step) if c.ok else None,
+                extra_bytes=extra,
+                error=_finite(error),
+                error_bound=bound,
+                errors={name: _finite(error) for name, (error, _) in c.errors.items()},
+                ok=c.ok,
             )
+            self.outcome.rows.append(row)
 
     def time(self, problem: Any, mode: str, steps: Mapping[str, Step], failed: dict[str, str]) -> dict[str, Timing]:
-        """Timings of the steps and of the floor, whose buffers live no longer than this takes."""
+        """Timings of the steps and of the floor, whose buffers are freed at the end."""
         floor: dict[str, Step] = {}
-        with contextlib.suppress(Exception):  # too big for this device: then there is no ratio to it
+        with suppress(Exception):  # too big for this device: then there is no ratio to it
             if step := self.op.floor(problem, mode):
                 floor[_FLOOR] = step
-        return self.measuring.time_interleaved(
+        timings: dict[str, Timing] = self.measuring.time_interleaved(
             {**floor, **steps},
             device=self.device,
             repeats=self.repeats,
@@ -334,6 +334,7 @@ class _CaseRun:
             # Only the words: the exception would keep the step's tensors alive.
             on_error=lambda name, e: failed.update({name: _reason(e)}),
         )
+        return timings
 
 
 # The floor among the steps' names; no implementation's name is empty.

@@ -1,25 +1,24 @@
-"""What the benchmarks of all ops need of JAX.  `onchip.bench.torch_steps` has the same names.
+"""JAX's part of all benchmarks.  `onchip.bench.torch_steps` has the same names.
 
-Products of float32 inputs are products of float32 numbers for all: by default JAX rounds them to tf32 on a GPU.
+Products of float32 inputs are exact to float32 for all implementations: by default JAX rounds them to tf32 on a GPU.
 """
 
-import math
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from onchip.bench.peers import IGNORED
 from onchip.oracle.jax import NAME, default_device, linear, log_softmax, platform_of, take, xp
+from onchip.oracle.jax import constant as ids
 
-__all__ = ["NAME", "default_device", "linear", "log_softmax", "take", "xp"]
+__all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
 
 PLAIN = "XLA, 16-bit logits"
 # Rows that are drawn at a time: random bits of a whole matrix would take eight times its bytes in bfloat16.
@@ -27,17 +26,9 @@ _DRAWN_ROWS = 1024
 _CHUNK_BYTES = 1 << 29
 
 
-def dtype_name(dtype: Any) -> str:
-    return str(dtype.name)
-
-
 def device_of(x: Array) -> str:
     (device,) = x.devices()
     return "cpu" if device.platform == "cpu" else "cuda"
-
-
-def eps(x: Array) -> float:
-    return float(jnp.finfo(x.dtype).eps)
 
 
 def free_bytes(device: str) -> int | None:
@@ -46,38 +37,24 @@ def free_bytes(device: str) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
 
 
-class Draws:
-    """Random inputs, the same ones each time, made on the default device."""
+def drawer(device: str) -> Callable[..., Array]:
+    """A function that draws matrices of normal numbers on the default device, the same ones in each run."""
+    count = itertools.count(1)
 
-    def __init__(self, device: str) -> None:
-        self.drawn = 0
-
-    def _draw(self, draw: Callable[[Array], Array]) -> Array:
-        self.drawn += 1
-        made: Array = jax.jit(draw)(jax.random.fold_in(jax.random.key(0), self.drawn))
-        return made
-
-    def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Array:
-        """Of float32 numbers: bfloat16 ones are drawn from 128 values."""
+    def normal(rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Array:
         blocks = -(-rows // _DRAWN_ROWS)
 
         def some(key: Array) -> Array:
+            # Of float32 numbers: bfloat16 ones would be drawn from 128 values.
             return (std * jax.random.normal(key, (-(-rows // blocks), columns)) + mean).astype(dtype)
 
-        return self._draw(lambda key: lax.map(some, jax.random.split(key, blocks)).reshape(-1, columns)[:rows])
+        def whole(key: Array) -> Any:
+            return lax.map(some, jax.random.split(key, blocks)).reshape(-1, columns)[:rows]
 
-    def labels(self, case: Any) -> Array:
-        """[T] vocabulary indices, uniform or as Zipf's law has them."""
-        if not case.zipf:
-            return self._draw(lambda key: jax.random.randint(key, (case.tokens,), 0, case.vocab))
-        share = 1 / np.arange(1, case.vocab + 1)
-        chances = jnp.asarray(share / share.sum())
-        return self._draw(lambda key: jax.random.choice(key, case.vocab, (case.tokens,), p=chances))
+        drawn: Array = jax.jit(whole)(jax.random.fold_in(jax.random.key(0), next(count)))
+        return drawn
 
-    def ignore(self, case: Any, labels: Array) -> Array:
-        """The labels as int32, with IGNORED in the part of the tokens that the case says."""
-        shuffled = self._draw(lambda key: jax.random.permutation(key, case.tokens))
-        return labels.at[shuffled[: round(case.ignored * case.tokens)]].set(IGNORED).astype(jnp.int32)
+    return normal
 
 
 def constant(x: Array, dtype: str) -> Array:
@@ -85,7 +62,7 @@ def constant(x: Array, dtype: str) -> Array:
 
 
 def leaf(x: Array, dtype: str, columns: int | None = None) -> Array:
-    """`x` in `dtype`, with all of its columns: who wants less cuts it inside the step."""
+    """`x` in `dtype`, with all of its columns: a step that wants fewer slices inside."""
     return x.astype(dtype)
 
 
@@ -97,56 +74,43 @@ class Step:
     """A function of arrays, compiled when it is first needed, and its arguments."""
 
     function: Callable[..., Any]
-    arguments: tuple[Array, ...]
+    arguments: tuple[Any, ...]
 
     def __call__(self) -> Any:
-        return self.compiled(*self.arguments)
-
-    @property
-    def compiled(self) -> jax.stages.Compiled:
-        return self._compiled[0]
-
-    @property
-    def compile_seconds(self) -> float:
-        return self._compiled[1]
+        return self.compilation[0](*self.arguments)
 
     @cached_property
-    def _compiled(self) -> tuple[jax.stages.Compiled, float]:
-        (device,) = self.arguments[0].devices()
+    def compilation(self) -> tuple[jax.stages.Compiled, float]:
+        """The compiled function, and the seconds that tracing and compiling took."""
+        first = jax.tree.leaves(self.arguments)[0]
+        (device,) = first.devices()
+        precision = "highest" if first.dtype == jnp.float32 else None
         start = time.perf_counter()
-        with jax.default_device(device), _products_of(self.arguments[0]):
+        with jax.default_device(device), jax.default_matmul_precision(precision):
             compiled = jax.jit(self.function).lower(*self.arguments).compile()
         return compiled, time.perf_counter() - start
 
 
-def _products_of(array: Array) -> AbstractContextManager[Any]:
-    """Where products of arrays of this dtype are not rounded further."""
-    return jax.default_matmul_precision("highest") if array.dtype == jnp.float32 else nullcontext()
-
-
-def steps(function: Callable[..., Any], arguments: tuple[Array, ...], leaves: int) -> dict[str, Step]:
-    """The steps of `function`, which returns a loss or several arrays (None among them is dropped): 'forward' returns
-    these; 'forward+backward' these and the gradients of the first so many `leaves`, of the sum of the arrays' means."""
+def steps(
+    function: Callable[..., Any], arguments: tuple[Array, ...], leaves: int, upstream: tuple[Array, ...] = ()
+) -> dict[str, Step]:
+    """As PyTorch's."""
 
     def forward(*arguments: Array) -> list[Array]:
         return jax.tree.leaves(function(*arguments))
 
-    def both(*arguments: Array) -> list[Array]:
-        def loss(*first: Array) -> tuple[Any, list[Array]]:
-            made = forward(*first, *arguments[leaves:])
-            return sum(x.astype(jnp.float32).mean() for x in made), made
-
+    def both(arguments: tuple[Array, ...], upstream: tuple[Array, ...]) -> list[Array]:
         first = arguments[:leaves]
-        gradients, made = jax.grad(loss, argnums=tuple(range(leaves)), has_aux=True)(*first)
+        made, pullback = jax.vjp(lambda *first: forward(*first, *arguments[leaves:]), *first)
+        gradients = pullback(list(upstream) or [jnp.full_like(x, 1 / x.size) for x in made])
         # As an optimizer takes them: tokamax's 'xla' returns float32 ones.
         return [*made, *(g.astype(x.dtype) for g, x in zip(gradients, first, strict=True))]
 
-    return {"forward": Step(forward, arguments), "forward+backward": Step(both, arguments)}
+    return {"forward": Step(forward, arguments), "forward+backward": Step(both, (arguments, upstream))}
 
 
 def products(mode: str, hidden: Array, weight: Array, *constants: tuple[Array, Array]) -> Callable[[], Sequence[Array]]:
-    """The matrix products alone, each compiled by itself: the logits of (hidden, weight) and of each pair of
-    `constants`, then both gradients of the first."""
+    """As PyTorch's, each compiled by itself."""
     logits, *others = (Step(lambda h, w: h @ w.T, pair) for pair in ((hidden, weight), *constants))
     if mode == "forward":
         return lambda: [logits(), *(other() for other in others)]
@@ -156,7 +120,7 @@ def products(mode: str, hidden: Array, weight: Array, *constants: tuple[Array, A
 
 
 def copies(x: Array, rows: int) -> Step:
-    """So many rows are read, and as many written."""
+    """Reads and writes the first `rows`."""
     return Step(lambda x: [jnp.copy(x[:rows])], (x,))
 
 
@@ -168,15 +132,13 @@ def relative_error(out: Array, ref: Any) -> float:
     if out.shape != ref.shape:
         raise ValueError(f"a result has shape {list(out.shape)} where {list(ref.shape)} is right")
     with jax.enable_x64(True):
-        error, norm = _squares(out, ref)
-        return math.sqrt(float(error) / float(norm))
+        return float(_relative_error(out, ref))
 
 
 @jax.jit
-def _squares(out: Array, ref: Array) -> tuple[Array, Array]:
-    """||out - ref||^2 and ||ref||^2."""
-    wide = ref.astype(jnp.float64)
-    return jnp.square(out.astype(jnp.float64) - wide).sum(), jnp.square(wide).sum()
+def _relative_error(out: Array, ref: Array) -> Array:
+    ref = wide(ref)
+    return jnp.sqrt(jnp.square(wide(out) - ref).sum() / jnp.square(ref).sum())
 
 
 def wide(x: Array) -> Array:
@@ -184,7 +146,7 @@ def wide(x: Array) -> Array:
 
 
 def in_float64(function: Callable[..., Any], *arguments: Array) -> Any:
-    """What `function`, compiled, makes of `arguments`; float64 exists inside."""
+    """`function`, compiled, of `arguments`; it can use float64."""
     with jax.enable_x64(True):
         return jax.jit(function)(*arguments)
 
@@ -198,11 +160,7 @@ def gradient(function: Callable[[Array], Sequence[Array]], z: Array) -> tuple[Se
 def scan_rows(
     one: Callable[..., tuple[Any, Sequence[Array]]], start: Any, arrays: Sequence[Array], row_bytes: int
 ) -> tuple[Any, Any]:
-    """`one(carry, *rows of the arrays)` over chunks of rows; the last carry, and each thing that was made of all rows.
-
-    A chunk's rows, of `row_bytes` each, are half a GiB.  The last chunk is filled up with zeros: what is made of these
-    may change no carry.
-    """
+    """As PyTorch's.  The last chunk is filled up with zeros, which must leave the carry as it is."""
     tokens = len(arrays[0])
     chunks = -(-tokens // max(1, _CHUNK_BYTES // row_bytes))
     size = -(-tokens // chunks)  # the most even ones need the least filling
@@ -224,12 +182,25 @@ def logits(hidden: Array, weight: Array, wide: bool) -> Array:
     return made.astype(jnp.float32)
 
 
-def cross_entropies(logits: Array, labels: Array) -> Array:
-    """[T], of labels that are all in [0, V), by a gather."""
+def gathered(logits: Array, labels: Array) -> Array:
+    """[T] cross-entropies, of labels that are all in [0, V)."""
     return jax.nn.logsumexp(logits, axis=1) - take(logits, labels[:, None])[:, 0]
 
 
-def mean_loss(losses: Callable[[Array, Array], Array], logits: Array, labels: Array) -> Array:
+def one_hot(logits: Array, labels: Array) -> Array:
+    """The same; the label's logit is summed behind a mask, which XLA fuses into its neighbours."""
+    chosen = jnp.where(jnp.arange(logits.shape[1]) == labels[:, None], logits, 0).sum(1)
+    return jax.nn.logsumexp(logits, axis=1) - chosen
+
+
+def by_optax(logits: Array, labels: Array) -> Array:
+    import optax
+
+    made: Array = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return made
+
+
+def cross_entropy(logits: Array, labels: Array, losses: Callable[[Array, Array], Array] = gathered) -> Array:
     """The float32 mean over the tokens whose label is not IGNORED."""
     kept = labels != IGNORED
     each = losses(logits, jnp.where(kept, labels, 0)).astype(jnp.float32)
@@ -237,17 +208,6 @@ def mean_loss(losses: Callable[[Array, Array], Array], logits: Array, labels: Ar
 
 
 # ------------------------------------------------------------------------------------------------------ linear layers
-
-
-def layer_steps(layer: Callable[..., Array], x: Array, weight: Array, grad_out: Array) -> dict[str, Step]:
-    """A step keeps nothing: it quantises the weight anew, as after an optimizer's step."""
-
-    def both(x: Array, weight: Array, grad_out: Array) -> list[Array]:
-        out, pullback = jax.vjp(layer, x, weight)
-        return [out, *pullback(grad_out)]
-
-    forward = Step(lambda x, weight: [layer(x, weight)], (x, weight))
-    return {"forward": forward, "forward+backward": Step(both, (x, weight, grad_out))}
 
 
 def parameter(x: Array) -> Array:

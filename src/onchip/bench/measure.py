@@ -8,22 +8,24 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
 from onchip.bench import timing
-from onchip.bench.timing import Step as Step
-from onchip.bench.timing import Timing as Timing
+from onchip.bench.timing import Step
 
 PACKAGES = ("torch", "numpy", "triton")
 
-# Milliseconds that a step waits on the device, so that the host is ahead, if it isn't known how long that takes.
+# Milliseconds that the device is kept waiting before a step that was never timed.
 _HEAD_START = 10.0
 _CYCLES = 1_800_000  # of the device's clock in about a millisecond
-# Milliseconds that the host took to ask for a step when it was last timed.
+# Milliseconds that the host took to launch a step when it was last timed.
 _ASKED: "WeakKeyDictionary[Step, float]" = WeakKeyDictionary()
 
 
@@ -35,15 +37,13 @@ def time_once(step: Step, device: str) -> float:
         elapsed = time.perf_counter() - start
         del returned  # not before the clock stops: giving the gradients back is no part of the step
         return elapsed * 1e3
-    import torch
-
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The device is given something to wait for, so that the host is ahead of it, as in a training step: what is timed
-    # is the device's work, not how long Python takes to ask for it.  A step that takes long there needs no more.
+    # The device waits so that the host gets ahead of it, as in a training step: what is timed is the device's work and
+    # not the time that Python takes to launch it.
     head_start = min(_HEAD_START, 0.5 + 2 * _ASKED.get(step, _HEAD_START))
     torch.cuda._sleep(int(head_start * _CYCLES))
-    # In a model, other layers come in between: nothing of a step's inputs is in L2.  Read, so that nothing waits to be
-    # written back either.
+    # In a model other layers run in between, and L2 holds none of a step's inputs.  This reads, so that nothing is left
+    # to write back either.
     _as_large_as_l2(torch.cuda.current_device()).amax()
     begin.record()
     start = time.perf_counter()
@@ -55,10 +55,8 @@ def time_once(step: Step, device: str) -> float:
 
 
 @lru_cache
-def _as_large_as_l2(device: int) -> Any:
+def _as_large_as_l2(device: int) -> Tensor:
     """A tensor of twice the size of the device's L2."""
-    import torch
-
     size = torch.cuda.get_device_properties(device).L2_cache_size
     return torch.zeros(2 * size // 4, dtype=torch.float32, device=device)
 
@@ -73,73 +71,55 @@ def peak_extra_bytes(step: Step, *, device: str) -> int:
     product takes inside, and what other threads allocate meanwhile: the lower peak of two runs counts.  Run the step
     once before, so that one-time set-up does not count.
     """
-    if device == "cuda":
-        return max(0, _extra_bytes_cuda(step))
-    return max(0, min(_extra_bytes_cpu(step) for _ in range(2)))
+    peak_during = _cuda_peak if device == "cuda" else _resident_peak
+
+    def extra_bytes() -> int:
+        gc.collect()
+        with peak_during() as peak:
+            returned = step()
+        returned_bytes: int = sum(t.numel() * t.element_size() for t in returned)
+        return peak() - returned_bytes
+
+    return max(0, min(extra_bytes() for _ in range(1 if device == "cuda" else 2)))
 
 
-def _extra_bytes_cpu(step: Step) -> int:
-    gc.collect()
-    with _resident_peak() as peak:
-        returned = step()
-    return peak() - _total_bytes(returned)
-
-
-def _extra_bytes_cuda(step: Step) -> int:
-    import torch
-
-    gc.collect()
+@contextlib.contextmanager
+def _cuda_peak() -> Iterator[Callable[[], int]]:
+    """Yield a function that tells, after the block, how far the allocator's memory rose above its size at the start."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    returned = step()
+    yield lambda: torch.cuda.max_memory_allocated() - before
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - _total_bytes(returned)
-
-
-def _total_bytes(tensors: Sequence[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def compile_seconds(step: Step) -> float | None:
-    """Not known: what compiles does so when it first runs."""
+    """Unknown: a compiled function compiles in its first run."""
     return None
 
 
 def release(device: str) -> None:
-    """Free what steps have left behind.
-
-    One that ran out of memory may leave cycles that hold tensors.  What its cache holds is out of reach for all that is
-    not allocated through PyTorch, such as the code of kernels.
-    """
+    """Free what steps have left behind: cycles that hold tensors after an error, and the allocator's cache, which only
+    PyTorch's own allocations can reuse."""
     if device == "cuda":
-        import torch
-
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def threads() -> int | None:
-    """Threads of an operator on the CPU."""
-    import torch
-
+    """Threads that an operator uses on the CPU."""
     return torch.get_num_threads()
 
 
 def gpu() -> dict[str, Any]:
     """Name, memory and CUDA version of the current device."""
-    import torch
-
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
 
 
 @contextlib.contextmanager
 def _resident_peak() -> Iterator[Callable[[], int]]:
-    """Yield a function that tells, after the block, how far the resident set rose above its size at the start.
-
-    Linux keeps that size to within a quarter of a MiB on a few cores.
-    """
+    """The same of the process's resident set, which Linux knows to a quarter of a MiB on a few cores."""
     with _exact_frees():
         try:
             Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark VmHWM
@@ -210,7 +190,7 @@ def _status_bytes(field: str) -> int:
 
 @contextlib.contextmanager
 def _sampled_peak() -> Iterator[Callable[[], int]]:
-    """The same where the kernel keeps no high-water mark that can be reset: sample every millisecond."""
+    """The same by samples every millisecond, where the kernel keeps no high-water mark that can be reset."""
     import psutil  # type: ignore[import-untyped]
 
     process = psutil.Process()

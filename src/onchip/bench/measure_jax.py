@@ -1,7 +1,6 @@
 """Time and peak memory of a compiled step of JAX, on the CPU and on CUDA devices.  Knows no op.
 
-A step is a callable without arguments that returns arrays.  What is asked for its memory has the attributes `compiled`
-(a `jax.stages.Compiled`) and `compile_seconds`.
+A step is a `onchip.bench.jax_steps.Step`; to be timed, it may be any callable without arguments that returns arrays.
 """
 
 import gc
@@ -32,21 +31,21 @@ time_interleaved = partial(timing.time_interleaved, time_once)
 
 def peak_extra_bytes(step: Any, *, device: str) -> int:
     """Peak of the step's temporary memory, as XLA has planned it."""
-    return int(step.compiled.memory_analysis().temp_size_in_bytes)
+    return int(step.compilation[0].memory_analysis().temp_size_in_bytes)
 
 
 def compile_seconds(step: Any) -> float | None:
     """How long tracing and compiling took."""
-    return float(step.compile_seconds)
+    return float(step.compilation[1])
 
 
 def release(device: str) -> None:
-    """Free what steps have left behind: one that ran out of memory may leave cycles that hold arrays."""
+    """Collect the cycles that hold arrays after a step ran out of memory."""
     gc.collect()
 
 
 def threads() -> int | None:
-    """XLA has no number of its own: it takes the cores that there are."""
+    """XLA uses all cores."""
     return None
 
 

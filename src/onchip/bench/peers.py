@@ -1,4 +1,4 @@
-"""What a benchmark compares with, functions that are imported when they are asked for, and how close results must be.
+"""What a benchmark compares: functions that are imported when they are asked for, and how close results must be.
 
 Imports no framework.
 """
@@ -9,72 +9,64 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
+from pkgutil import resolve_name
 from typing import Any
 
 import onchip
+from onchip.bench.timing import Step
 
 Refusal = Callable[[str, str], str | None]
 """Why something can't run on (device, dtype) here, or None."""
-
-Step = Callable[[], Sequence[Any]]
-"""Run once; returns the arrays that it leaves behind (loss, gradients)."""
+Function = Callable[..., Any]
+Load = Callable[..., Function]
+Steps = Callable[[Any, Function], Mapping[str, Step]]
+"""Steps of a problem, by mode, with a function."""
 
 NARROW = ("float16", "bfloat16")
 IGNORED = -100
 """The ignore_index that all implementations have by default."""
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One function, of another library or of this one."""
-
-    name: str
-    load: Callable[[], Callable[..., Any]]
-    """The function, anew for each problem; what it imports, it imports then."""
-    unavailable: Refusal
-    config: dict[str, Any] = field(default_factory=dict)
-    package: str = "torch"
-    """The distribution that it comes with."""
-
-    def version(self) -> str:
-        return onchip.__version__ if self.package == "onchip" else metadata.version(self.package).partition("+")[0]
+def always(device: str, dtype: str) -> None:
+    return None
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A peer's function as the harness wants it; `make_steps` makes the steps of a problem with it."""
+    """One way to compute an op: a function of this package or of another library."""
 
-    peer: Peer
-    make_steps: Callable[[Any, Peer], Mapping[str, Step]]
+    name: str
+    load: Load
+    """Called for each problem: imports and returns the function."""
+    unavailable: Refusal = always
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Its settings, for the record."""
+    package: str = "torch"
+    """The distribution that it comes with."""
+    steps: Steps | None = None
+    """None for those that the benchmark makes of any function."""
     record: Callable[[Any, str], dict[str, Any]] | None = None
-    """The settings for a problem and a mode, where they aren't those of the peer."""
-
-    @property
-    def name(self) -> str:
-        return self.peer.name
+    """The settings for a problem and a mode, where they depend on these."""
+    error_bounds: Mapping[str, float] | None = None
+    """Bounds of its own, by the names of the results, where it is meant to be off by more than the others."""
 
     def version(self) -> str:
-        return self.peer.version()
+        return onchip.__version__ if self.package == "onchip" else metadata.version(self.package).partition("+")[0]
 
-    def unavailable(self, device: str, dtype: str) -> str | None:
-        return self.peer.unavailable(device, dtype)
-
-    def config(self, problem: Any, mode: str) -> dict[str, Any]:
-        return self.record(problem, mode) if self.record else self.peer.config
-
-    def steps(self, problem: Any) -> Mapping[str, Step]:
-        return self.make_steps(problem, self.peer)
+    def config(self, problem: Any, mode: str) -> Mapping[str, Any]:
+        return self.record(problem, mode) if self.record else self.options
 
 
 def bounds(
     names: Sequence[str], lengths: Sequence[int], errors: Sequence[float] | None, eps: float, *, forward: int
 ) -> dict[str, float]:
-    """How far each thing that a step returns may be from its reference, by name, `eps` being that of the dtype.
+    """How far each result of a step may be from its reference, by name; `eps` is that of the dtype.
 
-    In float32, by the random walk of rounding errors over sums of so many `lengths`.  In 16 bits, twice the `errors` of
-    what the framework's plain expression returned; as a single number may be right by luck, of the first `forward`
-    things at least a rounding.
+    In float32, by the random walk of rounding errors over sums of these `lengths`.  In 16 bits, twice the `errors` of
+    the framework's plain expression; a single number may be right by luck, so for the first `forward` results it is
+    at least a rounding.
     """
     if errors is None:
         return {name: eps * n**0.5 for name, n in zip(names, lengths, strict=True)}
@@ -83,50 +75,49 @@ def bounds(
 
 
 def optional(
-    name: str, package: str, load: Callable[..., Callable[..., Any]], unavailable: Refusal, **config: Any
-) -> Peer:
-    """What comes with `package`, loaded with `config`."""
-    return Peer(name, lambda: load(**config), unavailable, config, package)
+    name: str, package: str, load: Load, unavailable: Refusal, steps: Steps | None = None, **options: Any
+) -> Implementation:
+    """A function of `package`, loaded with `options`."""
+    return Implementation(name, partial(load, **options), unavailable, options, package, steps)
 
 
-def own(
-    load: Callable[..., Callable[..., Any]], backends: Sequence[str], suffix: str = "", **config: Any
-) -> list[Peer]:
-    """This package's function, loaded with `config` and a backend: 'auto', and each one by name if there are several.
+def imported(path: str, **options: Any) -> Function:
+    """What `path`, 'module:name', has, with these options."""
+    return partial(resolve_name(path), **options)
+
+
+def own(load: Load, backends: Sequence[str], suffix: str = "", **options: Any) -> list[Implementation]:
+    """This package's function, loaded with `options` and a backend: 'auto', and each by name if there are several.
 
     A backend that can't run a problem says so when its steps are made or run.
     """
     names = ["auto", *(backends if len(backends) > 1 else ())]
-    return [optional(f"onchip {b}{suffix}", "onchip", load, always, backend=b, **config) for b in names]
+    return [optional(f"onchip {b}{suffix}", "onchip", load, always, backend=b, **options) for b in names]
 
 
-def plain_peers(framework: str, load: Callable[[bool], Callable[..., Any]]) -> tuple[Peer, ...]:
+def plain_peers(framework: str, load: Callable[[bool], Function]) -> tuple[Implementation, ...]:
     """The framework's plain expression, loaded with whether its logits are float32 or in the inputs' dtype."""
     if framework == "jax":
         return (
-            optional("XLA, 16-bit logits", "jax", lambda: load(False), xla_only_narrow),
-            optional("XLA, float32 logits", "jax", lambda: load(True), always),
+            Implementation("XLA, 16-bit logits", lambda: load(False), xla_only_narrow, package="jax"),
+            Implementation("XLA, float32 logits", lambda: load(True), package="jax"),
         )
     return (
-        Peer("torch eager", lambda: load(False), always),
-        Peer("torch eager, float32 logits", lambda: load(True), only_narrow),
-        Peer("torch.compile, float32 logits", lambda: compiled(load(True)), no_compiler),
+        Implementation("torch eager", lambda: load(False)),
+        Implementation("torch eager, float32 logits", lambda: load(True), only_narrow),
+        Implementation("torch.compile, float32 logits", lambda: compiled(load(True)), no_compiler),
     )
 
 
 # -------------------------------------------------------------------------------------------------- why not
 
 
-def always(device: str, dtype: str) -> None:
-    return None
+def _same_in_float32(other: str) -> Refusal:
+    return lambda device, dtype: f"in float32 it is the same as {other}" if dtype == "float32" else None
 
 
-def only_narrow(device: str, dtype: str) -> str | None:
-    return "in float32 it is the same as torch eager" if dtype == "float32" else None
-
-
-def xla_only_narrow(device: str, dtype: str) -> str | None:
-    return "in float32 it is the same as XLA, float32 logits" if dtype == "float32" else None
+only_narrow = _same_in_float32("torch eager")
+xla_only_narrow = _same_in_float32("XLA, float32 logits")
 
 
 def no_compiler(device: str, dtype: str) -> str | None:
@@ -136,34 +127,35 @@ def no_compiler(device: str, dtype: str) -> str | None:
     return None if shutil.which(compiler) else f"it needs a C++ compiler, and there is no {compiler!r} on the PATH"
 
 
-def gpu_only(package: str, dtypes: tuple[str, ...]) -> Refusal:
+def gpu_only(package: str, dtypes: tuple[str, ...], install: str = "'onchip[peers]'") -> Refusal:
     def refusal(device: str, dtype: str) -> str | None:
         if device != "cuda":
             return "it runs on CUDA devices only"
         if dtype not in dtypes:
             return f"it takes {' and '.join(dtypes)}, not {dtype}"
-        return not_installed(package)
+        return needs(package, install)(device, dtype)
 
     return refusal
 
 
-def needs(package: str) -> Refusal:
-    return lambda device, dtype: not_installed(package, "peers-jax")
+def needs(package: str, install: str = "'onchip[peers-jax]'") -> Refusal:
+    """The package; `install` is what pip is asked for."""
+
+    def refusal(device: str, dtype: str) -> str | None:
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return f"{package} is not installed; pip install {install}"
+        return None
+
+    return refusal
 
 
-def not_installed(package: str, extra: str = "peers") -> str | None:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return f"{package} is not installed; pip install 'onchip[{extra}]'"
-    return None
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Function) -> Function:
     """`function` by torch.compile."""
     import torch
 
-    # Each problem is compiled for its own shapes.  Without the reset the shapes of earlier ones would count towards
-    # the limit on recompilations, past which a function runs eagerly without a word.
+    # Each problem is compiled for its own shapes.  Without the reset the shapes of earlier problems would count towards
+    # the limit on recompilations, past which a function silently runs eagerly.
     torch.compiler.reset()
     return torch.compile(function, dynamic=False, fullgraph=True)

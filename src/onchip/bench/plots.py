@@ -13,6 +13,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from onchip.bench.units import format_bytes, format_ms
 from onchip.core import files
 
@@ -82,31 +84,21 @@ def _scatter(axes: "Axes", rows: Rows, styles: Styles) -> None:
     for r in points:
         look = {**styles[r["impl"]], "linewidth": 0}
         spread = [[r["median_ms"] - r["p10_ms"]], [r["p90_ms"] - r["median_ms"]]]
-        axes.errorbar(r["median_ms"], _height(r), xerr=spread, markersize=7, elinewidth=1.2, zorder=3, **look)
+        name = f"{short_name(r['impl'])}\n{format_ms(r['median_ms'])}, {format_bytes(r['extra_bytes'])}"
+        axes.errorbar(
+            r["median_ms"], _height(r), xerr=spread, label=name, markersize=7, elinewidth=1.2, zorder=3, **look
+        )
     floor = points[0]["floor_ms"]
     if floor:
         axes.axvline(floor, color=_GRAY, linestyle=_DASHES, linewidth=1)
     times = [t for r in points for t in (r["p10_ms"], r["p90_ms"])] + [floor or points[0]["median_ms"]]
-    _log_axis(axes, "x", times, _format_time, _round_numbers)
-    _log_axis(axes, "y", [_height(r) for r in points], _format_height, _powers_of_two)
+    _time_axis(axes, "x", times)
+    _memory_axis(axes, points)
     axes.set_xlabel("time per step (dashed: its matrix products alone)" if floor else "time per step")
-    axes.set_ylabel("extra memory at the peak")
-    # The labels stand in a column to the right, in the points' order, so that they cover neither points nor each other.
-    bottom, top = (math.log(y) for y in axes.get_ylim())
-    wanted = [(math.log(_height(r)) - bottom) / (top - bottom) for r in points]
-    for place, r in zip(_spread_out(wanted, gap=1 / max(7, len(points) - 1)), points, strict=True):
-        color = styles[r["impl"]]["color"]
-        axes.annotate(
-            f"{short_name(r['impl'])}\n{format_ms(r['median_ms'])}, {format_bytes(r['extra_bytes'])}",
-            (r["median_ms"], _height(r)),
-            xytext=(1.08, place),
-            textcoords="axes fraction",
-            va="center",
-            color=color,
-            fontsize=8.5,
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "alpha": 0.5, "relpos": (0, 0.5)},
-        )
+    # The points from the highest down, in a column to the right, which covers none of them.
+    handles, labels = axes.get_legend_handles_labels()
+    right = {"bbox_to_anchor": (1.03, 0.5), "frameon": False, "fontsize": 8.5, "labelcolor": "linecolor"}
+    axes.legend(handles[::-1], labels[::-1], loc="center left", **right)
 
 
 def growth_svg(rows: Rows) -> str | None:
@@ -127,10 +119,9 @@ def growth_svg(rows: Rows) -> str | None:
             _growth_panels(above, below, points, styles)
             below.set_xlabel(size)
         times = [r["median_ms"] for r in every] + [r["floor_ms"] or r["median_ms"] for r in every]
-        _log_axis(grid[0, 0], "y", times, _format_time, _round_numbers)
-        _log_axis(grid[1, 0], "y", [_height(r) for r in every], _format_height, _powers_of_two)
+        _time_axis(grid[0, 0], "y", times)
+        _memory_axis(grid[1, 0], every)
         grid[0, 0].set_ylabel("time per step")
-        grid[1, 0].set_ylabel("extra memory at the peak")
         figure.suptitle(MODE, x=0.01, ha="left", fontweight="bold")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False)
@@ -155,7 +146,7 @@ def _growth_panels(above: "Axes", below: "Axes", points: Sequence[Point], styles
     if floors:
         above.plot(*zip(*floors, strict=True), color=_GRAY, linestyle=_DASHES, label="matrix products alone")
     sizes = sorted({x for x, _ in points})
-    _log_axis(below, "x", sizes, lambda x: f"{x:.0f}", lambda low, high: sizes)
+    _log_axis(below, "x", sizes, lambda x: f"{x:.0f}", sizes)
 
 
 def _sweeps(rows: Rows) -> dict[str, list[Point]]:
@@ -205,56 +196,38 @@ def _styles(rows: Rows) -> Styles:
     }
 
 
-def _powers_of_two(low: float, high: float) -> list[float]:
-    return [2.0**e for e in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+def _time_axis(axes: "Axes", which: str, times: Sequence[float]) -> None:
+    _log_axis(axes, which, times, _format_time, [float(f"{x:.2g}") for x in _evenly(times)])
 
 
-def _round_numbers(low: float, high: float) -> list[float]:
-    """Round numbers in each decade: only as many as it takes to have three between `low` and `high`."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    inside: list[float] = []
-    for steps in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), [n / 4 for n in range(4, 40)]):
-        inside = [step * 10.0**d for d in decades for step in steps if low <= step * 10.0**d <= high]
-        if len(inside) >= 3:
-            break
-    return inside
+def _memory_axis(axes: "Axes", rows: Rows) -> None:
+    heights = [_height(r) for r in rows]
+    _log_axis(axes, "y", heights, _format_height, [2.0 ** round(math.log2(x)) for x in _evenly(heights)])
+    axes.set_ylabel("extra memory at the peak")
+
+
+def _evenly(values: Sequence[float]) -> list[float]:
+    """Five numbers that are evenly spread on a logarithmic axis around `values`."""
+    return [float(x) for x in np.geomspace(*_limits(values), 7)[1:-1]]
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """Of a logarithmic axis: so wide that there are several round numbers in any case."""
+    low, high = min(values), max(values)
+    margin = max(1.5, (high / low) ** 0.08)
+    return low / margin, high * margin
 
 
 def _log_axis(
-    axes: "Axes",
-    which: str,
-    values: Sequence[float],
-    form: Callable[[float], str],
-    candidates: Callable[[float, float], Sequence[float]],
+    axes: "Axes", which: str, values: Sequence[float], form: Callable[[float], str], ticks: Sequence[float]
 ) -> None:
-    """A logarithmic axis around `values`; ticks are the `candidates` an eighth of it or more from the tick before."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    low, high = min(values), max(values)
-    margin = max(1.5, (high / low) ** 0.08)  # so much that there is a power of two, and round numbers, in any case
-    low, high = low / margin, high * margin
-    gap = (high / low) ** (0.999 / 8)
-    ticks: list[float] = []
-    for t in candidates(low, high):
-        if low <= t <= high and (not ticks or t >= ticks[-1] * gap):
-            ticks.append(t)
-    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axes.set(**{f"{which}scale": "log", f"{which}lim": _limits(values)})
     axis: Axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_locator(FixedLocator(sorted(set(ticks))))
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
     axis.set_minor_locator(NullLocator())
-
-
-def _spread_out(wanted: Sequence[float], gap: float) -> list[float]:
-    """The rising positions nearest to `wanted`, also rising, that keep `gap` between them and stay below 1."""
-    places: list[float] = []
-    for x in wanted:
-        places.append(max(x, places[-1] + gap) if places else max(0.0, x))
-    limit = 1.0
-    for i in reversed(range(len(places))):
-        places[i] = limit = min(places[i], limit)
-        limit -= gap
-    return places
 
 
 def _svg(draw: Callable[["Figure"], None], width: float, height: float) -> str:

@@ -1,7 +1,7 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypedDict, cast
@@ -42,14 +42,12 @@ def run_bench(
     add: bool = False,
     suite: str | None = None,
 ) -> dict[str, Any]:
-    """Benchmark the op called `op`, whose benchmark module is `module`, and write `<date>-<device>-<op>.json` and
-    `.html` into the folder `out`, over those of an earlier run on the same day, or with `add` added to them.  For JAX
-    the names end in `-jax`.
+    """Benchmark an op and write `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`) over those of the same day.
 
     Args:
         op: name for the record.
-        module: import path of the module with the names that `harness.Op` lists.
-        framework: "torch" or "jax", whose module it is.
+        module: import path of the op's `harness.Op`.
+        framework: "torch" or "jax", whose op it is.
         cases: patterns against the op's case names; None for the op's defaults on the device.
         device: "cpu", "cuda", or "auto": CUDA where the framework sees a device.
         dtype: one that the op has; None for float32 on the CPU, bfloat16 on CUDA.
@@ -57,9 +55,9 @@ def run_bench(
         impls: patterns against the implementations' names; None for all.
         out: folder of the files, made if need be.
         console: where progress and tables go.
-        suite: one of the op's suites of cases, in the place of its defaults; `cases` then chooses among these.
         add: keep what an earlier run of the same day, device and versions found of other cases, sizes, dtypes and
             implementations.
+        suite: one of the op's suites of cases in place of its defaults, among which `cases` then chooses.
 
     Returns:
         What the JSON file holds.
@@ -67,8 +65,8 @@ def run_bench(
     Raises:
         ImportError: a package is missing that this needs.
         ValueError: an option that can't be served; nothing has run or been written then.
-        KeyboardInterrupt: the user's; what had been measured is written, and `add` takes up from there.  Where nothing
-            had, a file that is there already stays as it is.
+        KeyboardInterrupt: the user's.  What was measured is written, and `add` continues from there; where nothing was,
+            an existing file stays as it is.
     """
     require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
     device = resolve_device(device, framework)
@@ -78,8 +76,13 @@ def run_bench(
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
-    among = target.CASES if suite is None else suite_cases(op, target, suite)
-    default = target.DEFAULT_CASES[device] if suite is None else among
+    among: Collection[str] = target.CASES
+    default = target.DEFAULT_CASES[device]
+    if suite is not None:
+        if suite not in target.SUITES:
+            there = f"there is: {', '.join(target.SUITES)}" if target.SUITES else f"{op} has none"
+            raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and {there}")
+        among = default = target.SUITES[suite]
     chosen = matching("--case", cases, among) if cases else list(default)
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
@@ -109,7 +112,9 @@ def run_bench(
         console.print(f"nothing was measured; {path} is as it was", highlight=False, soft_wrap=True)
         raise KeyboardInterrupt
     found = {"environment": described, **outcome.as_json()}
-    document = summarized(target, found if earlier is None else _added(earlier, found))
+    document = found if earlier is None else _added(earlier, found)
+    if (summary := target.summary(document["rows"])) is not None:
+        document["summary"] = summary
     files.replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # before all that could go wrong
     report.print_rows(found, console)
     report.print_summary(document, console)
@@ -117,25 +122,6 @@ def run_bench(
     console.print(f"wrote {path}\nwrote {page}", highlight=False, soft_wrap=True)
     if outcome.interrupted:
         raise KeyboardInterrupt
-    return document
-
-
-def suite_cases(op: str, target: harness.Op, suite: str) -> Sequence[str]:
-    """Names of the cases of a suite: a benchmark module may have SUITES, lists of such names by the suite's."""
-    suites: Mapping[str, Sequence[str]] = getattr(target, "SUITES", {})
-    if suite not in suites:
-        there = f"there is: {', '.join(suites)}" if suites else f"{op} has none"
-        raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and {there}")
-    return suites[suite]
-
-
-def summarized(target: harness.Op, document: dict[str, Any]) -> dict[str, Any]:
-    """The document with a summary of all its rows, if the benchmark module has a function for that.
-
-    It returns a mapping for each line of a table: names and numbers under the same keys in each.
-    """
-    if summary := getattr(target, "summary", None):
-        return {**document, "summary": summary(document["rows"])}
     return document
 
 
@@ -155,7 +141,7 @@ def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _added(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The earlier document with this one's rows in the place of those that they repeat."""
+    """The earlier document, with this one's rows in place of those that they repeat."""
 
     def table(row: Mapping[str, Any]) -> tuple[Hashable, ...]:
         return row["case"], str(row.get("sizes")), row["dtype"], row["mode"]

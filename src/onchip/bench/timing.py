@@ -40,11 +40,11 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time several steps in rounds, so that a machine that warms up or throttles hits all alike.
 
-    Each round is in another, seeded order: a GPU that has cooled down during a slow step runs the next one faster (18.3
-    and 19.9 ms were seen for one and the same step), so none may always follow the same other.
+    Each round has another, seeded order: a GPU that has cooled down during a slow step runs the next one faster (18.3
+    and 19.9 ms were seen for the same step), so none may always follow the same other.
 
-    `tick` is called after every run of a step.  A step that raises is reported to `on_error`; if that returns, the
-    step is left out from then on, and of what is returned.
+    `tick` is called after every run of a step.  A step that raises is reported to `on_error`; if that returns, the step
+    is left out of the next rounds and of the result.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)

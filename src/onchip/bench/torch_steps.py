@@ -1,4 +1,4 @@
-"""What the benchmarks of all ops need of PyTorch.  `onchip.bench.jax_steps` has the same names."""
+"""PyTorch's part of all benchmarks.  `onchip.bench.jax_steps` has the same names."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.bench.peers import IGNORED
-from onchip.oracle.torch import NAME, default_device, dtype_name, linear, log_softmax, take, xp
+from onchip.bench.timing import Step
+from onchip.oracle.torch import NAME, computed, default_device, linear, log_softmax, take, xp
+from onchip.oracle.torch import constant as ids
 
-__all__ = ["NAME", "default_device", "dtype_name", "linear", "log_softmax", "take", "xp"]
+__all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
 
-Step = Callable[[], Sequence[Tensor]]
 _CHUNK_BYTES = 1 << 29
 PLAIN = "torch eager"
 """The implementation whose errors in 16 bits are the yardstick."""
@@ -22,47 +22,28 @@ def device_of(x: Tensor) -> str:
     return x.device.type
 
 
-def eps(x: Tensor) -> float:
-    return torch.finfo(x.dtype).eps
-
-
 def free_bytes(device: str) -> int | None:
-    """Memory that this process can have of the device; of the CPU nobody asks."""
+    """Memory that this process can have of a GPU; None for the CPU."""
     if device != "cuda":
         return None
     free: int = torch.cuda.mem_get_info()[0]
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-class Draws:
-    """Random inputs, the same ones each time, made on the device."""
+def drawer(device: str) -> Callable[..., Tensor]:
+    """A function that draws matrices of normal numbers on the device, the same ones in each run."""
+    rng = torch.Generator(device).manual_seed(0)
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.rng = torch.Generator(device).manual_seed(0)
-
-    def normal(self, rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Tensor:
-        # In the dtype at once: in float32 they could be more than the device holds.
-        wanted = getattr(torch, dtype)
-        drawn = torch.randn(rows, columns, generator=self.rng, device=self.device, dtype=wanted)
+    def normal(rows: int, columns: int, std: float = 1.0, mean: float = 0.0, dtype: str = "float32") -> Tensor:
+        # Drawn in the dtype: the device might not hold them in float32.
+        drawn = torch.randn(rows, columns, generator=rng, device=device, dtype=getattr(torch, dtype))
         return drawn.mul_(std).add_(mean)
 
-    def labels(self, case: Any) -> Tensor:
-        """[T] vocabulary indices, uniform or as Zipf's law has them."""
-        if not case.zipf:
-            return torch.randint(case.vocab, (case.tokens,), generator=self.rng, device=self.device)
-        rank = torch.arange(1, case.vocab + 1, device=self.device)
-        return torch.multinomial(1 / rank, case.tokens, replacement=True, generator=self.rng)
-
-    def ignore(self, case: Any, labels: Tensor) -> Tensor:
-        """The labels with IGNORED in the part of the tokens that the case says."""
-        shuffled = torch.randperm(case.tokens, generator=self.rng, device=self.device)
-        labels[shuffled[: round(case.ignored * case.tokens)]] = IGNORED
-        return labels
+    return normal
 
 
 def leaf(x: Tensor, dtype: str, columns: int | None = None) -> Tensor:
-    """`x` in `dtype`, needing a gradient; only so many `columns` of it, in rows as long as before."""
+    """`x` in `dtype`, as a leaf that requires grad; with `columns`, a slice of them whose rows keep their stride."""
     return x.to(getattr(torch, dtype))[:, :columns].detach().requires_grad_()
 
 
@@ -74,11 +55,13 @@ def constant(x: Tensor, dtype: str) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ steps
 
 
-def steps(function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int) -> dict[str, Step]:
+def steps(
+    function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int, upstream: Sequence[Tensor] = ()
+) -> dict[str, Step]:
     """The steps of `function`, which returns a loss or several tensors; None among them is dropped.
 
-    'forward' returns these; 'forward+backward' these and the gradients of the first so many `leaves`, of the sum of the
-    tensors' means.
+    'forward' returns these; 'forward+backward' adds the gradients by the first `leaves` arguments, with the `upstream`
+    gradients, or if there are none, of the sum of the means.
     """
 
     def made(*arguments: Tensor) -> list[Tensor]:
@@ -92,15 +75,19 @@ def steps(function: Callable[..., Any], arguments: Sequence[Tensor], leaves: int
 
     def both() -> Sequence[Tensor]:
         values = made(*arguments)
-        loss: Any = values[0] if values[0].ndim == 0 else sum(x.float().mean() for x in values)
-        return [*(x.detach() for x in values), *torch.autograd.grad(loss, arguments[:leaves])]
+        if upstream:
+            gradients = torch.autograd.grad(values, arguments[:leaves], upstream)
+        else:
+            loss: Any = values[0] if values[0].ndim == 0 else sum(x.float().mean() for x in values)
+            gradients = torch.autograd.grad(loss, arguments[:leaves])
+        return [*(x.detach() for x in values), *gradients]
 
     return {"forward": forward, "forward+backward": both}
 
 
 def products(mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor, Tensor]) -> Step:
-    """The matrix products alone, into buffers that exist already: the logits of (hidden, weight) and of each pair of
-    `constants`, then both gradients of the first."""
+    """The matrix products alone, into existing buffers: the logits of (hidden, weight) and of each pair of `constants`,
+    then both gradients of the first."""
     hidden, weight = hidden.detach(), weight.detach()
     pairs = [(h, w, h.new_empty(len(h), len(w))) for h, w in ((hidden, weight), *constants)]
     if mode == "forward":
@@ -114,7 +101,7 @@ def products(mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor
 
 
 def copies(x: Tensor, rows: int) -> Step:
-    """So many rows are read, and as many written."""
+    """Reads and writes the first `rows`."""
     x = x.detach()[:rows]
     out = torch.empty_like(x)
     return lambda: [out.copy_(x)]
@@ -156,9 +143,9 @@ def gradient(function: Callable[[Tensor], Sequence[Tensor]], z: Tensor) -> tuple
 def scan_rows(
     one: Callable[..., tuple[Any, Sequence[Tensor]]], start: Any, arrays: Sequence[Tensor], row_bytes: int
 ) -> tuple[Any, list[Tensor]]:
-    """`one(carry, *rows of the arrays)` over chunks of rows; the last carry, and each thing that was made of all rows.
+    """`one(carry, *rows of the arrays)` over chunks of half a GiB of rows, of `row_bytes` each.
 
-    A chunk's rows, of `row_bytes` each, are half a GiB.
+    Returns the last carry, and what the chunks made, concatenated.
     """
     chunk = max(1, _CHUNK_BYTES // row_bytes)
     carry, parts = start, []
@@ -172,63 +159,41 @@ def scan_rows(
 
 
 def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
-    """[T, V] in hidden's dtype, or if `wide` these in float32."""
+    """[T, V] in hidden's dtype, then widened to float32 if `wide`."""
     made = linear(hidden, weight)
     return made.float() if wide else made
+
+
+cross_entropy = torch.nn.functional.cross_entropy
+"""The mean over the tokens whose target is not IGNORED."""
 
 
 # ------------------------------------------------------------------------------------------------------- in place
 
 
-class _Given(torch.autograd.Function):
-    """Memory as a layer's output would be: neither a leaf nor a view."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, memory: Tensor) -> Tensor:
-        out = memory.new_empty(0)
-        return out.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
-
-
-class OverItsInput:
+def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Step:
     """A step of 'forward+backward' that writes its gradient over its logits, a copy of the problem's.
 
-    What it finds there from the second run on is the gradient of the run before: the time depends on no value.
+    From the second run on it finds the gradient of the run before there: the time depends on no value.
     """
+    anchor = torch.empty(0, requires_grad=True)
+    memory: list[Tensor] = []
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> None:
-        self.loss, self.logits, self.target = loss, logits.detach(), target
-        self.memory: Tensor | None = None
-        self.anchor = torch.empty(0, requires_grad=True)
-
-    def __call__(self) -> Sequence[Tensor]:
-        first = self.memory is None
-        if self.memory is None:
-            whole = self.logits.new_empty(self.logits.shape[0], self.logits.stride(0))
-            self.memory = whole[:, : self.logits.shape[1]].copy_(self.logits)
-        logits = _Given.apply(self.anchor, self.memory)
-        loss = self.loss(logits, self.target)
-        (gradient,) = torch.autograd.grad(loss, logits)
-        # To be checked at first; then its memory is not the step's.
+    def both() -> Sequence[Tensor]:
+        first = not memory
+        if first:
+            whole = logits.new_empty(logits.shape[0], logits.stride(0))
+            memory.append(whole[:, : logits.shape[1]].copy_(logits.detach()))
+        given = computed(anchor, memory[0])
+        loss = function(given, target)
+        (gradient,) = torch.autograd.grad(loss, given)
+        # The first run returns it for the check; its memory is not the step's.
         return [loss.detach(), gradient] if first else [loss.detach()]
+
+    return both
 
 
 # ------------------------------------------------------------------------------------------------------ linear layers
-
-
-def layer_steps(layer: Callable[..., Tensor], x: Tensor, weight: Tensor, grad_out: Tensor) -> dict[str, Step]:
-    def forward() -> Sequence[Tensor]:
-        with torch.no_grad():
-            return [layer(x, weight)]
-
-    def both() -> Sequence[Tensor]:
-        out = layer(x, weight)
-        return [out.detach(), *torch.autograd.grad(out, [x, weight], grad_out)]
-
-    return {"forward": forward, "forward+backward": both}
 
 
 def parameter(x: Tensor) -> Tensor:
@@ -240,7 +205,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of float32 numbers, whatever a peer that was imported before has set."""
+    """a @ b in full float32, whatever precision an imported peer has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

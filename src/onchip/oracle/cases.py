@@ -40,7 +40,7 @@ class Case:
     ignored: float = 0.0
     """Fraction of the tokens whose target is ignore_index."""
     masked: int = 0
-    """So many vocabulary entries, the first ones, have a bias of -inf."""
+    """The number of vocabulary entries, the first ones, whose bias is -inf."""
     bias: bool = False
     token_weight: bool = False
     token_temperature: bool = False
@@ -83,7 +83,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     return Inputs(hidden, weight, target, bias, *draw_factors(case, rng))
 
 
-# What follows takes the cases of any op that have what is read of them.
+# These take the cases of any op that has the fields.
 
 
 def draw_target(case: Any, rng: np.random.Generator) -> npt.NDArray[np.int64]:

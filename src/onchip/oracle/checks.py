@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Rounding errors are taken to add up like a random walk; so many of its standard deviations are allowed.
+# Rounding errors are assumed to add up like a random walk; this many standard deviations of it are allowed.
 DEVIATIONS = 4
 
 
@@ -45,42 +45,15 @@ def relative_error(out: Any, ref: npt.NDArray[Any]) -> float:
     return error / norm if norm > 0 else error
 
 
-def compare(
-    case: str,
-    dtype: str,
-    implementation: str,
-    results: Mapping[str, npt.NDArray[Any]],
-    oracle: Any,
-    bounds: Mapping[str, float],
-    plain: Mapping[str, float],
-    *,
-    choice: str,
-) -> list[Check]:
-    """Compare `results`, named like the oracle's fields, with the oracle.
-
-    `bounds` are those of float32.  `plain` holds the errors that the plain framework expression makes in a 16-bit
-    dtype: the op may make twice those.  `choice` is the result that depends on which logit is the largest.
-    """
-    limits = dict(bounds) | {n: max(bounds[n], 2 * error) for n, error in plain.items() if np.isfinite(error)}
-    checks = [
-        Check(case, dtype, implementation, name, relative_error(out, getattr(oracle, name)), limits[name])
-        for name, out in results.items()
-        if name != choice
-    ]
-    # What ties in float64 or nearly so may come out either way; a wrong index anywhere else does not.
-    right = getattr(oracle, choice)
-    wrong = float(np.mean(results[choice] != right)) if right.size else 0.0
-    return [*checks, Check(case, dtype, implementation, choice, wrong, 0.02 if right.size > 50 else 0.0)]
-
-
-def softmax_bounds(case: Any, oracle: Any, names: Sequence[str], *, hidden: int = 0) -> dict[str, float]:
+def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
     """Limits of the relative errors in float32 of the oracle's fields, from its precision and the lengths of the sums.
 
     A logit has one rounding at its size and, where it is a sum of H products, the error of a random walk of H steps
-    (H / 24 in units of variance, since partial sums grow as they go); `hidden` 0: it is given.  Exponentials turn it
-    into a relative error of probabilities.
+    (H / 24 in units of variance, since partial sums grow as they go).  Exponentials turn it into a relative error of
+    probabilities.
     """
     eps = float(np.finfo(np.float32).eps)
+    hidden = getattr(case, "hidden", 0)  # 0: the logits are given
     scale = float(case.options.get("logit_scale", 1.0)) / float(case.options.get("temperature", 0.5))
     spread = float(case.logit_std) * scale
     largest = abs(float(case.logit_offset)) * scale + spread * float(np.sqrt(2 * np.log(case.vocab + 1)))
@@ -98,13 +71,7 @@ def softmax_bounds(case: Any, oracle: Any, names: Sequence[str], *, hidden: int 
         rms = float(np.sqrt(np.mean(np.square(ref[np.isfinite(ref)])))) if np.isfinite(ref).any() else 0.0
         return DEVIATIONS * (eps + error / rms if rms > 0 else error)
 
-    return {name: bound(name) for name in names}
-
-
-def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
-    """`softmax_bounds` of all of the oracle's fields that are numbers."""
-    names = [name for name in oracle._fields if name not in _CHOICES]
-    return softmax_bounds(case, oracle, names, hidden=getattr(case, "hidden", 0))
+    return {name: bound(name) for name in oracle._fields if name not in _CHOICES}
 
 
 _CHOICES = ("correct", "top1")
@@ -120,9 +87,22 @@ def _compare_softmax(
     plain: Mapping[str, float],
     given: Mapping[str, Any],
 ) -> list[Check]:
-    (choice,) = (name for name in _CHOICES if name in oracle._fields)
-    bounds = float32_bounds(case, oracle)
-    return compare(case.name, dtype, implementation, results, oracle, bounds, plain, choice=choice)
+    """Compare `results`, named like the oracle's fields, with the oracle.
+
+    `plain` holds the errors that the plain framework expression makes in a 16-bit dtype: the op may make twice those.
+    """
+    limits = float32_bounds(case, oracle)
+    limits |= {n: max(limits[n], 2 * error) for n, error in plain.items() if np.isfinite(error)}
+    checks = []
+    for name, out in results.items():
+        right = getattr(oracle, name)
+        if name in _CHOICES:
+            # A tie, or nearly one, may come out either way; a wrong index elsewhere may not.
+            error, limit = float(np.mean(out != right)) if right.size else 0.0, 0.02 if right.size > 50 else 0.0
+        else:
+            error, limit = relative_error(out, right), limits[name]
+        checks.append(Check(case.name, dtype, implementation, name, error, limit))
+    return checks
 
 
 # ------------------------------------------------------------------------------------------------------- the comparison
@@ -134,12 +114,16 @@ def adapter(framework: str) -> Any:
 
 
 def adapter_of(x: Any) -> Any:
-    """That of an array, or of a dtype: PyTorch has dtypes of its own, of JAX's the name is given."""
+    """That of an array, or of a dtype: PyTorch's own type, or JAX's name."""
     return adapter("torch" if type(x).__module__.partition(".")[0] == "torch" else "jax")
 
 
+def dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def op_in(fw: Any, op: str, name: str = "") -> Any:
-    """What the module of `op` in the framework of an adapter calls `name`: if none is given, the op itself."""
+    """`name` in the module of `op` in an adapter's framework; by default the op itself."""
     return getattr(import_module(f"onchip.ops.{op}.{fw.NAME}_op"), name or op)
 
 
@@ -147,12 +131,12 @@ def op_in(fw: Any, op: str, name: str = "") -> Any:
 class Checker:
     """How one op is compared with its oracle, whose results are named tuples.
 
-    In what follows `fw` is a framework's adapter, and `how` what a check asks of the op beside the case's options:
-    its backend, for example.
+    `fw` stands for a framework's adapter, and `how` for the arguments of a check beside the case's options, such as the
+    backend.
     """
 
     names: Sequence[str]
-    """Inputs that are arguments of the op, in their order.  Those of floats get the check's dtype, and gradients."""
+    """Inputs that are arguments of the op, in their order.  Floats get the check's dtype, and gradients."""
     inputs: Callable[[Any, str], Any]
     """The inputs of a case in a dtype: a named tuple of NumPy arrays, with `grad_<value>` for each of the `values`."""
     oracle: Callable[..., Any]
@@ -170,13 +154,13 @@ class Checker:
     keywords: Callable[[Any], Mapping[str, Any]] = lambda inputs: {
         name: getattr(inputs, name) for name in ("token_weight", "temperature") if name in inputs._fields
     }
-    """Keyword arguments, from the inputs; what is None is left out."""
+    """Keyword arguments, from the inputs; None is left out."""
     defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: {"torch": {"backend": "torch"}, "jax": {"backend": "xla"}}
     )
-    """`how` by framework, where a check doesn't say."""
+    """Defaults of `how`, by framework."""
     label: Callable[[Any, Mapping[str, Any]], str] = lambda fw, how: str(how["backend"])
-    """What the check calls the implementation."""
+    """The check's name for the implementation."""
     constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False
     """Whether an argument gets no gradient."""
     compare: Callable[..., list[Check]] = _compare_softmax
@@ -187,7 +171,7 @@ class Checker:
         return [
             partial(self.check_case, case, dtype, device, backend=backend, **how)
             for case, dtype, how in self.plan(fw)
-            for backend, reason in self.refusals(device, fw.dtype_name(dtype), framework, case, how).items()
+            for backend, reason in self.refusals(device, dtype_name(dtype), framework, case, how).items()
             if reason is None
         ]
 
@@ -216,7 +200,7 @@ class Checker:
         """Run the op on `case`, forward and backward, and compare all that it returns with the oracle."""
         fw = adapter_of(dtype)
         how = {**self.defaults[fw.NAME], **how}
-        name = fw.dtype_name(dtype)
+        name = dtype_name(dtype)
         inputs = self.inputs(case, name)
         upstream = self._upstream(inputs, how)
         # The plain expression runs there too, so that all see the same rounded numbers.

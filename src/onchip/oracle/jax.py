@@ -1,4 +1,4 @@
-"""What the comparisons of all ops need of JAX.  `onchip.oracle.torch` has the same names."""
+"""JAX's part of all comparisons.  `onchip.oracle.torch` has the same names."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -17,17 +17,13 @@ xp = jnp
 log_softmax, logsumexp = jax.nn.log_softmax, jax.nn.logsumexp
 
 
-def dtype_name(dtype: str) -> str:
-    return dtype
-
-
 def platform_of(device: str) -> str:
     """JAX's name of "cpu" or "cuda"."""
     return "gpu" if device == "cuda" else device
 
 
 def default_device(device: str) -> AbstractContextManager[Any]:
-    """Where arrays are put and computed that aren't elsewhere."""
+    """Where arrays are created and computed unless they are elsewhere."""
     context: AbstractContextManager[Any] = jax.default_device(jax.devices(platform_of(device))[0])
     return context
 

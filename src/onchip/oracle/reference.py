@@ -1,4 +1,4 @@
-"""The softmax of logits and cross-entropy from it, in NumPy float64: what the oracles of two or more ops are made of.
+"""The softmax of logits and cross-entropy from it, in NumPy float64, for the oracles of several ops.
 
 Written for reading, not for speed.  Tokens are taken in blocks so that their logits in float64 fit in memory.
 """
@@ -37,7 +37,7 @@ def transform(
     logit_scale: float,
     temperature: Array,  # [n]
 ) -> tuple[Array, Array]:
-    """[n, V] logits and their derivatives by the products that they are made from."""
+    """[n, V] logits, and their derivatives by the products."""
     a = products * logit_scale
     slope = np.ones_like(a)
     if softcap is not None:
@@ -65,8 +65,8 @@ def cross_entropy(
 ) -> Loss:
     """Loss and statistics of logits [..., V], block by block.
 
-    `products(rows)` gives what the logits of these tokens are made from, [n, V].  `backward(rows, grad)` is given its
-    gradient of sum(grad_loss * loss).
+    `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
+    the gradient of sum(grad_loss * loss) by them.
 
     Ignored tokens are in no block and give 0 (False) everywhere.  A target outside [0, V) that is not ignore_index
     gives NaN for its loss, log_prob and gradient: what a GPU does, where raising would need a synchronisation.

@@ -1,4 +1,4 @@
-"""What the comparisons of all ops need of PyTorch.  `onchip.oracle.jax` has the same names."""
+"""PyTorch's part of all comparisons.  `onchip.oracle.jax` has the same names."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torch import Tensor
 
 NAME = "torch"
 IDS = "target"
-"""What the ops call the argument with one label per token."""
+"""The ops' name for the argument with one label per token."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 xp = torch
@@ -18,17 +18,13 @@ xp = torch
 linear, log_softmax, logsumexp = F.linear, torch.log_softmax, torch.logsumexp
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def default_device(device: str) -> AbstractContextManager[Any]:
-    """Tensors are put on their device one by one."""
+    """Nothing: each tensor is put on its device."""
     return nullcontext()
 
 
 def leaf(x: Any, dtype: torch.dtype, device: str, columns: int | None = None) -> Tensor:
-    """`x` in `dtype`, needing a gradient; only so many `columns` of it, in rows as long as before."""
+    """`x` in `dtype`, as a leaf that requires grad; with `columns`, a slice of them whose rows keep their stride."""
     tensor = torch.from_numpy(x).to(device=device, dtype=dtype)
     return (tensor if columns is None else tensor[:, :columns].detach()).requires_grad_()
 
@@ -57,20 +53,23 @@ def take(x: Tensor, indices: Tensor) -> Tensor:
     return x.gather(-1, indices)
 
 
-def computed(x: Tensor) -> Tensor:
-    """The same numbers in the same layout, as a layer's output would be: neither a leaf nor a view."""
-    made: Tensor = _Computed.apply(x)
+def computed(x: Tensor, memory: Tensor | None = None) -> Tensor:
+    """`memory`, by default a copy of `x`, as a layer's output that depends on `x`: neither a leaf nor a view."""
+    if memory is None:
+        memory = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x.detach())
+    made: Tensor = _Computed.apply(x, memory)
     return made
 
 
 class _Computed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    def forward(ctx: Any, x: Tensor, memory: Tensor) -> Tensor:
+        out = memory.new_empty(0)
+        return out.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+        return grads[0], None
 
 
 def differentiate(
@@ -82,8 +81,8 @@ def differentiate(
 ) -> dict[str, Any]:
     """What `function(**arguments, **keywords)` returns, and the gradients of the arguments named by `leaves`.
 
-    Each is a NumPy array under its name, a gradient under `grad_<name>`; what is None is left out.  The gradients are
-    those of the values in `upstream`, each multiplied by the array there.
+    Each is a NumPy array under its name, a gradient under `grad_<name>`; None is left out.  `upstream` has the upstream
+    gradients of the values, by name.
     """
     made = {name: x for name, x in function(**arguments, **keywords).items() if x is not None}
     pairs = [(x, constant(upstream[name], x.device).to(x)) for name, x in made.items() if name in upstream]

@@ -4,47 +4,36 @@ Bench cases are plain: mean over the tokens that are not ignored, no options; so
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 from onchip.bench.benchmark import Benchmark, Problem, cross_entropies
-from onchip.bench.peers import NARROW, Implementation, Peer, gpu_only, needs, optional, own, plain_peers
+from onchip.bench.peers import NARROW, Implementation, gpu_only, needs, optional, own, plain_peers
 from onchip.ops.cross_entropy import cases
+from onchip.oracle.cases import draw_target, ignore_some
 from onchip.oracle.checks import op_in
 
 Loss = Callable[[Any, Any], Any]
 """Mean cross-entropy of (logits [T, V], target [T]) over the tokens whose target is not IGNORED."""
-# Of a peer whose `config` has this: backward, or forward already, overwrites the logits.
-IN_PLACE = "inplace"
 
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     assert not case.options
-    draws = fw.Draws(device)
-    logits = draws.normal(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
-    target = draws.ignore(case, draws.labels(case))
-    return Problem((fw.leaf(logits, dtype, case.vocab), target), columns=case.vocab)
+    rng = np.random.default_rng(0)
+    logits = fw.drawer(device)(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
+    target = draw_target(case, rng)
+    ignore_some(case, target, rng)
+    return Problem((fw.leaf(logits, dtype, case.vocab), fw.ids(target, device)), columns=case.vocab)
 
 
 # ------------------------------------------------------------------------------------------------------------ peers
 
 
-def _plain(framework: str, wide: bool) -> Loss:
-    if framework == "torch":
-        import torch.nn.functional as F
-
-        return lambda logits, target: F.cross_entropy(logits.float() if wide else logits, target)
-    from onchip.bench import jax_steps as fw
-
-    return lambda logits, labels: fw.mean_loss(fw.cross_entropies, logits.astype("float32") if wide else logits, labels)
-
-
-def _optax() -> Loss:
-    import optax
-
-    from onchip.bench import jax_steps as fw
-
-    losses = optax.softmax_cross_entropy_with_integer_labels
-    return lambda logits, labels: fw.mean_loss(losses, logits.astype("float32"), labels)
+def _plain(fw: Any, wide: bool, **losses: Any) -> Loss:
+    return lambda logits, target: fw.cross_entropy(fw.constant(logits, "float32") if wide else logits, target, **losses)
 
 
 def _liger(inplace: bool) -> Loss:
@@ -60,37 +49,37 @@ def _quack(inplace: bool) -> Loss:
     return lambda logits, target: cross_entropy(logits, target, reduction="mean", inplace_backward=inplace)
 
 
-def _peers(fw: Any) -> Sequence[Peer | Implementation]:
+def _implementations(fw: Any) -> Sequence[Implementation]:
     op, backends = op_in(fw, "cross_entropy"), op_in(fw, "cross_entropy", "BACKENDS")
 
     def load(backend: str, inplace: bool = False) -> Loss:
         options = {"inplace_backward": inplace} if fw.NAME == "torch" else {}
         return lambda logits, target: op(logits, target, backend=backend, **options)
 
-    plain = plain_peers(fw.NAME, lambda wide: _plain(fw.NAME, wide))
+    common = (*own(load, backends), *plain_peers(fw.NAME, partial(_plain, fw)))
     if fw.NAME == "jax":
-        return (*own(load, backends), *plain, optional("optax, float32 logits", "optax", _optax, needs("optax")))
+        optax = partial(_plain, fw, wide=True, losses=fw.by_optax)
+        return (*common, Implementation("optax, float32 logits", optax, needs("optax"), package="optax"))
     liger, quack = (gpu_only(package, ("float32", *NARROW)) for package in ("liger-kernel", "quack-kernels"))
-    peers = (
-        *own(load, backends, inplace=False),
-        *own(load, backends, ", in place", inplace=True),
-        *plain,
+    return (
+        *common,
+        *(replace(impl, steps=_in_place_steps) for impl in own(load, backends, ", in place", inplace=True)),
         # It writes the gradient over the logits in forward.
-        optional("liger", "liger-kernel", _liger, liger, inplace=True),
+        optional("liger", "liger-kernel", _liger, liger, _in_place_steps, inplace=True),
         optional("quack", "quack-kernels", _quack, quack, inplace=False),
-        optional("quack, in place", "quack-kernels", _quack, quack, inplace=True),
+        optional("quack, in place", "quack-kernels", _quack, quack, _in_place_steps, inplace=True),
     )
-    return [Implementation(p, _in_place_steps) if p.config.get(IN_PLACE) else p for p in peers]
 
 
-def _in_place_steps(problem: Problem, peer: Peer) -> dict[str, Any]:
-    from onchip.bench.torch_steps import OverItsInput
+def _in_place_steps(problem: Problem, loss: Loss) -> dict[str, Any]:
+    """'forward+backward' overwrites the logits."""
+    from onchip.bench.torch_steps import over_its_input
 
-    loss = peer.load()
-    both = OverItsInput(loss, *problem.arrays)
-    return {"forward": TORCH.steps(problem, peer)["forward"], "forward+backward": both}
+    forward = TORCH.plain_steps(problem, loss)["forward"]
+    return {"forward": forward, "forward+backward": over_its_input(loss, *problem.arrays)}
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases, _make, _peers, cross_entropies, leaves=("logits",)) for framework in ("torch", "jax")
+    Benchmark(framework, cases, _implementations, _make, cross_entropies, leaves=("logits",))
+    for framework in ("torch", "jax")
 )

@@ -6,14 +6,14 @@ Modes are the layer's and, in PyTorch, each of its three products alone, of oper
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.bench.benchmark import adapter
-from onchip.bench.peers import Implementation, Peer, always, gpu_only, not_installed, optional, own
+from onchip.bench.harness import Op
+from onchip.bench.peers import Implementation, always, gpu_only, optional, own
 from onchip.bench.timing import Step
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers
@@ -32,8 +32,6 @@ RETURNED = {
     "wgrad product": ("grad_weight",),
 }
 PRODUCTS = tuple(RETURNED)[2:]
-# Of a peer whose `config` has this: it is a product of operands that were quantised beforehand, and no layer.
-PRODUCT_ALONE = "quantising"
 LINEAR = "torch nn.Linear"
 SCALED_MM = "F.scaled_mm alone, operands quantised beforehand"
 QUANTIZED_BEFORE = "onchip auto, weight quantised before"
@@ -45,7 +43,7 @@ BASELINES = {
 }
 # The noise that FP8 may add, as a relative error: 28 dB below the signal.
 BOUND = 10 ** (-28 / 20)
-# So many rows of each result are checked in all of their columns; half of them are the last ones, which in a result of
+# Rows of each result that are checked, in all of their columns; half of them are the last ones, which in a result of
 # more than 2**31 elements lie past that.
 _CHECKED_ROWS = 128
 # Elements of an operand in float32 at a time: 1 GiB.
@@ -101,25 +99,12 @@ class Reference:
 
 
 @dataclass
-class Benchmark:
-    """The names that `onchip.bench.harness.Op` lists, in one framework."""
-
-    framework: str
-    DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
+class Benchmark(Op):
+    """The benchmark in one framework."""
 
     def __post_init__(self) -> None:
-        self.CASES: Mapping[str, cases.Case] = cases.BENCH_CASES
-        self.DEFAULT_CASES: Mapping[str, Sequence[str]] = cases.DEFAULT_BENCH_CASES
-        self.SUITES: Mapping[str, Sequence[str]] = cases.SUITES
+        super().__post_init__()
         self.MODES = tuple(BASELINES[self.framework])
-
-    @cached_property
-    def fw(self) -> Any:
-        return adapter(self.framework)
-
-    @cached_property
-    def IMPLEMENTATIONS(self) -> tuple[Implementation, ...]:
-        return tuple(_torch_implementations() if self.framework == "torch" else _jax_implementations())
 
     def needed_bytes(self, case: cases.Case, dtype: str) -> int:
         """Device memory of a case: inputs and results, and what a step quantises.  In JAX 'xla' takes more.
@@ -140,10 +125,14 @@ class Benchmark:
         if there is not None and needed > there:
             raise MemoryError(f"it needs {needed} bytes of device memory; {there} are there")
         with self.fw.default_device(device):
-            draws = self.fw.Draws(device)
-            weight = self.fw.parameter(draws.normal(case.n, case.k, case.k**-0.5, dtype=dtype))
-            x = self.fw.leaf(draws.normal(case.m, case.k, dtype=dtype), dtype)
-            return Problem(x, weight, draws.normal(case.m, case.n, dtype=dtype))
+            normal = self.fw.drawer(device)
+            weight = self.fw.parameter(normal(case.n, case.k, case.k**-0.5, dtype=dtype))
+            x = self.fw.leaf(normal(case.m, case.k, dtype=dtype), dtype)
+            return Problem(x, weight, normal(case.m, case.n, dtype=dtype))
+
+    def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
+        steps: Mapping[str, Step] = self.fw.steps(layer, (problem.x, problem.weight), 2, (problem.grad_out,))
+        return steps
 
     def floor(self, problem: Problem, mode: str) -> Step | None:
         """The products of the unquantised numbers by the framework: one, or for the whole step three.
@@ -228,89 +217,63 @@ def _chunks(rows: int, columns: int) -> list[slice]:
     return [slice(i, i + step) for i in range(0, rows, step)]
 
 
-TORCH, JAX = Benchmark("torch"), Benchmark("jax")
-
-
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _own_peers(fw: Any, backends: Sequence[str]) -> list[Peer]:
+def _own(fw: Any, backends: Sequence[str]) -> list[Implementation]:
     op = op_in(fw, "fp8_linear")
     return own(lambda backend: lambda x, weight: op(x, weight, backend=backend), backends)
 
 
-def _jax_implementations() -> list[Implementation]:
+def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
     def refusal(name: str) -> Callable[[str, str], str | None]:
         return lambda device, dtype: plain_refusals(device, dtype, "jax")[name]
 
-    # 'auto' is one of the two.
-    _, *named = _own_peers(JAX.fw, ("mosaic_gpu", "xla"))
-    peers = [
-        *(replace(peer, unavailable=refusal(peer.config["backend"])) for peer in named),
+    _, *named = _own(fw, ("mosaic_gpu", "xla"))  # 'auto' is one of the two
+    return (
+        *(replace(impl, unavailable=refusal(impl.options["backend"])) for impl in named),
         optional(UNQUANTISED, "jax", lambda: lambda x, weight: x @ weight.T, always),
-    ]
-    return [Implementation(peer, _jax_steps) for peer in peers]
+    )
 
 
-def _jax_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
-    steps: Mapping[str, Step] = JAX.fw.layer_steps(peer.load(), problem.x, problem.weight, problem.grad_out)
-    return steps
-
-
-def _torch_implementations() -> list[Implementation]:
+def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     from onchip.ops.fp8_linear.torch_op import BACKENDS
 
-    own = [
-        replace(peer, unavailable=_only_cpu) if peer.name == "onchip dequantize" else peer
-        for peer in _own_peers(TORCH.fw, BACKENDS)
-    ]
-    before = replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda)
-    peers = (
-        Peer(LINEAR, _linear, always),
-        optional("torchao blockwise", "torchao", _torchao, _no_torchao),
-        Peer(SCALED_MM, _scaled_mm, _no_scaled_mm, {PRODUCT_ALONE: "not timed"}),
+    own = [_recorded(impl) for impl in _own(fw, BACKENDS)]
+    refusals = {"onchip dequantize": _only_cpu}
+    return (
+        *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in own),
+        replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda, steps=_quantized_before_steps),
+        Implementation(LINEAR, _linear),
+        optional("torchao blockwise", "torchao", _torchao, gpu_only("torchao", ("bfloat16",), "torchao")),
+        Implementation(SCALED_MM, _scaled_mm, _no_scaled_mm, {"quantising": "not timed"}, steps=_product_steps),
     )
-    return [
-        *(Implementation(peer, _own_steps, _record_of(peer)) for peer in own),
-        Implementation(before, _quantized_before_steps, _record_of(before)),
-        *(Implementation(peer, _peer_steps) for peer in peers),
-    ]
 
 
-def _record_of(peer: Peer) -> Callable[[Problem, str], dict[str, Any]]:
-    """Which backend 'auto' took."""
-    return lambda problem, mode: {"backend": _chosen(problem, peer)}
+def _recorded(impl: Implementation) -> Implementation:
+    """With the backend that 'auto' takes as its settings."""
+    return replace(impl, record=lambda problem, mode: {"backend": _chosen(problem, impl)})
 
 
-def _chosen(problem: Problem, peer: Peer) -> str:
+def _chosen(problem: Problem, impl: Implementation) -> str:
     from onchip.ops.fp8_linear import torch_op
 
-    return torch_op._choose(numbers.OP, peer.config["backend"], problem.x)
+    return torch_op._choose(numbers.OP, impl.options["backend"], problem.x)
 
 
-def _own_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+def _own_steps(impl: Implementation, problem: Problem, layer: Layer) -> Mapping[str, Step]:
     from onchip.ops.fp8_linear import torch_op
 
-    product = torch_op._backend(_chosen(problem, peer)).product
-    return {**_layer_steps(problem, peer.load()), **_product_steps(problem, product)}
+    product = torch_op._backend(_chosen(problem, impl)).product
+    return {**TORCH.plain_steps(problem, layer), **_product_steps(problem, product)}
 
 
-def _quantized_before_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
+def _quantized_before_steps(problem: Problem, layer: Layer) -> Mapping[str, Step]:
     """Those of a later micro-batch between two changes of the weight."""
     from onchip.ops.fp8_linear.torch_op import quantize_weight
 
-    layer, weight = peer.load(), quantize_weight(problem.weight)
-    return _layer_steps(problem, lambda x, _: layer(x, weight))
-
-
-def _peer_steps(problem: Problem, peer: Peer) -> Mapping[str, Step]:
-    made = peer.load()
-    return _product_steps(problem, made) if PRODUCT_ALONE in peer.config else _layer_steps(problem, made)
-
-
-def _layer_steps(problem: Problem, layer: Layer) -> Mapping[str, Step]:
-    steps: Mapping[str, Step] = TORCH.fw.layer_steps(layer, problem.x, problem.weight, problem.grad_out)
-    return steps
+    weight = quantize_weight(problem.weight)
+    return TORCH.plain_steps(problem, lambda x, _: layer(x, weight))
 
 
 def _product_steps(problem: Problem, product: Callable[..., Any]) -> Mapping[str, Step]:
@@ -341,7 +304,7 @@ def _torchao() -> Layer:
             # Past that they would write to addresses that aren't theirs, and nothing could run on the device after.
             raise ValueError(f"its kernels count elements in 32 bits, and the output has {elements}")
         plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        plain.weight = weight  # a Parameter, which its layer takes over as it is
+        plain.weight = torch.nn.Parameter(weight) if type(weight) is torch.Tensor else weight  # taken over as it is
         return Float8BlockwiseLinear.from_float(plain)(x)
 
     return layer
@@ -363,7 +326,5 @@ def _no_scaled_mm(device: str, dtype: str) -> str | None:
     return scaled_mm_refusal(torch.device(device))
 
 
-def _no_torchao(device: str, dtype: str) -> str | None:
-    if reason := gpu_only("torch", ("bfloat16",))(device, dtype):
-        return reason
-    return None if not_installed("torchao") is None else "torchao is not installed; pip install torchao"
+TORCH = Benchmark("torch", cases, _torch_implementations)
+JAX = Benchmark("jax", cases, _jax_implementations)

@@ -4,7 +4,7 @@ Bench cases are plain: mean over the tokens that are not ignored, no bias, no op
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,23 +13,23 @@ from onchip.bench.peers import (
     IGNORED,
     NARROW,
     Implementation,
-    Peer,
-    always,
     compiled,
     gpu_only,
+    imported,
     needs,
     no_compiler,
     only_narrow,
     optional,
     xla_only_narrow,
 )
+from onchip.bench.timing import Step
 from onchip.core.sizes import MIB
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
-from onchip.oracle.checks import op_in
+from onchip.oracle.checks import dtype_name, op_in
 from onchip.vocab import memory
 
-Loss = Callable[[Any, Any, Any], Any]
+Loss = Callable[..., Any]
 """Mean cross-entropy of (hidden [T, H], weight [V, H], target [T]) over the tokens whose target is not IGNORED."""
 ScratchBytes = Callable[[memory.Problem], int | None]
 """The budget for a problem; None for the op's default."""
@@ -52,7 +52,7 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
         len(hidden),
         hidden.shape[1],
         len(weight),
-        dtype=fw.dtype_name(hidden.dtype),
+        dtype=dtype_name(hidden.dtype),
         device=fw.device_of(hidden),
         grad_hidden=backward,
         grad_weight=backward,
@@ -90,7 +90,7 @@ def _part_of_logits(n: int, framework: str, p: memory.Problem) -> int:
 
 
 def _at_worst(p: memory.Problem) -> memory.Problem:
-    """What the op takes `p` for while it hasn't looked at the targets yet."""
+    """The problem as the op sees it before it has looked at the targets."""
     return replace(p, compacted=p.device == "cpu")
 
 
@@ -109,13 +109,12 @@ def _own(
         plan = _torch_plan if fw.NAME == "torch" else _jax_plan
         return plan(problem, _sizes(fw, problem, mode), scratch, **options)
 
-    def steps(problem: Problem, peer: Peer) -> Mapping[str, Any]:
-        scratch = budget(_sizes(fw, problem))
-        made: Mapping[str, Any] = fw.steps(partial(peer.load(), scratch_bytes=scratch), problem.arrays, 2)
-        return made
+    def steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
+        benchmark = TORCH if fw.NAME == "torch" else JAX
+        return benchmark.plain_steps(problem, partial(op, **options, scratch_bytes=budget(_sizes(fw, problem))))
 
-    op = op_in(fw, "linear_cross_entropy")
-    return Implementation(Peer(name, lambda: partial(op, **options), unavailable, package="onchip"), steps, record)
+    load = partial(op_in, fw, "linear_cross_entropy")
+    return Implementation(name, load, unavailable, package="onchip", steps=steps, record=record)
 
 
 def _torch_plan(problem: Problem, p: memory.Problem, scratch: int | None, strategy: str = "auto") -> dict[str, Any]:
@@ -139,17 +138,12 @@ def _jax_plan(problem: Problem, p: memory.Problem, scratch: int | None, backend:
     return {"backend": name, "scratch_bytes": scratch, **vars(plan)}
 
 
-@dataclass(frozen=True)
-class InFp8(Implementation):
-    """This package's op with precision='fp8' on the kernels: an approximation, held to bounds of its own."""
-
-    error_bounds: Mapping[str, float] = field(
-        # The loss, and 25 dB of each gradient.
-        default_factory=lambda: {"loss": 1e-3, "grad_hidden": 10 ** (-25 / 20), "grad_weight": 10 ** (-25 / 20)}
-    )
+# Of precision='fp8', an approximation: the loss, and 25 dB of each gradient.
+FP8_BOUNDS = {"loss": 1e-3, "grad_hidden": 10 ** (-25 / 20), "grad_weight": 10 ** (-25 / 20)}
+_FP8 = {"precision": "fp8", "backend": "triton"}
 
 
-def _in_fp8(fw: Any, name: str, before: bool) -> InFp8:
+def _in_fp8(fw: Any, name: str, before: bool) -> Implementation:
     """`before`: the weight is quantised before the timed steps, as for the later micro-batches of a step."""
 
     def unavailable(device: str, dtype: str) -> str | None:
@@ -162,50 +156,35 @@ def _in_fp8(fw: Any, name: str, before: bool) -> InFp8:
     def record(problem: Problem, mode: str) -> dict[str, Any]:
         from onchip.vocab.fp8 import memory as fp8_memory
 
-        return {
-            **options,
-            "weight_quantised_before": before,
-            "chunk": fp8_memory.plan(_sizes(fw, problem), None),
-        }
+        chunk = fp8_memory.plan(_sizes(fw, problem), None)
+        return {**_FP8, "weight_quantised_before": before, "chunk": chunk}
 
-    def steps(problem: Problem, peer: Peer) -> Mapping[str, Any]:
-        from onchip.ops.fp8_linear.torch_op import quantize_weight
+    load = partial(partial, op_in(fw, "linear_cross_entropy"), **_FP8)
+    steps = _quantized_before_steps if before else None
+    return Implementation(name, load, unavailable, {}, "onchip", steps, record, FP8_BOUNDS)
 
-        function = peer.load()
-        copies = quantize_weight(problem.arrays[1]) if before else None
 
-        def loss(hidden: Any, weight: Any, target: Any) -> Any:
-            return function(hidden, weight if copies is None else copies._replace(weight=weight), target)
+def _quantized_before_steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
+    from onchip.ops.fp8_linear.torch_op import quantize_weight
 
-        made: Mapping[str, Any] = fw.steps(loss, problem.arrays, 2)
-        return made
+    copies = quantize_weight(problem.arrays[1])
+    return TORCH.plain_steps(problem, lambda h, w, target: op(h, copies._replace(weight=w), target))
 
-    options = {"precision": "fp8", "backend": "triton"}
-    op = op_in(fw, "linear_cross_entropy")
-    return InFp8(Peer(name, lambda: partial(op, **options), unavailable, package="onchip"), steps, record)
+
+def plain(fw: Any, wide: bool = False, **losses: Any) -> Loss:
+    """The plain expression: logits in float32 if `wide`, else in hidden's dtype."""
+    return lambda hidden, weight, target: fw.cross_entropy(fw.logits(hidden, weight, wide), target, **losses)
 
 
 # ------------------------------------------------------------------------------------------------- peers in PyTorch
 
 
-def _eager(wide: bool = False) -> Loss:
-    import torch.nn.functional as F
+def _linear_cross_entropy(options: str | None) -> Loss:
+    """PyTorch's own, with its default options in chunks if `options` is given."""
+    from torch import nn
 
-    from onchip.bench import torch_steps as fw
-
-    return lambda hidden, weight, target: F.cross_entropy(fw.logits(hidden, weight, wide), target)
-
-
-def _linear_cross_entropy() -> Loss:
-    import torch.nn.functional as F
-
-    return F.linear_cross_entropy
-
-
-def _linear_cross_entropy_chunked() -> Loss:
-    import torch
-
-    return partial(torch.nn.functional.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
+    function = nn.functional.linear_cross_entropy
+    return partial(function, options=nn.LinearCrossEntropyOptions()) if options else function
 
 
 def _older_torch(device: str, dtype: str) -> str | None:
@@ -224,18 +203,6 @@ def _liger(accum_dtype: str | None) -> Loss:
     return lambda hidden, weight, target: loss(weight, hidden, target)
 
 
-def _cut_cross_entropy(filter_eps: str | None) -> Loss:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return partial(linear_cross_entropy, filter_eps=filter_eps)
-
-
-def _quack(chunk_size: int, use_scaled_exp: bool) -> Loss:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return partial(chunked_linear_cross_entropy, chunk_size=chunk_size, use_scaled_exp=use_scaled_exp)
-
-
 def _hopper_only(device: str, dtype: str) -> str | None:
     if refusal := gpu_only("quack-kernels", ("bfloat16",))(device, dtype):
         return refusal
@@ -245,10 +212,11 @@ def _hopper_only(device: str, dtype: str) -> str | None:
     return None if (major, minor) == (9, 0) else f"it is for compute capability 9.0; this device has {major}.{minor}"
 
 
-def _torch_peers(fw: Any) -> Sequence[Peer | Implementation]:
+def _torch_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
     liger, cce, quack = "liger-kernel", "cut-cross-entropy", "quack-kernels"
-    scaled = {"chunk_size": 1024, "use_scaled_exp": True}
+    load_cce = partial(imported, "cut_cross_entropy:linear_cross_entropy")
+    load_quack = partial(imported, "quack.linear_cross_entropy:chunked_linear_cross_entropy")
     return (
         own("onchip auto", strategy="auto"),
         own("onchip, 64 MiB + 4TH", partial(_small, "torch"), "a budget for GPUs", strategy="auto"),
@@ -258,63 +226,27 @@ def _torch_peers(fw: Any) -> Sequence[Peer | Implementation]:
         own("onchip recompute", partial(_part_of_logits, 16, "torch"), strategy="recompute"),
         _in_fp8(fw, "onchip fp8, approximate", before=False),
         _in_fp8(fw, "onchip fp8, approximate, weight quantised before", before=True),
-        Peer("torch eager", _eager, always),
-        Peer("torch eager, float32 logits", lambda: _eager(wide=True), only_narrow),
-        Peer("torch.compile", lambda: compiled(_eager()), no_compiler),
-        Peer("F.linear_cross_entropy", _linear_cross_entropy, _older_torch, {"options": None}),
-        Peer(
+        Implementation("torch eager", lambda: plain(fw)),
+        Implementation("torch eager, float32 logits", lambda: plain(fw, wide=True), only_narrow),
+        Implementation("torch.compile", lambda: compiled(plain(fw)), no_compiler),
+        optional("F.linear_cross_entropy", "torch", _linear_cross_entropy, _older_torch, options=None),
+        optional(
             "F.linear_cross_entropy chunked",
-            _linear_cross_entropy_chunked,
+            "torch",
+            _linear_cross_entropy,
             _older_torch,
-            {"options": "LinearCrossEntropyOptions()"},
+            options="LinearCrossEntropyOptions()",
         ),
         optional("liger", liger, _liger, gpu_only(liger, ("float32", *NARROW)), accum_dtype=None),
         optional("liger, float32 sums", liger, _liger, gpu_only(liger, NARROW), accum_dtype="float32"),
-        optional("cut-cross-entropy", cce, _cut_cross_entropy, gpu_only(cce, NARROW), filter_eps="high"),
-        optional("cut-cross-entropy, no filter", cce, _cut_cross_entropy, gpu_only(cce, NARROW), filter_eps=None),
-        optional("quack base", quack, _quack, gpu_only(quack, NARROW), chunk_size=1024, use_scaled_exp=False),
-        optional("quack scaled-exp", quack, _quack, _hopper_only, **scaled),
+        optional("cut-cross-entropy", cce, load_cce, gpu_only(cce, NARROW), filter_eps="high"),
+        optional("cut-cross-entropy, no filter", cce, load_cce, gpu_only(cce, NARROW), filter_eps=None),
+        optional("quack base", quack, load_quack, gpu_only(quack, NARROW), chunk_size=1024, use_scaled_exp=False),
+        optional("quack scaled-exp", quack, load_quack, _hopper_only, chunk_size=1024, use_scaled_exp=True),
     )
 
 
 # ------------------------------------------------------------------------------------------------------ peers in JAX
-
-
-@dataclass(frozen=True)
-class JaxPeer(Peer):
-    """A function that may want the weight as [H, V], or know of no tokens that don't count."""
-
-    weight_layout: str = "vh"
-    """"vh" for a weight [V, H], "hv" for [H, V]: the gradient has the same."""
-    ignores: bool = True
-
-
-def plain(wide: bool, one_hot: bool = False) -> Loss:
-    """The plain expression in JAX: logits in float32 if `wide`, else in hidden's dtype, and the rest in float32.
-
-    The label's logit is gathered, or with `one_hot` summed behind a mask, which XLA fuses into its neighbours.
-    """
-    from onchip.bench import jax_steps as fw
-
-    losses = _one_hot_losses if one_hot else fw.cross_entropies
-    return lambda hidden, weight, labels: fw.mean_loss(losses, fw.logits(hidden, weight, wide), labels)
-
-
-def _one_hot_losses(logits: Any, labels: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    chosen = jnp.where(jnp.arange(logits.shape[1]) == labels[:, None], logits, 0).sum(1)
-    return jax.nn.logsumexp(logits, axis=1) - chosen
-
-
-def _optax() -> Loss:
-    import optax
-
-    from onchip.bench import jax_steps as fw
-
-    losses = optax.softmax_cross_entropy_with_integer_labels
-    return lambda hidden, weight, labels: fw.mean_loss(losses, fw.logits(hidden, weight, wide=True), labels)
 
 
 def _tokamax(implementation: str) -> Loss:
@@ -325,57 +257,35 @@ def _tokamax(implementation: str) -> Loss:
     )
 
 
-def _jax_cce(chunk_size: int) -> Loss:
-    from jax_cce import linear_cross_entropy
-
-    return partial(linear_cross_entropy, chunk_size=chunk_size)
-
-
-def _jax_steps(problem: Problem, peer: Peer) -> Mapping[str, Any]:
-    assert isinstance(peer, JaxPeer)
+def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) -> Mapping[str, Step]:
+    """Steps of a function that knows no ignored tokens and, if `turned`, takes the weight as [H, V]."""
     hidden, weight, labels = problem.arrays
-    if not peer.ignores and bool((labels == IGNORED).any()):
+    if bool((labels == IGNORED).any()):
         raise NotImplementedError("it has no tokens that don't count")
-    turned = weight.T if peer.weight_layout == "hv" else weight
-    return JAX.steps(replace(problem, arrays=(hidden, turned, labels)), peer)
+    return JAX.plain_steps(replace(problem, arrays=(hidden, weight.T if turned else weight, labels)), loss)
 
 
-def _jax_peers(fw: Any) -> Sequence[Peer | Implementation]:
+def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
-    peers = (
-        JaxPeer("XLA, 16-bit logits", lambda: plain(wide=False), xla_only_narrow, package="jax"),
-        JaxPeer(
-            "XLA, 16-bit logits, one-hot",
-            lambda: plain(wide=False, one_hot=True),
-            xla_only_narrow,
-            {"one_hot": True},
-            "jax",
-        ),
-        JaxPeer("XLA, float32 logits", lambda: plain(wide=True), always, package="jax"),
-        JaxPeer("optax, float32 logits", _optax, needs("optax"), package="optax"),
-        *(
-            JaxPeer(
-                f"tokamax {name}",
-                partial(_tokamax, name),
-                needs("tokamax"),
-                {"implementation": name},
-                "tokamax",
-                weight_layout="hv",
-                ignores=False,
-            )
-            for name in ("xla", "chunked_xla")
-        ),
-        JaxPeer("jax-cce", lambda: _jax_cce(4096), needs("jax-cce"), {"chunk_size": 4096}, "jax-cce", ignores=False),
-    )
+    narrow = Implementation("XLA, 16-bit logits", lambda: plain(fw), xla_only_narrow, package="jax")
+    one_hot, optax = partial(plain, fw, losses=fw.one_hot), partial(plain, fw, losses=fw.by_optax)
+    no_tokamax, turned = needs("tokamax"), partial(_of_counted_tokens, turned=True)
+    load_cce = partial(imported, "jax_cce:linear_cross_entropy")
     return (
         own("onchip auto"),
         own("onchip, 64 MiB + 4TH", partial(_small, "jax"), "a budget for GPUs"),
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8, "jax")),
         own("onchip triton", not_on_cpu="it runs on GPUs", backend="triton"),
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
-        *(Implementation(peer, _jax_steps) for peer in peers),
+        narrow,
+        replace(narrow, name="XLA, 16-bit logits, one-hot", load=one_hot, options={"one_hot": True}),
+        Implementation("XLA, float32 logits", lambda: plain(fw, wide=True), package="jax"),
+        Implementation("optax, float32 logits", partial(optax, wide=True), needs("optax"), package="optax"),
+        optional("tokamax xla", "tokamax", _tokamax, no_tokamax, turned, implementation="xla"),
+        optional("tokamax chunked_xla", "tokamax", _tokamax, no_tokamax, turned, implementation="chunked_xla"),
+        optional("jax-cce", "jax-cce", load_cce, needs("jax-cce"), _of_counted_tokens, chunk_size=4096),
     )
 
 
-TORCH = Benchmark("torch", cases, _make, _torch_peers, cross_entropies)
-JAX = Benchmark("jax", cases, _make, _jax_peers, cross_entropies)
+TORCH = Benchmark("torch", cases, _torch_implementations, _make, cross_entropies)
+JAX = Benchmark("jax", cases, _jax_implementations, _make, cross_entropies)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onchip.bench.benchmark import Benchmark, Problem, draw_layer
-from onchip.bench.peers import NARROW, Peer, gpu_only, optional, own, plain_peers
+from onchip.bench.peers import NARROW, Implementation, gpu_only, optional, own, plain_peers
 from onchip.ops.linear_jsd import cases
 from onchip.ops.linear_jsd.checks import plain_divergence
 from onchip.oracle.checks import op_in
@@ -18,9 +18,9 @@ Loss = Callable[..., Any]
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     """Two models of their own."""
-    draws = fw.Draws(device)
-    student = [fw.leaf(x, dtype) for x in draw_layer(fw, draws, case, case.hidden)]
-    teacher = [fw.constant(x, dtype) for x in draw_layer(fw, draws, case, case.teacher_hidden or case.hidden)]
+    normal = fw.drawer(device)
+    student = [fw.leaf(x, dtype) for x in draw_layer(normal, case, case.hidden)]
+    teacher = [fw.constant(x, dtype) for x in draw_layer(normal, case, case.teacher_hidden or case.hidden)]
     return Problem((*student, *teacher), {"beta": float(case.options.get("beta", 0.5))})
 
 
@@ -43,7 +43,7 @@ def _liger() -> Loss:
     return loss
 
 
-def _peers(fw: Any) -> Sequence[Peer]:
+def _implementations(fw: Any) -> Sequence[Implementation]:
     op = op_in(fw, "linear_jsd")
 
     def load(backend: str) -> Loss:
@@ -62,4 +62,4 @@ def _peers(fw: Any) -> Sequence[Peer]:
     return (*common, optional("liger", "liger-kernel", _liger, gpu_only("liger-kernel", ("float32", *NARROW))))
 
 
-TORCH, JAX = (Benchmark(framework, cases, _make, _peers, _rows) for framework in ("torch", "jax"))
+TORCH, JAX = (Benchmark(framework, cases, _implementations, _make, _rows) for framework in ("torch", "jax"))

@@ -1,14 +1,13 @@
 """The benchmark of linear_log_probs: its inputs and its peers.
 
-A loss is made of what is returned, so that backward has one: the mean of the log-probabilities, and of the entropies
-where the case asks for them.
+Backward is that of a loss: the mean of the log-probabilities, plus that of the entropies where the case asks for them.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from onchip.bench.benchmark import Benchmark, Problem, draw_linear
-from onchip.bench.peers import Peer, not_installed, own, plain_peers
+from onchip.bench.peers import Implementation, needs, own, plain_peers
 from onchip.core.sizes import MIB
 from onchip.ops.linear_log_probs import cases
 from onchip.oracle.checks import op_in
@@ -27,6 +26,9 @@ def _rows(fw: Any, z: Any, ids: Any, entropy: bool) -> tuple[Any, ...]:
     return (picked, -(fw.xp.exp(log_p) * log_p).sum(-1)) if entropy else (picked,)
 
 
+_TRL_FUNCTIONS = "selective_log_softmax, entropy_from_logits"
+
+
 def _trl() -> Values:
     import torch.nn.functional as F
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
@@ -38,11 +40,7 @@ def _trl() -> Values:
     return values
 
 
-def _no_trl(device: str, dtype: str) -> str | None:
-    return None if not_installed("trl") is None else "trl is not installed; pip install trl"
-
-
-def _peers(fw: Any) -> Sequence[Peer]:
+def _implementations(fw: Any) -> Sequence[Implementation]:
     op, backends = op_in(fw, "linear_log_probs"), op_in(fw, "linear_log_probs", "BACKENDS")
 
     def load(backend: str, small: bool = False) -> Values:
@@ -56,13 +54,13 @@ def _peers(fw: Any) -> Sequence[Peer]:
     def plain(wide: bool) -> Values:
         return lambda h, w, ids, entropy: _rows(fw, fw.logits(h, w, wide), ids, entropy)
 
+    common = (*own(load, backends), *plain_peers(fw.NAME, plain))
     if fw.NAME == "jax":
-        return (*own(load, backends), *plain_peers("jax", plain))
+        return common
     return (
-        *own(load, backends, small=False),
+        *common,
         *own(load, (), ", 64 MiB + 4TH", small=True),
-        *plain_peers("torch", plain),
-        Peer("trl", _trl, _no_trl, {"functions": "selective_log_softmax, entropy_from_logits"}, "trl"),
+        Implementation("trl", _trl, needs("trl", "trl"), {"functions": _TRL_FUNCTIONS}, "trl"),
     )
 
 
@@ -70,4 +68,6 @@ def _forward(problem: Problem) -> Sequence[str]:
     return ("log_prob", "entropy") if problem.options["entropy"] else ("log_prob",)
 
 
-TORCH, JAX = (Benchmark(framework, cases, _make, _peers, _rows, forward=_forward) for framework in ("torch", "jax"))
+TORCH, JAX = (
+    Benchmark(framework, cases, _implementations, _make, _rows, forward=_forward) for framework in ("torch", "jax")
+)
