@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options, TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
-from onchip.ops.linear_jsd.torch_walk import Model, walk
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.torch_walk import walk
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
 from shared import assert_within_bounds
 
@@ -191,13 +193,15 @@ def test_ignored_tokens_may_be_computed_all_the_same(given):
         Tokens(index, None, label[index], None, 1.0, 6, weight[index], one),
         Tokens(None, kept, label, torch.zeros(6, 1, dtype=torch.bool), 1.0, 6, weight.masked_fill(~kept, 0), one),
     ):
-        models = [Model(None, None, None, x.clone(), (False, False, False, True)) for x in (z, u)]
-        for model in models:
-            model.logits[~kept] = math.nan
-        losses, grads = walk(
-            Options(hard_weight=0.3), models[0], topk if given == "top-k" else models[1], tokens,
-            row=tokens.weight, vocab=9, chunk=4,
+        models = [Model(logits=x.masked_fill(~kept[:, None], math.nan)) for x in (z, u)]
+        if given == "top-k":
+            models[1] = Model()
+        call = Call(
+            *models, *(topk[:2] if given == "top-k" else (None, None)), None, None, None, (torch.float32,) * 2, (6,), 9,
+            *topk[2:], Options(hard_weight=0.3), False, (False,) * 8,
         )  # fmt: skip
+        with mock.patch.object(memory, "plan", return_value=4):
+            losses, grads = walk(call, tokens, tokens.weight, [part.endswith("logits") for part in PARAMETERS])
         made.append([tokens.spread(losses, (6,)), *(g for g in grads if g is not None)])
     assert len(made[0]) == (2 if given == "top-k" else 3)
     assert_same(*made)

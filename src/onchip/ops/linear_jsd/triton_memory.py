@@ -19,10 +19,9 @@ from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.ops.linear_jsd.memory import Head, Problem, logits_bytes
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, largest
-from onchip.vocab.triton.memory import RATES, Rates, evenness
+from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton.memory import RATES, TOKEN_TILE, VOCAB_TILE, Rates, evenness
 
-TOKEN_TILE = 128
-VOCAB_TILE = 256
 DEFAULT_SCRATCH = 512 * MIB
 # Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
@@ -55,17 +54,10 @@ def capacity(head: Head) -> int:
     return rows // TOKEN_TILE * TOKEN_TILE
 
 
-def stashed(head: Head, c: TritonConfig) -> int:
-    """Tokens that wait in the memory of the weight's gradient."""
-    return min(c.held, capacity(head))
-
-
-def memory_rows(head: Head, vocab: int, c: TritonConfig) -> int:
-    """Rows of the weight's gradient to allocate: a chunk more than it has.
-
-    Each chunk overwrites the previous chunk's inputs while it reads its own.
-    """
-    return max(head.vocab, up(vocab, VOCAB_TILE) + c.weight_chunk) if stashed(head, c) else head.vocab
+def config_of(head: Head, c: TritonConfig) -> triton_memory.TritonConfig:
+    """The plan of one model, as the engine takes it: what of `held` is in the memory of its weight's gradient."""
+    stashed = min(c.held, capacity(head))
+    return triton_memory.TritonConfig(c.token_chunk, c.vocab_chunk, c.weight_chunk, stashed, c.held - stashed)
 
 
 def block_bytes(size: int) -> int:
@@ -86,7 +78,7 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     for h in (p.student, p.teacher):
         if not h.hidden:
             continue
-        element = DTYPE_BYTES[h.dtype]
+        element, of_head = DTYPE_BYTES[h.dtype], config_of(h, c)
         casts += block_bytes(element * h.vocab * h.hidden) if (h.weight_dtype or h.dtype) != h.dtype else 0
         distance = 4 if h.dtype == "float16" else 2
         forward += block_bytes(distance * chunk * columns) + 12 * chunk * tiles
@@ -99,8 +91,10 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         kept += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
         if h.grad_weight:
             row = DTYPE_BYTES[h.weight_dtype or h.dtype] * h.hidden
-            more += block_bytes(row * memory_rows(h, p.vocab, c)) - row * h.vocab
-        overflow += block_bytes(element * columns * (c.held - stashed(h, c)))
+            # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
+            rows = up(h.vocab, VOCAB_TILE) + c.weight_chunk if of_head.stashed else h.vocab
+            more += block_bytes(row * rows) - row * h.vocab
+        overflow += block_bytes(element * up(h.vocab, VOCAB_TILE) * of_head.overflow)
         backward += block_bytes(element * again * c.vocab_chunk)
         backward += block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
         backward += 4 * h.vocab if h.grad_bias else 0
