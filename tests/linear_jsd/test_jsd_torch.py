@@ -17,8 +17,8 @@ from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options, TopK
-from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
+from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_walk import walk
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
 from shared import assert_within_bounds

@@ -1,7 +1,7 @@
 """How the ops are compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
@@ -85,24 +85,24 @@ def _keywords(inputs: Inputs) -> dict[str, Any]:
     return {"target": inputs.target, "token_weight": inputs.token_weight, **topk}
 
 
-def _oracle(
-    *,
-    student_hidden: Any,
-    student_weight: Any,
-    student_logits: Any,
-    indices: Any = None,
-    values: Any = None,
-    kind: str = "",
-    rest: str = "",
-    **more: Any,
-) -> reference.Result:
-    more["teacher_topk"] = None if indices is None else (indices, values, kind, rest)
-    if student_hidden is not None:
-        return reference.linear_jsd(student_hidden, student_weight, **more)
-    return reference.jsd(student_logits, **{k: x for k, x in more.items() if k not in _OF_LINEAR})
+_OF_LINEAR = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in ("hidden", "weight", "bias"))
 
 
-_OF_LINEAR = ("student_bias", "teacher_hidden", "teacher_weight", "teacher_bias")
+def _arguments(given: Mapping[str, Any], topk_of: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+    """Which of the two ops is called, and its arguments; those of a top-k teacher as one."""
+    rest = {name: x for name, x in given.items() if name not in TopK._fields}
+    topk = [given.get(name) for name in TopK._fields]
+    rest["teacher_topk"] = None if topk[0] is None else topk_of(*topk)
+    if rest["student_hidden"] is None:
+        return "jsd", {name: x for name, x in rest.items() if name not in _OF_LINEAR}
+    del rest["student_logits"]
+    return "linear_jsd", rest
+
+
+def _oracle(**given: Any) -> reference.Result:
+    name, arguments = _arguments(given, lambda *topk: topk)
+    made: reference.Result = getattr(reference, name)(**arguments)
+    return made
 
 
 def _constant_teacher(how: Mapping[str, Any], student_hidden: Any, teacher_logits: Any) -> bool:
@@ -110,33 +110,15 @@ def _constant_teacher(how: Mapping[str, Any], student_hidden: Any, teacher_logit
     return how["backend"] == "triton" and student_hidden is not None and teacher_logits is not None
 
 
-def _call(
-    fw: Any,
-    how: Mapping[str, Any],
-    *,
-    student_hidden: Any,
-    student_weight: Any,
-    student_logits: Any,
-    teacher_hidden: Any,
-    teacher_weight: Any,
-    target: Any = None,
-    indices: Any = None,
-    values: Any = None,
-    kind: str = "",
-    rest: str = "",
-    **more: Any,
-) -> dict[str, Any]:
-    more |= {fw.IDS: target, **how}
-    if indices is not None:
-        more["teacher_topk"] = TopK(indices, values, kind, rest)
-    more["teacher_grad"] = indices is None and not _constant_teacher(how, student_hidden, more["teacher_logits"])
-    if student_hidden is None:
-        options = {k: x for k, x in more.items() if k not in _OF_LINEAR}
-        return {"loss": op_in(fw, "linear_jsd", "jsd")(student_logits, **options)}
-    if how.get("weight_layout") == "hv":
-        student_weight, teacher_weight = (x if x is None else x.T for x in (student_weight, teacher_weight))
-    op = op_in(fw, "linear_jsd")
-    return {"loss": op(student_hidden, student_weight, teacher_hidden, teacher_weight, **more)}
+def _call(fw: Any, how: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    name, arguments = _arguments(given, TopK)
+    arguments[fw.IDS] = arguments.pop("target", None)
+    for weight in ("student_weight", "teacher_weight"):
+        if how.get("weight_layout") == "hv" and arguments.get(weight) is not None:
+            arguments[weight] = arguments[weight].T
+    constant = _constant_teacher(how, given["student_hidden"], given["teacher_logits"])
+    teacher_grad = arguments["teacher_topk"] is None and not constant
+    return {"loss": op_in(fw, "linear_jsd", name)(**arguments, **how, teacher_grad=teacher_grad)}
 
 
 def _plain(

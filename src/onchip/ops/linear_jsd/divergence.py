@@ -53,8 +53,11 @@ def rows(
         value, gradient = _topk(of, options, z if tau == 1 else z / tau, teacher)
         made = Gradients(value, gradient() if want[0] else None, None)
     else:
-        # Not by names of their own, which would keep them.
-        made = divergence(of, *(of.log_softmax(x if tau == 1 else x / tau) for x in (z, teacher)), options.beta, want)
+
+        def log_probs(x: Array) -> Array:
+            return of.log_softmax(x if tau == 1 else x / tau)
+
+        made = divergence(of, log_probs(z), log_probs(teacher), options.beta, want)  # no names keep these here
     value = made.value * factor
     dz, du = (None if g is None else g * (factor / tau) for g in made[1:])
     if options.hard_weight > 0:

@@ -4,7 +4,6 @@ A public function has its inputs checked and calls `_op`, to which `onchip.front
 derivatives.  `_walk` goes through chunks of tokens, whose losses and gradients are made in divergence.py.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +30,7 @@ from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, OPTIONAL, Options, TopK, c
 from onchip.vocab.xla.loss import Reduction, TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,
+    Logits,
     Projection,
     Softmax,
     Tokens,
@@ -374,11 +374,11 @@ def _walk(
     """The loss, and the gradients that are needed, for `grad_loss` or for 1; float32, but of existing logits."""
     chunk = _plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
-    labels, per_token = tokens.take(constants.labels, 0), static.options.reduction == "none"
-    mean = static.options.reduction == "mean"
+    labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
     reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
-    sides = [_Side(static, *pair, tokens, chunk) for pair in zip(models, needs, strict=True) if any(_given(pair[0]))]
+    size, padded = static.size, tokens.source.shape[0]
+    sources = [_source(static, model) for model in models if any(x is not None for x in model)]
 
     def step(start: jax.Array, carry: Any) -> Any:
         losses, *sums = carry
@@ -388,87 +388,67 @@ def _walk(
         def take(x: jax.Array) -> jax.Array:
             return x.at[source].get(mode="fill", fill_value=0)
 
-        hidden = [side.rows(start) for side in sides]
-        z, *teacher = (side.logits(rows, take) for side, rows in zip(sides, hidden, strict=True))
+        parts = [_rows(static, x, tokens, start, chunk) for x in sources]
+        z, *given = (x.logits(rows)[:, :size] for x, rows in zip(sources, parts, strict=True))
+        teacher: Any = given[0] if given else None
         if constants.indices is not None and constants.values is not None:
             ids, values = take(constants.indices), take(constants.values)
             values = jnp.where(ids < 0, jnp.nan, values)
-            teacher = [TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)]
-        value, *gradients = divergence.rows(_ARRAYS, static.options, z, teacher[0], jnp.maximum(label, 0))
+            teacher = TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)
+        value, *gradients = divergence.rows(_ARRAYS, static.options, z, teacher, jnp.maximum(label, 0))
         losses = write(losses, jnp.where(there, value, 0), start)
-        for k, side in enumerate(sides):
-            if any(side.needs):
-                # Where, not a factor of 0: what is behind the kept tokens may be infinite.
-                g = jnp.where(there[:, None], gradients[k] * scale[:, None], 0)
-                sums[k] = side.add(sums[k], g, hidden[k], start, source)
+        for k, x in enumerate(sources):
+            if not any(needs[k]):
+                continue
+            # Where, not a factor of 0: what is behind the kept tokens may be infinite.
+            g = jnp.where(there[:, None], gradients[k] * scale[:, None], 0)
+            if isinstance(x, Projection):
+                sums[k] = _Model(*accumulate(sums[k][:3], x, g, parts[k], start, chunk))
+            else:
+                full = jnp.pad(g.astype(x.dtype), ((0, 0), (0, x.vocab - size)))
+                sums[k] = _Model(logits=sums[k].logits.at[source].set(full, mode="drop"))
         return losses, *sums
 
-    losses = jnp.zeros(tokens.source.shape[0], jnp.float32)
-    losses, *sums = over_tokens(tokens, chunk, step, (losses, *(side.zeros() for side in sides)))
-    gradients = [side.whole(made) for side, made in zip(sides, sums, strict=True)]
-    loss = reduction.reduced(losses, tokens, per_token=per_token)
-    return loss, (*gradients, *[_Model()] * (2 - len(gradients)))
-
-
-def _given(model: _Model) -> list[bool]:
-    return [x is not None for x in model]
-
-
-class _Side:
-    """One model during a walk: its last layer over the entries that count, or its logits."""
-
-    def __init__(self, static: _Static, model: _Model, needs: _Model, tokens: Tokens, chunk: int) -> None:
-        self.model, self.needs, self.tokens, self.chunk, self.size = model, needs, tokens, chunk, static.size
-        self.on_cpu, self.layer = static.platform == "cpu", None
-        if model.hidden is not None:
-            weight = self._widen(lax.slice_in_dim(model.weight, 0, self.size, axis=static.vocab_axis))
-            bias = None if model.bias is None else model.bias[: self.size]
-            self.layer = Projection(model.hidden, weight, bias, static.vocab_axis)
-
-    def _widen(self, x: jax.Array) -> jax.Array:
-        # The CPU's 16-bit products round; float16's range is short for a gradient.
-        return x.astype(jnp.float32) if self.on_cpu or x.dtype == jnp.float16 else x
-
-    def rows(self, start: Any) -> Any:
-        """A chunk of the hidden states, None where there are none."""
-        return None if self.layer is None else self._widen(self.layer.rows(self.tokens, start, self.chunk))
-
-    def logits(self, rows: Any, take: Callable[[Any], Any]) -> Any:
-        if self.layer is not None:
-            return self.layer.logits(rows)
-        return take(self.model.logits)[:, : self.size].astype(jnp.float32)
-
-    def zeros(self) -> _Model:
+    def zeros(x: Any, needs: _Model) -> _Model:
         """The gradients of nothing: hidden's by row, weight's and bias's of the entries that count."""
-        hidden = weight = bias = None
-        if self.layer is not None:
-            padded = self.tokens.source.shape[0]
-            hidden = jnp.zeros((padded, self.model.hidden.shape[1]), jnp.float32) if self.needs.hidden else None
-            weight = jnp.zeros(self.layer.weight.shape, jnp.float32) if self.needs.weight else None
-            bias = jnp.zeros(self.size, jnp.float32) if self.needs.bias else None
-        return _Model(hidden, weight, bias, jnp.zeros_like(self.model.logits) if self.needs.logits else None)
+        if isinstance(x, Logits):
+            return _Model(logits=jnp.zeros(x.bits.shape, x.dtype) if needs.logits else None)
+        shapes = ((padded, x.hidden.shape[1]), x.weight.shape, (size,))
+        made = (jnp.zeros(s, jnp.float32) if need else None for s, need in zip(shapes, needs, strict=False))
+        return _Model(*made)
 
-    def add(self, sums: _Model, g: Any, rows: Any, start: Any, source: Any) -> _Model:
-        """The gradients so far with those of a chunk, of `g`, that of its logits."""
-        if self.layer is not None:
-            return _Model(*accumulate(sums[:3], self.layer, g, rows, start, self.chunk))
-        if sums.logits is None:
-            return sums
-        full = jnp.pad(g.astype(sums.logits.dtype), ((0, 0), (0, sums.logits.shape[1] - self.size)))
-        return _Model(logits=sums.logits.at[source].set(full, mode="drop"))
-
-    def whole(self, sums: _Model) -> _Model:
+    def whole(sums: _Model, model: _Model) -> _Model:
         """With zeros for ignored tokens and for the entries that don't count."""
+        hidden = None if sums.hidden is None else tokens.spread(sums.hidden)
+        return _Model(hidden, _padded(sums.weight, model.weight), _padded(sums.bias, model.bias), sums.logits)
 
-        def pad(x: Any, like: Any) -> Any:
-            return jnp.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
+    carry = (jnp.zeros(padded, jnp.float32), *map(zeros, sources, needs))
+    losses, *sums = over_tokens(tokens, chunk, step, carry)
+    loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
+    return loss, (*map(whole, sums, models), *[_Model()] * (2 - len(sums)))
 
-        return _Model(
-            None if sums.hidden is None else self.tokens.spread(sums.hidden),
-            None if sums.weight is None else pad(sums.weight, self.model.weight),
-            None if sums.bias is None else pad(sums.bias, self.model.bias),
-            sums.logits,
-        )
+
+def _source(static: _Static, model: _Model) -> Projection | Logits:
+    """A model's last layer over the entries that count, or its logits."""
+    if model.hidden is None:
+        return Logits.of(model.logits)
+    weight = _widened(static, lax.slice_in_dim(model.weight, 0, static.size, axis=static.vocab_axis))
+    bias = None if model.bias is None else model.bias[: static.size]
+    return Projection(model.hidden, weight, bias, static.vocab_axis)
+
+
+def _rows(static: _Static, source: Projection | Logits, tokens: Tokens, start: Any, chunk: int) -> jax.Array:
+    rows = source.rows(tokens, start, chunk)
+    return _widened(static, rows) if isinstance(source, Projection) else rows
+
+
+def _widened(static: _Static, x: jax.Array) -> jax.Array:
+    # The CPU's 16-bit products round; float16's range is short for a gradient.
+    return x.astype(jnp.float32) if static.platform == "cpu" or x.dtype == jnp.float16 else x
+
+
+def _padded(x: Any, like: Any) -> Any:
+    return None if x is None else jnp.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
 
 
 def _cross_entropy(z: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -173,8 +173,8 @@ class Call(NamedTuple):
         grads = self.grads_of(who)
         if hidden is None or weight is None:
             return Head(vocab=0 if logits is None else logits.shape[-1], grad_logits=grads[3])
-        vocab, size = weight.shape
-        return Head(size, vocab, *(DTYPES[x] for x in (self.dtypes[who], hidden.dtype, weight.dtype)), *grads)
+        dtypes = DTYPES[self.dtypes[who]], DTYPES[hidden.dtype], DTYPES[weight.dtype]
+        return Head(hidden.shape[-1], weight.shape[0], *dtypes, *grads)
 
     @property
     def problem(self) -> Problem:

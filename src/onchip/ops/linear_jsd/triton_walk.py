@@ -21,16 +21,15 @@ from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd import triton_rows
 from onchip.ops.linear_jsd.spec import Options
 from onchip.ops.linear_jsd.torch_call import Call
-from onchip.ops.linear_jsd.triton_memory import TOKEN_TILE, VOCAB_TILE, TritonConfig, config_of
-from onchip.ops.linear_jsd.triton_rows import Gradient, Logits
+from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
+from onchip.ops.linear_jsd.triton_memory import TritonConfig, config_of
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, compact, finish, gather
-from onchip.vocab.triton.memory import up
+from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
 from onchip.vocab.triton.setup import Saved
 from onchip.vocab.triton.walks import Products, chunks, float16_scale
 
@@ -218,7 +217,7 @@ def divergence(
         "near": tuple(nearly_equal(beta)),
         "soft_weight": pair.loss.soft_factor,
         "hard_weight": pair.loss.hard_weight,
-        "MODE": {0.0: triton_rows.FORWARD_KL, 1.0: triton_rows.REVERSE_KL}.get(beta, triton_rows.MIXTURE).value,
+        "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value,
         "EVEN": beta == 0.5,
         "BY_TOKEN": by_token,
         "HARD": pair.loss.hard_weight > 0,
@@ -226,7 +225,7 @@ def divergence(
         "PAD": TOKEN_TILE,
     }
     grid = (tokens if by_token else up(tokens, TOKEN_TILE),)
-    return Launch.of(triton_rows.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
+    return Launch.of(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
 
 
 @lru_cache(maxsize=64)
@@ -236,7 +235,7 @@ def nearly_equal(beta: float) -> list[float]:
     With x = log2(q / p), |x| < NEAR, the term is log(2) p x^2 (c[0] + c[1] x + ...), 1e-6 off at most: p is the
     student's and q the teacher's, but for beta 0, where p is the teacher's.
     """
-    near = triton_rows.NEAR.value
+    near = kernels.NEAR.value
 
     def ratio(x: Any) -> Any:
         d = x * math.log(2)
@@ -415,8 +414,8 @@ def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tupl
     float16 can't hold a gradient of 1e-8: kept ones were scaled to below 2^14, and here the largest factor of one is
     made 1, so that the others stay below that too.
     """
-    first = (triton_rows.STUDENT, triton_rows.TEACHER)[who].value
-    kept = row_scale * pair.stats[first + triton_rows.INVERSE_SCALE.value] if dtype == torch.float16 else row_scale
+    first = (kernels.STUDENT, kernels.TEACHER)[who].value
+    kept = row_scale * pair.stats[first + kernels.INVERSE_SCALE.value] if dtype == torch.float16 else row_scale
     grad_scale = float16_scale(kept, pair.vectors, dtype, largest=1.0)
     if grad_scale is None:
         return row_scale, kept, None
