@@ -370,7 +370,6 @@ def divergence_rows(
     teacher_gradient,  # Gradient
     stats,  # [STATS, T] float32 in or out
     loss,  # [T] float32 out, by token; with it `stats` is made, else used
-    position,  # [T] int32, by token: -1 for ignored ones
     order,  # [T] int32: the token of a position
     count,  # [1] int32
     label,  # [T] int32: -1 if it is out of range
@@ -390,7 +389,6 @@ def divergence_rows(
     hard_weight,  # of the cross-entropy
     MODE: tl.constexpr,
     EVEN: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
     HARD: tl.constexpr,
     STUDENT_MEAN: tl.constexpr,
     TEACHER_MEAN: tl.constexpr,
@@ -401,21 +399,15 @@ def divergence_rows(
 ):
     """Losses and statistics, and the logits' gradients, of one token per program.
 
-    Gradients are multiplied by their row's factor, or without one by what suits float16 (SCALED).  Gradients of
-    logits are 0 for ignored tokens, those in tiles for the positions up to a whole block: products read them.
+    Gradients are multiplied by their row's factor, or without one by what suits float16 (SCALED).  Those in tiles are 0
+    for the positions up to a whole block, PAD: products read them.
     """
     i = tl.program_id(0)
     n = tl.load(count)
-    if BY_TOKEN:
-        token = i
-        at = tl.load(position + token)
-        there = at >= 0
-        blank = at < 0
-    else:
-        at = first + i
-        there = at < n
-        blank = (at >= n) & (at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD)
-        token = tl.load(order + at, mask=there, other=0)
+    at = first + i
+    there = at < n
+    blank = (at >= n) & (at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD)
+    token = tl.load(order + at, mask=there, other=0)
     c = tl.arange(0, VOCAB_TILE)
     lane = tl.arange(0, TILES)
     blocks = tl.cdiv(tiles, TILES)

@@ -1,14 +1,7 @@
 """How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
 
-A chunk of C tokens takes both models' logits in 16 bits, 4 * C * V bytes (of float16 operands twice that).  From them
-the logits' gradient is made in the products' dtype.  Until backward, where the upstream gradient is known, it waits in
-the memory of the weight's gradient, which is there anyway and has room for H tokens (2 H where a float32 gradient meets
-16-bit operands): then there are four products in all.  Tokens beyond those wait in scratch, and those that don't fit
-there either have their logits computed again in backward, in chunks of the vocabulary.
-
-What this moves through memory, in bytes for each logit (T4096 V128256: 0.53e9 of them; 1 byte each is 0.17 ms at 3.1
-TB/s): both products write 2, the row kernel reads 4 twice and writes 2, both gradients' products read 2, so 18 and at
-most 3.1 ms, of which the product kernels hide the part that is theirs.  float32 logits would make 30 of it.
+docs/ops/linear_jsd.md says what is kept where.  Tokens whose gradient by the logits fits neither in the memory of the
+weight's gradient nor in scratch have their logits computed again in backward, in chunks of the vocabulary.
 """
 
 from collections.abc import Iterator

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd.spec import Options
-from onchip.ops.linear_jsd.torch_call import Call
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import TritonConfig, config_of
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, compact, finish, gather
+from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
 from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.softmax import compact_tokens
 from onchip.vocab.triton.walks import Products, chunks, float16_scale
 
 # Tiles of a token's row that a program takes at a time, and its warps.
@@ -97,11 +97,10 @@ class LogitTiles(NamedTuple):
 class Pair:
     """Both models of a call, and what is known of its tokens."""
 
-    loss: Options
-    vocab: int
+    call: Call
     sides: tuple[Side, Side]
     vectors: Vectors
-    target: Tensor  # [T] int64
+    ids: Tensor  # [T, 1] int64: the targets
     ignore_index: int
     target_logit: Tensor  # [T] float32
     stats: Tensor  # [STATS, T] float32
@@ -109,24 +108,22 @@ class Pair:
     @staticmethod
     def of(call: Call, vectors: Vectors, stats: Tensor) -> "Pair":
         tokens, (target, ignore_index) = call.number, call.targets()
-        return Pair(
-            call.options,
-            call.size,
-            (Side.of(call, 0), Side.of(call, 1)),
-            vectors,
-            target.reshape(-1).to(torch.int64).contiguous(),
-            ignore_index,
-            torch.empty(tokens, dtype=torch.float32, device=target.device),
-            stats.view(-1, tokens) if tokens else stats,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return len(self.target)
+        ids = target.reshape(-1, 1).to(torch.int64).contiguous()
+        target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
+        stats = stats.view(-1, tokens) if tokens else stats
+        return Pair(call, (Side.of(call, 0), Side.of(call, 1)), vectors, ids, ignore_index, target_logit, stats)
 
     @property
     def tiles(self) -> int:
-        return -(-self.vocab // VOCAB_TILE)
+        return -(-self.call.size // VOCAB_TILE)
+
+    def number_tokens(self) -> None:
+        """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
+        known = {"target": self.ids, "ignore_index": self.ignore_index, "T": self.call.number, "BLOCK": 4096}
+        Launch.of(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
+        if self.sides[0].run is None:
+            target = self.ids[self.vectors.order, 0]
+            self.vectors.label.copy_(target.masked_fill((target < 0) | (target >= self.call.size), -1))
 
     def gather(self, who: int, rows: Tensor, first: int) -> None:
         """Put a model's hidden states of the positions from `first` on in `rows`."""
@@ -134,8 +131,7 @@ class Pair:
         assert side.run is not None
         assert side.hidden is not None
         picked = Picked(self.target_logit if who == 0 else torch.empty_like(self.target_logit), None, None)
-        target = self.target[:, None]
-        gather(side.run, side.hidden, target, self.ignore_index, 1.0, self.vectors, picked, rows, first).run()
+        gather(side.run, side.hidden, self.ids, self.ignore_index, 1.0, self.vectors, picked, rows, first).run()
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
@@ -157,7 +153,7 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: LogitTiles, first: int, firs
         "first": first,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "inverse_temperature": 1 / pair.loss.temperature,
+        "inverse_temperature": 1 / pair.call.options.temperature,
         "BLOCK_T": t.rows,
         "PARTS": parts,
     }
@@ -178,10 +174,9 @@ def divergence(
     row_scale: Tensor | None = None,  # [T] float32, by position
 ) -> Launch:
     """Losses of some positions, and their logits' gradients."""
-    by_token = all(x is None for x in tiles_of)
-    beta = pair.loss.beta
+    beta = pair.call.options.beta
     arguments: dict[str, Any] = {}
-    width, tile_rows = 2, 0
+    width, tile_rows, pad = 2, 0, 1 if pair.sides[0].run is None else TOKEN_TILE
     for k, (who, side) in enumerate(zip(("student", "teacher"), pair.sides, strict=True)):
         made, to = tiles_of[k], into[k]
         numbers = side.logits if made is None else made.below
@@ -210,21 +205,20 @@ def divergence(
         "first_tile": first_tile,
         "tiles": tiles,
         "tile_rows": tile_rows,
-        "T": pair.tokens,
-        "V": pair.vocab,
-        "inverse_temperature": 1 / pair.loss.temperature,
+        "T": pair.call.number,
+        "V": pair.call.size,
+        "inverse_temperature": 1 / pair.call.options.temperature,
         "beta": beta,
         "near": tuple(nearly_equal(beta)),
-        "soft_weight": pair.loss.soft_factor,
-        "hard_weight": pair.loss.hard_weight,
+        "soft_weight": pair.call.options.soft_factor,
+        "hard_weight": pair.call.options.hard_weight,
         "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value,
         "EVEN": beta == 0.5,
-        "BY_TOKEN": by_token,
-        "HARD": pair.loss.hard_weight > 0,
+        "HARD": pair.call.options.hard_weight > 0,
         "TILES": _TILES,
-        "PAD": TOKEN_TILE,
+        "PAD": pad,
     }
-    grid = (tokens if by_token else up(tokens, TOKEN_TILE),)
+    grid = (up(tokens, pad),)
     return Launch.of(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
 
 
@@ -260,42 +254,29 @@ def forward(call: Call, plan: TritonConfig, stats: Tensor, saved: Sequence[Saved
     pair = Pair.of(call, Vectors.empty(tokens, call.first.device), stats)
     loss = torch.zeros(tokens, dtype=torch.float32, device=call.first.device)
     made = {"loss": loss, "token_weight": setup.flat(call.token_weight)}
-    if call.student.hidden is None:
-        _number(pair)
-        if tokens:
+    if tokens:
+        pair.number_tokens()
+        if call.student.hidden is None:
             divergence(pair, (None, None), 0, tokens, 0, pair.tiles, (None, None), **made).run()
-    elif tokens:
-        _chunks_of_tokens(call, pair, plan, saved, made)
+        else:
+            _chunks_of_tokens(pair, plan, saved, made)
     if call.options.reduction == "none":
         return loss.view(call.shape), pair.vectors
     return loss.sum() / call.divisor(pair.vectors.number), pair.vectors
 
 
-def _number(pair: Pair) -> None:
-    """Fill in the vectors of tokens that stay where they are: those of logits."""
-    vectors, target = pair.vectors, pair.target
-    kept = target != pair.ignore_index
-    numbers = torch.arange(pair.tokens, dtype=torch.int32, device=target.device)
-    vectors.position.copy_(numbers.masked_fill(~kept, -1))
-    vectors.order.copy_(numbers)
-    vectors.label.copy_(target.masked_fill((target < 0) | (target >= pair.vocab), -1).masked_fill(~kept, 0))
-    vectors.number.copy_(kept.sum().to(torch.int32))
-
-
 def _chunks_of_tokens(
-    call: Call, pair: Pair, plan: TritonConfig, saved: Sequence[Saved], made: Mapping[str, Tensor | None]
+    pair: Pair, plan: TritonConfig, saved: Sequence[Saved], made: Mapping[str, Tensor | None]
 ) -> None:
-    tokens, chunk, kept = pair.tokens, min(plan.token_chunk, pair.tokens), min(plan.held, pair.tokens)
-    first_run = pair.sides[0].run
-    assert first_run is not None
-    compact(first_run, pair.target, pair.ignore_index, pair.vectors).run()
+    call, tokens = pair.call, pair.call.number
+    chunk, kept = min(plan.token_chunk, tokens), min(plan.held, tokens)
     heads: dict[int, tuple[Run, Tensor, LogitTiles]] = {}
     buffers: list[LogitBuffer | None] = [None, None]
     for who, side in enumerate(pair.sides):
         if side.run is not None:
-            layer = call.layer(who)
-            rows, buffers[who] = planning.rows_and_buffer(layer, config_of(call.head(who), plan), saved[who])
-            hard = pair.loss.hard_weight > 0 and who == 0
+            config = config_of(call.head(who), plan)
+            rows, buffers[who] = planning.rows_and_buffer(call.layer(who), config, saved[who])
+            hard = call.options.hard_weight > 0 and who == 0
             heads[who] = side.run, rows, LogitTiles.empty(side.run, pair.tiles, chunk, sums=True, hard=hard)
     for first, size in (*chunks(0, kept, chunk), *chunks(kept, tokens, chunk)):
         for who, (run, rows, out) in heads.items():
@@ -330,24 +311,18 @@ def backward(
             into = [None if g is None else g.view(-1, g.shape[-1]) for g in of_logits]
             divergence(pair, (None, None), 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
         return [None, None, None, of_logits[0], None, None, None, of_logits[1]]
+    layers = {who: layer for who in (0, 1) if (layer := call.layer(who)) and any(wanted[4 * who : 4 * who + 3])}
     memory = {
-        who: planning.backward_memory(
-            call.layer(who), config_of(call.head(who), plan), saved[who], wanted[4 * who : 4 * who + 3]
-        )
-        for who in (0, 1)
-        if any(wanted[4 * who : 4 * who + 3])
+        who: planning.backward_memory(layer, config_of(call.head(who), plan), saved[who], wanted[4 * who : 4 * who + 3])
+        for who, layer in layers.items()
     }
     if tokens:
         _chunks_of_vocabulary(pair, plan, row_scale, memory)
-    made: list[Tensor | None] = []
-    for who in (0, 1):
-        if who in memory:
-            grad_weight = memory[who]["grad_weight"]
-            if grad_weight is not None:
-                grad_weight[pair.vocab :].zero_()  # padding
-            made += [*planning.new_gradients(call.layer(who), saved[who], memory[who]), None]
-        else:
-            made += [None] * 4
+    made: list[Tensor | None] = [None] * len(PARAMETERS)
+    for who, layer in layers.items():
+        if memory[who]["grad_weight"] is not None:
+            memory[who]["grad_weight"][call.size :].zero_()  # padding
+        made[4 * who : 4 * who + 3] = planning.new_gradients(layer, saved[who], memory[who])
     return made
 
 
@@ -366,7 +341,7 @@ def _chunks_of_vocabulary(
     pair: Pair, plan: TritonConfig, row_scale: Tensor, memory: Mapping[int, Mapping[str, Any]]
 ) -> None:
     """Fill in the gradients of hidden states, weights and biases."""
-    tokens, vectors, kept = pair.tokens, pair.vectors, min(plan.held, pair.tokens)
+    tokens, vectors, kept = pair.call.number, pair.vectors, min(plan.held, pair.call.number)
     left, chunk_tiles = tokens - kept, plan.vocab_chunk // VOCAB_TILE
     row_scales, products = {}, {}
     for who, m in memory.items():
@@ -378,7 +353,7 @@ def _chunks_of_vocabulary(
             sums = torch.zeros((tokens, run.hidden), dtype=torch.float32, device=row_scale.device)
         products[who] = Products(
             run, vectors, m["buffer"], m["rows"], product_scale, inverse, sums,
-            None if grad_weight is None else grad_weight[: pair.vocab], m["grad_bias"], m["chunk_tiles"][1],
+            None if grad_weight is None else grad_weight[: pair.call.size], m["grad_bias"], m["chunk_tiles"][1],
         )  # fmt: skip
         products[who].take_kept()
     heads = {}
