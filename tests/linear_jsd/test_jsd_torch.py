@@ -269,9 +269,7 @@ def test_the_formula_holds(dtype, beta, hard):
     h.requires_grad_()
     w.requires_grad_()
     head = Head(size, vocab, dtype, dtype, dtype)
-    p = Problem(
-        tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard, compacted=hard
-    )
+    p = Problem(tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard)
     budget = memory.PLANNER.least(p, "") + 8 * MIB
     formula = memory.scratch_bytes(p, memory.plan(p, budget))
     y = torch.randint(vocab, (tokens,))

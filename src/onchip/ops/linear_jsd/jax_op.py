@@ -26,7 +26,7 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.ops.linear_jsd import divergence, memory
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, OPTIONAL, Options, TopK, check_shapes, with_topk
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, check_shapes, named_arrays
 from onchip.vocab.xla.loss import Reduction, TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,
@@ -151,18 +151,9 @@ def linear_jsd(
         teacher_grad=teacher_grad,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_hidden": student_hidden,
-        "student_weight": student_weight,
-        "student_bias": student_bias,
-        "teacher_hidden": teacher_hidden,
-        "teacher_weight": teacher_weight,
-        "teacher_bias": teacher_bias,
-        "teacher_logits": teacher_logits,
-        "labels": labels,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend, weight_layout)
+    student = _Model(student_hidden, student_weight, student_bias)
+    teacher = _Model(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
+    return _call(options, student, teacher, teacher_topk, labels, token_weight, normalizer, backend, weight_layout)
 
 
 def jsd(
@@ -222,13 +213,8 @@ def jsd(
         teacher_grad=teacher_grad,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_logits": student_logits,
-        "teacher_logits": teacher_logits,
-        "labels": labels,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend, "vh")
+    student, teacher = _Model(logits=student_logits), _Model(logits=teacher_logits)
+    return _call(options, student, teacher, teacher_topk, labels, token_weight, normalizer, backend, "vh")
 
 
 class _Model(NamedTuple):
@@ -262,9 +248,18 @@ class _Static(NamedTuple):
 
 
 def _call(
-    options: Options, named: dict[str, Any], topk: TopK | None, normalizer: Any, backend: str, layout: str
+    options: Options,
+    student: _Model,
+    teacher: _Model,
+    topk: TopK | None,
+    labels: Any,
+    token_weight: Any,
+    normalizer: Any,
+    backend: str,
+    layout: str,
 ) -> Any:
-    shape, size = _check_arrays(options, named, topk, layout)
+    named = named_arrays(options.op, student, teacher, topk, labels=labels, token_weight=token_weight)
+    shape, size = _check_arrays(options, named, layout)
     check_normalizer(options.op, normalizer, options.reduction)
     choose_backend(options.op, backend, dict.fromkeys(BACKENDS))
     total = int(np.prod(shape))
@@ -272,20 +267,18 @@ def _call(
     def flat(x: Any) -> Any:
         return x.reshape(total, x.shape[-1])
 
-    def model(who: str) -> _Model:
-        given = {part: named.get(f"{who}_{part}") for part in _Model._fields}
-        arrays = {part: jnp.asarray(x) for part, x in given.items() if x is not None}
-        return _Model(**{part: flat(x) if part in ("hidden", "logits") else x for part, x in arrays.items()})
+    def rows(model: _Model) -> _Model:
+        hidden, weight, bias, logits = (None if x is None else jnp.asarray(x) for x in model)
+        return _Model(None if hidden is None else flat(hidden), weight, bias, None if logits is None else flat(logits))
 
-    student, teacher = model("student"), model("teacher")
+    student, teacher = rows(student), rows(teacher)
     models = (student, teacher if options.teacher_grad else jax.tree.map(lax.stop_gradient, teacher))
-    labels = named["labels"]
     no_labels = jnp.zeros(total, jnp.int32)
     constants = _Constants(
         no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
         None if topk is None else plain_labels(flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(jnp.asarray(flat(topk.values), jnp.float32)),
-        per_token_constant(named["token_weight"]),
+        per_token_constant(token_weight),
         as_constant(normalizer),
     )
     models, constants = vary_alike((models, constants))
@@ -298,14 +291,14 @@ def _call(
     return made.reshape(shape) if options.reduction == "none" else made
 
 
-def _check_arrays(options: Options, named: dict[str, Any], topk: Any, layout: str) -> tuple[tuple[int, ...], int]:
+def _check_arrays(options: Options, named: dict[str, Any], layout: str) -> tuple[tuple[int, ...], int]:
     """Raise for what doesn't fit together, by types, shapes and dtypes alone: it works on tracers.
 
     Return the tokens' shape and the entries that count.
     """
     op = options.op
     check_layout(op, layout)
-    arrays = require_arrays(op, with_topk(op, named, topk), OPTIONAL)
+    arrays = require_arrays(op, named, optional=())
     # In the other layout a weight is checked as if transposed.
     turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
     shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}

@@ -53,8 +53,6 @@ class Problem:
     device: str = "cpu"
     stash: bool = False
     """Gradients are made in forward and kept, in float32."""
-    compacted: bool = False
-    """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
     copied: int = 0
     """Bytes of the copies that are made of inputs whose strides don't suit."""
     op: str = OP

@@ -73,7 +73,7 @@ def linear_jsd(
         r = jsd(z, u, **options)
         teacher = gradients("teacher", x, v, teacher_bias, r.grad_teacher_logits)
     student = gradients("student", h, w, student_bias, r.grad_student_logits)
-    return Result(r.loss, **student, **teacher, distance=r.distance)  # type: ignore[arg-type]
+    return Result(r.loss, **student, **teacher, distance=r.distance)
 
 
 def jsd(

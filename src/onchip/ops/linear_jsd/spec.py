@@ -88,25 +88,21 @@ class Options:
 
 # ------------------------------------------------------------------------------------------------ what fits together
 
-OPTIONAL = (
-    "student_bias",
-    "teacher_hidden",
-    "teacher_weight",
-    "teacher_bias",
-    "teacher_logits",
-    "target",
-    "labels",
-    "token_weight",
-)
-"""The arguments that may be None."""
+_REQUIRED = {OP: ("student_hidden", "student_weight"), LOGITS_OP: ("student_logits",)}
 _ROWS = ("teacher_hidden", "teacher_logits", "teacher_topk.indices", "teacher_topk.values")
-"""Those that have a row of numbers for each token."""
+"""The arguments that have a row of numbers for each token."""
 
 
-def with_topk(op: str, named: Mapping[str, Any], topk: Any) -> dict[str, Any]:
-    """The arguments that are arrays, those of a top-k teacher among them; raise for one that means nothing."""
+def named_arrays(op: str, student: Any, teacher: Any, topk: Any, **others: Any) -> dict[str, Any]:
+    """The arrays that are given or must be, by the names that errors give them; raise for a wrong top-k.
+
+    Both models have the fields hidden, weight, bias and logits.
+    """
+    named = {f"student_{x}": getattr(student, x) for x in student._fields}
+    named |= {f"teacher_{x}": getattr(teacher, x) for x in teacher._fields} | others
+    named = {name: x for name, x in named.items() if x is not None or name in _REQUIRED[op]}
     if topk is None:
-        return dict(named)
+        return named
     if not isinstance(topk, TopK):
         raise TypeError(f"{op}: teacher_topk must be a TopK(indices, values, kind, rest); got {type(topk).__name__}")
     require_one_of(op, "teacher_topk.kind", topk.kind, KINDS)

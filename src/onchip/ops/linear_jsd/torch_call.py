@@ -15,23 +15,21 @@ from onchip.frontend.torch_inputs import (
     require_tensors,
 )
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import OPTIONAL, Options, check_shapes, with_topk
+from onchip.ops.linear_jsd.spec import Options, check_shapes
 from onchip.vocab.torch.tiles import Tokens, divisor, select_tokens
 
 
-def check_tensors(
-    options: Options, named: dict[str, Any], topk: Any
-) -> tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]:
+def check_tensors(options: Options, named: dict[str, Any]) -> tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]:
     """Raise for what can be seen without reading values.
 
     Return the tokens' shape, the entries that count, and the dtype of both models' products (of none: float32).
     """
     op = options.op
-    tensors = require_tensors(op, with_topk(op, named, topk), OPTIONAL)
+    tensors = require_tensors(op, named, optional=())
     leading, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
     check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
-    if topk is not None:
-        refuse_gradient(op, "teacher_topk.values", topk.values)
+    if "teacher_topk.values" in tensors:
+        refuse_gradient(op, "teacher_topk.values", tensors["teacher_topk.values"])
     dtypes = (
         product_dtype(op, tensors, whose) if f"{whose}hidden" in tensors else torch.float32
         for whose in ("student_", "teacher_")

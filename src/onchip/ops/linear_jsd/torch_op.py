@@ -16,7 +16,7 @@ from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import check_normalizer
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.linear_jsd import memory, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model, check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
 
@@ -133,18 +133,9 @@ def linear_jsd(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_hidden": student_hidden,
-        "student_weight": student_weight,
-        "student_bias": student_bias,
-        "teacher_hidden": teacher_hidden,
-        "teacher_weight": teacher_weight,
-        "teacher_bias": teacher_bias,
-        "teacher_logits": teacher_logits,
-        "target": target,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend)
+    student = Model(student_hidden, student_weight, student_bias)
+    teacher = Model(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
+    return _call(options, student, teacher, teacher_topk, target, token_weight, normalizer, backend)
 
 
 def jsd(
@@ -212,27 +203,31 @@ def jsd(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_logits": student_logits,
-        "teacher_logits": teacher_logits,
-        "target": target,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend)
+    student, teacher = Model(logits=student_logits), Model(logits=teacher_logits)
+    return _call(options, student, teacher, teacher_topk, target, token_weight, normalizer, backend)
 
 
-def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer: Any, backend: str) -> Tensor:
-    shape, size, dtypes = check_tensors(options, named, topk)
+def _call(
+    options: Options,
+    student: Model,
+    teacher: Model,
+    topk: TopK | None,
+    target: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Any,
+    backend: str,
+) -> Tensor:
+    named = named_arrays(options.op, student, teacher, topk, target=target, token_weight=token_weight)
+    shape, size, dtypes = check_tensors(options, named)
     device = next(iter(named.values())).device
     normalizer = check_normalizer(options.op, normalizer, options.reduction, "the student", device)
-    student, teacher = (Model(*(named.get(f"{who}_{x}") for x in Model._fields)) for who in ("student", "teacher"))
     if not options.teacher_grad:
         teacher = Model(*(None if x is None else x.detach() for x in teacher))
     grads = needed(*student, *teacher)
     given_logits = grads[3] or grads[7]
     indices, values, kind, rest = topk or (None, None, "", "")
     call = Call(
-        student, teacher, indices, values, named["target"], named["token_weight"], normalizer, dtypes, shape, size,
+        student, teacher, indices, values, target, token_weight, normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
     refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
