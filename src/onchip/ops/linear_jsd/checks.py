@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from onchip.ops.linear_jsd import reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_jsd.spec import TopK
+from onchip.ops.linear_jsd.spec import Options, TopK
 from onchip.oracle.checks import DEVIATIONS, Check, Checker, adapter_of, op_in, plain_reduction, relative_error
 
 # Half the distance of two numbers next to each other, relative to them.
@@ -127,50 +128,38 @@ def _plain(
     *,
     target: Any = None,
     token_weight: Any = None,
-    indices: Any = None,
-    values: Any = None,
-    kind: str = "",
-    rest: str = "",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    ignore_index: int = -100,
-    reduction: str = "mean",
     normalizer: float | None = None,
-    hard_weight: float = 0.0,
-    vocab: int | None = None,
     **given: Any,
 ) -> dict[str, Any]:
-    xp = fw.xp
+    xp, options = fw.xp, Options(**{f.name: given[f.name] for f in fields(Options) if f.name in given})
+    tau, hard = options.temperature, options.hard_weight
 
     def logits(model: str) -> Any:
         z = given[f"{model}_logits"]
         if z is None:
             z = fw.linear(*(given[f"{model}_{x}"] for x in ("hidden", "weight", "bias")))
-        return z[..., :vocab]
+        return z[..., : options.vocab]
 
     z = logits("student")
-    ls = fw.log_softmax(z / temperature, -1)
-    if indices is None:
-        lt = fw.log_softmax(logits("teacher") / temperature, -1)
+    ls = fw.log_softmax(z / tau, -1)
+    if "indices" not in given:
+        lt = fw.log_softmax(logits("teacher") / tau, -1)
     else:
-        ls, lt = fw.take(ls, indices), fw.like(values, z)
-        if rest == "renormalised":
+        ls, lt = fw.take(ls, given["indices"]), fw.like(given["values"], z)
+        if given["rest"] == "renormalised":
             ls, lt = fw.log_softmax(ls, -1), fw.log_softmax(lt, -1)
-        elif rest == "tail":
+        elif given["rest"] == "tail":
             ls, lt = (xp.concatenate([x, xp.log1p(-xp.exp(x).sum(-1)[..., None])], -1) for x in (ls, lt))
     # Of entries that both models exclude, a difference would be NaN.
     least = float(xp.finfo(z.dtype).min) / 2
-    loss = plain_divergence(ls.clip(min=least), lt.clip(min=least), beta)
-    if temperature_squared:
-        loss = loss * temperature**2
-    kept = (z[..., 0] == z[..., 0]) if target is None else target != ignore_index
-    if hard_weight > 0:
+    loss = options.soft_factor * plain_divergence(ls.clip(min=least), lt.clip(min=least), options.beta)
+    kept = (z[..., 0] == z[..., 0]) if target is None else target != options.ignore_index
+    if hard > 0:
         own = xp.where(kept, target, 0)[..., None]
-        loss = (1 - hard_weight) * loss - hard_weight * fw.take(fw.log_softmax(z, -1), own)[..., 0]
+        loss = loss - hard * fw.take(fw.log_softmax(z, -1), own)[..., 0]
     if token_weight is not None:
         loss = loss * fw.like(token_weight, z)
-    return {"loss": plain_reduction(loss, kept, reduction, normalizer)}
+    return {"loss": plain_reduction(loss, kept, options.reduction, normalizer)}
 
 
 def plain_divergence(ls: Any, lt: Any, beta: float) -> Any:

@@ -5,7 +5,7 @@ weight's gradient nor in scratch have their logits computed again in backward, i
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
@@ -160,39 +160,26 @@ def _config(p: Problem, held: int, tokens: int, vocab_tiles: int, weight_tiles: 
 
 def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
     """Chunks of the weight's gradient whose tiles fill whole waves, or nearly; with each, no tokens held or as many as
-    fit; and with those, the fewest even chunks of tokens that fit and a few more.
+    fit beside a useful chunk of tokens or the smallest; and with those, the fewest chunks of tokens, or a few more.
     """
-    rows = up(p.tokens, TOKEN_TILE)
-    tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
+
+    def fits(cut: tuple[int, int], tokens: int, held: int) -> bool:
+        return scratch_bytes(p, _config(p, held, tokens, *cut)) <= budget
+
+    rows, tiles = up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     per_tile = min([2 * -(-h.hidden // 256) for h in (p.student, p.teacher) if h.grad_weight] or [1])
     programs = RATES["h100"].programs
     weights = {n * programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, min(USEFUL_TILES, tiles)}
+    beside = (min(rows, USEFUL_TOKENS), TOKEN_TILE) if p.any_grad else ()
     for weight in sorted(x for x in weights if 0 < x <= max(tiles, 1)):
         for vocab in sorted({max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}):
-            for held in _holds(p, rows, budget, vocab, weight):
-                yield from _chunks(p, _config(p, held, TOKEN_TILE, vocab, weight), rows, budget)
-
-
-def _holds(p: Problem, rows: int, budget: int, vocab: int, weight: int) -> list[int]:
-    """None, and as many tokens as fit beside a chunk of tokens that is useful, and beside the smallest."""
-
-    def fits(tokens: int, held: int) -> bool:
-        return scratch_bytes(p, _config(p, held, tokens, vocab, weight)) <= budget
-
-    beside = (min(rows, USEFUL_TOKENS), TOKEN_TILE) if p.any_grad else ()
-    return sorted({0} | {largest(partial(fits, tokens), 0, rows, TOKEN_TILE) for tokens in beside})
-
-
-def _chunks(p: Problem, c: TritonConfig, rows: int, budget: int) -> list[TritonConfig]:
-    """The fewest even chunks of tokens that fit, and a few more."""
-
-    def fits(tokens: int) -> bool:
-        return scratch_bytes(p, replace(c, token_chunk=tokens)) <= budget
-
-    most = largest(fits, TOKEN_TILE, rows, TOKEN_TILE)
-    fewest = -(-rows // most)
-    sizes = {most} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(max(1, fewest), fewest + 3)}
-    return [replace(c, token_chunk=max(1, min(size, p.tokens))) for size in sorted(sizes) if size <= most]
+            cut = vocab, weight
+            helds = {largest(partial(fits, cut, tokens), 0, rows, TOKEN_TILE) for tokens in beside}
+            for held in sorted(helds | {0}):
+                most = largest(partial(fits, cut, held=held), TOKEN_TILE, rows, TOKEN_TILE)
+                fewest = max(1, -(-rows // most))
+                sizes = {most} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
+                yield from (_config(p, held, size, *cut) for size in sorted(sizes) if size <= most)
 
 
 PLANNER: Planner[TritonConfig] = Planner(

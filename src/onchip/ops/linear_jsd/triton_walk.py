@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Layer
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import TritonConfig, config_of
 from onchip.vocab.torch.tiles import Head
@@ -29,6 +29,7 @@ from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
+from onchip.vocab.triton.memory import TritonConfig as EngineConfig
 from onchip.vocab.triton.setup import Saved
 from onchip.vocab.triton.softmax import compact_tokens
 from onchip.vocab.triton.walks import Products, chunks, float16_scale
@@ -42,33 +43,32 @@ _REGISTERS = {2: 48, 4: 64}
 
 @dataclass(frozen=True)
 class Side:
-    """One model: its last layer over the entries that count, or its logits."""
+    """One model: its last layer, or its logits."""
 
-    run: Run | None
-    hidden: Tensor | None  # [T, H], any strides
+    layer: Layer | None
+    config: EngineConfig  # how the engine cuts the layer's gradients
+    run: Run | None  # of the layer's entries that count
     logits: Tensor | None  # [T, V'], columns side by side
     grads: tuple[bool, ...]  # of hidden, weight, bias, logits
 
     @property
     def scaled(self) -> bool:
         """Whether gradients by the logits that are kept need a factor, for float16's range."""
-        return self.run is not None and any(self.grads) and self.run.head.weight.dtype == torch.float16
+        return self.layer is not None and any(self.grads) and self.layer.dtype == torch.float16
 
     @staticmethod
-    def of(call: Call, who: int) -> "Side":
-        hidden, weight, bias, logits = call.models[who]
-        grads = call.grads_of(who)
+    def of(call: Call, plan: TritonConfig, who: int) -> "Side":
+        layer, logits, run = call.layer(who), call.models[who].logits, None
         if logits is not None:
             logits = logits.reshape(-1, logits.shape[-1])
-            return Side(None, None, logits if logits.stride(-1) == 1 else logits.contiguous(), grads)
-        assert hidden is not None
-        assert weight is not None
-        dtype = call.dtypes[who]
-        # In the products' dtype first, as F.linear does under autocast.
-        bias = None if bias is None else bias[: call.size].to(dtype).float()
-        head = Head(setup.product_weight(weight[: call.size], dtype), bias, 0.0, 0.0, None, 1.0)
-        # The products are linear_cross_entropy's, and tiles that suit them there do here.
-        return Side(setup.make_run(head, call.number), hidden.reshape(-1, hidden.shape[-1]), None, grads)
+            logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        if layer is not None:
+            # In the products' dtype first, as F.linear does under autocast.
+            bias = None if layer.bias is None else layer.bias[: call.size].to(layer.dtype).float()
+            weight = setup.product_weight(layer.weight[: call.size], layer.dtype)
+            # The products are linear_cross_entropy's, and tiles that suit them there do here.
+            run = setup.make_run(Head(weight, bias, 0.0, 0.0, None, 1.0), call.number)
+        return Side(layer, config_of(call.head(who), plan), run, logits, call.grads_of(who))
 
 
 class LogitTiles(NamedTuple):
@@ -106,12 +106,13 @@ class Pair:
     stats: Tensor  # [STATS, T] float32
 
     @staticmethod
-    def of(call: Call, vectors: Vectors, stats: Tensor) -> "Pair":
+    def of(call: Call, plan: TritonConfig, vectors: Vectors, stats: Tensor) -> "Pair":
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = target.reshape(-1, 1).to(torch.int64).contiguous()
         target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
         stats = stats.view(-1, tokens) if tokens else stats
-        return Pair(call, (Side.of(call, 0), Side.of(call, 1)), vectors, ids, ignore_index, target_logit, stats)
+        sides = Side.of(call, plan, 0), Side.of(call, plan, 1)
+        return Pair(call, sides, vectors, ids, ignore_index, target_logit, stats)
 
     @property
     def tiles(self) -> int:
@@ -129,9 +130,10 @@ class Pair:
         """Put a model's hidden states of the positions from `first` on in `rows`."""
         side = self.sides[who]
         assert side.run is not None
-        assert side.hidden is not None
+        assert side.layer is not None
+        hidden = side.layer.hidden.reshape(-1, side.run.hidden)
         picked = Picked(self.target_logit if who == 0 else torch.empty_like(self.target_logit), None, None)
-        gather(side.run, side.hidden, self.ids, self.ignore_index, 1.0, self.vectors, picked, rows, first).run()
+        gather(side.run, hidden, self.ids, self.ignore_index, 1.0, self.vectors, picked, rows, first).run()
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
@@ -251,7 +253,7 @@ def nearly_equal(beta: float) -> list[float]:
 def forward(call: Call, plan: TritonConfig, stats: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Vectors]:
     """The loss, and what is known of the tokens; fills in `stats`, and for both models what `saved` is to hold."""
     tokens = call.number
-    pair = Pair.of(call, Vectors.empty(tokens, call.first.device), stats)
+    pair = Pair.of(call, plan, Vectors.empty(tokens, call.first.device), stats)
     loss = torch.zeros(tokens, dtype=torch.float32, device=call.first.device)
     made = {"loss": loss, "token_weight": setup.flat(call.token_weight)}
     if tokens:
@@ -274,8 +276,7 @@ def _chunks_of_tokens(
     buffers: list[LogitBuffer | None] = [None, None]
     for who, side in enumerate(pair.sides):
         if side.run is not None:
-            config = config_of(call.head(who), plan)
-            rows, buffers[who] = planning.rows_and_buffer(call.layer(who), config, saved[who])
+            rows, buffers[who] = planning.rows_and_buffer(side.layer, side.config, saved[who])
             hard = call.options.hard_weight > 0 and who == 0
             heads[who] = side.run, rows, LogitTiles.empty(side.run, pair.tiles, chunk, sums=True, hard=hard)
     for first, size in (*chunks(0, kept, chunk), *chunks(kept, tokens, chunk)):
@@ -300,7 +301,7 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradients that are wanted, but for those that `saved` has the memory of: these are filled in there."""
     tokens = call.number
-    pair = Pair.of(call, Vectors.unpack(vectors.clone(), tokens), stats)  # launches write to some of the vectors
+    pair = Pair.of(call, plan, Vectors.unpack(vectors.clone(), tokens), stats)  # launches write to some of the vectors
     row_scale = _row_scale(call, pair.vectors, grad_loss)
     if call.student.hidden is None:
         of_logits = [
@@ -311,18 +312,19 @@ def backward(
             into = [None if g is None else g.view(-1, g.shape[-1]) for g in of_logits]
             divergence(pair, (None, None), 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
         return [None, None, None, of_logits[0], None, None, None, of_logits[1]]
-    layers = {who: layer for who in (0, 1) if (layer := call.layer(who)) and any(wanted[4 * who : 4 * who + 3])}
+    parts = [wanted[4 * who : 4 * who + 3] for who in (0, 1)]  # of hidden, weight and bias
     memory = {
-        who: planning.backward_memory(layer, config_of(call.head(who), plan), saved[who], wanted[4 * who : 4 * who + 3])
-        for who, layer in layers.items()
+        who: planning.backward_memory(side.layer, side.config, saved[who], parts[who])
+        for who, side in enumerate(pair.sides)
+        if side.layer is not None and any(parts[who])
     }
     if tokens:
         _chunks_of_vocabulary(pair, plan, row_scale, memory)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
-    for who, layer in layers.items():
-        if memory[who]["grad_weight"] is not None:
-            memory[who]["grad_weight"][call.size :].zero_()  # padding
-        made[4 * who : 4 * who + 3] = planning.new_gradients(layer, saved[who], memory[who])
+    for who, of_side in memory.items():
+        if of_side["grad_weight"] is not None:
+            of_side["grad_weight"][call.size :].zero_()  # padding
+        made[4 * who : 4 * who + 3] = planning.new_gradients(pair.sides[who].layer, saved[who], of_side)
     return made
 
 
