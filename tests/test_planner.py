@@ -117,7 +117,7 @@ def assert_sound(p, c):
         assert c.kept_in_scratch == 0 or c.kept_in_gradient
     else:
         for head in (p.student, p.teacher):
-            assert jsd_triton_memory.stashed(head, c) <= jsd_triton_memory.capacity(head)
+            assert jsd_triton_memory.config_of(head, c).stashed <= jsd_triton_memory.capacity(head)
 
 
 @pytest.mark.parametrize("name", PLANNERS)

@@ -1,6 +1,5 @@
 """Every way to call the ops wrongly: the exception's type, and that it names the argument."""
 
-import math
 from functools import partial
 
 import jax.numpy as jnp
@@ -31,23 +30,18 @@ NO_TEACHER = {"teacher_hidden": None, "teacher_weight": None}
 WRONG = {
     "no teacher": (NO_TEACHER, ValueError, "give exactly one of teacher_hidden with teacher_weight, teacher_logits, teacher_topk; got 0"),
     "two teachers": ({"teacher_logits": R(2, 12, 70)}, ValueError, "give exactly one of"),
-    "three teachers": ({"teacher_logits": R(2, 12, 70), "teacher_topk": topk()}, ValueError, "got 3"),
     "half a teacher": ({"teacher_weight": None}, ValueError, "teacher_hidden and teacher_weight go together"),
     "teacher_bias alone": (NO_TEACHER | {"teacher_logits": R(2, 12, 70), "teacher_bias": R(70)}, ValueError, "teacher_bias goes with teacher_hidden"),
     "student_weight transposed": ({"student_weight": R(16, 70)}, ValueError, "student_hidden has H=16 but student_weight has H=70; student_weight must be [V, H]"),
-    "student_weight 1-d": ({"student_weight": R(16)}, ValueError, "student_weight must be [V, H]"),
-    "student_hidden 0-d": ({"student_hidden": R(())}, ValueError, "student_hidden must be [..., H]"),
     "teacher_weight transposed": ({"teacher_weight": R(24, 70)}, ValueError, "teacher_hidden has H=24 but teacher_weight has H=70"),
     "teacher has other tokens": ({"teacher_hidden": R(24, 24)}, ValueError, "teacher_hidden has shape [24, 24] but student_hidden has shape [2, 12, 16]"),
     "vocabularies differ": ({"teacher_weight": R(72, 24)}, ValueError, "the student has V=70 but the teacher has V=72; if they differ in padding, pass vocab="),
     "vocab too large": ({"vocab": 71}, ValueError, "vocab=71 but the student has V=70"),
     "vocab 0": ({"vocab": 0}, ValueError, "vocab must be positive"),
-    "student_bias too long": ({"student_bias": R(71)}, ValueError, "student_bias has shape [71] but student_weight has V=70"),
     "teacher_bias too long": ({"teacher_bias": R(71)}, ValueError, "teacher_bias has shape [71]"),
     "target is flat": ({"target": torch.zeros(24, dtype=torch.int64)}, ValueError, "target has shape [24]"),
     "token_weight is flat": ({"token_weight": torch.ones(24)}, ValueError, "token_weight has shape [24]"),
     "teacher_logits short": (NO_TEACHER | {"teacher_logits": R(2, 12, 69)}, ValueError, "the teacher has V=69"),
-    "normalizer is 1-d": ({"normalizer": torch.ones(1)}, ValueError, "normalizer must be a number or a 0-d tensor"),
     # top-k
     "topk is a tuple": (NO_TEACHER | {"teacher_topk": (IDS, LOGP)}, TypeError, "teacher_topk must be a TopK(indices, values, kind, rest); got tuple"),
     "topk kind": (NO_TEACHER | {"teacher_topk": topk(kind="probs")}, ValueError, "teacher_topk.kind must be one of 'log_probs', 'logits'"),
@@ -56,30 +50,23 @@ WRONG = {
     "topk shapes": (NO_TEACHER | {"teacher_topk": topk(values=R(2, 12, 4))}, ValueError, "both must be [..., K]"),
     "topk tokens": (NO_TEACHER | {"teacher_topk": topk(IDS[0], LOGP[0])}, ValueError, "teacher_topk.indices has shape [12, 3]"),
     "topk indices float": (NO_TEACHER | {"teacher_topk": topk(LOGP)}, TypeError, "teacher_topk.indices must hold integers"),
-    "topk values list": (NO_TEACHER | {"teacher_topk": topk(values=[0.0])}, TypeError, "teacher_topk.values must be a torch.Tensor; got list"),
     "topk out of range": (NO_TEACHER | {"teacher_topk": topk(IDS + 68)}, ValueError, "teacher_topk.indices[0, 0, 2] is 70, which is not in [0, 70)"),
     "topk repeated": (NO_TEACHER | {"teacher_topk": topk(IDS // 2)}, ValueError, "must be distinct within a token; 24 are not"),
     "topk with teacher_grad": (NO_TEACHER | {"teacher_topk": topk(), "teacher_grad": True}, ValueError, "teacher_grad=True needs a teacher with all logits"),
     "topk values need a gradient": (NO_TEACHER | {"teacher_topk": topk(values=R(2, 12, 3, requires_grad=True))}, ValueError, "teacher_topk.values gets no gradient"),
     # dtypes and types
-    "student_hidden is a list": ({"student_hidden": [1.0]}, TypeError, "student_hidden must be a torch.Tensor; got list"),
     "student_weight is None": ({"student_weight": None}, TypeError, "student_weight must be a torch.Tensor; got NoneType"),
-    "student_hidden is float64": ({"student_hidden": R(2, 12, 16).double()}, TypeError, "student_hidden must be float32, bfloat16 or float16; got float64"),
     "student dtypes differ": ({"student_weight": R(70, 16).bfloat16()}, TypeError, "student_hidden is float32 but student_weight is bfloat16"),
     "teacher dtypes differ": ({"teacher_weight": R(70, 24).bfloat16()}, TypeError, "teacher_hidden is float32 but teacher_weight is bfloat16"),
     "target is float": ({"target": torch.zeros(2, 12)}, TypeError, "target must hold integers; got float32"),
-    "token_weight is complex": ({"token_weight": torch.ones(2, 12, dtype=torch.complex64)}, TypeError, "token_weight must be real"),
-    "normalizer is a string": ({"normalizer": "12"}, TypeError, "normalizer must be a number; got str"),
     "beta is a string": ({"beta": "0.5"}, TypeError, "beta must be a number; got str"),
     "ignore_index is a float": ({"ignore_index": -100.0}, TypeError, "ignore_index must be an int"),
     "teacher_grad is 1": ({"teacher_grad": 1}, TypeError, "teacher_grad must be True or False"),
     # ranges and options
     "beta 1.1": ({"beta": 1.1}, ValueError, "beta must be in [0, 1]; got 1.1"),
-    "beta nan": ({"beta": math.nan}, ValueError, "beta must be finite"),
     "hard_weight -1": ({"hard_weight": -1.0}, ValueError, "hard_weight must be in [0, 1]"),
     "hard_weight alone": ({"hard_weight": 0.5}, ValueError, "hard_weight=0.5 needs target, the hard labels"),
     "temperature 0": ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
-    "normalizer 0": ({"normalizer": 0}, ValueError, "normalizer must be above 0"),
     "normalizer tensor 0": ({"normalizer": torch.zeros(())}, ValueError, "normalizer must be finite and above 0; got 0.0"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
     "reduction": ({"reduction": "batchmean"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'batchmean'"),
@@ -89,7 +76,6 @@ WRONG = {
     "teacher elsewhere": ({"teacher_hidden": R(2, 12, 24, device="meta")}, ValueError, "teacher_hidden is on meta but student_hidden is on cpu"),
     "bad label": ({"target": torch.full((2, 12), -100).index_put((torch.tensor(1), torch.tensor(7)), torch.tensor(70))}, ValueError, "target[1, 7] is 70, which is neither ignore_index (-100) nor in [0, 70); 1 of 24"),
     "token_weight needs a gradient": ({"token_weight": torch.ones(2, 12, requires_grad=True)}, ValueError, "token_weight gets no gradient"),
-    "normalizer needs a gradient": ({"normalizer": torch.ones((), requires_grad=True)}, ValueError, "pass normalizer.detach()"),
 }  # fmt: skip
 
 
@@ -111,19 +97,12 @@ def test_jsd_speaks_of_itself():
 J = {"student_hidden": np.ones((4, 8), np.float32), "student_weight": np.ones((9, 8), np.float32)}
 TEACHER = {"teacher_hidden": np.ones((4, 6), np.float32), "teacher_weight": np.ones((9, 6), np.float32)}
 WRONG_IN_JAX = {
-    "no teacher": (J, ValueError, "give exactly one of"),
     "layout": (J | TEACHER | {"weight_layout": "vocab"}, ValueError, "weight_layout must be one of 'vh', 'hv'"),
     "other layout": (J | TEACHER | {"weight_layout": "hv"}, ValueError, "student_hidden has H=8 but student_weight has H=9"),
-    "a list": (J | {"student_hidden": [1.0]}, TypeError, "student_hidden must be a jax.Array or numpy.ndarray"),
-    "integers": (J | TEACHER | {"student_hidden": np.ones((4, 8), np.int32)}, TypeError, "student_hidden must be float32"),
     "dtypes": (J | TEACHER | {"student_weight": jnp.ones((9, 8), "bfloat16")}, TypeError, "but student_weight is bfloat16; cast"),
     "labels float": (J | TEACHER | {"labels": np.ones(4, np.float32)}, TypeError, "labels must hold integers"),
     "labels shape": (J | TEACHER | {"labels": np.ones(5, np.int32)}, ValueError, "labels has shape [5]"),
     "hard_weight": (J | TEACHER | {"hard_weight": 0.5}, ValueError, "needs labels, the hard labels"),
-    "complex": (J | TEACHER | {"token_weight": np.ones(4, np.complex64)}, TypeError, "token_weight must be real"),
-    "topk": (J | {"teacher_topk": TopK(np.zeros((4, 1), int), [0.0], "log_probs", "tail")}, TypeError, "teacher_topk.values must be a jax.Array"),
-    "normalizer 1-d": (J | TEACHER | {"normalizer": np.ones(1)}, ValueError, "normalizer must be a number or a 0-d array"),
-    "normalizer bool": (J | TEACHER | {"normalizer": np.ones((), bool)}, TypeError, "normalizer must be a real number"),
     "normalizer sum": (J | TEACHER | {"normalizer": 2, "reduction": "sum"}, ValueError, "normalizer is what"),
     "backend": (J | TEACHER | {"backend": "triton"}, ValueError, "backend must be one of 'auto', 'xla'"),
     "scratch": (J | TEACHER | {"scratch_bytes": 10}, ValueError, "scratch_bytes=10 is too small"),

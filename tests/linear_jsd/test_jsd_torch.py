@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options, TopK
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
-from onchip.ops.linear_jsd.torch_walk import Model, walk
+from onchip.ops.linear_jsd.torch_walk import walk
 from onchip.vocab.torch.tiles import NOWHERE, Tokens
 from shared import assert_within_bounds
 
@@ -64,14 +66,6 @@ def test_check_cases_in_16_bits(case, dtype):
 )
 def test_sizes(size):
     assert_right(Case("size", *size), torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("beta", [0.25, 0.5, 0.75])
-def test_known_values(beta):
-    s, t = torch.tensor([[0.9, 0.1]]).log().requires_grad_(), torch.tensor([[0.2, 0.8]]).log()
-    expected = {0.25: 0.082878, 0.5: 0.089845, 0.75: 0.060931}[beta]
-    (grad,) = torch.autograd.grad(jsd(s, t, beta=beta), s)
-    assert grad.tolist()[0] == pytest.approx([expected, -expected], abs=2e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1e-6, 0.3, 0.5, 1.0])
@@ -136,13 +130,6 @@ def test_permutations_of_tokens_and_vocabulary(random, beta):
     assert_same(gradients(permuted, (h, w)), gradients(linear_jsd(h, w, x, v, beta=beta), (h, w)))
 
 
-@betas
-def test_repeating_the_batch_keeps_the_mean(beta):
-    h, w, x, v = problem()
-    thrice = linear_jsd(h.repeat(3, 1, 1), w, x.repeat(3, 1, 1), v, beta=beta)
-    assert_same(gradients(thrice, (h, w)), gradients(linear_jsd(h, w, x, v, beta=beta), (h, w)))
-
-
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 24), st.sampled_from(BETAS), st.sampled_from(["mean", "none"]), st.booleans())
 def test_chunk_sizes_change_nothing(chunk, beta, reduction, ignore):
@@ -191,13 +178,15 @@ def test_ignored_tokens_may_be_computed_all_the_same(given):
         Tokens(index, None, label[index], None, 1.0, 6, weight[index], one),
         Tokens(None, kept, label, torch.zeros(6, 1, dtype=torch.bool), 1.0, 6, weight.masked_fill(~kept, 0), one),
     ):
-        models = [Model(None, None, None, x.clone(), (False, False, False, True)) for x in (z, u)]
-        for model in models:
-            model.logits[~kept] = math.nan
-        losses, grads = walk(
-            Options(hard_weight=0.3), models[0], topk if given == "top-k" else models[1], tokens,
-            row=tokens.weight, vocab=9, chunk=4,
+        models = [Model(logits=x.masked_fill(~kept[:, None], math.nan)) for x in (z, u)]
+        if given == "top-k":
+            models[1] = Model()
+        call = Call(
+            *models, *(topk[:2] if given == "top-k" else (None, None)), None, None, None, (torch.float32,) * 2, (6,), 9,
+            *topk[2:], Options(hard_weight=0.3), False, (False,) * 8,
         )  # fmt: skip
+        with mock.patch.object(memory, "plan", return_value=4):
+            losses, grads = walk(call, tokens, tokens.weight, [part.endswith("logits") for part in PARAMETERS])
         made.append([tokens.spread(losses, (6,)), *(g for g in grads if g is not None)])
     assert len(made[0]) == (2 if given == "top-k" else 3)
     assert_same(*made)
@@ -236,8 +225,6 @@ def test_the_teacher_is_a_constant_unless_asked():
     assert x.grad is None
     assert v.grad is None
     assert not linear_jsd(h.detach(), w.detach(), x, v).requires_grad
-    (grad,) = torch.autograd.grad(linear_jsd(h.detach(), w.detach(), x, v, teacher_grad=True), x)
-    assert grad.any()
 
 
 def test_strides_do_not_matter():
@@ -282,9 +269,7 @@ def test_the_formula_holds(dtype, beta, hard):
     h.requires_grad_()
     w.requires_grad_()
     head = Head(size, vocab, dtype, dtype, dtype)
-    p = Problem(
-        tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard, compacted=hard
-    )
+    p = Problem(tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard)
     budget = memory.PLANNER.least(p, "") + 8 * MIB
     formula = memory.scratch_bytes(p, memory.plan(p, budget))
     y = torch.randint(vocab, (tokens,))

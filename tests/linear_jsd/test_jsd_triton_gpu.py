@@ -11,7 +11,7 @@ from onchip.bench.measure import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
-from onchip.ops.linear_jsd.checks import check_case
+from onchip.ops.linear_jsd.checks import check_case, plain_divergence
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.triton_memory import TritonConfig
 from onchip.torch import jsd, linear_jsd
@@ -45,12 +45,12 @@ def poisoned(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def make(tokens, hidden, vocab, *, dtype=torch.bfloat16, std=1.0, noise=None, teacher=None, device="cuda"):
+def make(tokens, hidden, vocab, *, dtype=torch.bfloat16, std=1.0, noise=None, teacher=None):
     """Both models' hidden states and weights; `noise`: the teacher is the student but for so much."""
-    g = torch.Generator(device).manual_seed(0)
+    g = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
-        return torch.randn(*shape, device=device, generator=g)
+        return torch.randn(*shape, device="cuda", generator=g)
 
     other = teacher or hidden
     h, w = normal(tokens, hidden), normal(vocab, hidden) * std / hidden**0.5
@@ -67,33 +67,21 @@ def errors(made, reference):
     return [float((m.double() - r.double()).norm() / r.double().norm()) for m, r in zip(made, reference, strict=True)]
 
 
-def plain(h, w, x, v, beta, *, dtype=None, temperature=1.0):
+def plain(h, w, x, v, beta, *, dtype=None):
     """The mean divergence of the framework's own operations, from logits that are rounded to the operands' dtype."""
-    z, u = (F.linear(a, b).to(dtype or a.dtype) / temperature for a, b in ((h, w), (x, v)))
-    ls, lt = z.log_softmax(-1), u.log_softmax(-1)
-    if beta in (0, 1):
-        a, b = (lt, ls) if beta == 0 else (ls, lt)
-        return (a.exp() * (a - b)).sum(-1).mean()
-    lm = torch.logaddexp(ls + math.log(1 - beta), lt + math.log(beta))
-    return ((1 - beta) * (ls.exp() * (ls - lm)).sum(-1) + beta * (lt.exp() * (lt - lm)).sum(-1)).mean()
+    z, u = (F.linear(a, b).to(dtype or a.dtype) for a, b in ((h, w), (x, v)))
+    return plain_divergence(z.log_softmax(-1), u.log_softmax(-1), beta).mean()
 
 
-def assert_right(case, dtype):
-    wrong = [x for x in check_case(case, dtype, "cuda", backend="triton") if not x.ok]
-    assert not wrong, wrong
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("case", DENSE, ids=str)
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.usefixtures("poisoned")
 def test_check_cases(case, dtype):
-    assert_right(case, dtype)
-
-
-@pytest.mark.parametrize("case", [c for c in DENSE if c.student == "logits"], ids=str)
-def test_float32_logits(case):
-    assert_right(case, torch.float32)
+    if dtype == torch.float32 and case.student == "hidden":
+        pytest.skip("products are of 16 bits")
+    wrong = [x for x in check_case(case, dtype, "cuda", backend="triton") if not x.ok]
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("sizes", [(600, 264, 2049, None), (600, 259, 2049, 328), (131, 520, 50257, 72)], ids=str)
@@ -270,14 +258,6 @@ def test_logits_of_any_width(vocab, dtype):
     for a, b in zip(made, expected, strict=True):
         # log(s / m) - KL may cancel: what is left has the error of a float32 log-probability near 10, 1e-6.
         assert torch.allclose(a, b, rtol=2e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
-
-
-def test_every_device_whichever_is_current():
-    for index in range(torch.cuda.device_count()):
-        h, w, x, v = make(300, 128, 1000, device=f"cuda:{index}")
-        made = gradients(op(h, w, x, v), (h, w))
-        assert all(g.device == h.device for g in made)
-        assert max(errors(made, gradients(linear_jsd(h, w, x, v, backend="torch"), (h, w)))) < 1e-2
 
 
 @pytest.mark.parametrize(("hidden", "vocab"), [(264, 3000), (259, 3000), (264, 3001)])

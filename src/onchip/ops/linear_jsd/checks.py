@@ -1,7 +1,8 @@
 """How the ops are compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from onchip.ops.linear_jsd import reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_jsd.spec import TopK
+from onchip.ops.linear_jsd.spec import Options, TopK
 from onchip.oracle.checks import DEVIATIONS, Check, Checker, adapter_of, op_in, plain_reduction, relative_error
 
 # Half the distance of two numbers next to each other, relative to them.
@@ -85,24 +86,24 @@ def _keywords(inputs: Inputs) -> dict[str, Any]:
     return {"target": inputs.target, "token_weight": inputs.token_weight, **topk}
 
 
-def _oracle(
-    *,
-    student_hidden: Any,
-    student_weight: Any,
-    student_logits: Any,
-    indices: Any = None,
-    values: Any = None,
-    kind: str = "",
-    rest: str = "",
-    **more: Any,
-) -> reference.Result:
-    more["teacher_topk"] = None if indices is None else (indices, values, kind, rest)
-    if student_hidden is not None:
-        return reference.linear_jsd(student_hidden, student_weight, **more)
-    return reference.jsd(student_logits, **{k: x for k, x in more.items() if k not in _OF_LINEAR})
+_OF_LINEAR = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in ("hidden", "weight", "bias"))
 
 
-_OF_LINEAR = ("student_bias", "teacher_hidden", "teacher_weight", "teacher_bias")
+def _arguments(given: Mapping[str, Any], topk_of: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+    """Which of the two ops is called, and its arguments; those of a top-k teacher as one."""
+    rest = {name: x for name, x in given.items() if name not in TopK._fields}
+    topk = [given.get(name) for name in TopK._fields]
+    rest["teacher_topk"] = None if topk[0] is None else topk_of(*topk)
+    if rest["student_hidden"] is None:
+        return "jsd", {name: x for name, x in rest.items() if name not in _OF_LINEAR}
+    del rest["student_logits"]
+    return "linear_jsd", rest
+
+
+def _oracle(**given: Any) -> reference.Result:
+    name, arguments = _arguments(given, lambda *topk: topk)
+    made: reference.Result = getattr(reference, name)(**arguments)
+    return made
 
 
 def _constant_teacher(how: Mapping[str, Any], student_hidden: Any, teacher_logits: Any) -> bool:
@@ -110,33 +111,15 @@ def _constant_teacher(how: Mapping[str, Any], student_hidden: Any, teacher_logit
     return how["backend"] == "triton" and student_hidden is not None and teacher_logits is not None
 
 
-def _call(
-    fw: Any,
-    how: Mapping[str, Any],
-    *,
-    student_hidden: Any,
-    student_weight: Any,
-    student_logits: Any,
-    teacher_hidden: Any,
-    teacher_weight: Any,
-    target: Any = None,
-    indices: Any = None,
-    values: Any = None,
-    kind: str = "",
-    rest: str = "",
-    **more: Any,
-) -> dict[str, Any]:
-    more |= {fw.IDS: target, **how}
-    if indices is not None:
-        more["teacher_topk"] = TopK(indices, values, kind, rest)
-    more["teacher_grad"] = indices is None and not _constant_teacher(how, student_hidden, more["teacher_logits"])
-    if student_hidden is None:
-        options = {k: x for k, x in more.items() if k not in _OF_LINEAR}
-        return {"loss": op_in(fw, "linear_jsd", "jsd")(student_logits, **options)}
-    if how.get("weight_layout") == "hv":
-        student_weight, teacher_weight = (x if x is None else x.T for x in (student_weight, teacher_weight))
-    op = op_in(fw, "linear_jsd")
-    return {"loss": op(student_hidden, student_weight, teacher_hidden, teacher_weight, **more)}
+def _call(fw: Any, how: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    name, arguments = _arguments(given, TopK)
+    arguments[fw.IDS] = arguments.pop("target", None)
+    for weight in ("student_weight", "teacher_weight"):
+        if how.get("weight_layout") == "hv" and arguments.get(weight) is not None:
+            arguments[weight] = arguments[weight].T
+    constant = _constant_teacher(how, given["student_hidden"], given["teacher_logits"])
+    teacher_grad = arguments["teacher_topk"] is None and not constant
+    return {"loss": op_in(fw, "linear_jsd", name)(**arguments, **how, teacher_grad=teacher_grad)}
 
 
 def _plain(
@@ -145,50 +128,38 @@ def _plain(
     *,
     target: Any = None,
     token_weight: Any = None,
-    indices: Any = None,
-    values: Any = None,
-    kind: str = "",
-    rest: str = "",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    temperature_squared: bool = False,
-    ignore_index: int = -100,
-    reduction: str = "mean",
     normalizer: float | None = None,
-    hard_weight: float = 0.0,
-    vocab: int | None = None,
     **given: Any,
 ) -> dict[str, Any]:
-    xp = fw.xp
+    xp, options = fw.xp, Options(**{f.name: given[f.name] for f in fields(Options) if f.name in given})
+    tau, hard = options.temperature, options.hard_weight
 
     def logits(model: str) -> Any:
         z = given[f"{model}_logits"]
         if z is None:
             z = fw.linear(*(given[f"{model}_{x}"] for x in ("hidden", "weight", "bias")))
-        return z[..., :vocab]
+        return z[..., : options.vocab]
 
     z = logits("student")
-    ls = fw.log_softmax(z / temperature, -1)
-    if indices is None:
-        lt = fw.log_softmax(logits("teacher") / temperature, -1)
+    ls = fw.log_softmax(z / tau, -1)
+    if "indices" not in given:
+        lt = fw.log_softmax(logits("teacher") / tau, -1)
     else:
-        ls, lt = fw.take(ls, indices), fw.like(values, z)
-        if rest == "renormalised":
+        ls, lt = fw.take(ls, given["indices"]), fw.like(given["values"], z)
+        if given["rest"] == "renormalised":
             ls, lt = fw.log_softmax(ls, -1), fw.log_softmax(lt, -1)
-        elif rest == "tail":
+        elif given["rest"] == "tail":
             ls, lt = (xp.concatenate([x, xp.log1p(-xp.exp(x).sum(-1)[..., None])], -1) for x in (ls, lt))
     # Of entries that both models exclude, a difference would be NaN.
     least = float(xp.finfo(z.dtype).min) / 2
-    loss = plain_divergence(ls.clip(min=least), lt.clip(min=least), beta)
-    if temperature_squared:
-        loss = loss * temperature**2
-    kept = (z[..., 0] == z[..., 0]) if target is None else target != ignore_index
-    if hard_weight > 0:
+    loss = options.soft_factor * plain_divergence(ls.clip(min=least), lt.clip(min=least), options.beta)
+    kept = (z[..., 0] == z[..., 0]) if target is None else target != options.ignore_index
+    if hard > 0:
         own = xp.where(kept, target, 0)[..., None]
-        loss = (1 - hard_weight) * loss - hard_weight * fw.take(fw.log_softmax(z, -1), own)[..., 0]
+        loss = loss - hard * fw.take(fw.log_softmax(z, -1), own)[..., 0]
     if token_weight is not None:
         loss = loss * fw.like(token_weight, z)
-    return {"loss": plain_reduction(loss, kept, reduction, normalizer)}
+    return {"loss": plain_reduction(loss, kept, options.reduction, normalizer)}
 
 
 def plain_divergence(ls: Any, lt: Any, beta: float) -> Any:

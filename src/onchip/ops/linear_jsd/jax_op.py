@@ -1,8 +1,7 @@
 """linear_jsd and jsd for JAX: the public functions, and the walk of the 'xla' backend.
 
-A public function has its inputs checked (jax_inputs.py) and calls `_op`, to which
-`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_walk` goes through chunks of tokens, whose losses
-and gradients are made in jax_rows.py.  The maths is in the package's docstring.
+A public function has its inputs checked and calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its
+derivatives.  `_walk` goes through chunks of tokens, whose losses and gradients are made in divergence.py.
 """
 
 from typing import Any, NamedTuple
@@ -14,13 +13,34 @@ from jax import lax
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import vary_alike, with_gradients
-from onchip.frontend.jax_inputs import as_constant, check_normalizer, per_token_constant, plain_labels, platform
-from onchip.ops.linear_jsd import jax_rows, memory
-from onchip.ops.linear_jsd.jax_inputs import check_arrays
+from onchip.frontend.jax_inputs import (
+    as_constant,
+    check_kinds,
+    check_layout,
+    check_normalizer,
+    check_product_dtype,
+    per_token_constant,
+    plain_labels,
+    platform,
+    require_arrays,
+)
+from onchip.ops.linear_jsd import divergence, memory
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
-from onchip.vocab.xla.loss import Reduction
-from onchip.vocab.xla.tiles import Projection, cut_rows, over_tokens, select_tokens, write
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, check_shapes, named_arrays
+from onchip.vocab.xla.loss import Reduction, TokenLoss
+from onchip.vocab.xla.tiles import (
+    Columns,
+    Logits,
+    Projection,
+    Softmax,
+    Tokens,
+    Wanted,
+    cut_rows,
+    logits_gradient,
+    over_tokens,
+    select_tokens,
+    write,
+)
 from onchip.vocab.xla.walk import accumulate
 
 BACKENDS = ("xla",)
@@ -131,18 +151,9 @@ def linear_jsd(
         teacher_grad=teacher_grad,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_hidden": student_hidden,
-        "student_weight": student_weight,
-        "student_bias": student_bias,
-        "teacher_hidden": teacher_hidden,
-        "teacher_weight": teacher_weight,
-        "teacher_bias": teacher_bias,
-        "teacher_logits": teacher_logits,
-        "labels": labels,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend, weight_layout)
+    student = _Model(student_hidden, student_weight, student_bias)
+    teacher = _Model(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
+    return _call(options, student, teacher, teacher_topk, labels, token_weight, normalizer, backend, weight_layout)
 
 
 def jsd(
@@ -202,13 +213,8 @@ def jsd(
         teacher_grad=teacher_grad,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_logits": student_logits,
-        "teacher_logits": teacher_logits,
-        "labels": labels,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend, "vh")
+    student, teacher = _Model(logits=student_logits), _Model(logits=teacher_logits)
+    return _call(options, student, teacher, teacher_topk, labels, token_weight, normalizer, backend, "vh")
 
 
 class _Model(NamedTuple):
@@ -233,53 +239,51 @@ class _Constants(NamedTuple):
 class _Static(NamedTuple):
     """What is known while tracing; a call with another `_Static` compiles anew."""
 
-    op: str
+    options: Options
     platform: str
     vocab_axis: int
-    reduction: str
-    loss: jax_rows.Loss
-    size: int
-    scratch_bytes: int | None
+    size: int  # vocabulary entries that count
+    topk_kind: str
+    topk_rest: str
 
 
 def _call(
-    options: Options, named: dict[str, Any], topk: TopK | None, normalizer: Any, backend: str, layout: str
+    options: Options,
+    student: _Model,
+    teacher: _Model,
+    topk: TopK | None,
+    labels: Any,
+    token_weight: Any,
+    normalizer: Any,
+    backend: str,
+    layout: str,
 ) -> Any:
-    op = options.op
-    shape, size = check_arrays(op, options, named, topk, layout)
-    check_normalizer(op, normalizer, options.reduction)
-    choose_backend(op, backend, {"xla": None})
+    named = named_arrays(options.op, student, teacher, topk, labels=labels, token_weight=token_weight)
+    shape, size = _check_arrays(options, named, layout)
+    check_normalizer(options.op, normalizer, options.reduction)
+    choose_backend(options.op, backend, dict.fromkeys(BACKENDS))
     total = int(np.prod(shape))
 
     def flat(x: Any) -> Any:
         return x.reshape(total, x.shape[-1])
 
-    def model(who: str) -> _Model:
-        given = {part: named.get(f"{who}_{part}") for part in _Model._fields}
-        arrays = {part: jnp.asarray(x) for part, x in given.items() if x is not None}
-        return _Model(**{part: flat(x) if part in ("hidden", "logits") else x for part, x in arrays.items()})
+    def rows(model: _Model) -> _Model:
+        hidden, weight, bias, logits = (None if x is None else jnp.asarray(x) for x in model)
+        return _Model(None if hidden is None else flat(hidden), weight, bias, None if logits is None else flat(logits))
 
-    student, teacher = model("student"), model("teacher")
+    student, teacher = rows(student), rows(teacher)
     models = (student, teacher if options.teacher_grad else jax.tree.map(lax.stop_gradient, teacher))
-    labels = named["labels"]
     no_labels = jnp.zeros(total, jnp.int32)
     constants = _Constants(
-        no_labels if labels is None else plain_labels(labels, size, int(options.ignore_index)).reshape(-1),
+        no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
         None if topk is None else plain_labels(flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(jnp.asarray(flat(topk.values), jnp.float32)),
-        per_token_constant(named["token_weight"]),
+        per_token_constant(token_weight),
         as_constant(normalizer),
     )
     models, constants = vary_alike((models, constants))
-    loss = jax_rows.Loss(
-        float(options.beta),
-        float(options.temperature),
-        options.temperature_squared,
-        float(options.hard_weight),
-        *(("", "") if topk is None else (topk.kind, topk.rest)),
-    )
-    budget = None if options.scratch_bytes is None else int(options.scratch_bytes)
-    static = _Static(op, platform(), layout.index("v"), options.reduction, loss, int(size), budget)
+    words = ("", "") if topk is None else topk[2:]
+    static = _Static(options, platform(), layout.index("v"), size, *words)
     _plan(static, (_Model(), _Model()), False, models, constants)  # a budget that is too small shows here
     if total == 0:
         return jnp.zeros(shape if options.reduction == "none" else (), jnp.float32)
@@ -287,14 +291,32 @@ def _call(
     return made.reshape(shape) if options.reduction == "none" else made
 
 
+def _check_arrays(options: Options, named: dict[str, Any], layout: str) -> tuple[tuple[int, ...], int]:
+    """Raise for what doesn't fit together, by types, shapes and dtypes alone: it works on tracers.
+
+    Return the tokens' shape and the entries that count.
+    """
+    op = options.op
+    check_layout(op, layout)
+    arrays = require_arrays(op, named, optional=())
+    # In the other layout a weight is checked as if transposed.
+    turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
+    shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
+    leading, size = check_shapes(options, shapes, "labels")
+    check_kinds(op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
+    for whose in ("student_", "teacher_"):
+        check_product_dtype(op, arrays, whose)
+    return leading, size
+
+
 def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Constants) -> int:
     """Tokens of a chunk."""
 
     def head(model: _Model, needs: _Model) -> Head:
-        if model.hidden is None:
-            if model.logits is None:
-                return Head()
+        if model.logits is not None:
             return Head(vocab=model.logits.shape[1], dtype=model.logits.dtype.name, grad_logits=bool(needs.logits))
+        if model.hidden is None:
+            return Head()
         name, vocab = model.hidden.dtype.name, model.weight.shape[static.vocab_axis]
         return Head(model.hidden.shape[1], vocab, name, name, name, *map(bool, needs))
 
@@ -304,17 +326,17 @@ def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Con
         student=head(models[0], needs[0]),
         teacher=head(models[1], needs[1]),
         topk=0 if constants.indices is None else constants.indices.shape[1],
-        hard=static.loss.hard_weight > 0,
+        hard=static.options.hard_weight > 0,
         device="cpu" if static.platform == "cpu" else "cuda",
         stash=stash,
-        op=static.op,
+        op=static.options.op,
     )
-    return memory.plan(problem, static.scratch_bytes, memory.JAX_PLANNER)
+    return memory.plan(problem, static.options.scratch_bytes, memory.JAX_PLANNER)
 
 
 def _stashes(static: _Static, needs: Any) -> bool:
     """Whether forward makes the gradients: for an upstream gradient of 1 and in float32, but of existing logits."""
-    return any(jax.tree.leaves(needs)) and static.reduction != "none" and not any(x.logits for x in needs)
+    return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not any(x.logits for x in needs)
 
 
 def _forward(static: _Static, needs: Any, models: Any, constants: _Constants) -> tuple[Any, Any]:
@@ -336,34 +358,20 @@ def _backward(static: _Static, needs: Any, saved: Any, grad_loss: Any) -> Any:
 _op = with_gradients(f"{OP}, {LOGITS_OP}", _forward, _backward)
 
 
+# ------------------------------------------------------------------------------------------------------------ the walk
+
+
 def _walk(
     static: _Static, needs: Any, models: Any, constants: _Constants, grad_loss: Any, stash: bool
-) -> tuple[Any, tuple[_Model, _Model]]:
+) -> tuple[Any, tuple[_Model, ...]]:
     """The loss, and the gradients that are needed, for `grad_loss` or for 1; float32, but of existing logits."""
-    size, axis, chunk = static.size, static.vocab_axis, _plan(static, needs, stash, models, constants)
+    chunk = _plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
-    labels, padded = tokens.take(constants.labels, 0), tokens.source.shape[0]
-    mean = static.reduction == "mean"
+    labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
     reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
-
-    def widen(x: jax.Array) -> jax.Array:
-        # The CPU's 16-bit products round; float16's range is short for a gradient.
-        return x.astype(jnp.float32) if static.platform == "cpu" or x.dtype == jnp.float16 else x
-
-    def layer(model: _Model) -> Projection | None:
-        if model.hidden is None:
-            return None
-        weight = widen(lax.slice_in_dim(model.weight, 0, size, axis=axis))
-        return Projection(model.hidden, weight, None if model.bias is None else model.bias[:size], axis)
-
-    def zeros(model: _Model, layer: Projection | None, need: _Model) -> tuple[Any, Any, Any, Any]:
-        hidden = jnp.zeros((padded, model.hidden.shape[1]), jnp.float32) if need.hidden else None
-        weight = jnp.zeros(layer.weight.shape, jnp.float32) if need.weight and layer is not None else None
-        bias = jnp.zeros(size, jnp.float32) if need.bias else None
-        return hidden, weight, bias, jnp.zeros_like(model.logits) if need.logits else None
-
-    layers = tuple(map(layer, models))
+    size, padded = static.size, tokens.source.shape[0]
+    sources = [_source(static, model) for model in models if any(x is not None for x in model)]
 
     def step(start: jax.Array, carry: Any) -> Any:
         losses, *sums = carry
@@ -373,45 +381,87 @@ def _walk(
         def take(x: jax.Array) -> jax.Array:
             return x.at[source].get(mode="fill", fill_value=0)
 
-        hidden = [None if x is None else widen(x.rows(tokens, start, chunk)) for x in layers]
-        logits = []
-        for model, x, rows in zip(models, layers, hidden, strict=True):
-            if x is not None and rows is not None:
-                logits.append(x.logits(rows))
-            elif model.logits is not None:
-                logits.append(take(model.logits)[:, :size].astype(jnp.float32))
-        teacher = tuple(logits[1:])
+        parts = [_rows(static, x, tokens, start, chunk) for x in sources]
+        z, *given = (x.logits(rows)[:, :size] for x, rows in zip(sources, parts, strict=True))
+        teacher: Any = given[0] if given else None
         if constants.indices is not None and constants.values is not None:
-            ids = take(constants.indices)
-            teacher = (jnp.maximum(ids, 0), jnp.where(ids < 0, jnp.nan, take(constants.values)))
-        value, *gradients = jax_rows.rows(static.loss, logits[0], teacher, jnp.maximum(label, 0))
+            ids, values = take(constants.indices), take(constants.values)
+            values = jnp.where(ids < 0, jnp.nan, values)
+            teacher = TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)
+        value, *gradients = divergence.rows(_ARRAYS, static.options, z, teacher, jnp.maximum(label, 0))
         losses = write(losses, jnp.where(there, value, 0), start)
-        for who, (x, rows, g) in enumerate(zip(layers, hidden, gradients, strict=True)):
-            if not any(needs[who]):
+        for k, x in enumerate(sources):
+            if not any(needs[k]):
                 continue
-            *of_layer, of_logits = sums[who]
             # Where, not a factor of 0: what is behind the kept tokens may be infinite.
-            g = jnp.where(there[:, None], g * scale[:, None], 0)
-            if of_logits is not None:
-                full = jnp.pad(g.astype(of_logits.dtype), ((0, 0), (0, of_logits.shape[1] - size)))
-                of_logits = of_logits.at[source].set(full, mode="drop")
-            if x is not None and rows is not None:
-                of_layer = accumulate(of_layer, x, g, rows, start, chunk)
-            sums[who] = (*of_layer, of_logits)
+            g = jnp.where(there[:, None], gradients[k] * scale[:, None], 0)
+            if isinstance(x, Projection):
+                sums[k] = _Model(*accumulate(sums[k][:3], x, g, parts[k], start, chunk))
+            else:
+                full = jnp.pad(g.astype(x.dtype), ((0, 0), (0, x.vocab - size)))
+                sums[k] = _Model(logits=sums[k].logits.at[source].set(full, mode="drop"))
         return losses, *sums
 
-    carry = (jnp.zeros(padded, jnp.float32), *map(zeros, models, layers, needs))
+    def zeros(x: Any, needs: _Model) -> _Model:
+        """The gradients of nothing: hidden's by row, weight's and bias's of the entries that count."""
+        if isinstance(x, Logits):
+            return _Model(logits=jnp.zeros(x.bits.shape, x.dtype) if needs.logits else None)
+        shapes = ((padded, x.hidden.shape[1]), x.weight.shape, (size,))
+        made = (jnp.zeros(s, jnp.float32) if need else None for s, need in zip(shapes, needs, strict=False))
+        return _Model(*made)
+
+    def whole(sums: _Model, model: _Model) -> _Model:
+        """With zeros for ignored tokens and for the entries that don't count."""
+        hidden = None if sums.hidden is None else tokens.spread(sums.hidden)
+        return _Model(hidden, _padded(sums.weight, model.weight), _padded(sums.bias, model.bias), sums.logits)
+
+    carry = (jnp.zeros(padded, jnp.float32), *map(zeros, sources, needs))
     losses, *sums = over_tokens(tokens, chunk, step, carry)
+    loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
+    return loss, (*map(whole, sums, models), *[_Model()] * (2 - len(sums)))
 
-    def whole(model: _Model, sums: Any) -> _Model:
-        """With zeros for the entries that don't count."""
-        hidden, weight, bias, logits = sums
-        if hidden is not None:
-            hidden = tokens.spread(hidden)
-        if weight is not None:
-            weight = jnp.pad(weight, [(0, n - m) for n, m in zip(model.weight.shape, weight.shape, strict=True)])
-        bias = None if bias is None else jnp.pad(bias, (0, model.bias.shape[0] - size))
-        return _Model(hidden, weight, bias, logits)
 
-    loss = reduction.reduced(losses, tokens, per_token=static.reduction == "none")
-    return loss, tuple(map(whole, models, sums))  # type: ignore[return-value]
+def _source(static: _Static, model: _Model) -> Projection | Logits:
+    """A model's last layer over the entries that count, or its logits."""
+    if model.hidden is None:
+        return Logits.of(model.logits)
+    weight = _widened(static, lax.slice_in_dim(model.weight, 0, static.size, axis=static.vocab_axis))
+    bias = None if model.bias is None else model.bias[: static.size]
+    return Projection(model.hidden, weight, bias, static.vocab_axis)
+
+
+def _rows(static: _Static, source: Projection | Logits, tokens: Tokens, start: Any, chunk: int) -> jax.Array:
+    rows = source.rows(tokens, start, chunk)
+    return _widened(static, rows) if isinstance(source, Projection) else rows
+
+
+def _widened(static: _Static, x: jax.Array) -> jax.Array:
+    # The CPU's 16-bit products round; float16's range is short for a gradient.
+    return x.astype(jnp.float32) if static.platform == "cpu" or x.dtype == jnp.float16 else x
+
+
+def _padded(x: Any, like: Any) -> Any:
+    return None if x is None else jnp.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
+
+
+def _cross_entropy(z: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cross-entropy of each row, and its gradient."""
+    ids, whole, loss = label[:, None], Columns(0, z.shape[1]), TokenLoss()
+    stats = Softmax.empty(ids, Wanted()).absorb(z, whole, ids).complete(ids, z.shape[1])
+    gradient = loss.gradient(stats, jnp.ones(z.shape[0], jnp.float32), z.shape[1])
+    return loss.value(stats), logits_gradient(z, None, stats, gradient, ids, whole)
+
+
+def _each_row(x: jax.Array, indices: jax.Array) -> Any:
+    return x.at[jnp.arange(x.shape[0])[:, None], indices]
+
+
+_ARRAYS = divergence.Arrays(
+    jnp,
+    log_softmax=jax.nn.log_softmax,
+    logsumexp=lambda x: jax.nn.logsumexp(x, 1, keepdims=True),
+    take=lambda x, indices: jnp.take_along_axis(x, indices, 1),
+    put=lambda x, indices, values: _each_row(x, indices).set(values),
+    add=lambda x, indices, values: _each_row(x, indices).add(values),
+    cross_entropy=_cross_entropy,
+)

@@ -12,7 +12,7 @@ from onchip.vocab.chunks import Planner, default_scratch, even_chunk, largest
 SMALLEST = 16
 USEFUL = {"cpu": 64, "cuda": 256}
 # The elementwise part of a chunk is done in so many blocks of rows: its temporaries are that much smaller.
-BLOCKS = 8
+BLOCKS = 10
 # Vocabulary entries whose weights are widened to float32 at a time.
 SLAB = 4096
 
@@ -53,8 +53,6 @@ class Problem:
     device: str = "cpu"
     stash: bool = False
     """Gradients are made in forward and kept, in float32."""
-    compacted: bool = False
-    """Some tokens are ignored and are left out: on the CPU alone, where knowing it costs no synchronisation."""
     copied: int = 0
     """Bytes of the copies that are made of inputs whose strides don't suit."""
     op: str = OP
@@ -98,7 +96,7 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     return {
         "logits": 4 * dense * chunk * p.vocab,
         # the softmaxes, their logarithms' difference, and what is made of them
-        "temporaries of a block": (36 + (8 if p.hard else 0)) * block * p.vocab,
+        "temporaries of a block": 44 * block * p.vocab,
         "top-k rows": 64 * chunk * (p.topk + 1) if p.topk else 0,
         "logits' gradient in 16 bits": 2 * chunk * p.vocab if narrow else 0,
         "hidden rows": rows,

@@ -43,42 +43,37 @@ def linear_jsd(
     student_bias: npt.ArrayLike | None = None,  # [V]
     teacher_bias: npt.ArrayLike | None = None,  # [V]
     teacher_logits: npt.ArrayLike | None = None,  # [..., V]
-    teacher_topk: Any = None,  # (indices [..., K], values [..., K], kind, rest)
     **options: Any,
 ) -> Result:
     """Loss and the gradients of sum(grad_loss * loss), all in float64; the options are those of `jsd`."""
-    h, w = np.asarray(student_hidden, np.float64), np.asarray(student_weight, np.float64)
-    shape = h.shape[:-1]
-    h = h.reshape(-1, h.shape[-1])
-    ignored = _ignored(options, shape)
-    h_clean = np.where(ignored[:, None], 0, h)  # 0 * NaN is NaN
-    z = h_clean @ w.T + (0 if student_bias is None else np.asarray(student_bias, np.float64))
-    if teacher_hidden is None:
-        r = jsd(z.reshape(*shape, z.shape[1]), teacher_logits, teacher_topk=teacher_topk, **options)
-        teacher: dict[str, Any] = {"grad_teacher_logits": r.grad_teacher_logits}
-    else:
-        assert teacher_weight is not None
-        x, v = np.asarray(teacher_hidden, np.float64), np.asarray(teacher_weight, np.float64)
-        x_clean = np.where(ignored[:, None], 0, x.reshape(-1, x.shape[-1]))
-        u = x_clean @ v.T + (0 if teacher_bias is None else np.asarray(teacher_bias, np.float64))
-        r = jsd(z.reshape(*shape, z.shape[1]), u.reshape(*shape, u.shape[1]), **options)
-        assert r.grad_teacher_logits is not None
-        du = r.grad_teacher_logits.reshape(u.shape)
-        teacher = {
-            "grad_teacher_hidden": (du @ v).reshape(x.shape),
-            "grad_teacher_weight": du.T @ x_clean,
-            "grad_teacher_bias": None if teacher_bias is None else du.sum(0),
+    ignored = np.zeros(np.shape(student_hidden)[:-1], bool)
+    if options.get("target") is not None:
+        ignored = np.asarray(options["target"]) == options.get("ignore_index", -100)
+
+    def head(hidden: Any, weight: Any, bias: Any) -> tuple[Array, Array, Array]:
+        """Hidden states, weight and logits."""
+        h, w = np.asarray(hidden, np.float64), np.asarray(weight, np.float64)
+        h = np.where(ignored[..., None], 0, h)  # 0 * NaN is NaN
+        return h, w, h @ w.T + (0 if bias is None else np.asarray(bias, np.float64))
+
+    def gradients(who: str, h: Array, w: Array, bias: Any, dz: Array | None) -> dict[str, Array | None]:
+        assert dz is not None
+        return {
+            f"grad_{who}_hidden": dz @ w,
+            f"grad_{who}_weight": dz.reshape(-1, len(w)).T @ h.reshape(-1, w.shape[1]),
+            f"grad_{who}_bias": None if bias is None else dz.reshape(-1, len(w)).sum(0),
         }
-    assert r.grad_student_logits is not None
-    dz = r.grad_student_logits.reshape(z.shape)
-    return Result(
-        r.loss,
-        grad_student_hidden=(dz @ w).reshape(*shape, w.shape[1]),
-        grad_student_weight=dz.T @ h_clean,
-        grad_student_bias=None if student_bias is None else dz.sum(0),
-        distance=r.distance,
-        **teacher,
-    )
+
+    h, w, z = head(student_hidden, student_weight, student_bias)
+    if teacher_hidden is None:
+        r = jsd(z, teacher_logits, **options)
+        teacher = {"grad_teacher_logits": r.grad_teacher_logits}
+    else:
+        x, v, u = head(teacher_hidden, teacher_weight, teacher_bias)
+        r = jsd(z, u, **options)
+        teacher = gradients("teacher", x, v, teacher_bias, r.grad_teacher_logits)
+    student = gradients("student", h, w, student_bias, r.grad_student_logits)
+    return Result(r.loss, **student, **teacher, distance=r.distance)
 
 
 def jsd(
@@ -150,13 +145,6 @@ def jsd(
     return Result(
         np.asarray(loss), grad_student_logits=dz.reshape(z_all.shape), grad_teacher_logits=du, distance=distance
     )
-
-
-def _ignored(options: dict[str, Any], shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    target = options.get("target")
-    if target is None:
-        return np.zeros(int(np.prod(shape)), bool)
-    return np.asarray(np.asarray(target).reshape(-1) == options.get("ignore_index", -100))
 
 
 def _log_softmax(z: Array) -> Array:

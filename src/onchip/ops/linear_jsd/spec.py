@@ -1,5 +1,6 @@
 """What every front end of linear_jsd and jsd shares: options, top-k teachers, shapes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ OP = "linear_jsd"
 LOGITS_OP = "jsd"
 KINDS = ("log_probs", "logits")
 RESTS = ("tail", "truncated", "renormalised")
+
+Shape = tuple[int, ...]
 
 
 class TopK(NamedTuple):
@@ -85,111 +88,21 @@ class Options:
 
 # ------------------------------------------------------------------------------------------------ what fits together
 
-
-@dataclass(frozen=True)
-class Shapes:
-    """Shapes of the arrays of a call, None where not given."""
-
-    op: str
-    labels: str = "target"
-    """What the front end calls its target."""
-    student_hidden: tuple[int, ...] | None = None
-    student_weight: tuple[int, ...] | None = None
-    student_bias: tuple[int, ...] | None = None
-    student_logits: tuple[int, ...] | None = None
-    teacher_hidden: tuple[int, ...] | None = None
-    teacher_weight: tuple[int, ...] | None = None
-    teacher_bias: tuple[int, ...] | None = None
-    teacher_logits: tuple[int, ...] | None = None
-    indices: tuple[int, ...] | None = None
-    values: tuple[int, ...] | None = None
-    target: tuple[int, ...] | None = None
-    token_weight: tuple[int, ...] | None = None
-
-    def check(self, options: Options) -> tuple[tuple[int, ...], int]:
-        """Raise ValueError for what doesn't fit together; return the tokens' shape and the entries that count."""
-        op = self.op
-        self._check_sources(options)
-        if self.student_hidden is not None:
-            student_size = self._check_head("student")
-            leading, student = self.student_hidden[:-1], "student_hidden"
-            student_shape = self.student_hidden
-        else:
-            assert self.student_logits is not None
-            student_shape, student = self.student_logits, "student_logits"
-            student_size = _last(op, student, student_shape, "V")
-            leading = student_shape[:-1]
-        teacher_size = None
-        if self.teacher_hidden is not None:
-            teacher_size = self._check_head("teacher")
-        elif self.teacher_logits is not None:
-            teacher_size = _last(op, "teacher_logits", self.teacher_logits, "V")
-        for name in ("teacher_hidden", "teacher_logits", "indices", "values"):
-            shape = getattr(self, name)
-            shown = f"teacher_topk.{name}" if name in ("indices", "values") else name
-            if shape is not None and (len(shape) < 1 or shape[:-1] != leading):
-                raise ValueError(
-                    f"{op}: {shown} has shape {list(shape)} but {student} has shape {list(student_shape)}; "
-                    "their leading dimensions must be the same"
-                )
-        size = student_size if options.vocab is None else options.vocab
-        for name, width in (("student", student_size), ("teacher", teacher_size)):
-            if width is not None and width < size:
-                if options.vocab is None:
-                    break
-                raise ValueError(f"{op}: vocab={size} but the {name} has V={width}; vocab must be at most that")
-        if options.vocab is None and teacher_size not in (None, student_size):
-            raise ValueError(
-                f"{op}: the student has V={student_size} but the teacher has V={teacher_size}; "
-                "if they differ in padding, pass vocab= the number of entries that both have"
-            )
-        if self.indices is not None:
-            assert self.values is not None
-            if self.indices != self.values or self.indices[-1] < 1:
-                raise ValueError(
-                    f"{op}: teacher_topk.indices has shape {list(self.indices)} and values {list(self.values)}; "
-                    "both must be [..., K] with K >= 1"
-                )
-            if self.indices[-1] > size:
-                raise ValueError(f"{op}: teacher_topk has K={self.indices[-1]} but there are {size} tokens")
-        for name in ("target", "token_weight"):
-            shape = getattr(self, name)
-            if shape is not None and shape != leading:
-                shown = self.labels if name == "target" else name
-                raise ValueError(
-                    f"{op}: {shown} has shape {list(shape)} but {student} has shape {list(student_shape)}; "
-                    f"{shown} must have its leading dimensions, {list(leading)}"
-                )
-        return leading, size
-
-    def _check_sources(self, options: Options) -> None:
-        op = self.op
-        if (self.teacher_hidden is None) != (self.teacher_weight is None):
-            raise ValueError(f"{op}: teacher_hidden and teacher_weight go together; got one of them")
-        if self.teacher_bias is not None and self.teacher_hidden is None:
-            raise ValueError(f"{op}: teacher_bias goes with teacher_hidden and teacher_weight")
-        given = [x is not None for x in (self.teacher_hidden, self.teacher_logits, self.indices)]
-        if sum(given) != 1:
-            one = "teacher_hidden with teacher_weight, " if op == OP else ""
-            raise ValueError(f"{op}: give exactly one of {one}teacher_logits, teacher_topk; got {sum(given)}")
-        if options.teacher_grad and self.indices is not None:
-            raise ValueError(f"{op}: teacher_grad=True needs a teacher with all logits, not teacher_topk")
-        if options.hard_weight > 0 and self.target is None:
-            raise ValueError(f"{op}: hard_weight={options.hard_weight} needs {self.labels}, the hard labels")
-
-    def _check_head(self, who: str) -> int:
-        hidden, weight, bias = (getattr(self, f"{who}_{part}") for part in ("hidden", "weight", "bias"))
-        return check_head(self.op, hidden, weight, bias, whose=f"{who}_")
+_REQUIRED = {OP: ("student_hidden", "student_weight"), LOGITS_OP: ("student_logits",)}
+_ROWS = ("teacher_hidden", "teacher_logits", "teacher_topk.indices", "teacher_topk.values")
+"""The arguments that have a row of numbers for each token."""
 
 
-def _last(op: str, name: str, shape: tuple[int, ...], letter: str) -> int:
-    if len(shape) < 1 or shape[-1] < 1:
-        raise ValueError(f"{op}: {name} must be [..., {letter}] with {letter} >= 1; got shape {list(shape)}")
-    return shape[-1]
+def named_arrays(op: str, student: Any, teacher: Any, topk: Any, **others: Any) -> dict[str, Any]:
+    """The arrays that are given or must be, by the names that errors give them; raise for a wrong top-k.
 
-
-def check_topk(op: str, topk: Any) -> None:
-    """Raise unless `topk` is a TopK whose words are known and go together."""
+    Both models have the fields hidden, weight, bias and logits.
+    """
+    named = {f"student_{x}": getattr(student, x) for x in student._fields}
+    named |= {f"teacher_{x}": getattr(teacher, x) for x in teacher._fields} | others
+    named = {name: x for name, x in named.items() if x is not None or name in _REQUIRED[op]}
+    if topk is None:
+        return named
     if not isinstance(topk, TopK):
         raise TypeError(f"{op}: teacher_topk must be a TopK(indices, values, kind, rest); got {type(topk).__name__}")
     require_one_of(op, "teacher_topk.kind", topk.kind, KINDS)
@@ -199,3 +112,70 @@ def check_topk(op: str, topk: Any) -> None:
             f"{op}: teacher_topk.rest={topk.rest!r} needs the teacher's probabilities: pass kind='log_probs', "
             "or rest='renormalised', which needs no normaliser"
         )
+    return {**named, "teacher_topk.indices": topk.indices, "teacher_topk.values": topk.values}
+
+
+def check_shapes(options: Options, shapes: Mapping[str, Shape], labels: str) -> tuple[Shape, int]:
+    """Raise ValueError for what doesn't fit together; return the tokens' shape and the entries that count.
+
+    `shapes` are those of the arguments that are given, weights as [V, H]; `labels` is the front end's word for targets.
+    """
+    op = options.op
+    _check_sources(options, shapes, labels)
+    sizes = {who: _vocab(op, shapes, who) for who in ("student", "teacher")}
+    student = "student_hidden" if "student_hidden" in shapes else "student_logits"
+    leading = shapes[student][:-1]
+    for name in (*_ROWS, labels, "token_weight"):
+        shape, own = shapes.get(name), int(name in _ROWS)  # dimensions of its own
+        if shape is not None and (len(shape) < own or shape[: len(shape) - own] != leading):
+            raise ValueError(
+                f"{op}: {name} has shape {list(shape)} but {student} has shape {list(shapes[student])}; "
+                f"{name} must have its leading dimensions, {list(leading)}"
+            )
+    first, second = sizes["student"], sizes["teacher"]
+    assert first is not None
+    if options.vocab is None and second not in (None, first):
+        raise ValueError(
+            f"{op}: the student has V={first} but the teacher has V={second}; "
+            "if they differ in padding, pass vocab= the number of entries that both have"
+        )
+    size = first if options.vocab is None else options.vocab
+    for who, width in sizes.items():
+        if width is not None and width < size:
+            raise ValueError(f"{op}: vocab={size} but the {who} has V={width}; vocab must be at most that")
+    indices, values = (shapes.get(f"teacher_topk.{name}") for name in ("indices", "values"))
+    if indices is not None and values is not None:
+        if indices != values or indices[-1] < 1:
+            raise ValueError(
+                f"{op}: teacher_topk.indices has shape {list(indices)} and values {list(values)}; "
+                "both must be [..., K] with K >= 1"
+            )
+        if indices[-1] > size:
+            raise ValueError(f"{op}: teacher_topk has K={indices[-1]} but there are {size} tokens")
+    return leading, size
+
+
+def _check_sources(options: Options, shapes: Mapping[str, Shape], labels: str) -> None:
+    op = options.op
+    if ("teacher_hidden" in shapes) != ("teacher_weight" in shapes):
+        raise ValueError(f"{op}: teacher_hidden and teacher_weight go together; got one of them")
+    if "teacher_bias" in shapes and "teacher_hidden" not in shapes:
+        raise ValueError(f"{op}: teacher_bias goes with teacher_hidden and teacher_weight")
+    given = sum(name in shapes for name in ("teacher_hidden", "teacher_logits", "teacher_topk.indices"))
+    if given != 1:
+        one = "teacher_hidden with teacher_weight, " if op == OP else ""
+        raise ValueError(f"{op}: give exactly one of {one}teacher_logits, teacher_topk; got {given}")
+    if options.teacher_grad and "teacher_topk.indices" in shapes:
+        raise ValueError(f"{op}: teacher_grad=True needs a teacher with all logits, not teacher_topk")
+    if options.hard_weight > 0 and labels not in shapes:
+        raise ValueError(f"{op}: hard_weight={options.hard_weight} needs {labels}, the hard labels")
+
+
+def _vocab(op: str, shapes: Mapping[str, Shape], who: str) -> int | None:
+    """The entries of a model, padding included; None for a top-k teacher."""
+    hidden, weight, bias, logits = (shapes.get(f"{who}_{part}") for part in ("hidden", "weight", "bias", "logits"))
+    if hidden is not None and weight is not None:
+        return check_head(op, hidden, weight, bias, whose=f"{who}_")
+    if logits is not None and (len(logits) < 1 or logits[-1] < 1):
+        raise ValueError(f"{op}: {who}_logits must be [..., V] with V >= 1; got shape {list(logits)}")
+    return None if logits is None else logits[-1]

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
-from onchip.frontend.torch_inputs import check_normalizer, dtype_name
+from onchip.frontend.torch_inputs import check_normalizer
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.linear_jsd import memory, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, check_tensors
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, named_arrays
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model, check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
-from onchip.vocab.torch.tiles import Tokens
 
 _DEVICES = ("cpu", "cuda", "meta")
 # The order of preference of "auto".
@@ -134,18 +133,9 @@ def linear_jsd(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_hidden": student_hidden,
-        "student_weight": student_weight,
-        "student_bias": student_bias,
-        "teacher_hidden": teacher_hidden,
-        "teacher_weight": teacher_weight,
-        "teacher_bias": teacher_bias,
-        "teacher_logits": teacher_logits,
-        "target": target,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend)
+    student = Model(student_hidden, student_weight, student_bias)
+    teacher = Model(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
+    return _call(options, student, teacher, teacher_topk, target, token_weight, normalizer, backend)
 
 
 def jsd(
@@ -213,41 +203,39 @@ def jsd(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
     )
-    named = {
-        "student_logits": student_logits,
-        "teacher_logits": teacher_logits,
-        "target": target,
-        "token_weight": token_weight,
-    }
-    return _call(options, named, teacher_topk, normalizer, backend)
+    student, teacher = Model(logits=student_logits), Model(logits=teacher_logits)
+    return _call(options, student, teacher, teacher_topk, target, token_weight, normalizer, backend)
 
 
-def _call(options: Options, named: dict[str, Any], topk: TopK | None, normalizer: Any, backend: str) -> Tensor:
-    op = options.op
-    shape, size, dtypes = check_tensors(op, options, named, topk)
-    first = named["student_hidden"] if op == OP else named["student_logits"]
-    device = first.device
-    normalizer = check_normalizer(op, normalizer, options.reduction, "the student", device)
-    parameters: dict[str, Any] = {name: named.get(name) for name in PARAMETERS}
-    for name, x in parameters.items():
-        if x is not None and name.startswith("teacher") and not options.teacher_grad:
-            parameters[name] = x.detach()
-    grads = needed(*parameters.values())
-    refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
-    refusals = {"torch": refused, "triton": triton_op.refusal([*parameters.values()], grads, dtypes, topk is not None)}
-    chosen = choose_backend(op, backend, {name: refusals[name] for name in BACKENDS})
-
-    stash = any(grads) and options.reduction != "none" and not (grads[3] or grads[7])
+def _call(
+    options: Options,
+    student: Model,
+    teacher: Model,
+    topk: TopK | None,
+    target: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Any,
+    backend: str,
+) -> Tensor:
+    named = named_arrays(options.op, student, teacher, topk, target=target, token_weight=token_weight)
+    shape, size, dtypes = check_tensors(options, named)
+    device = next(iter(named.values())).device
+    normalizer = check_normalizer(options.op, normalizer, options.reduction, "the student", device)
+    if not options.teacher_grad:
+        teacher = Model(*(None if x is None else x.detach() for x in teacher))
+    grads = needed(*student, *teacher)
+    given_logits = grads[3] or grads[7]
     indices, values, kind, rest = topk or (None, None, "", "")
     call = Call(
-        **parameters, indices=indices, values=values, target=named["target"], token_weight=named["token_weight"],
-        normalizer=normalizer, student_dtype=dtypes[0], teacher_dtype=dtypes[1], shape=tuple(shape), size=size,
-        topk_kind=kind, topk_rest=rest, options=options, stash=stash, grads=grads,
+        student, teacher, indices, values, target, token_weight, normalizer, dtypes, shape, size,
+        kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
+    refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
+    chosen = choose_backend(options.op, backend, {"triton": triton_op.refusal(call), "torch": refused})
     if chosen == "triton":
         return triton_op.run(call)
-    memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
-    return (_STASHING if stash else OPERATORS[op])(call).loss
+    memory.PLANNER.require(call.problem, "", options.scratch_bytes)  # shows before anything runs
+    return (_STASHING if call.stash else OPERATORS[options.op])(call).loss
 
 
 # ------------------------------------------------------------------------------------------------------- the operators
@@ -257,56 +245,33 @@ class Outputs(NamedTuple):
     """The loss, and with `stash` the gradients in float32 for an upstream gradient of 1."""
 
     loss: Tensor
-    student_hidden: Tensor | None = None
-    student_weight: Tensor | None = None
-    student_bias: Tensor | None = None
-    student_logits: Tensor | None = None
-    teacher_hidden: Tensor | None = None
-    teacher_weight: Tensor | None = None
-    teacher_bias: Tensor | None = None
-    teacher_logits: Tensor | None = None
+    student: Model
+    teacher: Model
 
 
 class Stash(NamedTuple):
     """What backward scales.  No input is kept alive."""
 
-    student_hidden: Tensor | None
-    student_weight: Tensor | None
-    student_bias: Tensor | None
-    student_logits: Tensor | None
-    teacher_hidden: Tensor | None
-    teacher_weight: Tensor | None
-    teacher_bias: Tensor | None
-    teacher_logits: Tensor | None
-    dtypes: tuple[str, ...]  # of these parameters
-
-
-def _walk(call: Call, tokens: Tokens, row: Tensor, grads: Wanted) -> tuple[Tensor, list[Tensor | None]]:
-    """The computed tokens' losses, and the eight gradients that are wanted."""
-    student, teacher = call.model(0, grads), call.topk or call.model(1, grads)
-    assert student is not None
-    assert teacher is not None
-    chunk = memory.plan(call.problem(tokens), call.options.scratch_bytes)
-    losses, made = walk(call.options, student, teacher, tokens, row=row, vocab=call.size, chunk=chunk)
-    made += [None] * (len(PARAMETERS) - len(made))
-    shaped = zip(made, call.parameters, strict=True)
-    return losses, [None if x is None or like is None else x.view(like.shape) for x, like in shaped]
+    student: Model
+    teacher: Model
+    dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
 
 
 def _forward(call: Call) -> Outputs:
     tokens = call.tokens(check=True)
     grads = call.grads if call.stash else [False] * len(PARAMETERS)
-    losses, made = _walk(call, tokens, tokens.weight * tokens.inverse_count, grads)
+    losses, made = walk(call, tokens, tokens.weight * tokens.inverse_count, grads)
     loss = tokens.spread(losses * tokens.weight, call.shape)
-    return Outputs(loss if call.options.reduction == "none" else loss.sum() * tokens.inverse_count, *made)
+    loss = loss if call.options.reduction == "none" else loss.sum() * tokens.inverse_count
+    return Outputs(loss, Model(*made[:4]), Model(*made[4:]))
 
 
 def _fake(call: Call) -> Outputs:
-    made = (
+    made = [
         None if x is None or not (call.stash and wanted) else x.new_empty(x.shape, dtype=torch.float32)
         for x, wanted in zip(call.parameters, call.grads, strict=True)
-    )
-    return Outputs(call.new_loss(), *made)
+    ]
+    return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
 
 
 def _save(call: Call, made: Outputs) -> Call:
@@ -314,7 +279,8 @@ def _save(call: Call, made: Outputs) -> Call:
 
 
 def _save_stash(call: Call, made: Outputs) -> Stash:
-    return Stash(*made[1:], tuple("" if x is None else dtype_name(x.dtype) for x in call.parameters))
+    dtypes = (torch.float32 if x is None else x.dtype for x in call.parameters)
+    return Stash(made.student, made.teacher, tuple(dtypes))
 
 
 def _gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
@@ -323,7 +289,7 @@ def _gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
     tokens = call.tokens(check=False)
     row = tokens.weight * tokens.inverse_count
     row = row * (tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss)
-    _, made = _walk(call, tokens, row, wanted)
+    _, made = walk(call, tokens, row, wanted)
     pairs = zip(made, call.parameters, strict=True)
     return [None if x is None or like is None else x.to(like.dtype) for x, like in pairs]
 
@@ -338,14 +304,14 @@ def _scale(stash: Stash, upstream: Made, wanted: Wanted) -> Made:
     assert grad_loss is not None
     factor = None if is_plain_one(grad_loss) else grad_loss
     return [
-        scale_stash(x, factor, getattr(torch, dtype)) if want and x is not None else None
-        for x, dtype, want in zip(stash[:-1], stash.dtypes, wanted, strict=True)
+        scale_stash(x, factor, dtype) if want and x is not None else None
+        for x, dtype, want in zip((*stash.student, *stash.teacher), stash.dtypes, wanted, strict=True)
     ]
 
 
 OPERATORS = {
     op: register(
-        f"{op}_by_torch",
+        f"{op}_by_torch_again",
         op=op,
         forward=_forward,
         fake=_fake,
@@ -357,7 +323,7 @@ OPERATORS = {
     for op in (OP, LOGITS_OP)
 }
 _STASHING = register(
-    f"{OP}_by_torch_stashing",
+    f"{OP}_by_torch_at_once",
     op=OP,
     forward=_forward,
     fake=_fake,

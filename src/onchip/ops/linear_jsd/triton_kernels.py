@@ -1,4 +1,4 @@
-"""The Triton kernel of linear_jsd's logits; triton_launches.py says more on it and on the rows' (triton_rows.py).
+"""linear_jsd's own Triton kernels: the tiles of a model's logits, and the divergence of each token's two rows of them.
 
 Sizes: T tokens, H hidden, V vocab, C the tokens of a chunk.  Tokens that are not ignored are compacted to the front: a
 *position* is an index among those, `count` of them, known to the device alone.
@@ -9,14 +9,69 @@ bfloat16 operands the distances are float16: exact where the probability is, and
 most, which is less than the rounding of the hidden states moves a logit by, and a fraction of what a logit rounded to
 bfloat16 is off by.  Exponentials in 16 bits would do for s and t but not for log(s / t) of what is unlikely.  Of
 float16 operands, which are finer themselves, the distances are float32.
+
+The maths is in the package's docstring; what follows from it here, all logarithms being to base 2, as the device has
+them:
+
+Of both models' probabilities at an entry let hi be the larger, lo the smaller, d = log(t / s), q = |d|, w the weight of
+lo in the mixture m, and a = log(m / hi) = log(1 - w + w exp(-q)).  So log(s / m) is -a for d <= 0 and -a - d above.
+Nothing overflows, equal logits give q = a = 0 exactly, and the entry's part of the loss is
+
+    -(1 - w + w exp(-q)) hi a - w lo q
+
+a difference of terms like q whose result is like q^2.  An error of a or q, 1e-7 or so, is harmless there from q = NEAR
+on (the device's logarithm, 2^-22 off, is good enough).  Below it is s d^2 times a series in d, which neither loses
+digits nor can be below 0.  For the ends likewise, with t d - t + s.
+
+An H100 has time for some fifty instructions per entry while it reads both models' numbers: the loss takes 42 of them,
+the gradient 24, for beta 1/2, which needs no choice of w.
 """
+
+from typing import Any, NamedTuple
 
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.maths import LOG2E, LOWEST
+from onchip.kernels.triton.maths import LOG2E, LOWEST, expm1, log1p
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
-from onchip.vocab.triton.blocks import VOCAB_TILE, load_weight
+from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row, load_weight
+
+# log-probabilities below this are taken for it: a difference of two is never NaN, and one that passes INFINITE tells
+# that one of the two probabilities is 0.
+FLOOR = tl.constexpr(-1.0e30)
+INFINITE = tl.constexpr(1.0e29)
+# KL(t || s), KL(s || t), and what lies between.
+FORWARD_KL, REVERSE_KL, MIXTURE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Below this a log2(t / s) is near 0: a term of the loss is a difference of larger ones, which a series is not.
+NEAR = tl.constexpr(0.75)
+LN2 = tl.constexpr(0.6931471805599453)
+GROUP_OF = tl.constexpr(8)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Rows of `stats`, [STATS, T] float32 by position: of a model, from its first one on, and of the label.
+STUDENT, TEACHER = tl.constexpr(0), tl.constexpr(4)
+MAXIMUM, LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log2 p = (z - maximum) log2(e) / temperature - log_sum
+MEAN = tl.constexpr(2)  # what the gradient is centred by, over log(2)
+INVERSE_SCALE = tl.constexpr(3)  # a kept gradient is to be multiplied by
+HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(8), tl.constexpr(9)  # of the student at temperature 1
+STATS = tl.constexpr(10)
+
+
+class Logits(NamedTuple):
+    """A model's logits: tiles as `logit_tiles` leaves them, or without `largest` those that the caller gave."""
+
+    numbers: Any  # [tiles * tile_rows, VOCAB_TILE], or [T, V]
+    stride: Any  # of rows
+    largest: Any  # [tile_rows, tiles] float32, and so on
+    total: Any
+    others: Any
+
+
+class Gradient(NamedTuple):
+    """Where the gradient by a model's logits goes: rows of a buffer, or without one those of a matrix [T, V]."""
+
+    out: Any  # None: it is not wanted
+    stride: Any  # of rows
+    buffer: Any  # BufferRows
 
 
 @triton.jit
@@ -87,3 +142,413 @@ def logit_tiles(
             tl.store(total + at, tl.sum(e, 1), mask=inside)
         into = j * tile_rows + t0
         store_columns(below, VOCAB_TILE, into, 0, below_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA)
+
+
+@triton.jit
+def _log2(x):
+    """The instruction, 2^-22 off at most, where the compiler's own takes 25 of them for 2^-23; exactly 0 of 1."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:  # noqa: RET505 - without it, Triton compiles what follows for the interpreter too
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _addresses_of_logits(token, stride, first_tile, TILES: tl.constexpr):
+    """Where a token's row of logits starts, from one block of tiles to the next, and a block's elements from there."""
+    within = tl.arange(0, TILES)[:, None] * VOCAB_TILE + tl.arange(0, VOCAB_TILE)[None, :]
+    return token.to(tl.int64) * stride + first_tile * VOCAB_TILE, TILES * VOCAB_TILE, within
+
+
+@triton.jit
+def _addresses_of_tiles(row, tile_rows, TILES: tl.constexpr):
+    """The same in tiles: from row `row` on, and from one tile to the next `tile_rows` further."""
+    of_tile = tile_rows.to(tl.int64) * VOCAB_TILE
+    within = tl.arange(0, TILES).to(tl.int64)[:, None] * of_tile + tl.arange(0, VOCAB_TILE)[None, :]
+    return row.to(tl.int64) * VOCAB_TILE, of_tile * TILES, within
+
+
+@triton.jit
+def _addresses(model, i, token, tile_rows, first_tile, TILES: tl.constexpr):
+    """Pointers to a token's first block of logits, and how far it is to the next."""
+    if model.largest is None:
+        start, step, within = _addresses_of_logits(token, model.stride, first_tile, TILES)
+    else:
+        start, step, within = _addresses_of_tiles(i, tile_rows, TILES)
+    return model.numbers + start, step, within
+
+
+@triton.jit
+def _addresses_of_gradient(gradient, at, token, first_tile, TILES: tl.constexpr):
+    if gradient.buffer is None:
+        start, step, within = _addresses_of_logits(token, gradient.stride, first_tile, TILES)
+    else:
+        row = buffer_row(first_tile, at, gradient.buffer, first_tile)
+        apart = buffer_row(first_tile + 1, at, gradient.buffer, first_tile) - row
+        start, step, within = _addresses_of_tiles(row, apart, TILES)
+    return gradient.out + start, step, within
+
+
+@triton.jit
+def _log2_probs(source, within, model, i, j, v, tiles, V, scale, maximum, log2_sum):
+    """log2 of a token's probabilities in a block of tiles, at least FLOOR, and z - maximum, [TILES, VOCAB_TILE]."""
+    if model.largest is None:
+        below = tl.load(source + within, mask=v < V, other=float("-inf")).to(tl.float32) - maximum
+        x = below * scale - log2_sum
+    else:
+        mine = j < tiles
+        x = tl.load(source + within, mask=mine[:, None], other=0.0).to(tl.float32)
+        top = tl.load(model.largest + i.to(tl.int64) * tiles + j, mask=mine, other=LOWEST) - maximum
+        below = x + top[:, None]
+        x = x * scale + (top * scale - log2_sum)[:, None]
+    return tl.maximum(x, FLOOR, propagate_nan=tl.PropagateNan.ALL), below
+
+
+@triton.jit
+def _groups(x):
+    """[TILES, VOCAB_TILE] as groups of neighbours, one sum of which takes fewer registers."""
+    return tl.reshape(x, (x.shape[0] * x.shape[1] // GROUP_OF, GROUP_OF))
+
+
+@triton.jit
+def _sums_of_tiles(model, i, tiles, inverse_temperature, HARD: tl.constexpr):
+    """Of one token: its largest logit, the sum of exponentials at the temperature, and, but for the label, at 1."""
+    lane = tl.arange(0, 256)
+    row = i.to(tl.int64) * tiles
+    top = tl.full((256,), LOWEST, tl.float32)
+    for start in range(0, tiles, 256):
+        j = start + lane
+        top = tl.maximum(top, tl.load(model.largest + row + j, mask=j < tiles, other=LOWEST))
+    maximum = tl.max(top, 0)
+    soft = tl.zeros((256,), tl.float32)
+    hard = tl.zeros((256,), tl.float32)
+    for start in range(0, tiles, 256):
+        j = start + lane
+        drop = tl.load(model.largest + row + j, mask=j < tiles, other=LOWEST) - maximum
+        decay = tl.exp2(drop * (inverse_temperature * LOG2E))
+        soft += tl.load(model.total + row + j, mask=j < tiles, other=0.0) * decay
+        if HARD:
+            hard += tl.load(model.others + row + j, mask=j < tiles, other=0.0) * tl.exp2(drop * LOG2E)
+    return maximum, tl.sum(soft, 0), tl.sum(hard, 0)
+
+
+@triton.jit
+def _sums_of_logits(model, token, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr):
+    """The same of logits that exist, in one reading: each group has a maximum of its own."""
+    c = tl.arange(0, VOCAB_TILE)
+    scale = inverse_temperature * LOG2E
+    top = tl.full((TILES * VOCAB_TILE // GROUP_OF,), LOWEST, tl.float32)
+    soft = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
+    hard = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
+    row = model.numbers + token.to(tl.int64) * model.stride
+    for start in range(0, tiles, TILES):
+        v = (start + tl.arange(0, TILES))[:, None] * VOCAB_TILE + c[None, :]
+        z = _groups(tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32))
+        new = tl.maximum(top, tl.max(z, 1))
+        drop = top - new
+        z -= new[:, None]
+        soft = soft * tl.exp2(drop * scale) + tl.sum(tl.exp2(z * scale), 1)
+        if HARD:
+            e = tl.where(_groups(v) == y, 0.0, tl.exp2(z * LOG2E))
+            hard = hard * tl.exp2(drop * LOG2E) + tl.sum(e, 1)
+        top = new
+    maximum = tl.max(top, 0)
+    drop = top - maximum
+    soft *= tl.exp2(drop * scale)
+    hard *= tl.exp2(drop * LOG2E)
+    return maximum, tl.sum(soft, 0), tl.sum(hard, 0)
+
+
+@triton.jit
+def _sums(model, i, token, V, y, tiles, inverse_temperature, HARD: tl.constexpr, TILES: tl.constexpr):
+    if model.largest is None:
+        maximum, soft, hard = _sums_of_logits(model, token, V, y, tiles, inverse_temperature, HARD, TILES)
+    else:
+        maximum, soft, hard = _sums_of_tiles(model, i, tiles, inverse_temperature, HARD)
+    return maximum, tl.log2(soft), hard
+
+
+@triton.jit
+def _store_model(into, T, maximum, log_sum, mean, inverse_scale):
+    tl.store(into + MAXIMUM * T, maximum)
+    tl.store(into + LOG_SUM * T, log_sum)
+    tl.store(into + MEAN * T, mean)
+    tl.store(into + INVERSE_SCALE * T, inverse_scale)
+
+
+@triton.jit
+def _load_model(of, T):
+    maximum, log_sum = tl.load(of + MAXIMUM * T), tl.load(of + LOG_SUM * T)
+    return maximum, log_sum, tl.load(of + MEAN * T), tl.load(of + INVERSE_SCALE * T)
+
+
+@triton.jit
+def _mixture(d, beta, EVEN: tl.constexpr):
+    """Of d = log2(t / s): whether s is the larger, the weight w of the smaller one, m / hi, and its log2."""
+    below = d <= 0
+    if EVEN:
+        w = 0.5
+        other = 0.5
+    else:
+        w = tl.where(below, beta, 1 - beta)
+        other = tl.where(below, 1 - beta, beta)
+    e = tl.exp2(-tl.abs(d))
+    share = w * e + other
+    return below, w, e, share, _log2(share)
+
+
+@triton.jit
+def _terms(log_s, log_t, beta, near, MODE: tl.constexpr, EVEN: tl.constexpr):
+    """Of each entry, from log2 of both probabilities: its part of the loss, what the gradients' means are made of, both
+    probabilities.  All but these over log(2), as logarithms to base 2 give them.
+    """
+    if MODE == REVERSE_KL:
+        term, by_t, by_s, t, s = _terms(log_t, log_s, beta, near, FORWARD_KL, EVEN)
+    else:
+        d = log_t - log_s
+        if MODE == FORWARD_KL:
+            s = tl.exp2(log_s)
+            t = tl.exp2(log_t)
+            by_s = s - t
+            by_t = t * d
+            far = by_s * LOG2E + by_t
+            far = tl.where((d > INFINITE) & (t > 0), float("inf"), far)
+            x = -d
+            of = t
+        else:
+            below, w, e, share, log_share = _mixture(d, beta, EVEN)
+            hi = tl.exp2(tl.maximum(log_s, log_t))
+            lo = hi * e
+            s = tl.where(below, hi, lo)
+            t = tl.where(below, lo, hi)
+            by_s = -s * (log_share + tl.maximum(d, 0.0))
+            by_t = -t * (log_share - tl.minimum(d, 0.0))
+            far = -(hi * share) * log_share - (w * lo) * tl.abs(d)
+            x = d
+            of = s
+        series = near[0] + x * (near[1] + x * (near[2] + x * (near[3] + x * (near[4] + x * near[5]))))
+        far = tl.maximum(far, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        term = tl.where(tl.abs(d) < NEAR, of * (d * d) * series, far)
+    return term, by_s, by_t, s, t
+
+
+@triton.jit
+def _gradient(log_own, log_other, mean, beta, DIFFERENCE: tl.constexpr, KL: tl.constexpr, EVEN: tl.constexpr):
+    """A model's probability p times (log2(p / q) - mean), where q is the mixture or, with KL, the other model's.
+
+    `beta` is the weight of the other model in the mixture.  With DIFFERENCE the two probabilities' difference.
+    """
+    p = tl.exp2(log_own)
+    if DIFFERENCE:
+        return p - tl.exp2(log_other)
+    else:  # noqa: RET505
+        d = log_other - log_own
+        if KL:
+            ratio = -d
+        else:
+            _below, _w, _e, _share, log_share = _mixture(d, beta, EVEN)
+            ratio = -(log_share + tl.maximum(d, 0.0))
+        return p * (ratio - mean)
+
+
+@triton.jit
+def _store_gradient(gradient, into, g, j, v, tiles, V):
+    tl.store(into, g.to(gradient.out.dtype.element_ty), mask=v < V if gradient.buffer is None else (j < tiles)[:, None])
+
+
+@triton.jit
+def _inverse_scale(bound):
+    """The inverse of the power of two that takes `bound` to below 2^14: float16's range is short."""
+    return tl.exp2(tl.floor(tl.log2(tl.maximum(bound, 1e-30))) - 13)
+
+
+@triton.jit
+def divergence_rows(
+    student,  # Logits
+    teacher,  # Logits
+    student_gradient,  # Gradient
+    teacher_gradient,  # Gradient
+    stats,  # [STATS, T] float32 in or out
+    loss,  # [T] float32 out, by token; with it `stats` is made, else used
+    order,  # [T] int32: the token of a position
+    count,  # [1] int32
+    label,  # [T] int32: -1 if it is out of range
+    target_logit,  # [T] float32: the label's, of a student given by tiles
+    token_weight,  # [T] float32, by token
+    row_scale,  # [T] float32, by position: factor of its gradients
+    first,  # position
+    first_tile,
+    tiles,
+    tile_rows,
+    T,
+    V,
+    inverse_temperature,
+    beta,
+    near,  # six coefficients of the loss where both probabilities are nearly equal
+    soft_weight,  # of the divergence in the loss
+    hard_weight,  # of the cross-entropy
+    MODE: tl.constexpr,
+    EVEN: tl.constexpr,
+    HARD: tl.constexpr,
+    STUDENT_MEAN: tl.constexpr,
+    TEACHER_MEAN: tl.constexpr,
+    STUDENT_SCALED: tl.constexpr,
+    TEACHER_SCALED: tl.constexpr,
+    TILES: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Losses and statistics, and the logits' gradients, of one token per program.
+
+    Gradients are multiplied by their row's factor, or without one by what suits float16 (SCALED).  Those in tiles are 0
+    for the positions up to a whole block, PAD: products read them.
+    """
+    i = tl.program_id(0)
+    n = tl.load(count)
+    at = first + i
+    there = at < n
+    blank = (at >= n) & (at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD)
+    token = tl.load(order + at, mask=there, other=0)
+    c = tl.arange(0, VOCAB_TILE)
+    lane = tl.arange(0, TILES)
+    blocks = tl.cdiv(tiles, TILES)
+    if student_gradient.out is not None:
+        s_out, s_out_step, s_out_within = _addresses_of_gradient(student_gradient, at, token, first_tile, TILES)
+    if teacher_gradient.out is not None:
+        t_out, t_out_step, t_out_within = _addresses_of_gradient(teacher_gradient, at, token, first_tile, TILES)
+    if there:
+        y = tl.load(label + at)
+        scale = inverse_temperature * LOG2E
+        student_row, s_step, s_within = _addresses(student, i, token, tile_rows, first_tile, TILES)
+        teacher_row, t_step, t_within = _addresses(teacher, i, token, tile_rows, first_tile, TILES)
+        if loss is not None:
+            s_max, s_log, s_others = _sums(student, i, token, V, y, tiles, inverse_temperature, HARD, TILES)
+            t_max, t_log, _others = _sums(teacher, i, token, V, y, tiles, inverse_temperature, False, TILES)
+            losses = tl.zeros((TILES * VOCAB_TILE // GROUP_OF,), tl.float32)
+            by_ss = losses
+            by_ts = losses
+            ss = losses
+            ts = losses
+            s_bounds = losses
+            t_bounds = losses
+            for block in range(blocks):
+                j = block * TILES + lane
+                v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
+                log_s, _z = _log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
+                log_t, _u = _log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
+                student_row += s_step
+                teacher_row += t_step
+                term, by_s, by_t, s, t = _terms(log_s, log_t, beta, near, MODE, EVEN)
+                losses += tl.sum(_groups(term), 1)
+                if STUDENT_MEAN:
+                    by_ss += tl.sum(_groups(by_s), 1)
+                    ss += tl.sum(_groups(s), 1)
+                if TEACHER_MEAN:
+                    by_ts += tl.sum(_groups(by_t), 1)
+                    ts += tl.sum(_groups(t), 1)
+                if STUDENT_SCALED:
+                    s_bounds = tl.maximum(s_bounds, tl.max(_groups(tl.maximum(tl.abs(by_s), s)), 1))
+                if TEACHER_SCALED:
+                    t_bounds = tl.maximum(t_bounds, tl.max(_groups(tl.maximum(tl.abs(by_t), t)), 1))
+            value = tl.sum(losses, 0) * LN2
+            s_mean = value * 0
+            t_mean = value * 0
+            # Over the sums of the probabilities as they are: where both models are certain, all of a gradient cancels.
+            if STUDENT_MEAN:
+                s_mean = tl.where(value == float("inf"), value, tl.sum(by_ss, 0) / tl.sum(ss, 0))
+            if TEACHER_MEAN:
+                t_mean = tl.where(value == float("inf"), value, tl.sum(by_ts, 0) / tl.sum(ts, 0))
+            # A gradient is at most (1 + |mean|) times the largest of |by_s| and s.
+            soft = soft_weight * inverse_temperature
+            s_inverse = _inverse_scale(tl.max(s_bounds) * (1 + tl.abs(s_mean)) * soft + hard_weight)
+            t_inverse = _inverse_scale(tl.max(t_bounds) * (1 + tl.abs(t_mean)) * soft)
+            value *= soft_weight
+            hard_log = value * 0
+            label_log_prob = value * 0
+            if HARD:
+                if student.largest is None:
+                    own_at = token.to(tl.int64) * student.stride + tl.maximum(y, 0)
+                    z_y = tl.load(student.numbers + own_at).to(tl.float32)
+                else:
+                    z_y = tl.load(target_logit + at)
+                top = tl.maximum(s_max, z_y)  # computed apart: the last digit may differ
+                rest = s_others * tl.exp2((s_max - top) * LOG2E)
+                own = tl.exp2((z_y - top) * LOG2E)
+                # log1p where the label leads: there the loss is small, and 1 + others would round it away.
+                log_total = tl.where(z_y >= top, log1p(rest), tl.log(rest + own))
+                label_log_prob = (z_y - top) - log_total
+                hard_log = log_total + (top - s_max)
+                value -= hard_weight * label_log_prob
+            if token_weight is not None:
+                value *= tl.load(token_weight + token)
+            tl.store(loss + token, tl.where(y < 0, float("nan"), value))
+            _store_model(stats + STUDENT * T + at, T, s_max, s_log, s_mean, s_inverse)
+            _store_model(stats + TEACHER * T + at, T, t_max, t_log, t_mean, t_inverse)
+            tl.store(stats + HARD_LOG_SUM * T + at, hard_log)
+            tl.store(stats + LABEL_LOG_PROB * T + at, label_log_prob)
+        else:
+            s_max, s_log, s_mean, s_inverse = _load_model(stats + STUDENT * T + at, T)
+            t_max, t_log, t_mean, t_inverse = _load_model(stats + TEACHER * T + at, T)
+            hard_log = tl.load(stats + HARD_LOG_SUM * T + at)
+            label_log_prob = tl.load(stats + LABEL_LOG_PROB * T + at)
+        if student_gradient.out is not None or teacher_gradient.out is not None:
+            s_factor = soft_weight * inverse_temperature
+            t_factor = soft_weight * inverse_temperature
+            if MODE == MIXTURE:
+                s_factor *= 1 - beta
+                t_factor *= beta
+            hard_factor = hard_weight
+            if row_scale is not None:
+                r = tl.load(row_scale + at)
+                s_factor *= r
+                t_factor *= r
+                hard_factor *= r
+            if STUDENT_SCALED and row_scale is None:
+                s_factor /= s_inverse
+                hard_factor /= s_inverse
+            if TEACHER_SCALED and row_scale is None:
+                t_factor /= t_inverse
+            at_label = hard_factor * expm1(label_log_prob)
+            # What is not a plain difference is over log(2).
+            if MODE != FORWARD_KL:
+                s_factor *= LN2
+            if MODE != REVERSE_KL:
+                t_factor *= LN2
+            # From the last on: what was read last is still in the cache.
+            if loss is None:
+                student_row += blocks * s_step
+                teacher_row += blocks * t_step
+            if student_gradient.out is not None:
+                s_out += blocks * s_out_step
+            if teacher_gradient.out is not None:
+                t_out += blocks * t_out_step
+            for back in range(blocks):
+                student_row -= s_step
+                teacher_row -= t_step
+                j = (blocks - 1 - back) * TILES + lane
+                v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
+                log_s, z = _log2_probs(student_row, s_within, student, i, j, v, tiles, V, scale, s_max, s_log)
+                log_t, _u = _log2_probs(teacher_row, t_within, teacher, i, j, v, tiles, V, scale, t_max, t_log)
+                if student_gradient.out is not None:
+                    g = s_factor * _gradient(log_s, log_t, s_mean, beta, MODE == FORWARD_KL, MODE == REVERSE_KL, EVEN)
+                    if HARD:
+                        p = hard_factor * tl.exp2((z - hard_log) * LOG2E)
+                        g += tl.where(v == y, at_label, p)
+                    s_out -= s_out_step
+                    _store_gradient(student_gradient, s_out + s_out_within, g, j, v, tiles, V)
+                if teacher_gradient.out is not None:
+                    g = t_factor * _gradient(
+                        log_t, log_s, t_mean, 1 - beta, MODE == REVERSE_KL, MODE == FORWARD_KL, EVEN
+                    )  # fmt: skip
+                    t_out -= t_out_step
+                    _store_gradient(teacher_gradient, t_out + t_out_within, g, j, v, tiles, V)
+    elif blank:
+        zero = tl.zeros((TILES, VOCAB_TILE), tl.float32)
+        for block in range(blocks):
+            j = block * TILES + lane
+            v = (first_tile + j)[:, None] * VOCAB_TILE + c[None, :]
+            if student_gradient.out is not None:
+                _store_gradient(student_gradient, s_out + s_out_within, zero, j, v, tiles, V)
+                s_out += s_out_step
+            if teacher_gradient.out is not None:
+                _store_gradient(teacher_gradient, t_out + t_out_within, zero, j, v, tiles, V)
+                t_out += t_out_step

@@ -1,28 +1,20 @@
 """How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
 
-A chunk of C tokens takes both models' logits in 16 bits, 4 * C * V bytes (of float16 operands twice that).  From them
-the logits' gradient is made in the products' dtype.  Until backward, where the upstream gradient is known, it waits in
-the memory of the weight's gradient, which is there anyway and has room for H tokens (2 H where a float32 gradient meets
-16-bit operands): then there are four products in all.  Tokens beyond those wait in scratch, and those that don't fit
-there either have their logits computed again in backward, in chunks of the vocabulary.
-
-What this moves through memory, in bytes for each logit (T4096 V128256: 0.53e9 of them; 1 byte each is 0.17 ms at 3.1
-TB/s): both products write 2, the row kernel reads 4 twice and writes 2, both gradients' products read 2, so 18 and at
-most 3.1 ms, of which the product kernels hide the part that is theirs.  float32 logits would make 30 of it.
+docs/ops/linear_jsd.md says what is kept where.  Tokens whose gradient by the logits fits neither in the memory of the
+weight's gradient nor in scratch have their logits computed again in backward, in chunks of the vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from onchip.core.sizes import DTYPE_BYTES, MIB, up
 from onchip.ops.linear_jsd.memory import Head, Problem, logits_bytes
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, largest
-from onchip.vocab.triton.memory import RATES, Rates, evenness
+from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton.memory import RATES, TOKEN_TILE, VOCAB_TILE, Rates, evenness
 
-TOKEN_TILE = 128
-VOCAB_TILE = 256
 DEFAULT_SCRATCH = 512 * MIB
 # Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
@@ -55,17 +47,10 @@ def capacity(head: Head) -> int:
     return rows // TOKEN_TILE * TOKEN_TILE
 
 
-def stashed(head: Head, c: TritonConfig) -> int:
-    """Tokens that wait in the memory of the weight's gradient."""
-    return min(c.held, capacity(head))
-
-
-def memory_rows(head: Head, vocab: int, c: TritonConfig) -> int:
-    """Rows of the weight's gradient to allocate: a chunk more than it has.
-
-    Each chunk overwrites the previous chunk's inputs while it reads its own.
-    """
-    return max(head.vocab, up(vocab, VOCAB_TILE) + c.weight_chunk) if stashed(head, c) else head.vocab
+def config_of(head: Head, c: TritonConfig) -> triton_memory.TritonConfig:
+    """The plan of one model, as the engine takes it: what of `held` is in the memory of its weight's gradient."""
+    stashed = min(c.held, capacity(head))
+    return triton_memory.TritonConfig(c.token_chunk, c.vocab_chunk, c.weight_chunk, stashed, c.held - stashed)
 
 
 def block_bytes(size: int) -> int:
@@ -86,7 +71,7 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     for h in (p.student, p.teacher):
         if not h.hidden:
             continue
-        element = DTYPE_BYTES[h.dtype]
+        element, of_head = DTYPE_BYTES[h.dtype], config_of(h, c)
         casts += block_bytes(element * h.vocab * h.hidden) if (h.weight_dtype or h.dtype) != h.dtype else 0
         distance = 4 if h.dtype == "float16" else 2
         forward += block_bytes(distance * chunk * columns) + 12 * chunk * tiles
@@ -99,8 +84,10 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         kept += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
         if h.grad_weight:
             row = DTYPE_BYTES[h.weight_dtype or h.dtype] * h.hidden
-            more += block_bytes(row * memory_rows(h, p.vocab, c)) - row * h.vocab
-        overflow += block_bytes(element * columns * (c.held - stashed(h, c)))
+            # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
+            rows = up(h.vocab, VOCAB_TILE) + c.weight_chunk if of_head.stashed else h.vocab
+            more += block_bytes(row * rows) - row * h.vocab
+        overflow += block_bytes(element * up(h.vocab, VOCAB_TILE) * of_head.overflow)
         backward += block_bytes(element * again * c.vocab_chunk)
         backward += block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
         backward += 4 * h.vocab if h.grad_bias else 0
@@ -173,39 +160,26 @@ def _config(p: Problem, held: int, tokens: int, vocab_tiles: int, weight_tiles: 
 
 def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
     """Chunks of the weight's gradient whose tiles fill whole waves, or nearly; with each, no tokens held or as many as
-    fit; and with those, the fewest even chunks of tokens that fit and a few more.
+    fit beside a useful chunk of tokens or the smallest; and with those, the fewest chunks of tokens, or a few more.
     """
-    rows = up(p.tokens, TOKEN_TILE)
-    tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
+
+    def fits(cut: tuple[int, int], tokens: int, held: int) -> bool:
+        return scratch_bytes(p, _config(p, held, tokens, *cut)) <= budget
+
+    rows, tiles = up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     per_tile = min([2 * -(-h.hidden // 256) for h in (p.student, p.teacher) if h.grad_weight] or [1])
     programs = RATES["h100"].programs
     weights = {n * programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, min(USEFUL_TILES, tiles)}
+    beside = (min(rows, USEFUL_TOKENS), TOKEN_TILE) if p.any_grad else ()
     for weight in sorted(x for x in weights if 0 < x <= max(tiles, 1)):
         for vocab in sorted({max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}):
-            for held in _holds(p, rows, budget, vocab, weight):
-                yield from _chunks(p, _config(p, held, TOKEN_TILE, vocab, weight), rows, budget)
-
-
-def _holds(p: Problem, rows: int, budget: int, vocab: int, weight: int) -> list[int]:
-    """None, and as many tokens as fit beside a chunk of tokens that is useful, and beside the smallest."""
-
-    def fits(tokens: int, held: int) -> bool:
-        return scratch_bytes(p, _config(p, held, tokens, vocab, weight)) <= budget
-
-    beside = (min(rows, USEFUL_TOKENS), TOKEN_TILE) if p.any_grad else ()
-    return sorted({0} | {largest(partial(fits, tokens), 0, rows, TOKEN_TILE) for tokens in beside})
-
-
-def _chunks(p: Problem, c: TritonConfig, rows: int, budget: int) -> list[TritonConfig]:
-    """The fewest even chunks of tokens that fit, and a few more."""
-
-    def fits(tokens: int) -> bool:
-        return scratch_bytes(p, replace(c, token_chunk=tokens)) <= budget
-
-    most = largest(fits, TOKEN_TILE, rows, TOKEN_TILE)
-    fewest = -(-rows // most)
-    sizes = {most} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(max(1, fewest), fewest + 3)}
-    return [replace(c, token_chunk=max(1, min(size, p.tokens))) for size in sorted(sizes) if size <= most]
+            cut = vocab, weight
+            helds = {largest(partial(fits, cut, tokens), 0, rows, TOKEN_TILE) for tokens in beside}
+            for held in sorted(helds | {0}):
+                most = largest(partial(fits, cut, held=held), TOKEN_TILE, rows, TOKEN_TILE)
+                fewest = max(1, -(-rows // most))
+                sizes = {most} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
+                yield from (_config(p, held, size, *cut) for size in sorted(sizes) if size <= most)
 
 
 PLANNER: Planner[TritonConfig] = Planner(

@@ -1,0 +1,151 @@
+"""Loss and gradients of rows of logits by the package's formulas, once for PyTorch and JAX.
+
+What a framework calls otherwise than the other it gives in `Arrays`.  PyTorch runs this step by step: what isn't needed
+any more is deleted, since it takes memory; of what isn't used, XLA makes nothing.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from onchip.ops.linear_jsd.spec import Options, TopK
+
+Array = Any
+
+
+class Arrays(NamedTuple):
+    """What the formulas need of a framework; all but `xp` takes matrices and works on their rows."""
+
+    xp: Any
+    """Where functions are found that both frameworks call the same."""
+    log_softmax: Callable[[Array], Array]
+    logsumexp: Callable[[Array], Array]
+    """[n, 1]."""
+    take: Callable[[Array, Array], Array]
+    """`take(x, indices)`: the entries of each row."""
+    put: Callable[[Array, Array, Any], Array]
+    """`put(x, indices, values)`: a copy of x with these entries."""
+    add: Callable[[Array, Array, Array], Array]
+    """`add(x, indices, values)`: x with these added to the entries; may overwrite x."""
+    cross_entropy: Callable[[Array, Array], tuple[Array, Array]]
+    """`cross_entropy(z, label)`: that of each row, and its gradient."""
+
+
+class Gradients(NamedTuple):
+    """The loss of each row, and the gradients by both models' logits; None: not wanted."""
+
+    value: Array  # [n]
+    student: Array | None
+    teacher: Array | None
+
+
+def rows(
+    of: Arrays,
+    options: Options,
+    z: Array,  # [n, V] float32: the student's logits
+    teacher: Array | TopK,  # [n, V] float32 logits, or of [n, K] indices and float32 values
+    label: Array,  # [n], in [0, V)
+    want: tuple[bool, bool] = (True, True),
+) -> Gradients:
+    """The losses, and the gradients by both models' logits that are wanted."""
+    tau, factor = options.temperature, options.soft_factor
+    if isinstance(teacher, TopK):
+        value, gradient = _topk(of, options, z if tau == 1 else z / tau, teacher)
+        made = Gradients(value, gradient() if want[0] else None, None)
+    else:
+
+        def log_probs(x: Array) -> Array:
+            return of.log_softmax(x if tau == 1 else x / tau)
+
+        made = divergence(of, log_probs(z), log_probs(teacher), options.beta, want)  # no names keep these here
+    value = made.value * factor
+    dz, du = (None if g is None else g * (factor / tau) for g in made[1:])
+    if options.hard_weight > 0:
+        del made
+        ce, d_ce = of.cross_entropy(z, label)
+        value = value + options.hard_weight * ce
+        dz = None if dz is None else dz + options.hard_weight * d_ce
+    return Gradients(value, dz, du)
+
+
+def divergence(of: Arrays, ls: Array, lt: Array, beta: float, want: tuple[bool, bool] = (True, True)) -> Gradients:
+    """The divergence of each row of log-probabilities, and its gradients by the logits that they come from."""
+    if beta == 1:
+        value, dt, ds = divergence(of, lt, ls, 0.0, want[::-1])
+        return Gradients(value, ds, dt)
+    xp = of.xp
+    d, s, t = _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
+    del ls, lt
+    if beta > 0:
+        by_s, by_t = _mixture_terms(xp, d, s, t, beta)
+        del d
+        value = (by_s + by_t).clip(min=0).sum(1)
+        return Gradients(value, _centred(by_s, s) if want[0] else None, _centred(by_t, t) if want[1] else None)
+    e = xp.expm1(-abs(d))
+    # Each term is t d - t + s, by expm1 from the smaller of s and t: it neither overflows nor cancels but in d.
+    term = xp.where(d < 0, s * (d * (1 + e) - e), t * (e + d))
+    del e
+    value = xp.where(t == 0, s, term).clip(min=0).sum(1)  # 0 log 0 = 0
+    del term
+    # Not (t - s sum(t)): that would leave rounding errors for equal models.
+    ds = s - t if want[0] else None
+    return Gradients(value, ds, _centred(xp.where(t == 0, 0, t * d), t) if want[1] else None)
+
+
+def _difference(xp: Any, ls: Array, lt: Array) -> Array:
+    """log t - log s; 0 where both are 0."""
+    return xp.where((ls == -math.inf) & (lt == -math.inf), 0, lt - ls)
+
+
+def _centred(by_log_p: Array, p: Array) -> Array:
+    """The derivative by logits, from that by the log-probabilities that they give."""
+    return by_log_p - p * by_log_p.sum(1)[:, None]
+
+
+def _mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:
+    """(1 - beta) s log(s / m) and beta t log(t / m)."""
+    low = xp.log1p(xp.where(d <= 0, beta, 1 - beta) * xp.expm1(-abs(d)))
+    by_s = xp.where(s == 0, 0, (beta - 1) * s * (low + d.clip(min=0)))
+    by_t = xp.where(t == 0, 0, -beta * t * (low - d.clip(max=0)))
+    return by_s, by_t
+
+
+def _topk(of: Arrays, options: Options, z: Array, teacher: TopK) -> tuple[Array, Callable[[], Array]]:
+    """The losses with a top-k teacher, and what makes the gradient of z, which is over temperature."""
+    xp, beta, (indices, values, kind, rest) = of.xp, options.beta, teacher
+    if kind == "logits":
+        values = values / options.temperature
+    if rest == "renormalised":
+        value, ds, _ = divergence(of, of.log_softmax(of.take(z, indices)), of.log_softmax(values), beta)
+        return value, lambda: of.put(xp.zeros_like(z), indices, ds)
+    if rest == "truncated":
+        full = of.log_softmax(z)
+        value, by_s = _sum_of_terms(xp, of.take(full, indices), values, beta)
+        return value, lambda: of.add(xp.exp(full) * -by_s.sum(1)[:, None], indices, by_s)
+    lse = of.logsumexp(z)
+    outside = of.put(z, indices, -math.inf)
+    other = of.logsumexp(outside)
+    # Of given log-probabilities: their sum may pass 1 by a rounding.
+    given = of.logsumexp(values).clip(max=0)
+    ls = xp.concatenate([of.take(z, indices) - lse, other - lse], 1)
+    lt = xp.concatenate([values, xp.log(-xp.expm1(given))], 1)
+    value, ds, _ = divergence(of, ls, lt, beta)
+    assert ds is not None
+
+    def gradient() -> Array:
+        share = xp.exp(outside - xp.where(other == -math.inf, 0, other))
+        return of.put(share * ds[:, -1:], indices, ds[:, :-1])
+
+    return value, gradient
+
+
+def _sum_of_terms(xp: Any, ls: Array, lt: Array, beta: float) -> tuple[Array, Array]:
+    """The sum of the divergence's terms where the probabilities don't sum to 1, and its derivative by log s."""
+    d, s, t = _difference(xp, ls, lt), xp.exp(ls), xp.exp(lt)
+    if beta == 0:
+        return xp.where(t == 0, 0, t * d).sum(1), -t
+    if beta == 1:
+        by_s = xp.where(s == 0, 0, -s * d)
+        return by_s.sum(1), by_s + s
+    by_s, by_t = _mixture_terms(xp, d, s, t, beta)
+    return (by_s + by_t).clip(min=0).sum(1), by_s
