@@ -59,7 +59,7 @@ def test_the_statistics_and_the_targets_logits():
         fp8_launches.softmax_of_chunk(call, logits, targets, 0, softmax, None)
     made = {k.kernel: k for k in compile_all(found, HOPPER)}
     assert set(made) == {"target_logits", "losses"}
-    assert made["losses"].constants["TARGET_LOGIT"]
+    assert made["losses"].constants["target_logit"]
     for k in made.values():
         assert k.stack <= 32, (k.kernel, k.stack)
         assert "v4.b32" in k.ptx
