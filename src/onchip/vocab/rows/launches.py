@@ -37,7 +37,7 @@ def launch_rows(
     unit = math.gcd(16 // logits.element_size(), vocab, *rows) if whole else 1
     logits_outer, logits_inner, out_outer, out_inner = (x // unit for x in rows)
     loops = (vocab - 1) // tiles.tile
-    scale, softcap = options.logit_scale, options.softcap
+    scale, outer, inner_scale = transform_scales(options)
     arguments = {
         "logits": logits,
         "target": target.reshape(-1).to(torch.int64).contiguous(),
@@ -48,7 +48,7 @@ def launch_rows(
         "T": tokens,
         "V_units": vocab // unit,
         "loops": loops,
-        "ignore_index": options.ignore_index,
+        "ignore_index": int(options.ignore_index),
         "inner": inner,
         "logits_outer": logits_outer,
         "logits_inner": logits_inner,
@@ -56,11 +56,11 @@ def launch_rows(
         "out_outer": out_outer,
         "out_inner": out_inner,
         "out_stride": strides[-1],
-        "inner_scale": None if softcap is None else scale / softcap,
-        "outer_scale": (scale if softcap is None else softcap) / options.temperature,
-        "logit_scale": scale / options.temperature,
-        "label_smoothing": options.label_smoothing,
-        "z_loss": options.z_loss,
+        "inner_scale": inner_scale,
+        "outer_scale": outer,
+        "logit_scale": scale,
+        "label_smoothing": float(options.label_smoothing),
+        "z_loss": float(options.z_loss),
         "SMOOTHING": options.label_smoothing > 0,
         "LOOP": loops > 0,
         "UNIT": unit,
@@ -87,6 +87,15 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, int, int, int, int]:
     if out is logits:  # in place
         return inner, outer, row, outer, row
     return inner, outer, row, inner * vocab, vocab
+
+
+def transform_scales(options: Any) -> tuple[float, float, float | None]:
+    """What logits are multiplied by in all, without a softcap; after tanh, or without one in all; and before tanh."""
+    scale, temperature = float(options.logit_scale), float(options.temperature)
+    if options.softcap is None:
+        return scale / temperature, scale / temperature, None
+    softcap = float(options.softcap)
+    return scale / temperature, softcap / temperature, scale / softcap
 
 
 def flat(x: Tensor) -> Tensor:
