@@ -9,6 +9,7 @@ multiples of 16, without which no load is more than an element wide.
 
 import linecache
 import os
+from collections import namedtuple
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,7 +29,17 @@ VOCAB_TILE: int = blocks.VOCAB_TILE.value
 
 
 class Code(str):
-    """What an entry computes for a parameter, from its own arrays and constants; it may be `BufferRows`."""
+    """What an entry computes for a parameter, from its own arrays and constants."""
+
+
+class Fields(NamedTuple):
+    """What a kernel reads of a structure, by name: code over the entry's arrays and constants, numbers, or None."""
+
+    known: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(**known: Any) -> "Fields":
+        return Fields(tuple(known.items()))
 
 
 def call(
@@ -43,13 +54,13 @@ def call(
 ) -> dict[str, Array]:
     """The kernel's outputs.
 
-    `arguments`, by the kernel's parameters, are arrays, constants, or `Code` over the names of `arrays` and of all that
-    the kernel is given.  Outputs of `in_place` have these arrays' memory, and their values to begin with.
+    `arguments`, by the kernel's parameters, are arrays, constants, or `Code` and `Fields` over the names of `arrays`
+    and of all that the kernel is given.  Outputs of `in_place` have these arrays' memory, and their values at first.
     """
     inputs = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)} | dict(arrays or {})
     before = {f"{name}_before": x for name, x in (in_place or {}).items()}
     outputs = dict(outputs) | {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (in_place or {}).items()}
-    code = {name: x for name, x in arguments.items() if isinstance(x, Code) or x is None}
+    code = {name: x for name, x in arguments.items() if isinstance(x, Code | Fields) or x is None}
     constants = {name: x for name, x in arguments.items() if name not in inputs and name not in code}
     given = (*inputs, *before, *outputs)
     made = triton_call(
@@ -72,6 +83,11 @@ def _entry(kernel: Any, arrays: tuple[str, ...], constants: tuple[str, ...], cod
     known = {*arrays, *constants} & {*kernel.arg_names}
     named = [*((name, name) for name in kernel.arg_names if name in known), *code]
     assert {name for name, _ in code} <= {*kernel.arg_names}, kernel.arg_names
+    scope = {"kernel": kernel, "tl": tl, "BufferRows": BufferRows, "__name__": __name__}
+    for i, (name, value) in enumerate(named):
+        if isinstance(value, Fields):
+            scope[f"{name}_fields"] = namedtuple(name, [field for field, _ in value.known])
+            named[i] = (name, f"{name}_fields({', '.join(str(x) for _, x in value.known)})")
     parameters = ", ".join([*arrays, *(f"{name}: tl.constexpr" for name in constants)])
     arguments = ", ".join(f"{name}={value}" for name, value in named)
     name = f"enter_{kernel.fn.__name__}"
@@ -79,7 +95,6 @@ def _entry(kernel: Any, arrays: tuple[str, ...], constants: tuple[str, ...], cod
     # Triton reads a kernel's source where Python's own tools find it.
     file = f"<{name} {hash((arrays, constants, code)):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope = {"kernel": kernel, "tl": tl, "BufferRows": BufferRows, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)
     return triton.jit(scope[name])
 
@@ -127,20 +142,20 @@ class Launch(NamedTuple):
         return cut | {"H": hidden, "V": vocab, "TMA": False}
 
     def logits(self, rows: Array, part: slice) -> tuple[dict[str, Any], dict[str, Array]]:
-        """What logits are made from: arguments, and arrays."""
+        """What logits are made from: arguments, and arrays that some of these are made of."""
         at = self.positions
         hidden = rows.shape[1]
-        inner = {} if at.inner is None else {"inner": at.inner}
+        arrays = {"label": at.label[part], "factor": at.factor[part]}
+        arrays |= {} if at.inner is None else {"inner": at.inner}
         return {
             "rows": rows,
             "weight": at.layer.weight,
             "bias": at.bias,
-            "label": at.label[part],
-            "factor": at.factor[part],
+            "vectors": Fields.of(number="count", label="label", factor="factor"),
             "rows_stride": hidden,
             "weight_stride": hidden,
             "inner_scale": None if at.inner is None else Code("tl.load(inner)"),
-        }, inner
+        }, arrays
 
 
 def softmax_tiles(launch: Launch, rows: Array, part: slice, wanted: Wanted) -> Partials:
@@ -151,17 +166,16 @@ def softmax_tiles(launch: Launch, rows: Array, part: slice, wanted: Wanted) -> P
     shape = (-(-vocab // VOCAB_TILE), tokens)
     outputs = {name: jax.ShapeDtypeStruct(shape, jnp.int32 if name == "argmax" else jnp.float32) for name in names}
     given, arrays = launch.logits(rows, part)
+    arrays["count"] = launch.positions.count_in(part)
+    partials = {name: name if name in names else None for name in Partials._fields}
     arguments = {
         **given,
         **launch.cut("softmax_tiles"),
         "T": tokens,
-        **{name: None for name in Partials._fields if name not in names},
-        "count": launch.positions.count_in(part),
-        "shift": None,
+        "partials": Fields.of(**partials, stride=tokens),
         "exponentials": None,
         "buffer": None,
         "first": 0,
-        "partial_stride": tokens,
         "exponential_rows": 0,
         "exponential_scale": 1.0,
         "RAGGED": vocab % VOCAB_TILE > 0,
@@ -200,18 +214,16 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
     if at.inner is not None:
         x = jnp.clip((stats.log_prob[:, 0] + stats.lse) / at.factor, -1, 1)
         entry *= 1 - x * x
+    arrays |= {"count": at.number, "lse": stats.lse, "row_scale": upstream.factor}
+    arrays |= {} if upstream.even is None else {"even": upstream.even}
+    even = None if upstream.even is None else "even"
     arguments = {
         **given,
         **launch.cut("gradient_tiles"),
         "T": tokens,
         **chunk.arguments(tokens),
-        "count": at.number,
-        "lse": stats.lse,
-        "row_scale": upstream.factor,
-        "even": upstream.even,
+        "terms": Fields.of(lse="lse", row_scale="row_scale", even=even, entropy_scale=None),
         "at_target": entry,
-        "entropy_scale": None,
-        "mean": None,
         "first": 0,
         "BLOCK_T": launch.tiles["gradient_tiles"]["rows"],
     }

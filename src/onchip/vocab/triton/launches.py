@@ -49,7 +49,7 @@ class Vectors(NamedTuple):
     packed: Tensor  # int32, all that follow in one
     position: Tensor  # [T] int32, by token: -1 for ignored ones
     order: Tensor  # [T] int32: the token
-    label: Tensor  # [T] int32: -1 if out of range
+    label: Tensor  # [T] int32: the leader of the token's ids, -1 if all are out of range
     number: Tensor  # [1] int32: how many tokens are not ignored
     factor: Tensor  # [T] float32: of the logits, after softcap's tanh
     shift: Tensor  # [T] float32: what a tile's exponentials are stored relative to, unless they are far above it
@@ -61,7 +61,7 @@ class Vectors(NamedTuple):
 
     @property
     def known(self) -> dict[str, Any]:
-        return {**self._asdict(), "count": self.number}
+        return {**self._asdict(), "vectors": self, "count": self.number}
 
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
@@ -233,41 +233,38 @@ def logit_buffer(
 class Partials(NamedTuple):
     """Per tile and position, [tiles, positions]; None: not wanted."""
 
-    maximum: Tensor
-    others: Tensor
-    offset_sum: Tensor | None
-    moment: Tensor | None
-    argmax: Tensor | None
+    maximum: Tensor  # of z
+    others: Tensor  # sum of exp(z - maximum) over all but the target
+    offset_sum: Tensor | None  # sum of z - maximum
+    moment: Tensor | None  # sum of exp(z - maximum) * (z - maximum)
+    argmax: Tensor | None  # int32
+    stride: int  # from one tile to the next
 
     @staticmethod
     def empty(tiles: int, positions: int, device: torch.device, *, smoothing: bool, stats: bool) -> "Partials":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
 
-        return Partials(make(True), make(True), make(smoothing), make(stats), make(stats, torch.int32))
-
-    @property
-    def known(self) -> dict[str, Any]:
-        return {**self._asdict(), "partial_stride": self.maximum.stride(0)}
+        return Partials(make(True), make(True), make(smoothing), make(stats), make(stats, torch.int32), positions)
 
 
 class Picked(NamedTuple):
     """What is known of the ids before the softmax, by position; the latter two where a token has several."""
 
     target_logit: Tensor  # [T] float32: the largest of the ids' logits
-    picked: Tensor | None  # [T, K] float32: each id's logit
-    picked_label: Tensor | None  # [T, K] int32: the id, -1 if it is ignored or out of range
+    logit: Tensor | None  # [T, K] float32: each id's
+    label: Tensor | None  # [T, K] int32: the id, -1 if it is ignored or out of range
 
 
 class TokenSoftmax(NamedTuple):
-    """What forward makes and backward uses, [T] float32 by token; None: not wanted."""
+    """What forward makes and backward uses, [T] float32 by token, 0 for ignored ones; None: not wanted."""
 
     lse: Tensor
     log_prob: Tensor  # [T, K]
     entropy: Tensor | None = None
     leading: Tensor | None = None  # log-probability of the leader
     uniform_loss: Tensor | None = None  # cross-entropy with the uniform distribution
-    top1: Tensor | None = None  # int64: index of the largest logit
+    top1: Tensor | None = None  # int64: index of the largest logit, -1 for ignored tokens
 
 
 class Terms(NamedTuple):
@@ -279,8 +276,8 @@ class Terms(NamedTuple):
     mean: Tensor | None
     product_scale: Tensor  # what multiplies kept exponentials
     lse: Tensor
-    entry: Tensor  # [T * ids]
-    entry_label: Tensor  # [T * ids] int32: the ids, -1 for none; a position's are different ones
+    entry: Tensor  # [T * ids]: the ids' entries of the gradient
+    entry_label: Tensor  # [T * ids] int32: the ids, -1 for one that is ignored, out of range, or the same as one before
     inverse_grad_scale: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled for float16
 
     @property
@@ -314,7 +311,7 @@ def gather(
         softmax_kernels.gather_tokens,
         (min(len(rows), run.tokens - first),),
         vectors,
-        **picked._asdict(),
+        picked=picked,
         hidden=hidden,
         hidden_stride_t=hidden.stride(0),
         hidden_stride_h=hidden.stride(1),
@@ -335,16 +332,15 @@ def softmax(
     run: Run, rows: Tensor, vectors: Vectors, partials: Partials, kept: LogitBuffer | None, first: int
 ) -> Launch:
     t = run.tiles["softmax_tiles"]
+    label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
     arguments = {
-        **partials.known,
         **run.weight(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
         "T": len(rows),
         "first": first,
-        "label": vectors.label[first:],
-        "factor": vectors.factor[first:],
-        "shift": vectors.shift[first:],
+        "vectors": vectors._replace(label=label, factor=factor, shift=shift),
+        "partials": partials,
         "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
         "exponential_rows": 0 if kept is None else len(kept.matrix),
         "buffer": None if kept is None else kept.rows,
@@ -386,7 +382,7 @@ def gradient(
     t = run.tiles["gradient_tiles"]
     arguments = {
         **buffer.known,
-        **terms._asdict(),
+        "terms": terms,
         **run.weight(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),

@@ -118,27 +118,32 @@ def forward(
             (-(-tokens // 16),),
             vectors,
             warps=8,
-            **partials.known,
-            **made._asdict(),
-            target_logit=picked.target_logit,
+            picked=picked,
+            partials=partials,
+            out=made,
             first=first,
             last=first + len(rows),
             BLOCK_T=16,
             BLOCK=256,
         ).run()
     if kept is not None:
-        grid = (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE)
         run.launch(
-            softmax.rebase_exponentials, grid, vectors, warps=8, **kept.known, **partials.known, TILES=16,
+            softmax.rebase_exponentials,
+            (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE),
+            vectors,
+            warps=8,
+            **kept.known,
+            partials=partials,
+            TILES=16,
             BLOCK_T=TOKEN_TILE,
-        ).run()  # fmt: skip
-    if picked.picked_label is not None:
+        ).run()
+    if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
             (-(-ids.numel() // BLOCK),),
             vectors,
-            **picked._asdict(),
-            **made._asdict(),
+            picked=picked,
+            out=made,
             ids=ids,
             ignore_index=ignore_index,
             N=ids.numel(),
@@ -146,8 +151,7 @@ def forward(
             BLOCK=BLOCK,
         ).run()
         if kept is not None:
-            label = picked.picked_label
-            launches.write(run, kept, label, None, vectors, (0, kept.kept), 0, run.vocab_tiles).run()
+            launches.write(run, kept, picked.label, None, vectors, (0, kept.kept), 0, run.vocab_tiles).run()
     return made, vectors
 
 
@@ -156,8 +160,10 @@ def losses(run: Run, vectors: Vectors, made: TokenSoftmax, token_weight: Tensor 
     loss = torch.empty_like(made.lse)
     correct = None if made.top1 is None else torch.empty_like(made.top1, dtype=torch.bool)
     if run.tokens > 0:
-        more = {**made._asdict(), "token_weight": token_weight, "loss": loss, "correct": correct, "BLOCK": 256}
-        run.launch(softmax.token_losses, (-(-run.tokens // 256),), vectors, **more).run()
+        run.launch(
+            softmax.token_losses, (-(-run.tokens // 256),), vectors, known=made, token_weight=token_weight, loss=loss,
+            correct=correct, BLOCK=256,
+        ).run()  # fmt: skip
     return loss, correct
 
 
@@ -271,8 +277,8 @@ def backward(
             config.weight_chunk // VOCAB_TILE, add_to is not None, config.halves,
         )  # fmt: skip
         if kept > 0 and terms.entropy_scale is not None:
-            grid, made = (run.vocab_tiles, buffer.kept // 32), buffer.known | terms._asdict()
-            run.launch(gradients.entropy_gradient, grid, vectors, **made, BLOCK_T=32).run()
+            grid = (run.vocab_tiles, buffer.kept // 32)
+            run.launch(gradients.entropy_gradient, grid, vectors, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             if kept < tokens:
@@ -347,23 +353,21 @@ def position_terms(
     while block_k < min(ids.shape[1], 32):
         block_k *= 2
     block_t = 256 // block_k
-    arguments = {
-        **{f"grad_{name}": x for name, x in upstream._asdict().items()},
-        **terms._asdict(),
-        "ids": ids,
-        "K": ids.shape[1],
-        "log_prob": known.log_prob,
-        "lse": known.lse,
-        "entropy": known.entropy,
-        "position_lse": lse,
-        "size": size,
-        "ignore_index": ignore_index,
-        "slope_scale": run.head.logit_scale / run.outer_scale,
-        "BLOCK_T": block_t,
-        "BLOCK_K": block_k,
-    }
-    grid = (-(-tokens // block_t), -(-ids.shape[1] // block_k))
-    run.launch(gradients.position_terms, grid, vectors, **arguments).run()
+    run.launch(
+        gradients.position_terms,
+        (-(-tokens // block_t), -(-ids.shape[1] // block_k)),
+        vectors,
+        known=known,
+        upstream=upstream,
+        terms=terms,
+        size=size,
+        ids=ids,
+        K=ids.shape[1],
+        ignore_index=ignore_index,
+        slope_scale=run.head.logit_scale / run.outer_scale,
+        BLOCK_T=block_t,
+        BLOCK_K=block_k,
+    ).run()
     grad_scale = float16_scale(size, vectors, run.head.weight.dtype)
     if grad_scale is not None:
         packed[: sum(sizes[:5])] *= grad_scale
