@@ -136,7 +136,6 @@ def gradient_tiles(
     first,  # position
     first_tile,
     chunk_tiles,
-    exponential_rows,
     rows_stride,
     weight_stride,
     T,
@@ -194,7 +193,7 @@ def gradient_tiles(
         value = g.to(rows.dtype if TMA else rows.dtype.element_ty)
         into = buffer.recomputed_row + j * buffer.recomputed + t0 - first
         store_columns(
-            exponentials, VOCAB_TILE, into, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+            exponentials, VOCAB_TILE, into, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
         )
 
 
@@ -269,7 +268,6 @@ def weight_gradient(
     recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
     chunk_tiles,
-    exponential_rows,
     buffer,
     rows_stride,
     out_stride,
@@ -298,7 +296,7 @@ def weight_gradient(
         for k in range(steps):
             t = k * BLOCK_K
             row = buffer_row(vocab_tile, t, buffer, recomputed_from)
-            a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
+            a = load_block(exponentials, VOCAB_TILE, row, column, buffer.rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
             b = load_block(rows, rows_stride, t, j * BLOCK_H, T, H, BLOCK_K, BLOCK_H, TMA)
             acc = tl.dot(a.T, b, acc)
         if inverse_grad_scale is not None:
@@ -377,7 +375,6 @@ def hidden_gradient(
     half_rows,
     first_tile,
     chunk_tiles,
-    exponential_rows,
     buffer,
     weight_stride,
     out_stride,
@@ -426,7 +423,7 @@ def hidden_gradient(
             column = k * BLOCK_K - of_chunk * VOCAB_TILE
             row = buffer_row(first_tile + of_chunk, t0, buffer, first_tile)
             v = first_tile * VOCAB_TILE + k * BLOCK_K
-            a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
+            a = load_block(exponentials, VOCAB_TILE, row, column, buffer.rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
             b = load_weight(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TURNED, TMA)
             acc = tl.dot(a, b, acc)
         if product_scale is not None:

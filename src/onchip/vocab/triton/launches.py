@@ -182,7 +182,7 @@ class LogitBuffer:
 
     @property
     def known(self) -> dict[str, Any]:
-        return {"exponentials": self.matrix, "exponential_rows": len(self.matrix), "buffer": self.rows}
+        return {"exponentials": self.matrix, "buffer": self.rows}
 
 
 def logit_buffer(
@@ -219,6 +219,7 @@ def logit_buffer(
         tuple(pieces),
         first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(rows, VOCAB_TILE),
         BufferRows(
+            rows,
             start(weight_grad) + pad * weight_grad_stride,
             weight_grad_stride,
             in_weight_grad,
@@ -342,7 +343,6 @@ def softmax(
         "vectors": vectors._replace(label=label, factor=factor, shift=shift),
         "partials": partials,
         "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
-        "exponential_rows": 0 if kept is None else len(kept.matrix),
         "buffer": None if kept is None else kept.rows,
         "BLOCK_T": t.rows,
     }

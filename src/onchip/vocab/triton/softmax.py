@@ -109,7 +109,6 @@ def softmax_tiles(
     T,
     H,
     V,
-    exponential_rows,
     inner_scale,
     exponential_scale,  # what exponentials are multiplied by before they are stored
     RAGGED: tl.constexpr,
@@ -171,10 +170,10 @@ def softmax_tiles(
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
             # No branch, around which Triton 3.6 can't flatten a loop: a row past the end is not stored.
             kept = t0 < buffer.in_weight_grad + buffer.in_scratch
-            row = tl.where(kept, buffer_row(j, t0, buffer, 0), exponential_rows)
+            row = tl.where(kept, buffer_row(j, t0, buffer, 0), buffer.rows)
             value = (e * f[:, None]).to(rows.dtype if TMA else rows.dtype.element_ty)
             store_columns(
-                exponentials, VOCAB_TILE, row, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+                exponentials, VOCAB_TILE, row, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
             )
 
 
