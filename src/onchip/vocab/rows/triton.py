@@ -126,10 +126,7 @@ def _write(
     y,
     k2,
     inner_scale,
-    lse2,  # and so on: see gradient_terms
-    factor,
-    even,
-    at_target,
+    terms,  # of `gradient_terms`
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -137,6 +134,7 @@ def _write(
     SMOOTHING: tl.constexpr,
 ):
     """The gradient of a tile's logits."""
+    lse2, factor, even, at_target = terms
     steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
     x = _squash(raw, inner_scale)
     g = tl.exp2(x * k2 - lse2) * factor
@@ -296,24 +294,16 @@ def losses(
                 if temperature is not None:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
-                lse2, factor, even, at_target = gradient_terms(
-                    row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
-                )
+                terms = gradient_terms(row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING)
                 if LOOP:
                     # As the other tiles: the registers are needed for them.
                     last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-                _write(
-                    into, 1, last, first, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                    TILE, LANES, UNIT, True, SMOOTHING,
-                )  # fmt: skip
+                _write(into, 1, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
                 if LOOP:
                     for i in range(loops):
                         back = (loops - 1 - i) * TILE
                         raw = _read(from_row, logits_stride, back, V, TILE, LANES, UNIT, False, "evict_first")
-                        _write(
-                            into, 1, raw, back, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                            TILE, LANES, UNIT, False, SMOOTHING,
-                        )  # fmt: skip
+                        _write(into, 1, raw, back, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING)
 
 
 @triton.jit
@@ -376,19 +366,15 @@ def gradients(
                 row_factor *= tl.load(token_weight + row)
             row_factor *= tl.load(grad_loss + row) if PER_TOKEN else upstream
             row_factor = tl.where(good, row_factor, float("nan"))
-            lse2, factor, even, at_target = gradient_terms(
+            terms = gradient_terms(
                 tl.load(lse + row), tl.load(log_prob + row), row_factor, label_smoothing, z_loss, V, SMOOTHING
             )
             k2 = k * LOG2E
             for i in tl.range(0, loops, num_stages=STAGES):
                 raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
                 _write(
-                    into, out_stride, raw, i * TILE, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                    TILE, LANES, UNIT, False, SMOOTHING,
-                )  # fmt: skip
+                    into, out_stride, raw, i * TILE, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING
+                )
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            _write(
-                into, out_stride, last, first, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                TILE, LANES, UNIT, True, SMOOTHING,
-            )  # fmt: skip
+            _write(into, out_stride, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
