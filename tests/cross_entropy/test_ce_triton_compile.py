@@ -94,8 +94,13 @@ def test_the_options_reach_both_ways_of_every_switch():
         for x in launches(vocab, **options)
     ]  # fmt: skip
     for kernel in (triton_rows.losses, triton_rows.gradients):
-        # The last is for a caller of `launch_rows` that has the targets' logits from elsewhere.
-        others = ("UNIT", "TILE", "LANES", "STAGES", "TARGET_LOGIT")
+        others = ("UNIT", "TILE", "LANES", "STAGES")
         switches = [p.name for p in kernel.params if p.is_constexpr and p.name not in others]
         for name in switches:
             assert {bool(a[name]) for k, a in made if k is kernel} == {True, False}, name
+        missing = [{name for name, x in a.items() if x is None} for k, a in made if k is kernel]
+        optional = {"token_weight", "temperature", "inner_scale"}
+        optional |= {"entropy", "correct", "out", "target_logit"} if kernel is triton_rows.losses else set()
+        assert set.union(*missing) == optional
+        # That is for a caller of `launch_rows` that has the targets' logits from elsewhere.
+        assert set.intersection(*missing) <= {"target_logit"}

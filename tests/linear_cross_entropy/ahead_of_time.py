@@ -37,7 +37,7 @@ _TYPES = {
 class Compiled:
     kernel: str
     constants: Mapping[str, object]
-    """By parameter; of what is no constant, whether there is any."""
+    """By parameter, or field of one; of what is no constant, whether there is any."""
     ptx: str
     shared: int
     """Bytes of shared memory of a block."""
@@ -152,6 +152,8 @@ def _compile(source, launch, capability):
     registers, stack = _resources(kernel.asm["cubin"])
     given = {p: launch.arguments[p.name] for p in launch.kernel.params}
     constants = {p.name: x if p.is_constexpr else x is not None for p, x in given.items()}
+    for x in given.values():
+        constants |= {name: part is not None for name, part in getattr(x, "_asdict", dict)().items()}
     return Compiled(launch.kernel.__name__, constants, kernel.asm["ptx"], kernel.metadata.shared, registers, stack)
 
 

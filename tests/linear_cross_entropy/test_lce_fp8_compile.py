@@ -8,6 +8,7 @@ import torch
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.fp8.torch_quantize import empty_rows
 from onchip.kernels.triton.launch import Launch
+from onchip.ops.linear_cross_entropy.spec import Options
 from onchip.vocab.fp8 import launches as fp8_launches
 from onchip.vocab.fp8.torch import Call, Gradient, Softmax
 
@@ -20,10 +21,9 @@ def make_call(tokens, **options):
     def per_token(name):
         return torch.ones(tokens) if options.get(name) else None
 
-    return Call(
-        torch.zeros(tokens, dtype=torch.int64), per_token("token_weight"), per_token("temperature"), torch.ones(()),
-        -100, options.get("label_smoothing", 0.0), options.get("z_loss", 0.0), options.get("softcap"), 1.0, 1.0, False,
-    )  # fmt: skip
+    numbers = {name: options[name] for name in ("label_smoothing", "z_loss", "softcap") if name in options}
+    target = torch.zeros(tokens, dtype=torch.int64)
+    return Call(target, per_token("token_weight"), per_token("temperature"), torch.ones(()), Options(**numbers))
 
 
 def compiled(vocab=4096, rows=True, sums=False, **options):
@@ -59,7 +59,7 @@ def test_the_statistics_and_the_targets_logits():
         fp8_launches.softmax_of_chunk(call, logits, targets, 0, softmax, None)
     made = {k.kernel: k for k in compile_all(found, HOPPER)}
     assert set(made) == {"target_logits", "losses"}
-    assert made["losses"].constants["TARGET_LOGIT"]
+    assert made["losses"].constants["target_logit"]
     for k in made.values():
         assert k.stack <= 32, (k.kernel, k.stack)
         assert "v4.b32" in k.ptx

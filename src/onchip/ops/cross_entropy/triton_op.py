@@ -49,9 +49,8 @@ def forward(call: Call) -> Outputs:
     if tokens > 0:
         outputs = {name: x for name, x in made._asdict().items() if name != "gradient"}
         launch_rows(
-            "losses", logits, made.gradient, call.target, call.token_weight, call.token_temperature, options, **outputs,
-            STATS=options.return_stats, GRADIENT=fused(call),
-        )  # fmt: skip
+            "losses", logits, made.gradient, call.target, call.token_weight, call.token_temperature, options, **outputs
+        )
     return made if options.reduction == "none" else made._replace(loss=made.loss.sum() / divisor)
 
 

@@ -29,6 +29,7 @@ from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_outp
 from onchip.vocab.fp8 import memory as fp8_spec
 from onchip.vocab.fp8 import torch as fp8_torch
 from onchip.vocab.fp8.torch import Gradient, Softmax
+from onchip.vocab.rows.launches import flat
 from onchip.vocab.torch.tiles import spans
 
 # What "auto" tries first.
@@ -65,25 +66,12 @@ def _triton_refusal(device: torch.device) -> str | None:
 # ------------------------------------------------------------------------------------------------ registered operator
 
 
-class Copies(NamedTuple):
-    """Those of a `QuantizedWeight`, None where there are none."""
-
-    weight_rows: Tensor | None
-    weight_row_scales: Tensor | None
-    transposed: Tensor | None
-    transposed_scales: Tensor | None
-
-
 class Fp8Call(NamedTuple):
     """What the operator is told."""
 
     call: Call
-    given: Copies
+    copies: WeightCopies
     backend: str
-
-    @property
-    def copies(self) -> WeightCopies:
-        return WeightCopies(*self.given)
 
 
 class Parts(NamedTuple):
@@ -125,7 +113,13 @@ def _forward(told: Fp8Call) -> Fp8Outputs:
     if options.check_inputs or not call.hidden.is_cuda:
         call.tokens(check_values=True)
     softmax = Softmax.empty(call.target.numel(), call.hidden, stats=options.return_stats)
-    logits_call = _logits_call(call)
+    logits_call = fp8_torch.Call(
+        call.target.reshape(-1).to(torch.int64).contiguous(),
+        None if call.token_weight is None else flat(call.token_weight),
+        None if call.token_temperature is None else flat(call.token_temperature.expand(shape)),
+        call.divisor(call.target != options.ignore_index),
+        options,
+    )
     kept = _walk(told, logits_call, fp8_spec.plan(problem, call.budget), softmax)
     out = Outputs(
         softmax.loss.view(shape) if options.reduction == "none" else softmax.loss.sum() / logits_call.divisor,
@@ -153,88 +147,51 @@ def _empty_parts(call: Call) -> Parts:
     )
 
 
-def _logits_call(call: Call) -> fp8_torch.Call:
-    options = call.options
-    per_token = None if call.token_temperature is None else _flat(call.token_temperature.expand(call.target.shape))
-    return fp8_torch.Call(
-        call.target.reshape(-1).to(torch.int64).contiguous(),
-        None if call.token_weight is None else _flat(call.token_weight),
-        per_token,
-        call.divisor(call.target != options.ignore_index),
-        int(options.ignore_index),
-        float(options.label_smoothing),
-        float(options.z_loss),
-        None if options.softcap is None else float(options.softcap),
-        float(options.logit_scale),
-        float(options.temperature),
-        options.return_stats,
-    )
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1).to(torch.float32).contiguous()
-
-
-class _Backend(NamedTuple):
-    """How operands are quantised and multiplied, and what is done with a chunk's logits."""
-
-    quantize_activation: Any
-    quantize_weight: Any
-    product: Callable[..., Tensor]
-    target_logits: Callable[..., Tensor]
-    softmax_of_chunk: Callable[..., None]
-
-
-def _backend(name: str, device: torch.device) -> _Backend:
+def _backend(name: str, device: torch.device) -> tuple[Any, Any, Callable[..., Tensor]]:
+    """What quantises, what takes the softmax of a chunk's logits, and the product of quantised operands."""
     # Triton's interpreter, on the CPU, has no cuBLAS beside it.
     product = scaled_mm_product if name == "triton" and device.type == "cuda" else dequantized_product
-    quantize: Any = torch_quantize
-    softmax: Any = fp8_torch
-    if name == "triton":
-        from onchip.fp8 import triton_launches as quantize
-        from onchip.vocab.fp8 import launches as softmax
-    return _Backend(
-        quantize.quantize_activation,
-        quantize.quantize_weight,
-        product,
-        softmax.target_logits,
-        softmax.softmax_of_chunk,
-    )
+    if name == "torch":
+        return torch_quantize, fp8_torch, product
+    from onchip.fp8 import triton_launches
+    from onchip.vocab.fp8 import launches
+
+    return triton_launches, launches, product
 
 
 def _walk(told: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softmax) -> Parts:
     """Fill `softmax`, chunk by chunk, and return what backward needs."""
     a = told.call
     tokens, (vocab, size) = a.target.numel(), a.weight.shape
-    backend = _backend(told.backend, a.hidden.device)
+    quantize, softmaxes, product = _backend(told.backend, a.hidden.device)
     kept = _empty_parts(a)
     grad_hidden, columns, column_scales, grad_bias = kept
     wanted = any(a.grads)
     weight, transposed = weight_operands(
-        OP, a.weight, told.copies, SCALE, backend.quantize_weight, transposed=a.grads[0], check=a.options.check_inputs
+        OP, a.weight, told.copies, SCALE, quantize.quantize_weight, transposed=a.grads[0], check=a.options.check_inputs
     )
     bias = None if a.bias is None else a.bias.to(LOGITS).contiguous()  # as kernels take it
     hidden = a.hidden.reshape(-1, size)
-    ignored = (logits_call.target == logits_call.ignore_index)[:, None]
+    ignored = (logits_call.target == a.options.ignore_index)[:, None]
     if a.grads[2]:
         grad_bias.zero_()
     for start, stop in spans(tokens, chunk):
         n = stop - start
         # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
         h = hidden[start:stop].masked_fill(ignored[start:stop], 0).contiguous()
-        rows, _ = backend.quantize_activation(h, "e4m3", SCALE, rows=True, columns=False)
-        logits = backend.product(rows, weight, True, bias, LOGITS, None)
-        of_targets = backend.target_logits(h, a.weight, bias, logits_call.target[start:stop])
+        rows, _ = quantize.quantize_activation(h, "e4m3", SCALE, rows=True, columns=False)
+        logits = product(rows, weight, True, bias, LOGITS, None)
+        of_targets = softmaxes.target_logits(h, a.weight, bias, logits_call.target[start:stop])
         del h, rows
         into = Gradient(
             empty_rows(n, vocab, "e4m3", a.hidden) if a.grads[0] else None,
             Quantized(columns, column_scales) if a.grads[1] else None,
             grad_bias.new_empty(blocks(n), vocab) if a.grads[2] else None,
         )
-        backend.softmax_of_chunk(logits_call, logits, of_targets, start, softmax, into if wanted else None)
+        softmaxes.softmax_of_chunk(logits_call, logits, of_targets, start, softmax, into if wanted else None)
         del logits
         if a.grads[0]:
-            made = backend.product(into.rows, transposed, True, None, torch.float32, None)
+            made = product(into.rows, transposed, True, None, torch.float32, None)
             grad_hidden.view(-1, size)[start:stop] = made
             del made
         if into.sums is not None:
@@ -270,7 +227,7 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
         grad_hidden = torch.mul(kept.parts.grad_hidden, upstream, out=out)
     if wanted[1]:
         assert kept.hidden is not None
-        backend = _backend(kept.backend, kept.hidden.device)
+        quantize, _, product = _backend(kept.backend, kept.hidden.device)
         # Not 0 times it: an ignored token's hidden state may be NaN.
         h = kept.hidden.masked_fill(~counted[..., None], 0)
         if kept.reduction == "none":
@@ -279,11 +236,11 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
         if len(h) == 0:
             grad_weight = grad_loss.new_zeros((len(kept.parts.columns), h.shape[1]), dtype=kept.weight_dtype)
         else:
-            _, turned = backend.quantize_weight(h, SCALE, rows=False, transposed=True)
+            _, turned = quantize.quantize_weight(h, SCALE, rows=False, transposed=True)
             if kept.reduction != "none":
                 turned.scales.mul_(upstream)
             columns = Quantized(kept.parts.columns, kept.parts.column_scales)
-            grad_weight = backend.product(columns, turned, True, None, kept.weight_dtype, kept.weight_grad_out)
+            grad_weight = product(columns, turned, True, None, kept.weight_dtype, kept.weight_grad_out)
         if kept.weight_grad_out is not None:
             grad_weight = None
     if wanted[2]:
@@ -319,5 +276,5 @@ LOSS = register(
 def run(call: Call, quantized: QuantizedWeight | None, backend: str) -> Outputs:
     """The loss and statistics of a call."""
     check_options(call.options, grad_bias=call.grads[2])
-    copies = Copies(None, None, None, None) if quantized is None else Copies(*quantized[1:5])
+    copies = WeightCopies(None, None, None, None) if quantized is None else WeightCopies(*quantized[1:5])
     return LOSS(Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device)))).out

@@ -5,7 +5,7 @@ logits in the weight's, the tokens' hidden states in hidden's.  `_gradients` tur
 What is launched is in `vocab.triton.walks`.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonConfig
 from onchip.vocab.triton.setup import Saved
+
+if TYPE_CHECKING:  # Triton is imported where something is launched
+    from onchip.vocab.triton import launches
 
 
 class TritonCall(NamedTuple):
@@ -36,7 +39,7 @@ class TritonCall(NamedTuple):
         """[T, 1] int64."""
         return self.call.target.reshape(-1, 1).to(torch.int64).contiguous()
 
-    def run(self) -> Any:
+    def run(self) -> "launches.Run":
         """The call as walks take it."""
         options = self.call.options
         head = planning.head_of(self.call, options.label_smoothing, options.z_loss)
@@ -66,20 +69,8 @@ def _forward(told: TritonCall) -> TritonOutputs:
     shape = call.target.shape
     if options.check_inputs:
         call.tokens(check_values=True)
-    run = told.run()
-    per_token = None if call.token_temperature is None else setup.flat(call.token_temperature.expand(shape))
-    saved = planning.saved_of(call, config)
-    rows, buffer = planning.rows_and_buffer(call, config, saved)
-    out, vectors = walks.forward(
-        run,
-        call.hidden.reshape(-1, run.hidden),
-        told.ids,
-        float(options.temperature) if per_token is None else per_token,
-        int(options.ignore_index),
-        rows,
-        buffer,
-        stats=options.return_stats,
-    )
+    run, saved = told.run(), setup.make_saved(call, config)
+    out, vectors = walks.forward(run, call, config, told.ids, saved, stats=options.return_stats)
     losses, correct = walks.losses(run, vectors, out, setup.flat(call.token_weight))
     loss = losses.view(shape)
     if options.reduction != "none":
@@ -97,7 +88,7 @@ def _forward(told: TritonCall) -> TritonOutputs:
 
 
 def _fake(told: TritonCall) -> TritonOutputs:
-    return TritonOutputs(empty_outputs(told.call), planning.saved_of(told.call, told.config, fake=True))
+    return TritonOutputs(empty_outputs(told.call), setup.make_saved(told.call, told.config, fake=True))
 
 
 def _save(told: TritonCall, made: TritonOutputs) -> Kept:
@@ -108,41 +99,25 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's if there is any."""
     from onchip.vocab.triton import launches, walks
 
-    call, config, saved, grad_loss = kept.told.call, kept.told.config, kept.saved, upstream[0]
+    told, call, (grad_loss,) = kept.told, kept.told.call, upstream
     assert grad_loss is not None
-    tokens, add = call.target.numel(), call.weight_grad_out is not None
-    run = kept.told.run()
-    vectors = launches.Vectors.unpack(saved.vectors, tokens)
+    run, vectors = told.run(), launches.Vectors.unpack(kept.saved.vectors, call.target.numel())
     grad = grad_loss.reshape(-1).float()
     if call.options.reduction != "none":
-        grad = (grad / call.divisor(vectors.number)).expand(tokens)
+        grad = (grad / call.divisor(vectors.number)).expand(call.target.numel())
     weights = setup.flat(call.token_weight)
     if weights is not None:
         grad = grad * weights
-    softmax = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
-    memory = planning.backward_memory(call, config, saved, (wanted[0], wanted[1] and not add, wanted[2]))
-    if tokens > 0:
-        into = {"grad_weight": call.weight_grad_out} if add and wanted[1] else {}
-        walks.backward(
-            run,
-            vectors,
-            kept.told.ids,
-            int(call.options.ignore_index),
-            softmax,
-            walks.loss_gradients(run, softmax, grad),
-            **memory | into,
-            add=add,
-        )
-    return planning.new_gradients(call, saved, memory)
+    known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
+    by_output = walks.loss_gradients(run, known, grad)
+    return walks.backward(
+        run, call, told.config, told.ids, kept.saved, vectors, known, by_output, wanted, add_to=call.weight_grad_out
+    )
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
     return empty_gradients(kept.told.call, (False, new_weight, wanted[2]))
-
-
-def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
-    return planning.all_gradients(kept.told.call, kept.saved, made)
 
 
 LOSS = register(
@@ -156,6 +131,6 @@ LOSS = register(
     differentiable=("hidden", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
     consumed=("hidden_memory", "weight_memory"),
-    collect=_collect,
-    clone=planning.clone,
+    collect=setup.collect,
+    clone=setup.clone,
 )

@@ -4,7 +4,7 @@ As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in
 backward turns it into them, in place.  What is launched is in `vocab.triton.walks`.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonConfig
 from onchip.vocab.triton.setup import Saved
+
+if TYPE_CHECKING:  # Triton is imported where something is launched
+    from onchip.vocab.triton import launches
 
 
 class TritonCall(NamedTuple):
@@ -42,6 +45,10 @@ class TritonCall(NamedTuple):
         k = call.ids.shape[-1] if call.ids.ndim == call.hidden.ndim else 1
         return call.ids.reshape(call.number, k).to(torch.int64).contiguous()
 
+    def run(self) -> "launches.Run":
+        """The call as walks take it."""
+        return setup.make_run(planning.head_of(self.call), self.call.number)
+
 
 class TritonOutputs(NamedTuple):
     """What the operator returns."""
@@ -63,24 +70,12 @@ class Kept(NamedTuple):
 def _forward(told: TritonCall) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
-    call, config, options = told.call, told.config, told.call.options
+    call, config = told.call, told.config
     shape = call.hidden.shape[:-1]
-    if options.check_inputs:
+    if call.options.check_inputs:
         call.tokens(check_values=True)
-    run = setup.make_run(planning.head_of(call), call.number)
-    per_token = None if call.token_temperature is None else setup.flat(call.token_temperature.expand(shape))
-    saved = planning.saved_of(call, config)
-    rows, buffer = planning.rows_and_buffer(call, config, saved)
-    out, vectors = walks.forward(
-        run,
-        call.hidden.reshape(call.number, run.hidden),
-        told.ids,
-        float(options.temperature) if per_token is None else per_token,
-        int(options.ignore_index),
-        rows,
-        buffer,
-        stats=told.stats,
-    )
+    run, saved = told.run(), setup.make_saved(call, config)
+    out, vectors = walks.forward(run, call, config, told.ids, saved, stats=told.stats)
     return TritonOutputs(
         Outputs(
             out.log_prob.view(call.ids.shape),
@@ -93,7 +88,7 @@ def _forward(told: TritonCall) -> TritonOutputs:
 
 
 def _fake(told: TritonCall) -> TritonOutputs:
-    return TritonOutputs(empty_outputs(told.call, told.stats), planning.saved_of(told.call, told.config, fake=True))
+    return TritonOutputs(empty_outputs(told.call, told.stats), setup.make_saved(told.call, told.config, fake=True))
 
 
 def _save(told: TritonCall, made: TritonOutputs) -> Kept:
@@ -104,34 +99,26 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the overflow."""
     from onchip.vocab.triton import launches, walks
 
-    told, call, saved = kept.told, kept.told.call, kept.saved
-    ids = told.ids
-    memory = planning.backward_memory(call, told.config, saved, wanted)
-    if call.number > 0:
-        log_probs = setup.flat(upstream[0])
-        walks.backward(
-            setup.make_run(planning.head_of(call), call.number),
-            launches.Vectors.unpack(saved.vectors, call.number),
-            ids,
-            int(call.options.ignore_index),
-            launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(ids.shape), setup.flat(kept.entropy)),
-            walks.OutputGradients(
-                None if log_probs is None else log_probs.view(ids.shape),
-                setup.flat(upstream[2]),
-                setup.flat(upstream[1]) if told.stats else None,
-            ),
-            **memory,
-        )
-    return planning.new_gradients(call, saved, memory)
+    told, call, ids = kept.told, kept.told.call, kept.told.ids
+    log_prob, entropy, lse = (setup.flat(x) for x in upstream)
+    return walks.backward(
+        told.run(),
+        call,
+        told.config,
+        ids,
+        kept.saved,
+        launches.Vectors.unpack(kept.saved.vectors, call.number),
+        launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(ids.shape), setup.flat(kept.entropy)),
+        walks.OutputGradients(
+            None if log_prob is None else log_prob.view(ids.shape), lse, entropy if told.stats else None
+        ),
+        wanted,
+    )
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
     return empty_gradients(kept.told.call, (False, new_weight, wanted[2]))
-
-
-def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
-    return planning.all_gradients(kept.told.call, kept.saved, made)
 
 
 LOG_PROBS = register(
@@ -145,6 +132,6 @@ LOG_PROBS = register(
     differentiable=("hidden", "weight", "bias"),
     differentiable_outputs=3,
     consumed=("hidden_memory", "weight_memory", "overflow"),
-    collect=_collect,
-    clone=planning.clone,
+    collect=setup.collect,
+    clone=setup.clone,
 )

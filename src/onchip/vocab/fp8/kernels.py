@@ -5,6 +5,8 @@ The products are cuBLAS's, so a chunk's logits exist, in bfloat16.  `softmax_gra
 128 entries once and writes it in FP8 twice: by rows for hidden's gradient, and transposed for the weight's.
 """
 
+from typing import Any, NamedTuple
+
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
@@ -25,7 +27,6 @@ def target_logits(
     weight_stride_h,
     H,
     V,
-    BIAS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """The product of a token's hidden state and its target's weight, neither quantised, and the bias."""
@@ -41,7 +42,7 @@ def target_logits(
         w = tl.load(weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h, mask=inside, other=0)
         total += h.to(tl.float32) * w.to(tl.float32)
     z = tl.sum(total, 0)
-    if BIAS:
+    if bias is not None:
         z += tl.load(bias + y, mask=good, other=0).to(tl.float32)
     tl.store(logits + t, z)
 
@@ -59,15 +60,12 @@ def token_terms(
     n,
     V,
     ignore_index,
-    inner_scale,  # of the logits before tanh
+    inner_scale,  # of the logits before tanh, with a softcap
     outer_scale,  # of what comes after, but for the temperature
     logit_scale,
     label_smoothing,
     z_loss,
-    TOKEN_WEIGHT: tl.constexpr,
-    TEMPERATURE: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """What the gradient of a token's logits is made with, for an upstream gradient of 1."""
@@ -78,11 +76,11 @@ def token_terms(
     good = (label >= 0) & (label < V)
     k2 = tl.full((BLOCK_T,), 1.0, tl.float32) * (outer_scale * LOG2E)
     row_factor = tl.full((BLOCK_T,), 1.0, tl.float32) * (logit_scale / tl.load(divisor))
-    if TEMPERATURE:
+    if temperature is not None:
         tau = tl.load(temperature + t, mask=kept, other=1.0)
         k2 = k2 / tau
         row_factor = row_factor / tau
-    if TOKEN_WEIGHT:
+    if token_weight is not None:
         row_factor *= tl.load(token_weight + t, mask=kept, other=0.0)
     row_factor = tl.where(kept, tl.where(good, row_factor, float("nan")), 0.0)
     row_lse = tl.load(lse + t, mask=there, other=0.0)
@@ -90,7 +88,7 @@ def token_terms(
     lse2, factor, even, at_target = gradient_terms(
         row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
     )
-    if SOFTCAP:
+    if inner_scale is not None:
         x = tanh(tl.load(of_targets + t, mask=kept, other=0.0) * inner_scale)
         at_target *= 1 - x * x
     # exp2(z - inf) is 0 for ignored tokens, without a mask for each of their logits.
@@ -103,25 +101,32 @@ def token_terms(
     tl.store(out + 4 * n, at_target, mask=there)
 
 
+class ChunkLogits(NamedTuple):
+    """A chunk's logits, and what their gradient is made with."""
+
+    data: Any  # [n, V]: products and bias, before scale, softcap and temperature; of ignored tokens finite or -inf
+    stride: Any
+    target: Any  # [n] int64
+    terms: Any  # [5, n] float32: of `token_terms`
+    inner_scale: Any  # of the logits before tanh, with a softcap
+
+
 @triton.jit
-def _gradient(
-    logits, logits_stride, target, terms, r, c, n, V, inner_scale,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+def _gradient(logits, r, c, n, V, SMOOTHING: tl.constexpr, RAGGED: tl.constexpr):
     """The gradient of the logits of tokens r [32] and entries c [128]; exactly 0 for ignored tokens."""
     there = r < n
-    y = tl.load(target + r, mask=there, other=-1).to(tl.int32)
-    k2 = tl.load(terms + r, mask=there, other=0.0)
-    lse2 = tl.load(terms + n + r, mask=there, other=float("inf"))
-    factor = tl.load(terms + 2 * n + r, mask=there, other=0.0)
-    at_target = tl.load(terms + 4 * n + r, mask=there, other=0.0)
-    x = load_numbers(logits, logits_stride, 1, r, c, n, V)
-    if SOFTCAP:
-        x = tanh(x * inner_scale)
+    y = tl.load(logits.target + r, mask=there, other=-1).to(tl.int32)
+    k2 = tl.load(logits.terms + r, mask=there, other=0.0)
+    lse2 = tl.load(logits.terms + n + r, mask=there, other=float("inf"))
+    factor = tl.load(logits.terms + 2 * n + r, mask=there, other=0.0)
+    at_target = tl.load(logits.terms + 4 * n + r, mask=there, other=0.0)
+    x = load_numbers(logits.data, logits.stride, 1, r, c, n, V)
+    if logits.inner_scale is not None:
+        x = tanh(x * logits.inner_scale)
     g = tl.exp2(x * k2[:, None] - lse2[:, None]) * factor[:, None]
     if SMOOTHING:
-        g -= tl.load(terms + 3 * n + r, mask=there, other=0.0)[:, None]
-    if SOFTCAP:
+        g -= tl.load(logits.terms + 3 * n + r, mask=there, other=0.0)[:, None]
+    if logits.inner_scale is not None:
         g *= 1 - x * x
     g = tl.where(c[None, :] == y[:, None], at_target[:, None], g)
     if RAGGED:
@@ -131,29 +136,21 @@ def _gradient(
 
 @triton.jit
 def softmax_gradient(
-    logits,  # [n, V]: products and bias, before scale, softcap and temperature; of ignored tokens finite or -inf
-    target,  # [n] int64
-    terms,  # [5, n] float32: of `token_terms`
+    logits,  # ChunkLogits
     rows,  # [n, up(V)] E4M3 out
     row_scales,  # [V / 128, n] float32 out
     columns,  # [V, up(T) / 4] int32 out: the same transposed, four numbers each, of tokens from `first` on
     column_scales,  # [T / 128, V] float32 out
     sums,  # [n / 128, V] float32 out: of the gradient over 128 tokens
-    logits_stride,
     rows_stride,
     columns_stride,
     first,  # a multiple of 128
     n_16,  # n + 16 and V + 16: see `quantize` of fp8_linear
     V_16,
-    inner_scale,
     SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,  # V is no multiple of 128
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUMS: tl.constexpr,
 ):
-    """The gradient of the loss by the products, in FP8.
+    """The gradient of the loss by the products, in FP8; None: not wanted.
 
     A thread has four rows below each other, and makes them a second time, of what is in L1 still: see `quantize`.
     """
@@ -167,31 +164,25 @@ def softmax_gradient(
     total = tl.zeros((BLOCK // 4, BLOCK), tl.float32)
     for k in tl.static_range(4):
         r = token + k
-        g = _gradient(logits, logits_stride, target, terms, r, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED)
+        g = _gradient(logits, r, c, n, V, SMOOTHING, RAGGED)
         bits = magnitude_bits(g)
         largest = tl.maximum(largest, bits)
-        if SUMS:
+        if sums is not None:
             total += g
-        if ROWS:
+        if rows is not None:
             scale = to_scale(tl.max(bits, 1), FP8_MAX, False)
             store_rows(rows, rows_stride, g, scale, r, c, n, tl.float8e4nv)
             tl.store(row_scales + tl.cast(j, tl.int64) * n + r, scale, mask=r < n)
-    if COLUMNS:
+    if columns is not None:
         scale = to_scale(tl.max(largest, 0), FP8_MAX, False)
         f = inverse(scale)[None, :]
-        g0 = _gradient(logits, logits_stride, target, terms, token, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED)
-        g1 = _gradient(
-            logits, logits_stride, target, terms, token + 1, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED
-        )
-        g2 = _gradient(
-            logits, logits_stride, target, terms, token + 2, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED
-        )
-        g3 = _gradient(
-            logits, logits_stride, target, terms, token + 3, c, n, V, inner_scale, SMOOTHING, SOFTCAP, RAGGED
-        )
+        g0 = _gradient(logits, token, c, n, V, SMOOTHING, RAGGED)
+        g1 = _gradient(logits, token + 1, c, n, V, SMOOTHING, RAGGED)
+        g2 = _gradient(logits, token + 2, c, n, V, SMOOTHING, RAGGED)
+        g3 = _gradient(logits, token + 3, c, n, V, SMOOTHING, RAGGED)
         turned = four_bytes(g0 * f, g1 * f, g2 * f, g3 * f, tl.float8e4nv).T
         r = (first + i * BLOCK) // 4 + tl.arange(0, BLOCK // 4)
         tl.store(columns + c.to(tl.int64)[:, None] * columns_stride + r[None, :], turned, mask=(c < V)[:, None])
         tl.store(column_scales + tl.cast(first // BLOCK + i, tl.int64) * V + c, scale, mask=c < V)
-    if SUMS:
+    if sums is not None:
         tl.store(sums + tl.cast(i, tl.int64) * V + c, tl.sum(total, 0), mask=c < V)

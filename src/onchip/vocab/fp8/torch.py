@@ -3,8 +3,7 @@
 What the Triton kernel makes is compared with this.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,28 +16,19 @@ from onchip.vocab.torch.softmax import Running
 from onchip.vocab.torch.tiles import Tokens, Transform, apply
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What is asked of the logits of some tokens."""
 
     target: Tensor  # [T] int64
     token_weight: Tensor | None  # [T] float32
     temperature: Tensor | None  # [T] float32
     divisor: Tensor  # [] float32: what the reduced loss is divided by
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    plain_temperature: float
-    """Where there is none per token."""
-    stats: bool
+    options: Any  # the op's; their temperature counts where there is none per token
 
     def part(self, start: int, stop: int) -> "Call":
         """Of tokens [start, stop)."""
         weight, temperature = self.token_weight, self.temperature
-        return replace(
-            self,
+        return self._replace(
             target=self.target[start:stop],
             token_weight=None if weight is None else weight[start:stop],
             temperature=None if temperature is None else temperature[start:stop],
@@ -94,11 +84,11 @@ def softmax_of_chunk(
     `of_targets` [n] stand in for those of the targets.
     """
     n, vocab = logits.shape
-    part = call.part(first, first + n)
-    kept = part.target != call.ignore_index
+    part, options = call.part(first, first + n), call.options
+    kept = part.target != options.ignore_index
     bad = kept & ((part.target < 0) | (part.target >= vocab))
     weight = torch.ones_like(part.target, dtype=torch.float32) if part.token_weight is None else part.token_weight
-    tau: Tensor | float = call.plain_temperature
+    tau: Tensor | float = options.temperature
     if part.temperature is not None:
         tau = part.temperature.masked_fill(~kept, 1)[:, None]
     tokens = Tokens(
@@ -111,14 +101,14 @@ def softmax_of_chunk(
         weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
         1 / call.divisor,
     )
-    loss, transform = Loss(call.label_smoothing, call.z_loss), Transform(call.logit_scale, call.softcap)
+    loss, transform = Loss(options.label_smoothing, options.z_loss), Transform.of(options)
     z = logits.float().scatter_(1, tokens.ids, of_targets[:, None])
-    slope = None if call.softcap is None else torch.empty_like(z)
+    slope = None if options.softcap is None else torch.empty_like(z)
     apply(transform, z, tau, slope)
     running = Running.empty(tokens.ids)
-    spare = torch.empty_like(z) if call.stats else None
+    spare = torch.empty_like(z) if options.return_stats else None
     e = running.absorb(z, 0, tokens.ids, uniform=loss.uniform, spare=spare)
-    stats = running.stats(tokens, vocab, entropy=call.stats, uniform=loss.uniform)
+    stats = running.stats(tokens, vocab, entropy=options.return_stats, uniform=loss.uniform)
     made = [token_losses(loss, stats, tokens), stats.lse, stats.log_prob[:, 0]]
     if stats.entropy is not None:
         made += [stats.entropy, stats.is_top1(tokens)]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +14,6 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import RowTiles
 
 
-class LossOptions(Protocol):
-    """The numbers that a row's loss is made with, as the ops' options have them."""
-
-    @property
-    def ignore_index(self) -> int: ...
-    @property
-    def label_smoothing(self) -> float: ...
-    @property
-    def z_loss(self) -> float: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def logit_scale(self) -> float: ...
-    @property
-    def temperature(self) -> float: ...
-
-
 def launch_rows(
     kernel: str,
     logits: Tensor,  # [..., V]
@@ -38,30 +21,29 @@ def launch_rows(
     target: Tensor,  # [...]
     token_weight: Tensor | None,  # [...]
     token_temperature: Tensor | None,  # [...] or []
-    options: LossOptions,
+    options: Any,
     **more: Any,
 ) -> None:
-    """Launch a kernel of onchip.vocab.rows.triton; `more` are its arguments that are not told here."""
+    """Launch a kernel of onchip.vocab.rows.triton, with an op's `options`; `more` are its other arguments."""
     from onchip.vocab.rows import triton as triton_rows
 
-    tokens, vocab, element = target.numel(), logits.shape[-1], logits.element_size()
-    out = logits.new_empty(0) if out is None else out
-    tiles = tiles_of(vocab, DTYPES[logits.dtype], twice=more.get("GRADIENT", False))
+    tokens, vocab = target.numel(), logits.shape[-1]
+    tiles = tiles_of(vocab, DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
     inner, *rows = _rows(logits, out)
-    strides = [x.stride(-1) if vocab > 1 and x.numel() > 0 else 1 for x in (logits, out)]
+    given = [logits] if out is None else [logits, out]
+    strides = [x.stride(-1) if vocab > 1 else 1 for x in given]
     # So many elements are read and written at a time.
-    whole = all(x.data_ptr() % 16 == 0 for x in (logits, out)) and strides == [1, 1]
-    unit = math.gcd(16 // element, vocab, *rows) if whole else 1
+    whole = all(x.data_ptr() % 16 == 0 for x in given) and set(strides) == {1}
+    unit = math.gcd(16 // logits.element_size(), vocab, *rows) if whole else 1
     logits_outer, logits_inner, out_outer, out_inner = (x // unit for x in rows)
     loops = (vocab - 1) // tiles.tile
-    # Triton takes no numbers of NumPy's.
-    scale, temperature = float(options.logit_scale), float(options.temperature)
-    softcap = None if options.softcap is None else float(options.softcap)
+    scale, outer, inner_scale = transform_scales(options)
     arguments = {
         "logits": logits,
         "target": target.reshape(-1).to(torch.int64).contiguous(),
         "token_weight": None if token_weight is None else flat(token_weight),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
+        "target_logit": None,
         "out": out,
         "T": tokens,
         "V_units": vocab // unit,
@@ -71,34 +53,31 @@ def launch_rows(
         "logits_outer": logits_outer,
         "logits_inner": logits_inner,
         "logits_stride": strides[0],
+        "out_outer": out_outer,
         "out_inner": out_inner,
-        "inner_scale": 1.0 if softcap is None else scale / softcap,
-        "outer_scale": (scale if softcap is None else softcap) / temperature,
-        "logit_scale": scale / temperature,
+        "out_stride": strides[-1],
+        "inner_scale": inner_scale,
+        "outer_scale": outer,
+        "logit_scale": scale,
         "label_smoothing": float(options.label_smoothing),
         "z_loss": float(options.z_loss),
-        "TOKEN_WEIGHT": token_weight is not None,
-        "TEMPERATURE": token_temperature is not None,
         "SMOOTHING": options.label_smoothing > 0,
-        "SOFTCAP": softcap is not None,
+        "LOOP": loops > 0,
         "UNIT": unit,
         "TILE": tiles.tile,
         "LANES": 32 * tiles.warps,
         "STAGES": tiles.stages,
     }
-    if kernel == "losses":
-        arguments |= {"LOOP": loops > 0, "target_logit": None, "TARGET_LOGIT": False}
-    else:
-        arguments |= {"out_outer": out_outer, "out_stride": strides[1]}
     grid = (min(tokens, tiles.programs * _multiprocessors(logits)),)
-    Launch(getattr(triton_rows, kernel), grid, arguments | more, warps=tiles.warps, registers=tiles.registers).run()
+    function = getattr(triton_rows, kernel)
+    Launch.of(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
 
 
 # By this name, so that it can be replaced where tiles are compared.
 tiles_of: Callable[..., RowTiles] = row_memory.heuristic_tiles
 
 
-def _rows(logits: Tensor, out: Tensor) -> tuple[int, int, int, int, int]:
+def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, int, int, int, int]:
     """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
     vocab, tokens = logits.shape[-1], logits.shape[:-1].numel()
     leading = leading_dimensions(logits)
@@ -108,6 +87,15 @@ def _rows(logits: Tensor, out: Tensor) -> tuple[int, int, int, int, int]:
     if out is logits:  # in place
         return inner, outer, row, outer, row
     return inner, outer, row, inner * vocab, vocab
+
+
+def transform_scales(options: Any) -> tuple[float, float, float | None]:
+    """What logits are multiplied by in all, without a softcap; after tanh, or without one in all; and before tanh."""
+    scale, temperature = float(options.logit_scale), float(options.temperature)
+    if options.softcap is None:
+        return scale / temperature, scale / temperature, None
+    softcap = float(options.softcap)
+    return scale / temperature, softcap / temperature, scale / softcap
 
 
 def flat(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A program takes whole rows, one after the other: T tokens are shared out among as many programs as the launch has.  A
 row of V logits is walked through in `loops` full tiles and a last one, full or not.  A row of one tile is read once and
-stays in registers; of a longer one, `losses` with GRADIENT goes back over the tiles from the last to the first, while
+stays in registers; of a longer one, `losses` with `out` goes back over the tiles from the last to the first, while
 they are in the caches, and writes the gradient of the reduced loss.
 
 A tile is [R, LANES, UNIT]: UNIT elements side by side, of 16 bytes if rows are aligned to that; LANES of these, one for
@@ -10,7 +10,8 @@ each thread; and that R times.
 Running sums are kept lane by lane, [LANES], so warps meet only at the end of a row.  What runs along is the softmax of
 all logits but the target's, which joins last: then a p near 1 keeps all digits of 1 - p.
 
-x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 = k * log2(e).
+x is a logit, or with a softcap its tanh; z = x * k is the final logit, and k2 = k * log2(e).  None as an argument:
+there is none, or it is not wanted.
 """
 
 import triton  # type: ignore[import-untyped]
@@ -60,9 +61,9 @@ def _read(
 
 
 @triton.jit
-def _squash(raw, inner_scale, SOFTCAP: tl.constexpr):
+def _squash(raw, inner_scale):
     x = raw.to(tl.float32)
-    return tanh(x * inner_scale) if SOFTCAP else x
+    return x if inner_scale is None else tanh(x * inner_scale)
 
 
 @triton.jit
@@ -84,13 +85,12 @@ def _absorb(
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
 ):
     """The running sums with another tile in them."""
     steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
-    x = _squash(raw, inner_scale, SOFTCAP)
+    x = _squash(raw, inner_scale)
     out = steps == y - first - lanes
     if MASKED:
         outside = steps >= V - first - lanes
@@ -126,25 +126,22 @@ def _write(
     y,
     k2,
     inner_scale,
-    lse2,  # and so on: see gradient_terms
-    factor,
-    even,
-    at_target,
+    terms,  # of `gradient_terms`
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
 ):
     """The gradient of a tile's logits."""
+    lse2, factor, even, at_target = terms
     steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
-    x = _squash(raw, inner_scale, SOFTCAP)
+    x = _squash(raw, inner_scale)
     g = tl.exp2(x * k2 - lse2) * factor
     if SMOOTHING:
         g -= even
     g = tl.where(steps == y - first - lanes, at_target, g)
-    if SOFTCAP:
+    if inner_scale is not None:
         g *= 1 - x * x
     at = row + (first + lanes + steps).to(tl.int64) * stride
     g = g.to(row.dtype.element_ty)
@@ -189,56 +186,51 @@ def losses(
     logits_inner,
     logits_stride,  # of columns, in elements
     out_inner,
-    inner_scale,  # of the logits before tanh
+    inner_scale,  # of the logits before tanh, with a softcap
     outer_scale,  # of what comes after, but for the temperature
     logit_scale,
     label_smoothing,
     z_loss,
-    TOKEN_WEIGHT: tl.constexpr,
-    TEMPERATURE: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    STATS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    TARGET_LOGIT: tl.constexpr,
     LOOP: tl.constexpr,  # whether loops > 0
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The loss and the softmax of each row; with GRADIENT the gradient too, for an upstream gradient of 1."""
+    """The loss and the softmax of each row; with `out` the gradient too, for an upstream gradient of 1."""
     V = V_units * UNIT
     # What is read again is asked to stay, the rest to go.
-    AGAIN: tl.constexpr = "evict_last" if GRADIENT and LOOP else "evict_first"
+    AGAIN: tl.constexpr = "evict_last" if out is not None and LOOP else "evict_first"
     step = tl.num_programs(0)
     following = tl.load(target + tl.program_id(0))
     for row in range(tl.program_id(0), T, step):
         label = following
         following = tl.load(target + row + step, mask=row + step < T, other=0)
         from_row = logits + _row_start(row, inner, logits_outer, logits_inner, UNIT)
-        into = out + tl.cast(row, tl.int64) * (out_inner * UNIT)
+        if out is not None:
+            into = out + tl.cast(row, tl.int64) * (out_inner * UNIT)
         if label == ignore_index:
             tl.store(loss + row, 0.0)
             tl.store(lse + row, 0.0)
             tl.store(log_prob + row, 0.0)
-            if STATS:
+            if entropy is not None:
                 tl.store(entropy + row, 0.0)
                 tl.store(correct + row, False)
-            if GRADIENT:
+            if out is not None:
                 _clear(into, 1, loops, V, TILE, LANES, UNIT)
         else:
             good = (label >= 0) & (label < V)
             y = tl.where(good, label, -1).to(tl.int32)
-            if TARGET_LOGIT:
+            if target_logit is not None:
                 x_y = tl.load(target_logit + row)
             else:
                 x_y = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
-            x_y = _squash(x_y, inner_scale, SOFTCAP)
+            x_y = _squash(x_y, inner_scale)
             # Sums of x relative to the target's keep their digits, if that is a number.
             reference = tl.where((x_y > LOWEST) & (x_y < -LOWEST), x_y, 0.0)
             k = outer_scale
-            if TEMPERATURE:
+            if temperature is not None:
                 k = k / tl.load(temperature + row)
             k2 = k * LOG2E
 
@@ -252,13 +244,13 @@ def losses(
                     raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, AGAIN)
                     top, others, offsets, moments, better = _absorb(
                         raw, i * TILE, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
-                        TILE, LANES, UNIT, False, SOFTCAP, SMOOTHING, STATS,
+                        TILE, LANES, UNIT, False, SMOOTHING, entropy is not None,
                     )  # fmt: skip
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, AGAIN)
             top, others, offsets, moments, better = _absorb(
                 last, first, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
-                TILE, LANES, UNIT, True, SOFTCAP, SMOOTHING, STATS,
+                TILE, LANES, UNIT, True, SMOOTHING, entropy is not None,
             )  # fmt: skip
 
             best = tl.max(top, 0)
@@ -270,7 +262,7 @@ def losses(
             own = tl.where(good, tl.exp2(own_log), 0.0)
             rest_log = tl.maximum((best - lead) * k2, _NOTHING)
             decay = tl.exp2(rest_log)
-            if STATS:
+            if entropy is not None:
                 moment = tl.sum(tl.exp2(drop) * (moments + others * drop), 0)
                 moment = decay * (moment + rest * rest_log) + own * tl.maximum(own_log, _NOTHING)
             rest = rest * decay
@@ -283,43 +275,35 @@ def losses(
             value += z_loss * row_lse * row_lse
             if SMOOTHING:
                 offset = tl.sum(offsets, 0)
-                if TARGET_LOGIT:
+                if target_logit is not None:
                     stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
-                    offset -= _squash(stored, inner_scale, SOFTCAP) - reference
+                    offset -= _squash(stored, inner_scale) - reference
                 value += label_smoothing * (log_total - (offset / V + (reference - lead)) * k)
             weight = 1.0
-            if TOKEN_WEIGHT:
+            if token_weight is not None:
                 weight = tl.load(token_weight + row)
             tl.store(loss + row, tl.where(good, value * weight, float("nan")))
             tl.store(lse + row, row_lse)
             tl.store(log_prob + row, row_log_prob)
-            if STATS:
+            if entropy is not None:
                 tl.store(entropy + row, log_total - moment / ((rest + own) * LOG2E))
                 tl.store(correct + row, good & (tl.max(better, 0) == 0) & (row_lse == row_lse))
 
-            if GRADIENT:
+            if out is not None:
                 row_factor = weight / tl.load(divisor) * logit_scale
-                if TEMPERATURE:
+                if temperature is not None:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
-                lse2, factor, even, at_target = gradient_terms(
-                    row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
-                )
+                terms = gradient_terms(row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING)
                 if LOOP:
                     # As the other tiles: the registers are needed for them.
                     last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-                _write(
-                    into, 1, last, first, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                    TILE, LANES, UNIT, True, SOFTCAP, SMOOTHING,
-                )  # fmt: skip
+                _write(into, 1, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
                 if LOOP:
                     for i in range(loops):
                         back = (loops - 1 - i) * TILE
                         raw = _read(from_row, logits_stride, back, V, TILE, LANES, UNIT, False, "evict_first")
-                        _write(
-                            into, 1, raw, back, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                            TILE, LANES, UNIT, False, SOFTCAP, SMOOTHING,
-                        )  # fmt: skip
+                        _write(into, 1, raw, back, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING)
 
 
 @triton.jit
@@ -349,10 +333,7 @@ def gradients(
     logit_scale,
     label_smoothing,
     z_loss,
-    TOKEN_WEIGHT: tl.constexpr,
-    TEMPERATURE: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     UNLESS_ONE: tl.constexpr,  # nothing is to be done where the upstream gradient is 1
     UNIT: tl.constexpr,
@@ -377,27 +358,23 @@ def gradients(
             y = tl.where(good, label, -1).to(tl.int32)
             k = outer_scale
             row_factor = logit_scale / tl.load(divisor)
-            if TEMPERATURE:
+            if temperature is not None:
                 tau = tl.load(temperature + row)
                 k = k / tau
                 row_factor = row_factor / tau
-            if TOKEN_WEIGHT:
+            if token_weight is not None:
                 row_factor *= tl.load(token_weight + row)
             row_factor *= tl.load(grad_loss + row) if PER_TOKEN else upstream
             row_factor = tl.where(good, row_factor, float("nan"))
-            lse2, factor, even, at_target = gradient_terms(
+            terms = gradient_terms(
                 tl.load(lse + row), tl.load(log_prob + row), row_factor, label_smoothing, z_loss, V, SMOOTHING
             )
             k2 = k * LOG2E
             for i in tl.range(0, loops, num_stages=STAGES):
                 raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
                 _write(
-                    into, out_stride, raw, i * TILE, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                    TILE, LANES, UNIT, False, SOFTCAP, SMOOTHING,
-                )  # fmt: skip
+                    into, out_stride, raw, i * TILE, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING
+                )
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            _write(
-                into, out_stride, last, first, V, y, k2, inner_scale, lse2, factor, even, at_target,
-                TILE, LANES, UNIT, True, SOFTCAP, SMOOTHING,
-            )  # fmt: skip
+            _write(into, out_stride, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)

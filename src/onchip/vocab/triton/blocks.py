@@ -46,6 +46,7 @@ NO_LABEL = tl.constexpr(2**31 - 1)
 class BufferRows(NamedTuple):
     """Which rows of VOCAB_TILE columns hold the logits' exponentials or gradient, by position, as kernels take it."""
 
+    rows: Any  # in all
     weight_grad_row: Any  # the first one in the memory of the weight's gradient, and so on
     weight_grad_stride: Any  # from one tile to the next
     in_weight_grad: Any  # positions, the first ones, in multiples of the blocks that they are handled in

@@ -20,25 +20,11 @@ VANISHED = tl.constexpr(-128.0)
 @triton.jit
 def position_terms(
     ids,  # [T, K] int64
-    order,  # [T] int32
-    count,
-    factor,  # [T] float32: z = x * factor
-    base,  # [T] float32: what kept exponentials are relative to
-    lse,  # [T] float32, by token, and so on
-    log_prob,  # [T, K] float32
-    entropy,
-    grad_log_prob,  # [T, K] float32
-    grad_lse,
-    grad_entropy,
-    row_scale,  # [T] float32 out, by position, and so on
-    even,
-    entropy_scale,
-    mean,
-    product_scale,  # what multiplies kept exponentials
-    position_lse,
+    vectors,  # Vectors
+    known,  # TokenSoftmax
+    upstream,  # OutputGradients
+    terms,  # Terms out
     size,  # of the upstream gradients
-    entry,  # [T, K] float32 out: the ids' entries of the gradient
-    entry_label,  # [T, K] int32 out: whose, -1 for none: it is ignored, out of range, or the same as one before
     V,
     K,
     ignore_index,
@@ -51,18 +37,18 @@ def position_terms(
 ):
     """What the gradient of a position's logits is made of.
 
-    With `even` there is one id, and a share `label_smoothing` of its log-probability's upstream gradient goes to all
-    entries instead.
+    With `terms.even` there is one id, and a share `label_smoothing` of its log-probability's upstream gradient goes to
+    all entries instead.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = t < tl.load(count)
-    token = tl.load(order + t, mask=inside, other=0).to(tl.int64)
+    inside = t < tl.load(vectors.number)
+    token = tl.load(vectors.order + t, mask=inside, other=0).to(tl.int64)
     here = inside[:, None] & (k < K)[None, :]
     y = tl.load(ids + token[:, None] * K + k[None, :], mask=here, other=ignore_index)
     counted = here & (y != ignore_index)
-    lp = tl.load(log_prob + token[:, None] * K + k[None, :], mask=counted, other=0.0)
-    lse_t = tl.load(lse + token, mask=inside, other=0.0)
+    lp = tl.load(known.log_prob + token[:, None] * K + k[None, :], mask=counted, other=0.0)
+    lse_t = tl.load(known.lse + token, mask=inside, other=0.0)
     # Of an id's occurrences, and of all other ids.
     same = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     rest = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -73,8 +59,8 @@ def position_terms(
         y_j = tl.load(ids + token * K + j, mask=inside, other=ignore_index)
         counts = y_j != ignore_index
         g = tl.zeros((BLOCK_T,), tl.float32)
-        if grad_log_prob is not None:
-            g = tl.load(grad_log_prob + token * K + j, mask=counts, other=0.0)
+        if upstream.log_prob is not None:
+            g = tl.load(upstream.log_prob + token * K + j, mask=counts, other=0.0)
         g = tl.where(counts & ((y_j < 0) | (y_j >= V)), float("nan"), g)
         equal = y == y_j[:, None]
         same += tl.where(equal, g[:, None], 0.0)
@@ -83,29 +69,29 @@ def position_terms(
         total += g
         large += tl.abs(g)
     of_log_probs = total
-    if grad_lse is not None:
-        g = tl.load(grad_lse + token, mask=inside, other=0.0)
+    if upstream.lse is not None:
+        g = tl.load(upstream.lse + token, mask=inside, other=0.0)
         total -= g
         large += tl.abs(g)
         rest -= g[:, None]
-    k_z = tl.load(factor + t, mask=inside, other=1.0)
+    k_z = tl.load(vectors.factor + t, mask=inside, other=1.0)
     f = k_z * slope_scale
-    if grad_entropy is not None:
-        g = tl.load(grad_entropy + token, mask=inside, other=0.0)
-        h = tl.load(entropy + token, mask=inside, other=0.0)
+    if upstream.entropy is not None:
+        g = tl.load(upstream.entropy + token, mask=inside, other=0.0)
+        h = tl.load(known.entropy + token, mask=inside, other=0.0)
         large += tl.abs(g)
         rest += g[:, None] * tl.maximum(lp + h[:, None], VANISHED)
-        tl.store(entropy_scale + t, -g * f, mask=inside)
-        tl.store(mean + t, lse_t - h, mask=inside)
-    tl.store(row_scale + t, -total * f, mask=inside)
-    above = tl.load(base + t, mask=inside, other=0.0) - lse_t
-    tl.store(product_scale + t, -total * f * tl.exp2(above * LOG2E) * inverse_exponential_scale, mask=inside)
-    tl.store(position_lse + t, lse_t, mask=inside)
+        tl.store(terms.entropy_scale + t, -g * f, mask=inside)
+        tl.store(terms.mean + t, lse_t - h, mask=inside)
+    tl.store(terms.row_scale + t, -total * f, mask=inside)
+    above = tl.load(vectors.base + t, mask=inside, other=0.0) - lse_t
+    tl.store(terms.product_scale + t, -total * f * tl.exp2(above * LOG2E) * inverse_exponential_scale, mask=inside)
+    tl.store(terms.lse + t, lse_t, mask=inside)
     tl.store(size + t, large * f, mask=inside)
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
     value = -(same * expm1(lp)) - tl.exp2(lp * LOG2E) * rest
-    if even is not None:
-        tl.store(even + t, -of_log_probs * (label_smoothing / V) * f, mask=inside)
+    if terms.even is not None:
+        tl.store(terms.even + t, -of_log_probs * (label_smoothing / V) * f, mask=inside)
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
         value += (of_log_probs * (label_smoothing / V - label_smoothing))[:, None]
     if inner_scale is not None:
@@ -113,8 +99,8 @@ def position_terms(
         value *= 1 - x * x
     good = counted & (y >= 0) & (y < V) & (repeats == 0)
     to = t.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(entry + to, tl.where(good, value * f[:, None], 0.0), mask=here)
-    tl.store(entry_label + to, tl.where(good, y, -1).to(tl.int32), mask=here)
+    tl.store(terms.entry + to, tl.where(good, value * f[:, None], 0.0), mask=here)
+    tl.store(terms.entry_label + to, tl.where(good, y, -1).to(tl.int32), mask=here)
 
 
 @triton.jit
@@ -143,20 +129,13 @@ def gradient_tiles(
     weight,
     bias,
     exponentials,  # [rows, VOCAB_TILE] out
-    count,
-    label,
-    factor,
-    lse,  # [T] float32, by position, and so on: see `position_terms`
-    row_scale,
-    even,
+    vectors,  # Vectors
+    terms,  # Terms
     at_target,
-    entropy_scale,
-    mean,
     buffer,
     first,  # position
     first_tile,
     chunk_tiles,
-    exponential_rows,
     rows_stride,
     weight_stride,
     T,
@@ -175,7 +154,7 @@ def gradient_tiles(
 
     `at_target` is the label's entry; without it, that is 0.
     """
-    n = tl.load(count)
+    n = tl.load(vectors.number)
     tiles_t = tl.cdiv(tl.maximum(tl.maximum(n, 1) - first, 0), BLOCK_T)
     steps = tl.cdiv(H, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_t * chunk_tiles, PROGRAMS, flatten=True):
@@ -191,21 +170,21 @@ def gradient_tiles(
         t = t0 + tl.arange(0, BLOCK_T)
         v = v0 + tl.arange(0, VOCAB_TILE)
         inside = t < n
-        lse_t = tl.load(lse + t, mask=inside, other=0.0)
-        r = tl.load(row_scale + t, mask=inside, other=0.0)
-        y = tl.load(label + t, mask=inside, other=-1)
-        k_z = tl.load(factor + t, mask=inside, other=0.0)
+        lse_t = tl.load(terms.lse + t, mask=inside, other=0.0)
+        r = tl.load(terms.row_scale + t, mask=inside, other=0.0)
+        y = tl.load(vectors.label + t, mask=inside, other=-1)
+        k_z = tl.load(vectors.factor + t, mask=inside, other=0.0)
         x = unscaled_logits(z, bias, v, inner_scale, V)
         p = tl.exp2(x * (k_z * LOG2E)[:, None] - (lse_t * LOG2E)[:, None])
-        if entropy_scale is None:
+        if terms.entropy_scale is None:
             g = p * r[:, None]
         else:
-            r_entropy = tl.load(entropy_scale + t, mask=inside, other=0.0)
-            offset = x * k_z[:, None] - tl.load(mean + t, mask=inside, other=0.0)[:, None]
+            r_entropy = tl.load(terms.entropy_scale + t, mask=inside, other=0.0)
+            offset = x * k_z[:, None] - tl.load(terms.mean + t, mask=inside, other=0.0)[:, None]
             # p log p is 0 at p = 0, and 0 * -inf is not.
             g = p * (r[:, None] + r_entropy[:, None] * tl.maximum(offset, -1e30))
-        if even is not None:
-            g -= tl.load(even + t, mask=inside, other=0.0)[:, None]
+        if terms.even is not None:
+            g -= tl.load(terms.even + t, mask=inside, other=0.0)[:, None]
         entry = tl.zeros_like(r) if at_target is None else tl.load(at_target + t, mask=inside, other=0.0)
         if inner_scale is not None:
             g *= 1 - x * x  # before the entry: after it, registers are spilled
@@ -214,19 +193,15 @@ def gradient_tiles(
         value = g.to(rows.dtype if TMA else rows.dtype.element_ty)
         into = buffer.recomputed_row + j * buffer.recomputed + t0 - first
         store_columns(
-            exponentials, VOCAB_TILE, into, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+            exponentials, VOCAB_TILE, into, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
         )
 
 
 @triton.jit
 def entropy_gradient(
     exponentials,  # [rows, VOCAB_TILE] in and out
-    count,
-    lse,  # [T] float32, by position, and so on
-    base,
-    row_scale,
-    entropy_scale,
-    mean,
+    vectors,  # Vectors
+    terms,  # Terms
     inverse_exponential_scale,
     buffer,
     BLOCK_T: tl.constexpr,
@@ -238,15 +213,15 @@ def entropy_gradient(
     """
     j = tl.program_id(0)
     t0 = tl.program_id(1) * BLOCK_T
-    n = tl.load(count)
+    n = tl.load(vectors.number)
     if t0 < n:
         t = t0 + tl.arange(0, BLOCK_T)
         inside = t < n
-        b = tl.load(base + t, mask=inside, other=0.0)
-        factor = tl.exp2((b - tl.load(lse + t, mask=inside, other=0.0)) * LOG2E)
-        middle = b - tl.load(mean + t, mask=inside, other=0.0)
-        r = tl.load(row_scale + t, mask=inside, other=0.0)
-        r_entropy = tl.load(entropy_scale + t, mask=inside, other=0.0)
+        b = tl.load(vectors.base + t, mask=inside, other=0.0)
+        factor = tl.exp2((b - tl.load(terms.lse + t, mask=inside, other=0.0)) * LOG2E)
+        middle = b - tl.load(terms.mean + t, mask=inside, other=0.0)
+        r = tl.load(terms.row_scale + t, mask=inside, other=0.0)
+        r_entropy = tl.load(terms.entropy_scale + t, mask=inside, other=0.0)
         at = buffer_row(j, t0, buffer, 0)
         where = (tl.cast(at, tl.int64) + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE
         where += tl.arange(0, VOCAB_TILE)[None, :]
@@ -293,7 +268,6 @@ def weight_gradient(
     recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
     chunk_tiles,
-    exponential_rows,
     buffer,
     rows_stride,
     out_stride,
@@ -322,7 +296,7 @@ def weight_gradient(
         for k in range(steps):
             t = k * BLOCK_K
             row = buffer_row(vocab_tile, t, buffer, recomputed_from)
-            a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
+            a = load_block(exponentials, VOCAB_TILE, row, column, buffer.rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
             b = load_block(rows, rows_stride, t, j * BLOCK_H, T, H, BLOCK_K, BLOCK_H, TMA)
             acc = tl.dot(a.T, b, acc)
         if inverse_grad_scale is not None:
@@ -401,7 +375,6 @@ def hidden_gradient(
     half_rows,
     first_tile,
     chunk_tiles,
-    exponential_rows,
     buffer,
     weight_stride,
     out_stride,
@@ -450,7 +423,7 @@ def hidden_gradient(
             column = k * BLOCK_K - of_chunk * VOCAB_TILE
             row = buffer_row(first_tile + of_chunk, t0, buffer, first_tile)
             v = first_tile * VOCAB_TILE + k * BLOCK_K
-            a = load_block(exponentials, VOCAB_TILE, row, column, exponential_rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
+            a = load_block(exponentials, VOCAB_TILE, row, column, buffer.rows, VOCAB_TILE, BLOCK_T, BLOCK_K, TMA)
             b = load_weight(weight, weight_stride, v, j * BLOCK_H, V, H, BLOCK_K, BLOCK_H, TURNED, TMA)
             acc = tl.dot(a, b, acc)
         if product_scale is not None:

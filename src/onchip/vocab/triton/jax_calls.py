@@ -9,6 +9,7 @@ multiples of 16, without which no load is more than an element wide.
 
 import linecache
 import os
+from collections import namedtuple
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,28 +29,57 @@ VOCAB_TILE: int = blocks.VOCAB_TILE.value
 
 
 class Code(str):
-    """What an entry computes for a parameter, from its own arrays and constants; it may be `BufferRows`."""
+    """What an entry computes for a parameter, from its own arrays and constants."""
+
+
+class Launch(NamedTuple):
+    """What the calls of one problem have in common."""
+
+    positions: Positions
+    tiles: Mapping[str, Mapping[str, int]]
+    programs: int
+
+    def logits(self, rows: Array, part: slice, count: Array) -> dict[str, Any]:
+        """What logits of the positions of `part`, as many as `count`, are made from."""
+        at, hidden = self.positions, rows.shape[1]
+        return {
+            "rows": rows,
+            "weight": at.layer.weight,
+            "bias": at.bias,
+            "vectors": {"number": count, "label": at.label[part], "factor": at.factor[part]},
+            "T": len(rows),
+            "rows_stride": hidden,
+            "weight_stride": hidden,
+            "inner_scale": None if at.inner is None else Code("tl.load(inner)"),
+        }
 
 
 def call(
+    launch: Launch,
     kernel: Any,
     arguments: Mapping[str, Any],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     *,
-    programs: int,
-    tile: Mapping[str, int],
-    arrays: Mapping[str, Array] | None = None,
+    arrays: Mapping[str, Array | None] | None = None,
     in_place: Mapping[str, Array] | None = None,
 ) -> dict[str, Array]:
     """The kernel's outputs.
 
-    `arguments`, by the kernel's parameters, are arrays, constants, or `Code` over the names of `arrays` and of all that
-    the kernel is given.  Outputs of `in_place` have these arrays' memory, and their values to begin with.
+    `arguments`, by the kernel's parameters, are arrays, constants, `Code` over the names of `arrays` and of all that
+    the kernel is given, or structures of these, by their fields' names.  Outputs of `in_place` have these arrays'
+    memory, and their values at first.
     """
-    inputs = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)} | dict(arrays or {})
+    tile, (vocab, hidden) = launch.tiles[kernel.fn.__name__], launch.positions.layer.weight.shape
+    cut = {"GROUP": tile["group"], "PROGRAMS": launch.programs, "BLOCK_K": tile["depth"], "PARTS": tile["parts"]}
+    arguments = {**arguments, **cut, "H": hidden, "V": vocab, "TMA": False}
+    structures = {name: x for name, x in arguments.items() if isinstance(x, dict)}
+    named = [x for known in (arguments, *structures.values(), arrays or {}) for x in known.items()]
+    inputs = {name: x for name, x in named if isinstance(x, jax.Array)}
     before = {f"{name}_before": x for name, x in (in_place or {}).items()}
     outputs = dict(outputs) | {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (in_place or {}).items()}
-    code = {name: x for name, x in arguments.items() if isinstance(x, Code) or x is None}
+    code: dict[str, Any] = {name: x for name, x in arguments.items() if isinstance(x, Code) or x is None}
+    for name, known in structures.items():
+        code[name] = tuple((field, field if isinstance(x, jax.Array) else x) for field, x in known.items())
     constants = {name: x for name, x in arguments.items() if name not in inputs and name not in code}
     given = (*inputs, *before, *outputs)
     made = triton_call(
@@ -57,7 +87,7 @@ def call(
         *before.values(),
         kernel=_entry(kernel, given, tuple(constants), tuple(code.items())),
         out_shape=list(outputs.values()),
-        grid=(programs,),
+        grid=(launch.programs,),
         num_warps=tile["warps"],
         num_stages=tile["stages"],
         input_output_aliases={given.index(f"{name}_before"): list(outputs).index(name) for name in in_place or {}},
@@ -72,6 +102,11 @@ def _entry(kernel: Any, arrays: tuple[str, ...], constants: tuple[str, ...], cod
     known = {*arrays, *constants} & {*kernel.arg_names}
     named = [*((name, name) for name in kernel.arg_names if name in known), *code]
     assert {name for name, _ in code} <= {*kernel.arg_names}, kernel.arg_names
+    scope = {"kernel": kernel, "tl": tl, "BufferRows": BufferRows, "__name__": __name__}
+    for i, (name, value) in enumerate(named):
+        if isinstance(value, tuple):
+            scope[f"{name}_fields"] = namedtuple(name, [field for field, _ in value])
+            named[i] = (name, f"{name}_fields({', '.join(str(x) for _, x in value)})")
     parameters = ", ".join([*arrays, *(f"{name}: tl.constexpr" for name in constants)])
     arguments = ", ".join(f"{name}={value}" for name, value in named)
     name = f"enter_{kernel.fn.__name__}"
@@ -79,7 +114,6 @@ def _entry(kernel: Any, arrays: tuple[str, ...], constants: tuple[str, ...], cod
     # Triton reads a kernel's source where Python's own tools find it.
     file = f"<{name} {hash((arrays, constants, code)):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope = {"kernel": kernel, "tl": tl, "BufferRows": BufferRows, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)
     return triton.jit(scope[name])
 
@@ -110,64 +144,24 @@ class Partials(NamedTuple):
     argmax: Array | None = None
 
 
-class Launch(NamedTuple):
-    """What the calls of one problem have in common."""
-
-    positions: Positions
-    tiles: Mapping[str, Mapping[str, int]]
-    programs: int
-
-    def options(self, name: str) -> dict[str, Any]:
-        return {"programs": self.programs, "tile": self.tiles[name]}
-
-    def cut(self, name: str) -> dict[str, Any]:
-        """Sizes of the weight, and tiles."""
-        tile, (vocab, hidden) = self.tiles[name], self.positions.layer.weight.shape
-        cut = {"GROUP": tile["group"], "PROGRAMS": self.programs, "BLOCK_K": tile["depth"], "PARTS": tile["parts"]}
-        return cut | {"H": hidden, "V": vocab, "TMA": False}
-
-    def logits(self, rows: Array, part: slice) -> tuple[dict[str, Any], dict[str, Array]]:
-        """What logits are made from: arguments, and arrays."""
-        at = self.positions
-        hidden = rows.shape[1]
-        inner = {} if at.inner is None else {"inner": at.inner}
-        return {
-            "rows": rows,
-            "weight": at.layer.weight,
-            "bias": at.bias,
-            "label": at.label[part],
-            "factor": at.factor[part],
-            "rows_stride": hidden,
-            "weight_stride": hidden,
-            "inner_scale": None if at.inner is None else Code("tl.load(inner)"),
-        }, inner
-
-
 def softmax_tiles(launch: Launch, rows: Array, part: slice, wanted: Wanted) -> Partials:
     """The softmax of each tile of the logits of `rows` [P, H], hidden states of the positions of `part`."""
-    tokens, vocab = len(rows), launch.positions.layer.vocab
+    at, tokens = launch.positions, len(rows)
     wants = {"offset_sum": wanted.even, "moment": wanted.entropy, "argmax": wanted.argmax}
     names = [name for name in Partials._fields if wants.get(name, True)]
-    shape = (-(-vocab // VOCAB_TILE), tokens)
+    shape = (-(-at.layer.vocab // VOCAB_TILE), tokens)
     outputs = {name: jax.ShapeDtypeStruct(shape, jnp.int32 if name == "argmax" else jnp.float32) for name in names}
-    given, arrays = launch.logits(rows, part)
     arguments = {
-        **given,
-        **launch.cut("softmax_tiles"),
-        "T": tokens,
-        **{name: None for name in Partials._fields if name not in names},
-        "count": launch.positions.count_in(part),
-        "shift": None,
+        **launch.logits(rows, part, at.count_in(part)),
+        "partials": {name: name if name in names else None for name in Partials._fields} | {"stride": tokens},
         "exponentials": None,
         "buffer": None,
         "first": 0,
-        "partial_stride": tokens,
-        "exponential_rows": 0,
         "exponential_scale": 1.0,
-        "RAGGED": vocab % VOCAB_TILE > 0,
+        "RAGGED": at.layer.vocab % VOCAB_TILE > 0,
         "BLOCK_T": launch.tiles["softmax_tiles"]["rows"],
     }
-    return Partials(**call(softmax.softmax_tiles, arguments, outputs, arrays=arrays, **launch.options("softmax_tiles")))
+    return Partials(**call(launch, softmax.softmax_tiles, arguments, outputs, arrays={"inner": at.inner}))
 
 
 class Chunk(NamedTuple):
@@ -182,12 +176,10 @@ class Chunk(NamedTuple):
 
     def arguments(self, tokens: int) -> dict[str, Any]:
         """With where the logits' gradient of so many positions is, all of it recomputed."""
-        tiles = "tl.load(chunk + 1)"
         return {
             "first_tile": Code("tl.load(chunk)"),
-            "chunk_tiles": Code(tiles),
-            "exponential_rows": Code(f"{tiles} * {tokens}"),
-            "buffer": Code(f"BufferRows(0, 0, 0, 0, 0, 0, {tokens})"),
+            "chunk_tiles": Code("tl.load(chunk + 1)"),
+            "buffer": Code(f"BufferRows(tl.load(chunk + 1) * {tokens}, 0, 0, 0, 0, 0, 0, {tokens})"),
         }
 
 
@@ -196,35 +188,26 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
     token 0 up to a whole block, and then whatever was there.
     """
     at, tokens, entry = launch.positions, len(rows), upstream.at_target
-    given, arrays = launch.logits(rows, slice(None))
     if at.inner is not None:
         x = jnp.clip((stats.log_prob[:, 0] + stats.lse) / at.factor, -1, 1)
         entry *= 1 - x * x
     arguments = {
-        **given,
-        **launch.cut("gradient_tiles"),
-        "T": tokens,
+        **launch.logits(rows, slice(None), at.number),
         **chunk.arguments(tokens),
-        "count": at.number,
-        "lse": stats.lse,
-        "row_scale": upstream.factor,
-        "even": upstream.even,
+        "terms": {"lse": stats.lse, "row_scale": upstream.factor, "even": upstream.even, "entropy_scale": None},
         "at_target": entry,
-        "entropy_scale": None,
-        "mean": None,
         "first": 0,
         "BLOCK_T": launch.tiles["gradient_tiles"]["rows"],
     }
     outputs = {"exponentials": jax.ShapeDtypeStruct((chunk.tiles * tokens, VOCAB_TILE), rows.dtype)}
-    options = launch.options("gradient_tiles") | {"arrays": arrays | {"chunk": chunk.array()}}
-    return call(gradients.gradient_tiles, arguments, outputs, **options)["exponentials"]
+    arrays = {"inner": at.inner, "chunk": chunk.array()}
+    return call(launch, gradients.gradient_tiles, arguments, outputs, arrays=arrays)["exponentials"]
 
 
 def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chunk) -> Array:
     """`sums` [P, H] float32 with a chunk's product added, in place."""
     tile, (tokens, hidden) = launch.tiles["hidden_gradient"], sums.shape
     arguments = {
-        **launch.cut("hidden_gradient"),
         **chunk.arguments(tokens),
         "exponentials": exponentials,
         "weight": launch.positions.layer.weight,
@@ -240,8 +223,8 @@ def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chu
         "BLOCK_T": tile["rows"],
         "BLOCK_H": tile["columns"],
     }
-    options = launch.options("hidden_gradient") | {"arrays": {"chunk": chunk.array()}, "in_place": {"out": sums}}
-    return call(gradients.hidden_gradient, arguments, {}, **options)["out"]
+    arrays = {"chunk": chunk.array()}
+    return call(launch, gradients.hidden_gradient, arguments, {}, arrays=arrays, in_place={"out": sums})["out"]
 
 
 def weight_gradient(
@@ -250,7 +233,6 @@ def weight_gradient(
     """`out` [V, H] with a chunk's rows of the weight's gradient written, in place."""
     tile, (tokens, hidden) = launch.tiles["weight_gradient"], rows.shape
     arguments = {
-        **launch.cut("weight_gradient"),
         "T": tokens,
         **chunk.arguments(tokens),
         "exponentials": exponentials,
@@ -264,5 +246,5 @@ def weight_gradient(
         "BLOCK_V": tile["rows"],
         "BLOCK_H": tile["columns"],
     }
-    options = launch.options("weight_gradient") | {"arrays": {"chunk": chunk.array()}, "in_place": {"out": out}}
-    return call(gradients.weight_gradient, arguments, {}, **options)["out"]
+    arrays = {"chunk": chunk.array()}
+    return call(launch, gradients.weight_gradient, arguments, {}, arrays=arrays, in_place={"out": out})["out"]

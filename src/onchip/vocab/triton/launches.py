@@ -1,7 +1,7 @@
-"""The launches of the kernels of a head and a loss, one function for each, and the memory that they work on.
+"""Launches of the kernels of a head and a loss, and the memory that they work on; walks.py has their order.
 
 A kernel's arguments are found by its parameters' names: in what a run knows, in the vectors of its tokens, and in what
-a launch adds.  In which order they run is in walks.py.
+a launch adds.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
@@ -25,7 +24,7 @@ VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
 TOKEN_TILE = 128
 # Elements that a program takes at a time of what is no product.
-_BLOCK = 1024
+BLOCK = 1024
 # A float16 buffer holds exp(z - maximum) times this: without it, whatever is below 6e-8 would be lost.
 _FLOAT16_EXPONENTIAL = 32768.0
 
@@ -50,7 +49,7 @@ class Vectors(NamedTuple):
     packed: Tensor  # int32, all that follow in one
     position: Tensor  # [T] int32, by token: -1 for ignored ones
     order: Tensor  # [T] int32: the token
-    label: Tensor  # [T] int32: -1 if out of range
+    label: Tensor  # [T] int32: the leader of the token's ids, -1 if all are out of range
     number: Tensor  # [1] int32: how many tokens are not ignored
     factor: Tensor  # [T] float32: of the logits, after softcap's tanh
     shift: Tensor  # [T] float32: what a tile's exponentials are stored relative to, unless they are far above it
@@ -62,7 +61,7 @@ class Vectors(NamedTuple):
 
     @property
     def known(self) -> dict[str, Any]:
-        return {**self._asdict(), "count": self.number}
+        return {**self._asdict(), "vectors": self, "count": self.number}
 
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
@@ -141,10 +140,9 @@ class Run:
         operand = self.operand(weight.T, columns, rows) if turned else self.operand(weight, rows, columns)
         return {"weight": operand, "weight_stride": max(weight.stride()), "TURNED": turned}
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, ...], vectors: Vectors, arguments: Mapping[str, Any], warps: int = 4
-    ) -> Launch:
-        return Launch.of(kernel, grid, {**self.known, **vectors.known, **arguments}, warps)
+    def launch(self, kernel: Any, grid: tuple[int, ...], vectors: Vectors, *, warps: int = 4, **more: Any) -> Launch:
+        """Of a kernel whose arguments are known, or among `more`."""
+        return Launch.of(kernel, grid, {**self.known, **vectors.known, **more}, warps)
 
     def product(self, name: str, kernel: Any, vectors: Vectors, arguments: Mapping[str, Any]) -> Launch:
         """Of a kernel that is cut as the tiles of this name say."""
@@ -184,7 +182,7 @@ class LogitBuffer:
 
     @property
     def known(self) -> dict[str, Any]:
-        return {"exponentials": self.matrix, "exponential_rows": len(self.matrix), "buffer": self.rows}
+        return {"exponentials": self.matrix, "buffer": self.rows}
 
 
 def logit_buffer(
@@ -221,6 +219,7 @@ def logit_buffer(
         tuple(pieces),
         first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(rows, VOCAB_TILE),
         BufferRows(
+            rows,
             start(weight_grad) + pad * weight_grad_stride,
             weight_grad_stride,
             in_weight_grad,
@@ -235,41 +234,38 @@ def logit_buffer(
 class Partials(NamedTuple):
     """Per tile and position, [tiles, positions]; None: not wanted."""
 
-    maximum: Tensor
-    others: Tensor
-    offset_sum: Tensor | None
-    moment: Tensor | None
-    argmax: Tensor | None
+    maximum: Tensor  # of z
+    others: Tensor  # sum of exp(z - maximum) over all but the target
+    offset_sum: Tensor | None  # sum of z - maximum
+    moment: Tensor | None  # sum of exp(z - maximum) * (z - maximum)
+    argmax: Tensor | None  # int32
+    stride: int  # from one tile to the next
 
     @staticmethod
     def empty(tiles: int, positions: int, device: torch.device, *, smoothing: bool, stats: bool) -> "Partials":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
 
-        return Partials(make(True), make(True), make(smoothing), make(stats), make(stats, torch.int32))
-
-    @property
-    def known(self) -> dict[str, Any]:
-        return {**self._asdict(), "partial_stride": self.maximum.stride(0)}
+        return Partials(make(True), make(True), make(smoothing), make(stats), make(stats, torch.int32), positions)
 
 
 class Picked(NamedTuple):
     """What is known of the ids before the softmax, by position; the latter two where a token has several."""
 
     target_logit: Tensor  # [T] float32: the largest of the ids' logits
-    picked: Tensor | None  # [T, K] float32: each id's logit
-    picked_label: Tensor | None  # [T, K] int32: the id, -1 if it is ignored or out of range
+    logit: Tensor | None  # [T, K] float32: each id's
+    label: Tensor | None  # [T, K] int32: the id, -1 if it is ignored or out of range
 
 
 class TokenSoftmax(NamedTuple):
-    """What forward makes and backward uses, [T] float32 by token; None: not wanted."""
+    """What forward makes and backward uses, [T] float32 by token, 0 for ignored ones; None: not wanted."""
 
     lse: Tensor
     log_prob: Tensor  # [T, K]
     entropy: Tensor | None = None
     leading: Tensor | None = None  # log-probability of the leader
     uniform_loss: Tensor | None = None  # cross-entropy with the uniform distribution
-    top1: Tensor | None = None  # int64: index of the largest logit
+    top1: Tensor | None = None  # int64: index of the largest logit, -1 for ignored tokens
 
 
 class Terms(NamedTuple):
@@ -281,8 +277,8 @@ class Terms(NamedTuple):
     mean: Tensor | None
     product_scale: Tensor  # what multiplies kept exponentials
     lse: Tensor
-    entry: Tensor  # [T * ids]
-    entry_label: Tensor  # [T * ids] int32: the ids, -1 for none; a position's are different ones
+    entry: Tensor  # [T * ids]: the ids' entries of the gradient
+    entry_label: Tensor  # [T * ids] int32: the ids, -1 for one that is ignored, out of range, or the same as one before
     inverse_grad_scale: Tensor | None  # [] float32: what products are multiplied by, where rows were scaled for float16
 
     @property
@@ -291,12 +287,13 @@ class Terms(NamedTuple):
         return self.entry.numel() // self.lse.numel()
 
 
-# ------------------------------------------------------------------------------------------------------------ forward
+# ----------------------------------------------------------------------------------------------------------- launches
 
 
 def compact(run: Run, target: Tensor, ignore_index: int, vectors: Vectors) -> Launch:
-    arguments = {"target": target, "ignore_index": ignore_index, "BLOCK": 4096}
-    return run.launch(softmax_kernels.compact_tokens, (1,), vectors, arguments, warps=8)
+    return run.launch(
+        softmax_kernels.compact_tokens, (1,), vectors, warps=8, target=target, ignore_index=ignore_index, BLOCK=4096
+    )
 
 
 def gather(
@@ -311,107 +308,45 @@ def gather(
     first: int,
 ) -> Launch:
     per_token = isinstance(temperature, Tensor)
-    arguments = {
-        **picked._asdict(),
-        "hidden": hidden,
-        "ids": ids,
-        "K": ids.shape[1],
-        "ignore_index": ignore_index,
-        "temperature": temperature if per_token else None,
-        "outer_scale": run.outer_scale / (1.0 if per_token else temperature),
-        "rows": rows,
-        "first": first,
-        "hidden_stride_t": hidden.stride(0),
-        "hidden_stride_h": hidden.stride(1),
-        "SHIFT": run.head.weight.dtype != torch.float16,  # whose exponents don't reach
-        "BLOCK": _BLOCK,
-        "PAD": TOKEN_TILE,
-    }
-    return run.launch(softmax_kernels.gather_tokens, (min(len(rows), run.tokens - first),), vectors, arguments)
+    return run.launch(
+        softmax_kernels.gather_tokens,
+        (min(len(rows), run.tokens - first),),
+        vectors,
+        picked=picked,
+        hidden=hidden,
+        hidden_stride_t=hidden.stride(0),
+        hidden_stride_h=hidden.stride(1),
+        ids=ids,
+        K=ids.shape[1],
+        ignore_index=ignore_index,
+        temperature=temperature if per_token else None,
+        outer_scale=run.outer_scale / (1.0 if per_token else temperature),
+        rows=rows,
+        first=first,
+        SHIFT=run.head.weight.dtype != torch.float16,  # whose exponents don't reach
+        BLOCK=BLOCK,
+        PAD=TOKEN_TILE,
+    )
 
 
 def softmax(
     run: Run, rows: Tensor, vectors: Vectors, partials: Partials, kept: LogitBuffer | None, first: int
 ) -> Launch:
     t = run.tiles["softmax_tiles"]
+    label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
     arguments = {
-        **partials.known,
         **run.weight(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
         "T": len(rows),
         "first": first,
-        "label": vectors.label[first:],
-        "factor": vectors.factor[first:],
-        "shift": vectors.shift[first:],
+        "vectors": vectors._replace(label=label, factor=factor, shift=shift),
+        "partials": partials,
         "exponentials": None if kept is None else run.operand(kept.matrix, t.rows, VOCAB_TILE // t.parts),
-        "exponential_rows": 0 if kept is None else len(kept.matrix),
         "buffer": None if kept is None else kept.rows,
         "BLOCK_T": t.rows,
     }
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, vectors, arguments)
-
-
-def merge(
-    run: Run, vectors: Vectors, target_logit: Tensor, partials: Partials, out: TokenSoftmax, first: int
-) -> Launch:
-    arguments = {
-        **partials.known,
-        **out._asdict(),
-        "target_logit": target_logit,
-        "first": first,
-        "last": first + partials.maximum.shape[1],
-        "BLOCK_T": 16,
-        "BLOCK": 256,
-    }
-    return run.launch(softmax_kernels.merge_tiles, (-(-run.tokens // 16),), vectors, arguments, warps=8)
-
-
-def rebase(run: Run, kept: LogitBuffer, vectors: Vectors, partials: Partials) -> Launch:
-    arguments = {**kept.known, **partials.known, "TILES": 16, "BLOCK_T": TOKEN_TILE}
-    grid = (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE)
-    return run.launch(softmax_kernels.rebase_exponentials, grid, vectors, arguments, warps=8)
-
-
-def spread(run: Run, ids: Tensor, ignore_index: int, vectors: Vectors, picked: Picked, made: TokenSoftmax) -> Launch:
-    arguments = {
-        **picked._asdict(),
-        **made._asdict(),
-        "ids": ids,
-        "ignore_index": ignore_index,
-        "N": ids.numel(),
-        "K": ids.shape[1],
-        "BLOCK": _BLOCK,
-    }
-    return run.launch(softmax_kernels.spread_log_probs, (-(-ids.numel() // _BLOCK),), vectors, arguments)
-
-
-def losses(
-    run: Run, vectors: Vectors, made: TokenSoftmax, token_weight: Tensor | None, loss: Tensor, correct: Tensor | None
-) -> Launch:
-    arguments = {**made._asdict(), "token_weight": token_weight, "loss": loss, "correct": correct, "BLOCK": 256}
-    return run.launch(softmax_kernels.token_losses, (-(-run.tokens // 256),), vectors, arguments)
-
-
-# ----------------------------------------------------------------------------------------------------------- backward
-
-
-def position_terms(run: Run, vectors: Vectors, arguments: Mapping[str, Any], ids: Tensor) -> Launch:
-    """`arguments` are the ids and what is known of them, upstream gradients, and what is made."""
-    block_k = 1
-    while block_k < min(ids.shape[1], 32):
-        block_k *= 2
-    block_t = 256 // block_k
-    known = {
-        "ids": ids,
-        "K": ids.shape[1],
-        "slope_scale": run.head.logit_scale / run.outer_scale,
-        "BLOCK_T": block_t,
-        "BLOCK_K": block_k,
-        **arguments,
-    }
-    grid = (-(-run.tokens // block_t), -(-ids.shape[1] // block_k))
-    return run.launch(gradients.position_terms, grid, vectors, known)
 
 
 def write(
@@ -420,33 +355,24 @@ def write(
     label: Tensor,  # [T, K] int32
     entry: Tensor | None,  # [T, K] float32; None: zeros
     vectors: Vectors,
-    first: int,
-    last: int,
+    positions: tuple[int, int],  # the first, and the last and one
     first_tile: int,
     tiles: int,
 ) -> Launch:
-    arguments = {
+    return run.launch(
+        gradients.write_entries,
+        (-(-label.numel() // BLOCK),),
+        vectors,
         **buffer.known,
-        "label": label,
-        "entry": entry,
-        "K": label.shape[1],
-        "first": first,
-        "last": last,
-        "first_tile": first_tile,
-        "chunk_tiles": tiles,
-        "BLOCK": _BLOCK,
-    }
-    return run.launch(gradients.write_entries, (-(-label.numel() // _BLOCK),), vectors, arguments)
-
-
-def entropy_gradient(run: Run, buffer: LogitBuffer, vectors: Vectors, terms: Terms) -> Launch:
-    grid = (run.vocab_tiles, buffer.kept // 32)
-    return run.launch(gradients.entropy_gradient, grid, vectors, {**buffer.known, **terms._asdict(), "BLOCK_T": 32})
-
-
-def scale_rows(run: Run, rows: Tensor, product_scale: Tensor, vectors: Vectors, kept: int) -> Launch:
-    arguments = {"rows": rows, "product_scale": product_scale, "kept": kept, "BLOCK": _BLOCK}
-    return run.launch(gradients.scale_rows, (run.tokens,), vectors, arguments)
+        label=label,
+        entry=entry,
+        K=label.shape[1],
+        first=positions[0],
+        last=positions[1],
+        first_tile=first_tile,
+        chunk_tiles=tiles,
+        BLOCK=BLOCK,
+    )
 
 
 def gradient(
@@ -456,7 +382,7 @@ def gradient(
     t = run.tiles["gradient_tiles"]
     arguments = {
         **buffer.known,
-        **terms._asdict(),
+        "terms": terms,
         **run.weight(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
@@ -505,33 +431,6 @@ def weight_product(
     return run.product("weight_gradient", gradients.weight_gradient, vectors, arguments)
 
 
-def target_terms(
-    run: Run, hidden: Tensor, vectors: Vectors, terms: Terms, grad_weight: Tensor | None, grad_bias: Tensor | None
-) -> Launch:
-    number = len(terms.entry_label)
-    there = torch.arange(number, device=hidden.device) < vectors.number * terms.ids
-    there &= terms.entry_label >= 0
-    labels, positions = terms.entry_label.masked_fill(~there, blocks.NO_LABEL.value).sort(stable=True)
-    arguments = {
-        "hidden": hidden,
-        "grad_weight": grad_weight,
-        "grad_bias": grad_bias,
-        "sorted_label": labels,
-        "sorted_position": positions,
-        "at_target": terms.entry,
-        "inverse_grad_scale": terms.inverse_grad_scale,
-        "hidden_stride_t": hidden.stride(0),
-        "hidden_stride_h": hidden.stride(1),
-        "N": number,
-        "IDS": terms.ids,
-        "OPERAND": tl.float16 if run.head.weight.dtype == torch.float16 else tl.bfloat16,
-        "TOKENS": 4,  # with 16 it took 0.63 ms instead of 0.04 at T4096 H4096 on an H100
-        "BLOCK": _BLOCK,
-    }
-    grid = (number, 1 if grad_weight is None else -(-run.hidden // _BLOCK))
-    return run.launch(gradients.add_targets, grid, vectors, arguments)
-
-
 def hidden_product(
     run: Run,
     buffer: LogitBuffer,
@@ -567,28 +466,6 @@ def hidden_product(
     return run.product("hidden_gradient", gradients.hidden_gradient, vectors, arguments)
 
 
-def bias_sums(
-    run: Run,
-    buffer: LogitBuffer,
-    vectors: Vectors,
-    product_scale: Tensor,
-    inverse_grad_scale: Tensor | None,
-    out: Tensor,
-    first_tile: int,
-    tiles: int,
-) -> Launch:
-    arguments = {
-        **buffer.known,
-        "product_scale": product_scale,
-        "inverse_grad_scale": inverse_grad_scale,
-        "out": out,
-        "first_tile": first_tile,
-        "BLOCK_T": 64,
-        "BLOCK_V": 64,
-    }
-    return run.launch(gradients.bias_gradient, (tiles, VOCAB_TILE // 64), vectors, arguments)
-
-
 def finish(
     run: Run,
     sums: Tensor,
@@ -600,15 +477,17 @@ def finish(
     terms: Terms | None = None,
 ) -> Launch:
     """With `terms` the ids' entries are added."""
-    arguments = {
-        "sums": sums,
-        "label": None if terms is None else terms.entry_label,
-        "at_target": None if terms is None else terms.entry,
-        "inverse_grad_scale": inverse_grad_scale,
-        "out": out,
-        "kept": kept,
-        "half_rows": half_rows,
-        "IDS": 1 if terms is None else terms.ids,
-        "BLOCK": _BLOCK,
-    }
-    return run.launch(gradients.finish_hidden, (run.tokens, -(-run.hidden // _BLOCK)), vectors, arguments)
+    return run.launch(
+        gradients.finish_hidden,
+        (run.tokens, -(-run.hidden // BLOCK)),
+        vectors,
+        sums=sums,
+        label=None if terms is None else terms.entry_label,
+        at_target=None if terms is None else terms.entry,
+        inverse_grad_scale=inverse_grad_scale,
+        out=out,
+        kept=kept,
+        half_rows=half_rows,
+        IDS=1 if terms is None else terms.ids,
+        BLOCK=BLOCK,
+    )

@@ -44,11 +44,6 @@ class TritonConfig:
         return self.stashed + self.overflow
 
 
-def may_hold_any(stashed: int) -> bool:
-    """Whether so many tokens are any: unless it can be seen to be 0, for it may be a symbol."""
-    return not (isinstance(stashed, int) and stashed == 0)
-
-
 def vector_elements(tokens: int) -> int:
     """int32 numbers that forward leaves: six of each token, and one."""
     return 6 * tokens + 1

@@ -8,18 +8,18 @@ the graph is retained.
 import math
 import mmap
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core import configs
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.frontend.torch_autograd import graph_is_kept
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
+from onchip.frontend.torch_register import Made, Wanted
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import memory as triton_spec
-from onchip.vocab.triton.memory import TritonConfig
+from onchip.vocab.triton.memory import VOCAB_TILE, TritonConfig
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
@@ -52,37 +52,30 @@ class Saved(NamedTuple):
     vectors: Tensor
 
 
-def make_saved(
-    hidden: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype,
-    config: TritonConfig,
-    tokens: int,
-    *,
-    grad_hidden: bool,
-    any_grad: bool,
-    fake: bool = False,
-) -> Saved:
-    """The tensors of `Saved`, not yet filled."""
+def make_saved(call: Any, config: TritonConfig, *, fake: bool = False) -> Saved:
+    """The tensors of `Saved`, not yet filled; empty ones where an op's `call` needs no gradient."""
+    hidden: Tensor = call.hidden
+    weight: Tensor = call.weight
     vocab, size = weight.shape
-    tiles = -(-vocab // triton_spec.VOCAB_TILE)
+    tiles = -(-vocab // VOCAB_TILE)
 
     def blank() -> Tensor:
-        return hidden.new_empty(0, dtype=dtype)
+        return hidden.new_empty(0, dtype=call.dtype)
 
-    if not any_grad:
+    if not any(call.grads):
         return Saved(blank(), blank(), blank(), hidden.new_empty(0, dtype=torch.int32))
-    in_place = triton_spec.may_hold_any(config.stashed)
     make = empty if fake else aligned
-    return Saved(
-        hidden.new_empty(hidden.shape, dtype=hidden.dtype if grad_hidden else dtype),
+    weight_memory = blank()
+    # A number, unless torch.compile made it a symbol: then some tokens may be kept there.
+    if not (isinstance(config.stashed, int) and config.stashed == 0):
         # A chunk more than the gradient takes: each chunk of the gradient overwrites the previous chunk's exponentials
         # while reading its own.
-        make(weight, (tiles * triton_spec.VOCAB_TILE + config.weight_chunk, size), weight.dtype)
-        if in_place
-        else blank(),
-        make(hidden, (triton_spec.VOCAB_TILE * tiles * config.overflow,), dtype),
-        hidden.new_empty(triton_spec.vector_elements(tokens), dtype=torch.int32),
+        weight_memory = make(weight, (tiles * VOCAB_TILE + config.weight_chunk, size), weight.dtype)
+    return Saved(
+        hidden.new_empty(hidden.shape, dtype=hidden.dtype if call.grads[0] else call.dtype),
+        weight_memory,
+        make(hidden, (VOCAB_TILE * tiles * config.overflow,), call.dtype),
+        hidden.new_empty(triton_spec.vector_elements(hidden.numel() // size), dtype=torch.int32),
     )
 
 
@@ -91,7 +84,7 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return like.new_empty(shape, dtype=dtype)
 
 
-_MULTIPLE = 2 * triton_spec.VOCAB_TILE  # bytes of a row of exponentials
+_MULTIPLE = 2 * VOCAB_TILE  # bytes of a row of exponentials
 
 
 def aligned(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -114,46 +107,40 @@ def _allocate(like: Tensor, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
 
 
-def rows_in(memory: Tensor, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
+def position_rows(call: Any, saved: Saved) -> Tensor:
     """[T, H] of the products' dtype in the memory of hidden's gradient."""
-    return memory.view(-1).view(dtype)[: tokens * hidden].view(tokens, hidden)
+    size = call.hidden.shape[-1]
+    return saved.hidden_memory.view(-1).view(call.dtype)[: call.hidden.numel()].view(-1, size)
 
 
-def logit_buffer(
-    saved: Saved, weight: Tensor, dtype: torch.dtype, config: TritonConfig, *, recomputed: int | None = None
-) -> "launches.LogitBuffer":
-    """The memory for exponentials; with `recomputed` also for those of so many tokens that backward recomputes."""
+def logit_buffer(call: Any, config: TritonConfig, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
+    """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
     from onchip.vocab.triton import launches
 
-    nothing = saved.overflow[:0]
-    for_recomputed = nothing
-    if recomputed is not None:
-        for_recomputed = aligned(saved.vectors, (max(0, recomputed) * config.vocab_chunk,), dtype)
+    weight, nothing = call.weight, saved.overflow[:0]
     return launches.logit_buffer(
-        saved.weight_memory.view(-1).view(dtype) if config.stashed > 0 else nothing,
-        config.weight_chunk // triton_spec.VOCAB_TILE,
-        weight.shape[1] * weight.element_size() // dtype.itemsize,
+        saved.weight_memory.view(-1).view(call.dtype) if config.stashed > 0 else nothing,
+        config.weight_chunk // VOCAB_TILE,
+        weight.shape[1] * weight.element_size() // call.dtype.itemsize,
         config.stashed,
         saved.overflow,
         config.overflow,
-        for_recomputed,
-        recomputed or 0,
+        aligned(nothing, (recomputed * config.vocab_chunk,), call.dtype) if recomputed else nothing,
+        recomputed,
     )
 
 
-def memory_for_backward(saved: Saved, weight: Tensor, *, grad_weight: bool) -> tuple[Tensor, Tensor]:
-    """The memory of hidden's and weight's gradients for backward to use up: clones of it where the graph is retained,
-    and where nothing was kept in weight's, memory for its gradient.
-    """
-    hidden_memory, weight_memory, _, _ = saved
-    kept = graph_is_kept()
-    if kept:
-        hidden_memory = hidden_memory.clone()
-    if grad_weight and weight_memory.numel() == 0:
-        weight_memory = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    elif kept:
-        weight_memory = aligned(weight_memory, weight_memory.shape, weight_memory.dtype).copy_(weight_memory)
-    return hidden_memory, weight_memory
+def collect(kept: Any, made: Made, wanted: Wanted) -> Made:
+    """The gradients, with those that backward made in what forward left: `kept.saved`."""
+    saved = kept.saved
+    in_memory = saved.weight_memory.numel() > 0
+    weight = saved.weight_memory[: kept.told.call.weight.shape[0]] if in_memory else made[1]
+    return saved.hidden_memory, weight, made[2]
+
+
+def clone(memory: Tensor) -> Tensor:
+    """A copy for a backward that uses it up."""
+    return aligned(memory, memory.shape, memory.dtype).copy_(memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------- run

@@ -12,17 +12,17 @@ from onchip.vocab.triton.blocks import REACH, VOCAB_TILE, buffer_row, load_weigh
 
 
 @triton.jit
-def compact_tokens(target, position, order, count, T, ignore_index, BLOCK: tl.constexpr):
+def compact_tokens(target, vectors, T, ignore_index, BLOCK: tl.constexpr):
     """Number the tokens that are not ignored, in their order.  One program."""
     total = tl.zeros((), tl.int32)
     for start in range(0, T, BLOCK):
         t = start + tl.arange(0, BLOCK)
         kept = (tl.load(target + t, mask=t < T, other=ignore_index) != ignore_index).to(tl.int32)
         at = total + tl.cumsum(kept, 0) - 1
-        tl.store(position + t, tl.where(kept != 0, at, -1), mask=t < T)
-        tl.store(order + at, t, mask=(t < T) & (kept != 0))
+        tl.store(vectors.position + t, tl.where(kept != 0, at, -1), mask=t < T)
+        tl.store(vectors.order + at, t, mask=(t < T) & (kept != 0))
         total += tl.sum(kept, 0)
-    tl.store(count, total)
+    tl.store(vectors.number, total)
 
 
 @triton.jit
@@ -32,15 +32,9 @@ def gather_tokens(
     bias,  # [V] float32
     ids,  # [T, K] int64
     temperature,  # [T] float32
-    order,  # [T] int32
-    count,
+    vectors,  # Vectors: order and number in; label, factor and shift out
     rows,  # [T, H] out: hidden of each position, 0 beyond the last up to a whole block
-    label,  # [T] int32 out: the leader of each position's ids, -1 if all are out of range or ignored
-    factor,  # [T] float32 out: z = x * factor
-    target_logit,  # [T] float32 out: z of the leader
-    shift,  # [T] float32 out
-    picked,  # [T, K] float32 out, by position: each id's logit
-    picked_label,  # [T, K] int32 out, by position: the id, -1 if it is out of range or ignored
+    picked,  # Picked out
     first,
     hidden_stride_t,
     hidden_stride_h,
@@ -59,10 +53,10 @@ def gather_tokens(
     """Hidden states, ids and their logits by position, from position `first` on."""
     i = tl.program_id(0)
     at = first + i
-    n = tl.load(count)
+    n = tl.load(vectors.number)
     if at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD:
         there = at < n
-        t = tl.load(order + at, mask=there, other=0).to(tl.int64)
+        t = tl.load(vectors.order + at, mask=there, other=0).to(tl.int64)
         k_z = outer_scale
         if temperature is not None:
             k_z = k_z / tl.load(temperature + t)
@@ -90,14 +84,14 @@ def gather_tokens(
             leads = good & ((leader < 0) | (z > best))
             best = tl.where(leads | (k == 0), z, best)
             leader = tl.where(leads, y, leader)
-            if picked is not None:
-                tl.store(picked + at.to(tl.int64) * K + k, z)
-                tl.store(picked_label + at.to(tl.int64) * K + k, tl.where(good, y, -1).to(tl.int32))
-        tl.store(factor + at, k_z)
-        tl.store(target_logit + at, best)
+            if picked.logit is not None:
+                tl.store(picked.logit + at.to(tl.int64) * K + k, z)
+                tl.store(picked.label + at.to(tl.int64) * K + k, tl.where(good, y, -1).to(tl.int32))
+        tl.store(vectors.factor + at, k_z)
+        tl.store(picked.target_logit + at, best)
         # Without a shift every token is one to be rebased.
-        tl.store(shift + at, best + 30.0 if SHIFT else -3.0e38)
-        tl.store(label + at, leader.to(tl.int32))
+        tl.store(vectors.shift + at, best + 30.0 if SHIFT else -3.0e38)
+        tl.store(vectors.label + at, leader.to(tl.int32))
 
 
 @triton.jit
@@ -105,15 +99,8 @@ def softmax_tiles(
     rows,  # [count, H] of positions from `first` on
     weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
     bias,  # [V] float32
-    label,
-    factor,
-    count,
-    maximum,  # [tiles, T] float32 out: of z
-    others,  # [tiles, T] float32 out: sum of exp(z - maximum) over all but the target
-    offset_sum,  # [tiles, T] float32 out: sum of z - maximum
-    moment,  # [tiles, T] float32 out: sum of exp(z - maximum) * (z - maximum)
-    argmax,  # [tiles, T] int32 out, with `moment`
-    shift,  # [T] float32
+    vectors,  # Vectors, of positions from `first` on
+    partials,  # Partials out
     exponentials,  # [rows, VOCAB_TILE] out, of the positions that `buffer` has rows for
     buffer,  # BufferRows
     first,
@@ -122,8 +109,6 @@ def softmax_tiles(
     T,
     H,
     V,
-    partial_stride,
-    exponential_rows,
     inner_scale,
     exponential_scale,  # what exponentials are multiplied by before they are stored
     RAGGED: tl.constexpr,
@@ -136,7 +121,7 @@ def softmax_tiles(
     TURNED: tl.constexpr = False,
 ):
     """The softmax of each tile of logits, which live in registers alone."""
-    n = tl.minimum(tl.load(count) - first, T)
+    n = tl.minimum(tl.load(vectors.number) - first, T)
     # At least one block where exponentials are kept: of no token at all, so that no product reads what nobody wrote.
     tiles_t = tl.cdiv(tl.maximum(n, 0 if exponentials is None else 1), BLOCK_T)
     tiles_v = tl.cdiv(V, VOCAB_TILE)
@@ -154,59 +139,53 @@ def softmax_tiles(
         t = t0 + tl.arange(0, BLOCK_T)
         v = v0 + tl.arange(0, VOCAB_TILE)
         inside = t < n
-        y = tl.load(label + t, mask=inside, other=-1)
-        k_z = tl.load(factor + t, mask=inside, other=1.0)
+        y = tl.load(vectors.label + t, mask=inside, other=-1)
+        k_z = tl.load(vectors.factor + t, mask=inside, other=1.0)
         x = unscaled_logits(z, bias, v, inner_scale, V)
         if RAGGED:
             x = tl.where((v < V)[None, :], x, float("-inf"))
         top = tl.maximum(tl.max(x, 1), LOWEST)
-        at = j.to(tl.int64) * partial_stride + t
-        tl.store(maximum + at, top * k_z, mask=inside)
-        if argmax is not None:
-            tl.store(argmax + at, v0 + tl.argmax(x, 1), mask=inside)
+        at = j.to(tl.int64) * partials.stride + t
+        tl.store(partials.maximum + at, top * k_z, mask=inside)
+        if partials.argmax is not None:
+            tl.store(partials.argmax + at, v0 + tl.argmax(x, 1), mask=inside)
         k_2 = k_z * LOG2E
-        if offset_sum is not None:
-            tl.store(offset_sum + at, tl.sum(tl.where((v < V)[None, :], x - top[:, None], 0.0), 1) * k_z, mask=inside)
+        if partials.offset_sum is not None:
+            tl.store(
+                partials.offset_sum + at,
+                tl.sum(tl.where((v < V)[None, :], x - top[:, None], 0.0), 1) * k_z,
+                mask=inside,
+            )
         e = tl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
-        if moment is not None:
+        if partials.moment is not None:
             # p log p is 0 at p = 0, and 0 * -inf is not.
-            tl.store(moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside)
+            tl.store(
+                partials.moment + at, tl.sum(e * tl.maximum((x - top[:, None]) * k_z[:, None], -1e30), 1), mask=inside
+            )
         e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
-        tl.store(others + at, tl.sum(e, 1), mask=inside)
+        tl.store(partials.others + at, tl.sum(e, 1), mask=inside)
         if exponentials is not None:
             # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.
-            above = top * k_z - tl.load(shift + t, mask=inside, other=float("inf"))
+            above = top * k_z - tl.load(vectors.shift + t, mask=inside, other=float("inf"))
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
             # No branch, around which Triton 3.6 can't flatten a loop: a row past the end is not stored.
             kept = t0 < buffer.in_weight_grad + buffer.in_scratch
-            row = tl.where(kept, buffer_row(j, t0, buffer, 0), exponential_rows)
+            row = tl.where(kept, buffer_row(j, t0, buffer, 0), buffer.rows)
             value = (e * f[:, None]).to(rows.dtype if TMA else rows.dtype.element_ty)
             store_columns(
-                exponentials, VOCAB_TILE, row, 0, exponential_rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
+                exponentials, VOCAB_TILE, row, 0, buffer.rows, VOCAB_TILE, value, BLOCK_T, VOCAB_TILE, PARTS, TMA
             )
 
 
 @triton.jit
 def merge_tiles(
-    position,  # [T] int32
-    label,
-    target_logit,
-    maximum,
-    others,
-    offset_sum,
-    moment,
-    argmax,
-    shift,
-    base,  # [T] float32 out, by position: what the exponentials are relative to in the end
-    lse,  # [T] float32 out, and so on; all by token
-    leading,  # log-probability of the label
-    uniform_loss,  # cross-entropy with the uniform distribution, with `offset_sum`
-    entropy,
-    top1,  # [T] int64 out, with `entropy`: index of the largest logit, -1 for ignored tokens
+    vectors,  # Vectors; base is made
+    picked,  # Picked
+    partials,  # Partials
+    out,  # TokenSoftmax out, but for the log-probabilities of all ids
     T,
     V,
     tiles,
-    partial_stride,
     first,
     last,
     BLOCK_T: tl.constexpr,
@@ -214,25 +193,25 @@ def merge_tiles(
 ):
     """The softmax over all tiles of tokens with positions in [first, last); 0 for ignored ones."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    at = tl.load(position + t, mask=t < T, other=-2)
+    at = tl.load(vectors.position + t, mask=t < T, other=-2)
     mine = (at >= first) & (at < last)
-    y = tl.load(label + at, mask=mine, other=0)
-    z = tl.where(y < 0, LOWEST, tl.load(target_logit + at, mask=mine, other=0.0))
+    y = tl.load(vectors.label + at, mask=mine, other=0)
+    z = tl.where(y < 0, LOWEST, tl.load(picked.target_logit + at, mask=mine, other=0.0))
     top = tl.full((BLOCK_T,), LOWEST, tl.float32)
     index = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        where = j.to(tl.int64)[:, None] * partial_stride + (at - first)[None, :]
-        m = tl.load(maximum + where, mask=(j < tiles)[:, None] & mine[None, :], other=LOWEST)
+        where = j.to(tl.int64)[:, None] * partials.stride + (at - first)[None, :]
+        m = tl.load(partials.maximum + where, mask=(j < tiles)[:, None] & mine[None, :], other=LOWEST)
         best = tl.max(m, 0)
-        if argmax is not None:
+        if partials.argmax is not None:
             tile = start + tl.argmax(m, 0)
             found = tl.load(
-                argmax + tile.to(tl.int64) * partial_stride + at - first, mask=mine & (tile < tiles), other=0
+                partials.argmax + tile.to(tl.int64) * partials.stride + at - first, mask=mine & (tile < tiles), other=0
             )
             index = tl.where(best > top, found, index)
         top = tl.maximum(top, best)
-    far = top - tl.load(shift + at, mask=mine, other=0.0) > REACH
+    far = top - tl.load(vectors.shift + at, mask=mine, other=0.0) > REACH
     of_tiles = top
     top = tl.maximum(top, z)  # computed apart: the last digit may differ
     rest = tl.zeros((BLOCK_T,), tl.float32)
@@ -240,18 +219,18 @@ def merge_tiles(
     moments = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        where = j.to(tl.int64)[:, None] * partial_stride + (at - first)[None, :]
+        where = j.to(tl.int64)[:, None] * partials.stride + (at - first)[None, :]
         inside = (j < tiles)[:, None] & mine[None, :]
-        drop = tl.load(maximum + where, mask=inside, other=LOWEST) - top[None, :]
+        drop = tl.load(partials.maximum + where, mask=inside, other=LOWEST) - top[None, :]
         decay = tl.exp2(drop * LOG2E)
-        s = tl.load(others + where, mask=inside, other=0.0)
+        s = tl.load(partials.others + where, mask=inside, other=0.0)
         rest += tl.sum(s * decay, 0)
-        if offset_sum is not None:
+        if partials.offset_sum is not None:
             width = tl.minimum(V - j * VOCAB_TILE, VOCAB_TILE).to(tl.float32)
-            offset = tl.load(offset_sum + where, mask=inside, other=0.0)
+            offset = tl.load(partials.offset_sum + where, mask=inside, other=0.0)
             offsets += tl.sum(tl.where(inside, offset + drop * width[:, None], 0.0), 0)
-        if moment is not None:
-            m = tl.load(moment + where, mask=inside, other=0.0)
+        if partials.moment is not None:
+            m = tl.load(partials.moment + where, mask=inside, other=0.0)
             # The target belongs to its tile's moment, and to its sum here.
             own = (y >= 0)[None, :] & (y[None, :] // VOCAB_TILE == j[:, None])
             total = s + tl.where(own & inside, tl.exp2((z[None, :] - top[None, :] - drop) * LOG2E), 0.0)
@@ -264,28 +243,26 @@ def merge_tiles(
     alone = (rest == 0) & (own > 0)
     log_total = tl.where(alone, 0.0, log_total)
     value_lse = top + log_total
-    tl.store(base + at, tl.where(far, value_lse, tl.load(shift + at, mask=mine, other=0.0)), mask=mine)
+    tl.store(vectors.base + at, tl.where(far, value_lse, tl.load(vectors.shift + at, mask=mine, other=0.0)), mask=mine)
     store = (t < T) & (mine | ((first == 0) & (at == -1)))
     log_prob = tl.where(alone, 0.0, (z - top) - log_total)
     log_prob = tl.where(y < 0, float("nan"), log_prob)
-    tl.store(lse + t, tl.where(mine, value_lse, 0.0), mask=store)
-    tl.store(leading + t, tl.where(mine, log_prob, 0.0), mask=store)
-    if offset_sum is not None:
+    tl.store(out.lse + t, tl.where(mine, value_lse, 0.0), mask=store)
+    tl.store(out.leading + t, tl.where(mine, log_prob, 0.0), mask=store)
+    if partials.offset_sum is not None:
         offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
-        tl.store(uniform_loss + t, tl.where(mine, log_total - offsets / V, 0.0), mask=store)
-    if moment is not None:
-        tl.store(entropy + t, tl.where(mine & ~alone, log_total - moments / total, 0.0), mask=store)
-        tl.store(top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
+        tl.store(out.uniform_loss + t, tl.where(mine, log_total - offsets / V, 0.0), mask=store)
+    if partials.moment is not None:
+        tl.store(out.entropy + t, tl.where(mine & ~alone, log_total - moments / total, 0.0), mask=store)
+        tl.store(out.top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
 
 
 @triton.jit
 def spread_log_probs(
     ids,  # [T, K] int64
-    position,  # [T] int32
-    picked,
-    target_logit,
-    leading,  # [T] float32, by token: the log-probability of the leader
-    log_prob,  # [T, K] float32 out, by token
+    vectors,  # Vectors
+    picked,  # Picked
+    out,  # TokenSoftmax: log_prob out
     N,  # T * K
     V,
     K,
@@ -298,25 +275,21 @@ def spread_log_probs(
     y = tl.load(ids + i, mask=i < N, other=ignore_index)
     counted = y != ignore_index
     good = counted & (y >= 0) & (y < V)
-    at = tl.load(position + t, mask=good, other=0).to(tl.int64)
-    z = tl.load(picked + at * K + i - t * K, mask=good, other=0.0)
-    top = tl.load(target_logit + at, mask=good, other=0.0)
+    at = tl.load(vectors.position + t, mask=good, other=0).to(tl.int64)
+    z = tl.load(picked.logit + at * K + i - t * K, mask=good, other=0.0)
+    top = tl.load(picked.target_logit + at, mask=good, other=0.0)
     # The difference of two that are -inf is NaN.
-    value = tl.load(leading + t, mask=good, other=0.0) + tl.where(z == top, 0.0, z - top)
-    tl.store(log_prob + i, tl.where(good, value, tl.where(counted, float("nan"), 0.0)), mask=i < N)
+    value = tl.load(out.leading + t, mask=good, other=0.0) + tl.where(z == top, 0.0, z - top)
+    tl.store(out.log_prob + i, tl.where(good, value, tl.where(counted, float("nan"), 0.0)), mask=i < N)
 
 
 @triton.jit
 def token_losses(
-    position,
-    label,
-    lse,
-    leading,
-    uniform_loss,
-    top1,
+    vectors,  # Vectors
+    known,  # TokenSoftmax
     token_weight,  # [T] float32
     loss,  # [T] float32 out
-    correct,  # [T] bool out, with `top1`
+    correct,  # [T] bool out, with top1
     T,
     label_smoothing,
     z_loss,
@@ -324,31 +297,28 @@ def token_losses(
 ):
     """The weighted loss of each token, and whether its target has the largest logit; 0 for ignored ones."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.load(position + t, mask=t < T, other=-1)
+    at = tl.load(vectors.position + t, mask=t < T, other=-1)
     kept = at >= 0
-    y = tl.load(label + at, mask=kept, other=0)
-    lse_t = tl.load(lse + t, mask=kept, other=0.0)
-    log_prob = tl.load(leading + t, mask=kept, other=0.0)
+    y = tl.load(vectors.label + at, mask=kept, other=0)
+    lse_t = tl.load(known.lse + t, mask=kept, other=0.0)
+    log_prob = tl.load(known.leading + t, mask=kept, other=0.0)
     # A masked target's is -inf, which smoothing of 1 would multiply by 0.
     value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * log_prob, 0.0) + z_loss * lse_t * lse_t
-    if uniform_loss is not None:
-        value += label_smoothing * tl.load(uniform_loss + t, mask=kept, other=0.0)
+    if known.uniform_loss is not None:
+        value += label_smoothing * tl.load(known.uniform_loss + t, mask=kept, other=0.0)
     if token_weight is not None:
         value *= tl.load(token_weight + t, mask=kept, other=0.0)
     value = tl.where(y < 0, float("nan"), value)
     tl.store(loss + t, tl.where(kept, value, 0.0), mask=t < T)
-    if top1 is not None:
-        tl.store(correct + t, kept & (tl.load(top1 + t, mask=kept, other=-1) == y), mask=t < T)
+    if known.top1 is not None:
+        tl.store(correct + t, kept & (tl.load(known.top1 + t, mask=kept, other=-1) == y), mask=t < T)
 
 
 @triton.jit
 def rebase_exponentials(
     exponentials,
-    count,
-    maximum,
-    shift,
-    base,
-    partial_stride,
+    vectors,  # Vectors
+    partials,  # Partials
     tiles,
     buffer,
     TILES: tl.constexpr,
@@ -358,13 +328,13 @@ def rebase_exponentials(
     first = tl.program_id(0) * TILES
     t0 = tl.program_id(1) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
-    inside = t < tl.load(count)
-    before = tl.load(shift + t, mask=inside, other=0.0)
-    after = tl.load(base + t, mask=inside, other=0.0)
+    inside = t < tl.load(vectors.number)
+    before = tl.load(vectors.shift + t, mask=inside, other=0.0)
+    after = tl.load(vectors.base + t, mask=inside, other=0.0)
     moved = before != after
     if tl.max(moved.to(tl.int32), 0) > 0:
         for j in range(first, tl.minimum(first + TILES, tiles)):
-            m = tl.load(maximum + tl.cast(j, tl.int64) * partial_stride + t, mask=inside, other=0.0)
+            m = tl.load(partials.maximum + tl.cast(j, tl.int64) * partials.stride + t, mask=inside, other=0.0)
             used = tl.where(m - before > REACH, m, before)
             row = buffer_row(j, t0, buffer, 0)
             where = (tl.cast(row, tl.int64) + tl.arange(0, BLOCK_T))[:, None] * VOCAB_TILE
