@@ -304,7 +304,8 @@ def _torchao() -> Layer:
             # Past that they would write to addresses that aren't theirs, and nothing could run on the device after.
             raise ValueError(f"its kernels count elements in 32 bits, and the output has {elements}")
         plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        plain.weight = torch.nn.Parameter(weight) if type(weight) is torch.Tensor else weight  # taken over as it is
+        # Its layer takes over a Parameter as it is; in forward the weight comes detached.
+        plain.weight = torch.nn.Parameter(weight) if type(weight) is torch.Tensor else weight
         return Float8BlockwiseLinear.from_float(plain)(x)
 
     return layer
