@@ -158,7 +158,7 @@ def test_outputs_and_gradients(way, factor):
 
 def test_operators_check():
     x, y = tensors()
-    args = OP.pack(Call(x, None, y, None, torch.float32, OPTIONS, (True, True)))
+    args = OP.call.pack(Call(x, None, y, None, torch.float32, OPTIONS, (True, True)))
     # Not AOT: a caller of the operator itself would have the memory that backward uses up.
     torch.library.opcheck(
         OP.forward_op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")

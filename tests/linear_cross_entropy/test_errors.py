@@ -80,7 +80,7 @@ WRONG = {
     # options
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
-    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'torch', 'triton'; got 'cublas'"),
+    "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto', 'triton', 'torch'; got 'cublas'"),
     "normalizer with sum": ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides by"),
     "backend can't": ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it runs on CUDA tensors, not on 'cpu'"),
     # weight_grad_out
@@ -123,12 +123,12 @@ def test_an_unknown_argument():
 
 def test_a_device_without_a_backend_says_why(monkeypatch):
     h, w, y, _ = small_problem()
-    monkeypatch.setattr("onchip.ops.linear_cross_entropy.torch_op._DEVICES", ("cuda",))
+    monkeypatch.setattr("onchip.frontend.torch_inputs.DEVICES", ("cuda",))
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "no backend can run this call (torch: it runs on cuda tensors, not on 'cpu'; "
-            "triton: it runs on CUDA tensors, not on 'cpu')"
+            "no backend can run this call (triton: it runs on CUDA tensors, not on 'cpu'; "
+            "torch: it runs on cuda tensors, not on 'cpu')"
         ),
     ):
         linear_cross_entropy(h, w, y)

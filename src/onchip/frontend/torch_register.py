@@ -4,10 +4,10 @@ An op declares what it is told as a NamedTuple or a frozen dataclass: tensors, d
 options objects made of the same.  `forward(call)` computes the outputs, `save(call, outputs)` says what backward
 keeps, as another such object, and `gradients(kept, upstream, wanted)` turns that into the gradients of the call's
 `differentiable` tensors.  `register` makes of them two operators of torch.library, for torch.compile and for whatever
-else watches operators go by, and a Function of autograd for plain tensors, which avoids a registered
-operator's 0.2 ms of Python each way.  Both run the same functions.
+else watches operators go by.  With plain tensors the same functions run by themselves, and a Function of autograd is
+attached to what they made: a registered operator costs 0.2 ms of Python each way.
 
-On the stack of a plain call, between the public function and `forward`: `Operator.__call__` and `_Eager.forward`.
+So a public function ends as `Operator.__call__` does, and only it is on the stack when `forward` runs.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph
 C = TypeVar("C")
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 K = TypeVar("K")
+F = TypeVar("F")
 
 Wanted = Sequence[bool]
 """Which gradients are asked for, in the order of the `differentiable` tensors."""
@@ -119,36 +120,41 @@ class Operator(Generic[C, O]):
                 schema=f"({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
             )
             self.backward_op.register_fake(self._fake_gradients)
-        self._eager = _eager(self, name)
+        self._node: Any = type(name, (_Node,), {})  # a class of its own for its name
 
     def __call__(self, call: C) -> O:
-        if torch.compiler.is_compiling() or not _plain(tensors := self.call.tensors_of(call)):
-            made = self.forward_op(*self.call.pack(call))[:-1]
-        elif any(self.call.get(call, "grads")):
-            made = self._eager.apply(call, *[tensors[place] for place in self._places])[:-1]
-        else:
-            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(tensors):
-                return self.forward(call)
-        return cast(O, self.outputs.build(made, ()))
+        """A call from its beginning to its end."""
+        with self.entered(call) as forward:
+            made = forward(call)
+        return self.attach(call, made)
 
-    def pack(self, call: C) -> tuple[Any, ...]:
-        """The call as `forward_op` takes it."""
-        return self.call.pack(call)
+    def entered(self, call: C) -> contextlib.AbstractContextManager[Callable[[C], O]]:
+        """Where the function that it yields is to compute the outputs: the op's own `forward`, or the operator."""
+        tensors = self.call.tensors_of(call)
+        return _alone(tensors, self.forward) if _plain(tensors) else contextlib.nullcontext(self._registered)
+
+    def attach(self, call: C, made: O) -> O:
+        """The outputs, with their way back to the call's tensors if `forward` itself computed them."""
+        tensors = self.call.tensors_of(call)
+        if not any(self.call.get(call, "grads")) or not _plain(tensors):
+            return made
+        return cast(O, self.outputs.build(self._node.apply(self, call, made, *tensors)[:-1], ()))
+
+    def _registered(self, call: C) -> O:
+        return cast(O, self.outputs.build(self.forward_op(*self.call.pack(call))[:-1], ()))
 
     # What the registered operators run: the op's functions on unpacked arguments.
 
     def _forward(self, *args: Any) -> tuple[Tensor, ...]:
-        call = self.call.unpack(args)
-        with _alone(args):
-            return _filled((*self.outputs.tensors_of(self.forward(call)), None), args)
+        with _alone(args, self.forward) as forward:
+            return _filled((*self.outputs.tensors_of(forward(self.call.unpack(args))), None), args)
 
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
         return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
-        kept, upstream, wanted = self._unpack_gradients(args)
-        with _alone(args):
-            made = _filled(self.gradients(kept, upstream, wanted), args)
+        with _alone(args, self.gradients) as gradients:
+            made = _filled(gradients(*self._unpack_gradients(args)), args)
             return made if len(made) > 1 else made[0]
 
     def _fake_gradients(self, *args: Any) -> Any:
@@ -161,152 +167,125 @@ class Operator(Generic[C, O]):
         return self.kept.unpack(args[count:-1]), args[:count], args[-1]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        call = self.call.unpack(inputs)
-        tensors, rest = self.kept.split(self.save(call, self.outputs.build(output[:-1], ())))
-        _keep(ctx, self, call, tensors, output)
+        rest = self.keep(ctx, self.call.unpack(inputs), self.outputs.build(output[:-1], ()), output)
         ctx.rest = self.kept.encode(rest)
-        ctx.edges = _edges(inputs, self._places)
 
     def _backward(self, ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        def run(given: Made, kept: Any, tensors: Sequence[Tensor | None], wanted: Wanted) -> Made:
+        return (*self.backward(ctx, upstream, plain=False), *[None] * len(_LISTS))
+
+    # What both ways do with autograd.
+
+    def keep(self, ctx: Any, call: C, made: O, output: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Save what backward needs of a call and the output of its node; return what of it is no tensor."""
+        tensors, rest = self.kept.split(self.save(call, made))
+        ctx.mark_non_differentiable(*[x for x in output[self.differentiable_outputs : -1] if x is not None])
+        ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
+        ctx.grads = tuple(self.call.get(call, "grads"))
+        # Where the node has its ways to the differentiable tensors: it has none for those that are None.
+        given = [x is not None for x in self.call.tensors_of(call)]
+        ctx.edges = [sum(given[:place]) for place in self._places]
+        # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
+        # that is no mistake.
+        theirs = [name in self.adds_to.values() for name in self.kept.tensors]
+        ctx.theirs = [x if mine else None for x, mine in zip(tensors, theirs, strict=True)]
+        ctx.save_for_backward(*[None if mine else x for x, mine in zip(tensors, theirs, strict=True)], output[-1])
+        return rest
+
+    def backward(self, ctx: Any, upstream: Sequence[Tensor | None], *, plain: bool) -> Made:
+        """The gradients of the call's tensors, by the op's own function (`plain`) or by the registered operator."""
+        grads: list[Tensor | None] = [None] * len(self.call.tensors)
+        given = upstream[: self.differentiable_outputs]
+        if all(x is None for x in given):
+            return grads
+        wanted = asked_for(ctx, ctx.grads, ctx.edges)
+        tensors, link = self._taken(ctx)
+        kept: Any = None
+        if plain:
+            kept = self.kept.build(tensors, ctx.rest)
+        elif self.direct or self.collect or self.backward_op is None:
+            kept = self.kept.unpack((*tensors, *ctx.rest))  # else left packed: compiled autograd would trace this
+        theirs = {
+            self.differentiable.index(of): x
+            for of, memory in self.adds_to.items()
+            if (x := tensors[self.kept.tensors.index(memory)]) is not None
+        }
+        if self.fake_gradients is None or (self.direct is not None and self.direct(kept)):
+            with torch.no_grad():
+                made = self.gradients(kept, given, wanted)
+        elif plain:
+            with _alone(given, self.gradients) as gradients:
+                made = gradients(kept, given, wanted)
+            for i, memory in theirs.items():
+                if wanted[i]:  # nobody saw that it was written to
+                    torch.autograd.graph.increment_version(memory)
+        else:
             made = self.backward_op(*given, *tensors, *ctx.rest, wanted)
-            return [made] if isinstance(made, Tensor) else made
-
-        def build(tensors: Sequence[Tensor | None]) -> Any:
-            # Compiled autograd would trace this: what needn't be built is left packed.
-            if self.direct or self.collect or self.backward_op is None:
-                return self.kept.unpack((*tensors, *ctx.rest))
-            return None
-
-        grads: list[Any] = [None] * (len(self.call.tensors) + len(_LISTS))
-        for place, grad in zip(self._places, _gradients_of(self, ctx, upstream, build, run), strict=True):
+            made = [made] if isinstance(made, Tensor) else made
+        if self.collect is not None:
+            made = self.collect(kept, made, wanted)
+        made = [x if want and i not in theirs else None for i, (x, want) in enumerate(zip(made, wanted, strict=True))]
+        # The link is an output that no caller has and that none can change in place (`loss /= 2`).
+        for place, grad in zip(self._places, differentiable_once(self.op, made, *given, link), strict=True):
             grads[place] = grad
-        return tuple(grads)
+        return grads
+
+    def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
+        """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
+        *saved, link = ctx.saved_tensors
+        tensors = [a if b is None else b for a, b in zip(saved, ctx.theirs, strict=True)]
+        if self.consumed and graph_is_kept():
+            for i, name in enumerate(self.kept.tensors):
+                x = tensors[i]
+                if name in self.consumed and x is not None:
+                    tensors[i] = self.clone(x)
+        return tensors, link
 
 
-def _eager(op: Operator[Any, Any], name: str) -> Any:
-    """The op as a Function of autograd.  (A `setup_context` would cost an inspection of forward each time.)"""
+class _Node(torch.autograd.Function):
+    """The way back from outputs that were computed already."""
 
-    class _Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, call: Any, *differentiable: Tensor | None) -> tuple[Tensor | None, ...]:
-            given = op.call.tensors_of(call)
-            # Below autograd, as an operator runs: or the caller couldn't change an output that is a view in place.
-            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(given):
-                made = op.forward(call)
-                link = next(x for x in given if x is not None).new_empty(0, dtype=torch.float32)
-            tensors, ctx.rest = op.kept.split(op.save(call, made))
-            output = (*op.outputs.tensors_of(made), link)
-            _keep(ctx, op, call, tensors, output)
-            ctx.edges = _edges(differentiable, range(len(differentiable)))
-            return output
+    @staticmethod
+    def forward(ctx: Any, op: Operator[Any, Any], call: Any, made: Any, *tensors: Tensor | None) -> Any:
+        link = next(x for x in tensors if x is not None).new_empty(0, dtype=torch.float32)
+        output = (*op.outputs.tensors_of(made), link)
+        ctx.op, ctx.rest = op, op.keep(ctx, call, made, output)
+        return output
 
-        @staticmethod
-        def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-            def run(given: Made, kept: Any, tensors: Sequence[Tensor | None], wanted: Wanted) -> Made:
-                with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(given):
-                    made = op.gradients(kept, given, wanted)
-                # Nobody saw that it was written to.
-                for of, memory in op.adds_to.items():
-                    x = tensors[op.kept.tensors.index(memory)]
-                    if x is not None and wanted[op.differentiable.index(of)]:
-                        torch.autograd.graph.increment_version(x)
-                return made
-
-            return (None, *_gradients_of(op, ctx, upstream, lambda tensors: op.kept.build(tensors, ctx.rest), run))
-
-    _Eager.__name__ = _Eager.__qualname__ = name
-    return _Eager
-
-
-def _gradients_of(
-    op: Operator[Any, Any],
-    ctx: Any,
-    upstream: Sequence[Tensor | None],
-    build: Callable[[Sequence[Tensor | None]], Any],
-    run: Callable[[Made, Any, Sequence[Tensor | None], Wanted], Made],
-) -> Made:
-    """What autograd takes: `build` makes what was kept of its tensors, and `run` calls `gradients`."""
-    given = upstream[: op.differentiable_outputs]
-    if all(x is None for x in given):
-        return [None] * len(op.differentiable)
-    wanted = asked_for(ctx, ctx.grads, ctx.edges)
-    tensors, link = _taken(ctx, op)
-    kept = build(tensors)
-    if op.fake_gradients is None or (op.direct is not None and op.direct(kept)):
-        with torch.no_grad():
-            made = op.gradients(kept, given, wanted)
-    else:
-        made = run(given, kept, tensors, wanted)
-    if op.collect is not None:
-        made = op.collect(kept, made, wanted)
-    grads = [x if want else None for x, want in zip(made, wanted, strict=True)]
-    for of, memory in op.adds_to.items():
-        if tensors[op.kept.tensors.index(memory)] is not None:
-            grads[op.differentiable.index(of)] = None
-    # The link is an output that no caller has and that none can change in place (`loss /= 2`).
-    return differentiable_once(op.op, grads, *given, link)
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, None, *ctx.op.backward(ctx, upstream, plain=True))
 
 
 # ---------------------------------------------------------------------------------------------- what both ways share
 
 
 def _plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nothing watches operators go by (a dispatch mode, a subclass): plain tensors with storage."""
-    if torch._C._len_torch_dispatch_stack() > 0:
+    """Whether nothing watches operators go by (a compiler, a dispatch mode, a subclass): plain tensors with storage."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(x is None or (type(x) in (Tensor, Parameter) and x.device.type != "meta") for x in tensors)
 
 
 @contextlib.contextmanager
-def _alone(args: Sequence[Any]) -> Iterator[None]:
-    """Outside of autocast, and with the tensors' device as the current one.
+def _alone(args: Sequence[Any], function: F) -> Iterator[F]:
+    """Where `function` is to run: below autograd, outside of autocast, and on the tensors' device.
 
-    An operator runs below autocast's dispatch but not outside its reach: products in there would be cast again.
+    Below autograd, as operators run, or the caller couldn't change an output that is a view in place.  They run below
+    autocast's dispatch too, but not outside its reach: products in there would be cast again.
     """
     device = next(x.device for x in args if isinstance(x, Tensor))
     cast_off: Any = contextlib.nullcontext()
     if torch.is_autocast_enabled(device.type):
         cast_off = torch.autocast(device.type, enabled=False)
-    with cast_off, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
+    on_device: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch._C._AutoDispatchBelowADInplaceOrView(), cast_off, on_device:
+        yield function
 
 
 def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
     """As operators return them: an empty tensor for None."""
     first = next(x for x in args if isinstance(x, Tensor))
     return tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
-
-
-def _keep(
-    ctx: Any, op: Operator[Any, Any], call: Any, tensors: Sequence[Tensor | None], output: Sequence[Tensor | None]
-) -> None:
-    ctx.mark_non_differentiable(*[x for x in output[op.differentiable_outputs : -1] if x is not None])
-    ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
-    ctx.grads = tuple(op.call.get(call, "grads"))
-    # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and that
-    # is no mistake.
-    theirs = op.adds_to.values()
-    ctx.theirs = [x if name in theirs else None for name, x in zip(op.kept.tensors, tensors, strict=True)]
-    saved = [None if name in theirs else x for name, x in zip(op.kept.tensors, tensors, strict=True)]
-    ctx.save_for_backward(*saved, output[-1])
-
-
-def _edges(args: Sequence[Any], places: Sequence[int]) -> list[int]:
-    """Where autograd's node has its ways to the arguments at these places: it has none for those that are None."""
-    return [sum(isinstance(x, Tensor) for x in args[:place]) for place in places]
-
-
-def _taken(ctx: Any, op: Operator[Any, Any]) -> tuple[list[Tensor | None], Tensor]:
-    """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
-    *saved, link = ctx.saved_tensors
-    tensors = [a if b is None else b for a, b in zip(saved, ctx.theirs, strict=True)]
-    if op.consumed and graph_is_kept():
-        for i, name in enumerate(op.kept.tensors):
-            x = tensors[i]
-            if name in op.consumed and x is not None:
-                tensors[i] = op.clone(x)
-    return tensors, link
 
 
 # ------------------------------------------------------------------------------------ objects as operators' arguments
