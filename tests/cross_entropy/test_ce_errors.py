@@ -8,7 +8,6 @@ import pytest
 import torch
 from ce_common import small_problem
 
-from onchip.ops.cross_entropy import torch_op
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
 from shared import assert_refused
 
@@ -110,7 +109,7 @@ def test_an_unknown_argument():
 
 
 def test_a_device_without_a_backend_says_why(monkeypatch):
-    monkeypatch.setattr(torch_op, "_DEVICES", ("cuda",))
+    monkeypatch.setattr("onchip.frontend.torch_inputs.DEVICES", ("cuda",))
     with pytest.raises(ValueError, match=r"cross_entropy: no backend can run this call .*; torch: it runs on cuda"):
         call()
     with pytest.raises(ValueError, match="backend 'torch' can't run this call: it runs on"):

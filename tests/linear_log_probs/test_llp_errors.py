@@ -8,7 +8,6 @@ import pytest
 import torch
 from common_llp import small_problem
 
-from onchip.ops.linear_log_probs import torch_op
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
 from shared import assert_refused
 
@@ -88,6 +87,6 @@ def test_an_id_out_of_range_is_named_with_its_position(bad):
 
 
 def test_a_device_without_a_backend_says_why(monkeypatch):
-    monkeypatch.setattr(torch_op, "_DEVICES", ("cuda",))
+    monkeypatch.setattr("onchip.frontend.torch_inputs.DEVICES", ("cuda",))
     with pytest.raises(ValueError, match=r"no backend can run this call .*; torch: it runs on cuda tensors"):
         call()

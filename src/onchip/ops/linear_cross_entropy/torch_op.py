@@ -33,7 +33,7 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats
-from onchip.vocab.torch.tiles import Tokens, operand_dtype
+from onchip.vocab.torch.tiles import Tokens
 from onchip.vocab.triton import plan as planning
 
 BACKENDS = ("triton", "torch")
@@ -209,6 +209,7 @@ def linear_cross_entropy(
         problem = call.problem(call.device, compacted=call.device == "cpu")
         strategy = memory.choose_strategy(problem, options.strategy, call.budget)
         operator, told = STASHED if strategy == "stash" else RECOMPUTED, call
+    # `operator(told)`, but for one function less on the stack.
     with operator.entered(told) as forward:
         made: Any = forward(told)
     out = operator.attach(told, made).out
@@ -373,7 +374,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     assert grad_loss is not None
     layer, tokens = call.layer, call.tokens(check_values=False)
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, grad_scale = scaled_rows(tokens, call.transform, each * tokens.inverse_count, operand_dtype(layer.hidden))
+    row, grad_scale = scaled_rows(tokens, call.transform, each * tokens.inverse_count, call.operand)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
     made = walk.recompute(
         layer,
@@ -420,7 +421,7 @@ class KeptStash(NamedTuple):
 
 def _stash(call: Call) -> TorchOutputs:
     tokens, layer, loss = call.tokens(check_values=call.options.check_inputs), call.layer, Loss.of(call.options)
-    row, grad_scale = scaled_rows(tokens, call.transform, tokens.inverse_count, operand_dtype(layer.hidden))
+    row, grad_scale = scaled_rows(tokens, call.transform, tokens.inverse_count, call.operand)
 
     def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
         return loss_gradient(loss, row[t0:t1], lse, log_prob, layer.vocab)

@@ -47,6 +47,11 @@ class LinearCall:
         return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
     @property
+    def operand(self) -> torch.dtype:
+        """What the products read of the logits' gradient."""
+        return torch.float32 if self.device == "cpu" else self.dtype
+
+    @property
     def layer(self) -> Projection:
         """In the products' dtype."""
         return Projection.of(self.hidden, self.weight, self.bias, self.dtype)

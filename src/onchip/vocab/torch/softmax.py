@@ -183,6 +183,54 @@ class TokenGradient:
         return g if slope is None else g.mul_(slope)
 
 
+def token_gradient(
+    lse: Tensor,  # [n] float32
+    log_prob: Tensor,  # [n, K] float32
+    grad_log_prob: Tensor,  # [n, K] float32, and so all that follow
+    *,
+    ids: Tensor | None = None,  # [n, K], where K > 1
+    grad_lse: Tensor | None = None,  # [n]
+    even: Tensor | None = None,  # [n]: subtracted of every entry
+    grad_entropy: Tensor | None = None,  # [n], and then:
+    mean: Tensor | None = None,  # [n]
+    entropy: Tensor | None = None,  # [n]
+    kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
+) -> TokenGradient:
+    """The gradient of each token's logits, of the upstream gradients of what is computed of its softmax."""
+    same, rest = _shares(ids, grad_log_prob)
+    factor = -grad_log_prob.sum(1)
+    if grad_lse is not None:
+        factor, rest = factor + grad_lse, rest - grad_lse[:, None]
+    center, width = lse, None
+    if grad_entropy is not None:
+        assert mean is not None
+        assert entropy is not None
+        center, width = mean, entropy
+        rest = rest + grad_entropy[:, None] * (log_prob + entropy[:, None]).clamp(min=VANISHED)
+    # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
+    if kept is not None and width is None:
+        center = center.masked_fill(~kept, float("inf"))
+    elif kept is not None and width is not None:
+        center, width = center.masked_fill(~kept, 0), width.masked_fill(~kept, float("inf"))
+    # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
+    at_ids = -(same * torch.expm1(log_prob)) - log_prob.exp() * rest
+    if even is not None:
+        at_ids = at_ids - even[:, None]
+    return TokenGradient(center, factor, at_ids, even, width, None if grad_entropy is None else -grad_entropy)
+
+
+def _shares(ids: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
+    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [n, K] each."""
+    if ids is None or g.shape[1] == 1:
+        return g, torch.zeros_like(g)
+    same, rest = torch.empty_like(g), torch.empty_like(g)
+    for k in range(g.shape[1]):  # not all at once: that would be [n, K, K]
+        equal = ids == ids[:, k : k + 1]
+        same[:, k] = torch.where(equal, g, 0).sum(1)
+        rest[:, k] = torch.where(equal, 0, g).sum(1)
+    return same, rest
+
+
 def float16_scale(size: Tensor, operand: torch.dtype) -> Tensor | None:
     """What gradients of these sizes [n] are multiplied by to lie in float16's range; None: they are left."""
     if operand != torch.float16 or size.numel() == 0:
