@@ -21,18 +21,14 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A problem of a linear layer: its shape, what its numbers look like, and the options that it passes to the op."""
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the numbers of a problem look like, and the options that it passes to the op."""
 
-    name: str
-    tokens: int
-    hidden: int
-    vocab: int
     logit_std: float = 1.0
     """Standard deviation of the logits, before `logit_offset` and the options."""
     logit_offset: float = 0.0
-    """Added to every logit, through the bias."""
+    """Added to every logit; of a linear layer through the bias."""
     target_prob: float | None = None
     """About the probability that each token's target gets; None leaves it to chance."""
     zipf: bool = False
@@ -40,12 +36,22 @@ class Case:
     ignored: float = 0.0
     """Fraction of the tokens whose target is ignore_index."""
     masked: int = 0
-    """So many vocabulary entries, the first ones, have a bias of -inf."""
-    bias: bool = False
+    """So many vocabulary entries, the first ones, are -inf; of a linear layer through the bias."""
     token_weight: bool = False
     token_temperature: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
+
+
+@dataclass(frozen=True)
+class Case(Numbers):
+    """A problem of a linear layer."""
+
+    name: str
+    tokens: int
+    hidden: int
+    vocab: int
+    bias: bool = False
 
     def __str__(self) -> str:
         return self.name

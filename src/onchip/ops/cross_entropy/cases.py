@@ -1,41 +1,24 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.oracle.cases import MODELS, draw_factors, draw_target, ignore_some, named_case, target_logit
+from onchip.oracle.cases import MODELS, Numbers, draw_factors, draw_target, ignore_some, named_case, target_logit
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Numbers):
     """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
 
     name: str
     tokens: int
     vocab: int
-    logit_std: float = 1.0
-    """Standard deviation of the logits, before `logit_offset` and the options."""
-    logit_offset: float = 0.0
-    """Added to every logit."""
-    target_prob: float | None = None
-    """About the probability that each token's target gets; None leaves it to chance."""
-    zipf: bool = False
-    """Targets follow Zipf's law, as words do; otherwise they are uniform."""
-    ignored: float = 0.0
-    """Fraction of the tokens whose target is ignore_index."""
-    masked: int = 0
-    """So many columns, the first ones, are -inf."""
     sliced: int = 0
     """So many columns more are in the memory of each row, as where a padded vocabulary is cut off."""
-    token_weight: bool = False
-    token_temperature: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
 
     def __str__(self) -> str:
         return self.name

@@ -20,9 +20,6 @@ class Case(cases.Case):
     ignored_ids: float = 0.0
     """Fraction of the single ids that are ignore_index, beside those of ignored tokens."""
 
-    def __str__(self) -> str:
-        return self.name
-
 
 class Inputs(NamedTuple):
     """Arrays of one case; floats are float32, and what the case doesn't have is None."""
