@@ -98,6 +98,7 @@ class Operator(Generic[C, O]):
         of_forward, of_save = get_type_hints(forward), get_type_hints(save)
         self.call, self.outputs = _Packing(next(iter(of_forward.values()))), _Packing(of_forward["return"])
         self.kept = _Packing(of_save["return"])
+        self._grads = _fields([leaf.path for leaf in self.call.of_rest if leaf.name == "grads"])
         self._places = [self.call.tensors.index(x) for x in self.differentiable]
         count = len(self.outputs.tensors) + 1
         self.forward_op = torch.library.custom_op(
@@ -136,7 +137,7 @@ class Operator(Generic[C, O]):
     def attach(self, call: C, made: O) -> O:
         """The outputs, with their way back to the call's tensors if `forward` itself computed them."""
         tensors = self.call.tensors_of(call)
-        if not any(self.call.get(call, "grads")) or not _plain(tensors):
+        if not any(*self._grads(call)) or not _plain(tensors):
             return made
         return cast(O, self.outputs.build(self._node.apply(self, call, made, *tensors)[:-1], ()))
 
@@ -177,10 +178,11 @@ class Operator(Generic[C, O]):
 
     def keep(self, ctx: Any, call: C, made: O, output: Sequence[Tensor | None]) -> Sequence[Any]:
         """Save what backward needs of a call and the output of its node; return what of it is no tensor."""
-        tensors, rest = self.kept.split(self.save(call, made))
+        kept = self.save(call, made)
+        tensors = self.kept.tensors_of(kept)
         ctx.mark_non_differentiable(*[x for x in output[self.differentiable_outputs : -1] if x is not None])
         ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
-        ctx.grads = tuple(self.call.get(call, "grads"))
+        (ctx.grads,) = self._grads(call)
         # Where the node has its ways to the differentiable tensors: it has none for those that are None.
         given = [x is not None for x in self.call.tensors_of(call)]
         ctx.edges = [sum(given[:place]) for place in self._places]
@@ -189,7 +191,7 @@ class Operator(Generic[C, O]):
         theirs = [name in self.adds_to.values() for name in self.kept.tensors]
         ctx.theirs = [x if mine else None for x, mine in zip(tensors, theirs, strict=True)]
         ctx.save_for_backward(*[None if mine else x for x, mine in zip(tensors, theirs, strict=True)], output[-1])
-        return rest
+        return self.kept.rest_of(kept)
 
     def backward(self, ctx: Any, upstream: Sequence[Tensor | None], *, plain: bool) -> Made:
         """The gradients of the call's tensors, by the op's own function (`plain`) or by the registered operator."""
@@ -263,7 +265,7 @@ def _plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether nothing watches operators go by (a compiler, a dispatch mode, a subclass): plain tensors with storage."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(x is None or (type(x) in (Tensor, Parameter) and x.device.type != "meta") for x in tensors)
+    return all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta) for x in tensors)
 
 
 @contextlib.contextmanager
@@ -300,10 +302,14 @@ _DTYPES = {x: name for name, x in vars(torch).items() if isinstance(x, torch.dty
 class _Leaf(NamedTuple):
     """A field that is no object of fields itself."""
 
-    path: tuple[str, ...]
+    path: str  # "options.softcap"
     kind: type
     optional: bool
     many: bool
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
 
 
 class _Packing:
@@ -311,11 +317,12 @@ class _Packing:
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
-        self.members = _members(cls, ())
+        self.members = _members(cls)
         leaves = list(_leaves(self.members))
         self.of_tensors = [leaf for leaf in leaves if leaf.kind is Tensor]
         self.of_rest = [leaf for leaf in leaves if leaf.kind is not Tensor]
-        self.tensors = [leaf.path[-1] for leaf in self.of_tensors]
+        self.tensors_of, self.rest_of = (_fields([leaf.path for leaf in x]) for x in (self.of_tensors, self.of_rest))
+        self.tensors = [leaf.name for leaf in self.of_tensors]
         assert len(set(self.tensors)) == len(self.tensors), self.tensors
 
     def schema(self, mutated: Sequence[str] = ()) -> str:
@@ -326,19 +333,8 @@ class _Packing:
         ]
         return ", ".join([*tensors, *_LISTS])
 
-    def get(self, x: Any, name: str) -> Any:
-        """The field of this name, wherever it is."""
-        return _get(x, next(leaf.path for leaf in self.of_rest if leaf.path[-1] == name))
-
-    def tensors_of(self, x: Any) -> list[Tensor | None]:
-        return [_get(x, leaf.path) for leaf in self.of_tensors]
-
-    def split(self, x: Any) -> tuple[list[Tensor | None], list[Any]]:
-        """The tensors, and all else."""
-        return self.tensors_of(x), [_get(x, leaf.path) for leaf in self.of_rest]
-
     def build(self, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Any:
-        """What was split."""
+        """The object of these tensors and all else, in the order of its fields."""
         return _build(self.cls, self.members, iter(tensors), iter(rest))
 
     def encode(self, rest: Sequence[Any]) -> tuple[Any, ...]:
@@ -382,15 +378,14 @@ class _Packing:
         return rest
 
     def pack(self, x: Any) -> tuple[Any, ...]:
-        tensors, rest = self.split(x)
-        return (*tensors, *self.encode(rest))
+        return (*self.tensors_of(x), *self.encode(self.rest_of(x)))
 
     def unpack(self, args: Sequence[Any]) -> Any:
         count = len(self.tensors)
         return self.build(args[:count], self.decode(args[count:]))
 
 
-def _members(cls: Any, path: tuple[str, ...]) -> dict[str, Any]:
+def _members(cls: Any, prefix: str = "") -> dict[str, Any]:
     """Each field by its name: a `_Leaf`, or for an object of fields its class and its own members."""
     hints = get_type_hints(cls)
     members: dict[str, Any] = {}
@@ -401,10 +396,10 @@ def _members(cls: Any, path: tuple[str, ...]) -> dict[str, Any]:
         many = get_origin(kinds[0]) is tuple
         kind = get_args(kinds[0])[0] if many else kinds[0]
         if kind in (Tensor, torch.dtype, int, float, bool, str):
-            members[name] = _Leaf((*path, name), kind, optional, many)
+            members[name] = _Leaf(prefix + name, kind, optional, many)
         else:
             assert len(kinds) == 1 and not optional, f"{cls.__name__}.{name}: {hint}"  # noqa: PT018
-            members[name] = (kind, _members(kind, (*path, name)))
+            members[name] = (kind, _members(kind, f"{prefix}{name}."))
     return members
 
 
@@ -431,10 +426,10 @@ def _build(cls: Any, members: Mapping[str, Any], tensors: Iterator[Tensor | None
     return made
 
 
-def _get(x: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        x = getattr(x, name)
-    return x
+def _fields(paths: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads these fields of an object: code of its own, as a NamedTuple has, since every call runs it."""
+    made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda x: ({''.join(f'x.{path}, ' for path in paths)})")
+    return made
 
 
 register = Operator

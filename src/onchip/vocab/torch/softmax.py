@@ -197,32 +197,36 @@ def token_gradient(
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
 ) -> TokenGradient:
     """The gradient of each token's logits, of the upstream gradients of what is computed of its softmax."""
-    same, rest = _shares(ids, grad_log_prob)
+    same, rest = grad_log_prob, None  # what goes to an id, and to the others of its token
+    if ids is not None and ids.shape[1] > 1:
+        same, rest = _shares(ids, grad_log_prob)
     factor = -grad_log_prob.sum(1)
     if grad_lse is not None:
-        factor, rest = factor + grad_lse, rest - grad_lse[:, None]
+        factor = factor + grad_lse
+        rest = -grad_lse[:, None] if rest is None else rest - grad_lse[:, None]
     center, width = lse, None
     if grad_entropy is not None:
         assert mean is not None
         assert entropy is not None
         center, width = mean, entropy
-        rest = rest + grad_entropy[:, None] * (log_prob + entropy[:, None]).clamp(min=VANISHED)
+        more = grad_entropy[:, None] * (log_prob + entropy[:, None]).clamp(min=VANISHED)
+        rest = more if rest is None else rest + more
     # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
     if kept is not None and width is None:
         center = center.masked_fill(~kept, float("inf"))
     elif kept is not None and width is not None:
         center, width = center.masked_fill(~kept, 0), width.masked_fill(~kept, float("inf"))
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
-    at_ids = -(same * torch.expm1(log_prob)) - log_prob.exp() * rest
+    at_ids = -(same * torch.expm1(log_prob))
+    if rest is not None:
+        at_ids = at_ids - log_prob.exp() * rest
     if even is not None:
         at_ids = at_ids - even[:, None]
     return TokenGradient(center, factor, at_ids, even, width, None if grad_entropy is None else -grad_entropy)
 
 
-def _shares(ids: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
+def _shares(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [n, K] each."""
-    if ids is None or g.shape[1] == 1:
-        return g, torch.zeros_like(g)
     same, rest = torch.empty_like(g), torch.empty_like(g)
     for k in range(g.shape[1]):  # not all at once: that would be [n, K, K]
         equal = ids == ids[:, k : k + 1]
