@@ -44,8 +44,9 @@ class Operator(Generic[C, O]):
 
     The types of the call, of the outputs and of what is kept are read from the annotations of `forward`
     and `save`.  A field may be a Tensor, a torch.dtype, an int, float, bool or str, each of them `| None`; a tuple of
-    any number of one of the last four; or another such object.  The names of tensors are unique.  The call has a field
-    `grads`, which tells for each of the `differentiable` tensors whether it needs a gradient.
+    any number of one of the last five; or another such object.  A tensor is called by its field's name, or, where
+    several objects have a field of that name, by the way there: `student_hidden`.  The call has a field `grads`, which
+    tells for each of the `differentiable` tensors whether it needs a gradient.
 
     torch.compile's cache on disk knows an operator by its name alone: a release that changes the fields of a call, of
     the outputs or of what is kept must rename the operator.
@@ -322,8 +323,10 @@ class _Packing:
         self.of_tensors = [leaf for leaf in leaves if leaf.kind is Tensor]
         self.of_rest = [leaf for leaf in leaves if leaf.kind is not Tensor]
         self.tensors_of, self.rest_of = (_fields([leaf.path for leaf in x]) for x in (self.of_tensors, self.of_rest))
-        self.tensors = [leaf.name for leaf in self.of_tensors]
-        assert len(set(self.tensors)) == len(self.tensors), self.tensors
+        names = [leaf.name for leaf in self.of_tensors]
+        self.tensors = [
+            leaf.name if names.count(leaf.name) == 1 else leaf.path.replace(".", "_") for leaf in self.of_tensors
+        ]
 
     def schema(self, mutated: Sequence[str] = ()) -> str:
         letters = {name: f"({'abcdef'[i]}!)" for i, name in enumerate(mutated)}
