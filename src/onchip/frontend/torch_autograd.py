@@ -13,15 +13,13 @@ def graph_is_kept() -> bool:
     return kept
 
 
-def asked_for(ctx: Any, grads: Sequence[bool], places: Sequence[int] | None = None) -> list[bool]:
-    """Which of these gradients, of a forward's first tensors or those at `places`, the backward that is running goes on
-    with.
+def asked_for(ctx: Any, grads: Sequence[bool], places: Sequence[int]) -> list[bool]:
+    """Which of these gradients, of the tensors at `places` of a forward, the backward that is running goes on with.
 
     `autograd.grad(out, x)` and `backward(inputs=...)` leave some of them out, which a Function isn't told.
     """
     if torch.compiler.is_compiling():  # compiled autograd, which traces them all
         return list(grads)
-    places = range(len(grads)) if places is None else places
     return [wanted and _goes_on(ctx.next_functions[i][0]) for i, wanted in zip(places, grads, strict=True)]
 
 

@@ -147,22 +147,20 @@ class Operator(Generic[C, O]):
 
     # What the registered operators run: the op's functions on unpacked arguments.
 
-    def _forward(self, *args: Any) -> tuple[Tensor, ...]:
+    def _forward(self, *args: Any) -> Any:
         with _alone(args, self.forward) as forward:
             return _filled((*self.outputs.tensors_of(forward(self.call.unpack(args))), None), args)
 
-    def _fake(self, *args: Any) -> tuple[Tensor, ...]:
+    def _fake(self, *args: Any) -> Any:
         return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
         with _alone(args, self.gradients) as gradients:
-            made = _filled(gradients(*self._unpack_gradients(args)), args)
-            return made if len(made) > 1 else made[0]
+            return _filled(gradients(*self._unpack_gradients(args)), args)
 
     def _fake_gradients(self, *args: Any) -> Any:
         assert self.fake_gradients is not None
-        made = _filled(self.fake_gradients(*self._unpack_gradients(args)), args)
-        return made if len(made) > 1 else made[0]
+        return _filled(self.fake_gradients(*self._unpack_gradients(args)), args)
 
     def _unpack_gradients(self, args: Sequence[Any]) -> tuple[Any, Made, Wanted]:
         count = self.differentiable_outputs
@@ -285,10 +283,11 @@ def _alone(args: Sequence[Any], function: F) -> Iterator[F]:
         yield function
 
 
-def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """As operators return them: an empty tensor for None."""
+def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> Any:
+    """As operators return them: an empty tensor for None, and one alone without a tuple."""
     first = next(x for x in args if isinstance(x, Tensor))
-    return tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
+    filled = tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
+    return filled if len(filled) > 1 else filled[0]
 
 
 # ------------------------------------------------------------------------------------ objects as operators' arguments
