@@ -1,13 +1,13 @@
 """Registration of an op with torch.library and autograd, from functions of one declared call.
 
-An op declares what it is told as a NamedTuple or a frozen dataclass: tensors, dtypes, numbers, words and flags, and
-options objects made of the same.  `forward(call)` computes the outputs, `save(call, outputs)` says what backward
-keeps, as another such object, and `gradients(kept, upstream, wanted)` turns that into the gradients of the call's
-`differentiable` tensors.  `register` makes of them two operators of torch.library, for torch.compile and for whatever
-else watches operators go by.  With plain tensors the same functions run by themselves, and a Function of autograd is
-attached to what they made: a registered operator costs 0.2 ms of Python each way.
+An op declares its arguments as a NamedTuple or a frozen dataclass of tensors, dtypes, numbers, words and flags, and of
+options objects with such fields.  `forward(call)` computes the outputs, `save(call, outputs)` selects what backward
+needs, in another such object, and `gradients(kept, upstream, wanted)` computes the gradients of the call's
+`differentiable` tensors.  `register` makes two operators of torch.library from these, for torch.compile and for
+dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's functions directly and attaches autograd
+to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
-So a public function ends as `Operator.__call__` does, and only it is on the stack when `forward` runs.
+A public function ends as `Operator.__call__` does, so that it alone is on the stack when `forward` runs.
 """
 
 import contextlib
@@ -125,18 +125,18 @@ class Operator(Generic[C, O]):
         self._node: Any = type(name, (_Node,), {})  # a class of its own for its name
 
     def __call__(self, call: C) -> O:
-        """A call from its beginning to its end."""
+        """The outputs of a call, connected to its tensors by autograd."""
         with self.entered(call) as forward:
             made = forward(call)
         return self.attach(call, made)
 
     def entered(self, call: C) -> contextlib.AbstractContextManager[Callable[[C], O]]:
-        """Where the function that it yields is to compute the outputs: the op's own `forward`, or the operator."""
+        """The context in which to compute the outputs; it yields the function: the op's `forward`, or the operator."""
         tensors = self.call.tensors_of(call)
         return _alone(tensors, self.forward) if _plain(tensors) else contextlib.nullcontext(self._registered)
 
     def attach(self, call: C, made: O) -> O:
-        """The outputs, with their way back to the call's tensors if `forward` itself computed them."""
+        """The outputs, connected to the call's tensors by autograd, if `forward` itself computed them."""
         tensors = self.call.tensors_of(call)
         if not any(*self._grads(call)) or not _plain(tensors):
             return made
@@ -182,7 +182,7 @@ class Operator(Generic[C, O]):
         ctx.mark_non_differentiable(*[x for x in output[self.differentiable_outputs : -1] if x is not None])
         ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
         (ctx.grads,) = self._grads(call)
-        # Where the node has its ways to the differentiable tensors: it has none for those that are None.
+        # Indices of the differentiable tensors among the node's edges: a tensor that is None has no edge.
         given = [x is not None for x in self.call.tensors_of(call)]
         ctx.edges = [sum(given[:place]) for place in self._places]
         # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
@@ -243,7 +243,7 @@ class Operator(Generic[C, O]):
 
 
 class _Node(torch.autograd.Function):
-    """The way back from outputs that were computed already."""
+    """Autograd's node of outputs that `forward` has already computed."""
 
     @staticmethod
     def forward(ctx: Any, op: Operator[Any, Any], call: Any, made: Any, *tensors: Tensor | None) -> Any:

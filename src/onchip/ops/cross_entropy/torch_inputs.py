@@ -1,4 +1,4 @@
-"""What the public function checks at its door, without reading values, and the call that it makes of its arguments."""
+"""The checks of the public function, which read no values, and the arguments and outputs of its operators."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from onchip.vocab.torch.tiles import Tokens, targets
 
 
 class Call(NamedTuple):
-    """What the operators of both backends are told."""
+    """The arguments of both backends' operators."""
 
     logits: Tensor  # [..., V]
     target: Tensor  # [...]

@@ -1,4 +1,4 @@
-"""What every backend in PyTorch is told and returns."""
+"""Arguments and outputs of every backend in PyTorch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from onchip.vocab.torch.tiles import Tokens
 
 @dataclass(frozen=True)
 class Call(LinearCall):
-    """What an operator is told."""
+    """The arguments of an operator."""
 
     target: Tensor  # [...]
     token_weight: Tensor | None  # [...]
@@ -27,7 +27,7 @@ class Call(LinearCall):
     options: Options
 
     def tokens(self, *, check_values: bool) -> Tokens:
-        """Which tokens count; on the CPU values are checked all the same."""
+        """Which tokens count; values are always checked on the CPU."""
         return tiles.targets(OP, self, self.weight.shape[0], check_values=check_values)
 
     def divisor(self, kept: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Call(LinearCall):
 
 
 class Outputs(NamedTuple):
-    """What each operator returns first."""
+    """The first outputs of each operator."""
 
     loss: Tensor
     lse: Tensor

@@ -197,22 +197,22 @@ def linear_cross_entropy(
         weight_grad_out,
     )
     operator: Operator[Any, Any]
-    told: Any
+    arguments: Any
     if chosen == "fp8":
         if quantized is not None:
             check_quantized_weight(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
-        operator, told = fp8_op.LOSS, fp8_op.told(call, quantized, backend)
+        operator, arguments = fp8_op.LOSS, fp8_op.told(call, quantized, backend)
     elif chosen == "triton":
-        operator, told = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
+        operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
     else:
         # Before the targets are read, the worst case.
         problem = call.problem(call.device, compacted=call.device == "cpu")
         strategy = memory.choose_strategy(problem, options.strategy, call.budget)
-        operator, told = STASHED if strategy == "stash" else RECOMPUTED, call
-    # `operator(told)`, but for one function less on the stack.
-    with operator.entered(told) as forward:
-        made: Any = forward(told)
-    out = operator.attach(told, made).out
+        operator, arguments = STASHED if strategy == "stash" else RECOMPUTED, call
+    # `operator(arguments)`, but for one function less on the stack.
+    with operator.entered(arguments) as forward:
+        made: Any = forward(arguments)
+    out = operator.attach(arguments, made).out
     return (out.loss, LinearCrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 

@@ -1,4 +1,4 @@
-"""What both backends in PyTorch are told and return."""
+"""Arguments and outputs of both backends in PyTorch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from onchip.vocab.torch.tiles import Ids
 
 @dataclass(frozen=True)
 class Call(LinearCall):
-    """What an operator is told."""
+    """The arguments of an operator."""
 
     ids: Tensor  # [...] or [..., K]
     options: Options
 
     def tokens(self, *, check_values: bool) -> Ids:
-        """Which tokens and ids count; on the CPU values are checked all the same."""
+        """Which tokens and ids count; values are always checked on the CPU."""
         return tiles.select(
             OP,
             "ids",
@@ -45,7 +45,7 @@ class Call(LinearCall):
 
 
 class Outputs(NamedTuple):
-    """What each operator returns first."""
+    """The first outputs of each operator."""
 
     log_prob: Tensor
     entropy: Tensor | None

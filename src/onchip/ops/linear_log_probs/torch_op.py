@@ -148,13 +148,13 @@ def linear_log_probs(
         ids,
     )
     operator: Operator[Any, Any] = LOG_PROBS
-    told: Any = call
+    arguments: Any = call
     if chosen == "triton":
-        operator, told = triton_op.LOG_PROBS, triton_op.TritonCall(call, torch.compiler.is_compiling())
+        operator, arguments = triton_op.LOG_PROBS, triton_op.TritonCall(call, torch.compiler.is_compiling())
     else:
         strategy = "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
-    made = operator(told).out
+    made = operator(arguments).out
     if not (entropy or lse or top1):
         return made.log_prob
     asked = (True, entropy, lse, top1)

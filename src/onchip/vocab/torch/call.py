@@ -1,4 +1,4 @@
-"""What the operators of losses of a linear layer are told, whatever the loss."""
+"""The arguments that the operators of all losses of a linear layer share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from onchip.vocab.torch.tiles import Projection, Transform
 
 @dataclass(frozen=True)
 class LinearCall:
-    """The linear layer and what its gradients are wanted for; an op adds its options and what else it is given."""
+    """The linear layer and which of its gradients are wanted; an op adds its own arguments."""
 
     hidden: Tensor  # [..., H]
     weight: Tensor  # [V, H]
@@ -24,7 +24,7 @@ class LinearCall:
     options: Any  # the op's own
     grads: tuple[bool, ...]  # of hidden, weight, bias
     copied: int
-    """Bytes of the copies that are made of inputs whose strides don't suit."""
+    """Bytes of the copies of inputs whose strides don't suit."""
 
     @property
     def number(self) -> int:
@@ -48,7 +48,7 @@ class LinearCall:
 
     @property
     def operand(self) -> torch.dtype:
-        """What the products read of the logits' gradient."""
+        """The dtype of the logits' gradient, as the products read it."""
         return torch.float32 if self.device == "cpu" else self.dtype
 
     @property
@@ -61,7 +61,7 @@ class LinearCall:
         return Transform.of(self.options)
 
     def layer_problem(self, device: str, op: str, **more: Any) -> Problem:
-        """What plans are made for; `more` is what an op adds to its layer's sizes."""
+        """The problem that plans are made for; `more` are the fields that the op knows."""
         vocab, hidden = self.weight.shape
         return Problem(
             tokens=self.number,

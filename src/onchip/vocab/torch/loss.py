@@ -42,8 +42,8 @@ def token_losses(loss: Loss, stats: TokenStats, tokens: Tokens) -> Tensor:
 def scaled_rows(
     tokens: Tokens, transform: Transform, upstream: Tensor, operand: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """[n]: the upstream gradient of each token's loss times what leads from the final logits to the product, and
-    what that was multiplied by for float16's sake (None: nothing).
+    """[n]: the upstream gradient of each token's loss times the derivative of the final logits by the product, and the
+    factor that brings it into float16's range, which is included (None: none).
 
     `upstream` is that of the reduced loss, 0-d or [n].
     """

@@ -21,7 +21,7 @@ FLOAT16_ROW = 256.0
 
 
 class TokenStats(NamedTuple):
-    """What is known of each computed token's softmax; [n] float32 where not said otherwise."""
+    """Statistics of each computed token's softmax; [n] float32 unless noted."""
 
     lse: Tensor
     log_prob: Tensor  # [n, K]: of the ids; 0 for ignored ones, NaN for those out of range
@@ -141,7 +141,7 @@ class TokenGradient:
     """The gradient of each computed token's final logits; [n] float32, or one number for all.
 
     With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even, and `at_ids` for the ids.
-    All are multiplied by what leads from the final logits to the product (scale / temperature), and by `grad_scale`.
+    All are multiplied by the derivative of the final logits by the product (scale / temperature), and by `grad_scale`.
     """
 
     center: Tensor  # the mean logit where the entropy has a gradient, else the log-sum-exp
@@ -173,8 +173,8 @@ class TokenGradient:
     def _finished(self, g: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
         if self.even is not None:
             g.sub_(self.even[:, None])
-        # The ids that lie elsewhere repeat one that lies here, so that no two write different numbers to one place;
-        # where none does, what is there is written again.
+        # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
+        # without an id inside writes back the number that is there.
         column, inside = columns_of(ids, start, g.shape[1])
         one = inside.to(torch.int8).argmax(1, keepdim=True)
         column = torch.where(inside, column, column.gather(1, one))
@@ -196,7 +196,7 @@ def token_gradient(
     entropy: Tensor | None = None,  # [n]
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
 ) -> TokenGradient:
-    """The gradient of each token's logits, of the upstream gradients of what is computed of its softmax."""
+    """The gradient of each token's logits, given those of its log-probabilities, its log-sum-exp and its entropy."""
     same, rest = grad_log_prob, None  # what goes to an id, and to the others of its token
     if ids is not None and ids.shape[1] > 1:
         same, rest = _shares(ids, grad_log_prob)
