@@ -25,7 +25,6 @@ from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph
 C = TypeVar("C")
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
 K = TypeVar("K")
-F = TypeVar("F")
 
 Wanted = Sequence[bool]
 """Which gradients are asked for, in the order of the `differentiable` tensors."""
@@ -126,37 +125,41 @@ class Operator(Generic[C, O]):
 
     def __call__(self, call: C) -> O:
         """The outputs of a call, connected to its tensors by autograd."""
-        with self.entered(call) as forward:
-            made = forward(call)
+        if not self.is_plain(call):
+            return self.registered(call)
+        with alone(_first(self.call.tensors_of(call))):
+            made = self.forward(call)
         return self.attach(call, made)
 
-    def entered(self, call: C) -> contextlib.AbstractContextManager[Callable[[C], O]]:
-        """The context in which to compute the outputs; it yields the function: the op's `forward`, or the operator."""
-        tensors = self.call.tensors_of(call)
-        return _alone(tensors, self.forward) if _plain(tensors) else contextlib.nullcontext(self._registered)
+    def is_plain(self, call: C) -> bool:
+        """Whether nothing watches operators: no compiler, dispatch mode or subclass; plain tensors with storage."""
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return False
+        plain = (Tensor, Parameter)
+        return all(x is None or (type(x) in plain and not x.is_meta) for x in self.call.tensors_of(call))
+
+    def registered(self, call: C) -> O:
+        """The outputs by the registered operator, which knows its derivative."""
+        return cast(O, self.outputs.build(self.forward_op(*self.call.pack(call))[:-1], ()))
 
     def attach(self, call: C, made: O) -> O:
-        """The outputs, connected to the call's tensors by autograd, if `forward` itself computed them."""
-        tensors = self.call.tensors_of(call)
-        if not any(*self._grads(call)) or not _plain(tensors):
+        """The outputs that `forward` itself computed, connected to the call's tensors by autograd."""
+        if not any(*self._grads(call)):
             return made
-        return cast(O, self.outputs.build(self._node.apply(self, call, made, *tensors)[:-1], ()))
-
-    def _registered(self, call: C) -> O:
-        return cast(O, self.outputs.build(self.forward_op(*self.call.pack(call))[:-1], ()))
+        return cast(O, self.outputs.build(self._node.apply(self, call, made, *self.call.tensors_of(call))[:-1], ()))
 
     # What the registered operators run: the op's functions on unpacked arguments.
 
     def _forward(self, *args: Any) -> Any:
-        with _alone(args, self.forward) as forward:
-            return _filled((*self.outputs.tensors_of(forward(self.call.unpack(args))), None), args)
+        with alone(_first(args)):
+            return _filled((*self.outputs.tensors_of(self.forward(self.call.unpack(args))), None), args)
 
     def _fake(self, *args: Any) -> Any:
         return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
-        with _alone(args, self.gradients) as gradients:
-            return _filled(gradients(*self._unpack_gradients(args)), args)
+        with alone(_first(args)):
+            return _filled(self.gradients(*self._unpack_gradients(args)), args)
 
     def _fake_gradients(self, *args: Any) -> Any:
         assert self.fake_gradients is not None
@@ -214,8 +217,8 @@ class Operator(Generic[C, O]):
             with torch.no_grad():
                 made = self.gradients(kept, given, wanted)
         elif plain:
-            with _alone(given, self.gradients) as gradients:
-                made = gradients(kept, given, wanted)
+            with alone(_first(given)):
+                made = self.gradients(kept, given, wanted)
             for i, memory in theirs.items():
                 if wanted[i]:  # nobody saw that it was written to
                     torch.autograd.graph.increment_version(memory)
@@ -247,7 +250,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Operator[Any, Any], call: Any, made: Any, *tensors: Tensor | None) -> Any:
-        link = next(x for x in tensors if x is not None).new_empty(0, dtype=torch.float32)
+        link = _first(tensors).new_empty(0, dtype=torch.float32)
         output = (*op.outputs.tensors_of(made), link)
         ctx.op, ctx.rest = op, op.keep(ctx, call, made, output)
         return output
@@ -260,32 +263,29 @@ class _Node(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------- what both ways share
 
 
-def _plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nothing watches operators go by (a compiler, a dispatch mode, a subclass): plain tensors with storage."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta) for x in tensors)
-
-
 @contextlib.contextmanager
-def _alone(args: Sequence[Any], function: F) -> Iterator[F]:
-    """Where `function` is to run: below autograd, outside of autocast, and on the tensors' device.
+def alone(x: Tensor) -> Iterator[None]:
+    """Where an op's functions run: below autograd, outside of autocast, and on the device of `x`.
 
     Below autograd, as operators run, or the caller couldn't change an output that is a view in place.  They run below
     autocast's dispatch too, but not outside its reach: products in there would be cast again.
     """
-    device = next(x.device for x in args if isinstance(x, Tensor))
+    device = x.device
     cast_off: Any = contextlib.nullcontext()
     if torch.is_autocast_enabled(device.type):
         cast_off = torch.autocast(device.type, enabled=False)
     on_device: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with torch._C._AutoDispatchBelowADInplaceOrView(), cast_off, on_device:
-        yield function
+        yield
+
+
+def _first(args: Sequence[Any]) -> Tensor:
+    return next(x for x in args if isinstance(x, Tensor))
 
 
 def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> Any:
     """As operators return them: an empty tensor for None, and one alone without a tuple."""
-    first = next(x for x in args if isinstance(x, Tensor))
+    first = _first(args)
     filled = tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
     return filled if len(filled) > 1 else filled[0]
 

@@ -24,7 +24,7 @@ from onchip.frontend.torch_inputs import (
     copied_weight,
     temperature_tensor,
 )
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, alone, needed, register
 from onchip.ops.linear_cross_entropy import fp8_op, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tensors, empty_outputs
@@ -209,10 +209,13 @@ def linear_cross_entropy(
         problem = call.problem(call.device, compacted=call.device == "cpu")
         strategy = memory.choose_strategy(problem, options.strategy, call.budget)
         operator, arguments = STASHED if strategy == "stash" else RECOMPUTED, call
-    # `operator(arguments)`, but for one function less on the stack.
-    with operator.entered(arguments) as forward:
-        made: Any = forward(arguments)
-    out = operator.attach(arguments, made).out
+    # `operator(arguments)`, with one function less on the stack.
+    if operator.is_plain(arguments):
+        with alone(hidden):
+            made: Any = operator.forward(arguments)
+        out = operator.attach(arguments, made).out
+    else:
+        out = operator.registered(arguments).out
     return (out.loss, LinearCrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 
