@@ -8,9 +8,6 @@ import pytest
 import torch
 
 from losses import CE, LCE, LLP
-from onchip.ops.cross_entropy import torch_op as ce_op
-from onchip.ops.linear_cross_entropy import torch_op as lce_op
-from onchip.ops.linear_log_probs import torch_op as llp_op
 from onchip.torch import quantize_weight
 from shared import assert_refused
 
@@ -169,9 +166,9 @@ def test_an_unknown_argument(loss):
         call(loss, smoothing=0.1)
 
 
-@pytest.mark.parametrize(("loss", "module"), [(LCE, lce_op), (CE, ce_op), (LLP, llp_op)], ids=list(OPS))
-def test_a_device_without_a_backend_says_why(loss, module, monkeypatch):
-    monkeypatch.setattr(module, "_DEVICES", ("cuda",))
+@by_op
+def test_a_device_without_a_backend_says_why(loss, monkeypatch):
+    monkeypatch.setattr("onchip.frontend.torch_inputs.DEVICES", ("cuda",))
     said = re.escape("torch: it runs on cuda tensors, not on 'cpu'")
     with pytest.raises(ValueError, match=rf"{loss.op.__name__}: no backend can run this call \(.*{said}"):
         call(loss)

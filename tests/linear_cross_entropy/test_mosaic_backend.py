@@ -16,7 +16,7 @@ from onchip.ops.linear_cross_entropy.cases import Case
 from onchip.vocab.mosaic import kernels, rebase
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.mosaic.memory import MosaicPlan
-from shared_jax import our_functions
+from stack import our_functions
 
 # With 128 tokens kept in the gradient's memory, of 384 positions; the last tile of the vocabulary isn't full.
 LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)

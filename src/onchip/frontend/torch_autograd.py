@@ -13,32 +13,30 @@ def graph_is_kept() -> bool:
     return kept
 
 
-def asked_for(ctx: Any, grads: Sequence[bool], places: Sequence[int] | None = None) -> list[bool]:
-    """Which of these gradients, of a forward's first tensors or those at `places`, the backward that is running goes on
-    with.
+def asked_for(ctx: Any, grads: Sequence[bool], places: Sequence[int]) -> list[bool]:
+    """Which gradients, of the tensors behind the node's edges at `places`, the running backward will use.
 
-    `autograd.grad(out, x)` and `backward(inputs=...)` leave some of them out, which a Function isn't told.
+    `autograd.grad(out, x)` and `backward(inputs=...)` use only some, and don't tell the Function which.
     """
     if torch.compiler.is_compiling():  # compiled autograd, which traces them all
         return list(grads)
-    places = range(len(grads)) if places is None else places
-    return [wanted and _goes_on(ctx.next_functions[i][0]) for i, wanted in zip(places, grads, strict=True)]
+    return [wanted and _will_run(ctx.next_functions[i][0]) for i, wanted in zip(places, grads, strict=True)]
 
 
-def _goes_on(node: Any) -> bool:
+def _will_run(node: Any) -> bool:
     try:
-        goes_on: bool = torch._C._will_engine_execute_node(node)
+        will_run: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf that autograd.grad was asked for
         return True
-    return goes_on
+    return will_run
 
 
 def differentiable_once(op: str, grads: Sequence[Tensor | None], *sources: Tensor | None) -> list[Tensor | None]:
     """The gradients as they are; with create_graph=True such that differentiating them raises.
 
-    It raises with respect to all that `sources` were made of.  `autograd.grad` goes to what it is asked for alone:
-    without a way there from each gradient it would leave out a term.  So `sources` are the upstream gradient and an
-    output of the op, from which ways lead to all of its inputs.  That output is a `link` of no elements where the
+    It raises for every tensor that `sources` depend on.  `autograd.grad` visits only the tensors that it is asked for,
+    and without a path to them from each gradient it would omit a term.  So `sources` are the upstream gradients and an
+    output of the op, from which paths lead to all of its inputs.  That output is a `link` of no elements, since the
     caller may change the others in place (`loss /= 2`).
     """
     if not torch.is_grad_enabled():
@@ -63,7 +61,7 @@ class _DifferentiatedTwice(torch.autograd.Function):
 
 
 def scale_stash(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A gradient that was made for an upstream gradient of 1, for the one that came (None: 1), in `dtype`."""
+    """A gradient for an upstream gradient of 1, times the actual one (`factor`; None: 1), in `dtype`."""
     if factor is None:
         return stashed.to(dtype)
     # Rounded as it is written: `(stashed * factor).to(dtype)` would hold another float32 weight gradient.
@@ -71,9 +69,9 @@ def scale_stash(stashed: Tensor, factor: Tensor | None, dtype: torch.dtype) -> T
 
 
 def is_plain_one(grad_loss: Tensor) -> bool:
-    """Whether the upstream gradient is seen for free to be the 1 that loss.backward() sends, and no graph is kept.
+    """Whether the upstream gradient is known at no cost to be the 1 of loss.backward(), and no graph is kept.
 
-    Then a stash itself is the gradient.  (While AOTAutograd traces, tensors are of a subclass.)
+    Then the stash itself is the gradient.  (While AOTAutograd traces, tensors are of a subclass.)
     """
     on_cpu = type(grad_loss) is Tensor and grad_loss.device.type == "cpu"
     return on_cpu and float(grad_loss.detach()) == 1 and not graph_is_kept()

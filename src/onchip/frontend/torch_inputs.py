@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Module, Parameter
 
+from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_positive
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DEVICES = ("cpu", "cuda", "meta")
 INTEGERS = frozenset(
     (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 )
@@ -90,6 +92,16 @@ def check_kinds(
             refuse_gradient(op, name, x)
         elif x.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(x.dtype)}")
+
+
+def choose_torch_backend(op: str, backend: str, device: torch.device, triton: str | None) -> str:
+    """Of "triton", which refuses for the reason given if any, and "torch", the framework's own operations."""
+    torch_runs = device.type in DEVICES
+    refusals = {
+        "triton": triton,
+        "torch": None if torch_runs else f"it runs on {', '.join(DEVICES)} tensors, not on {device.type!r}",
+    }
+    return choose_backend(op, backend, refusals)
 
 
 def refuse_gradient(op: str, name: str, x: Tensor) -> None:

@@ -1,13 +1,13 @@
 """Registration of an op with torch.library and autograd, from functions of one declared call.
 
-An op declares what it is told as a NamedTuple or a frozen dataclass: tensors, dtypes, numbers, words and flags, and
-options objects made of the same.  `forward(call)` computes the outputs, `save(call, outputs)` says what backward
-keeps, as another such object, and `gradients(kept, upstream, wanted)` turns that into the gradients of the call's
-`differentiable` tensors.  `register` makes of them two operators of torch.library, for torch.compile and for whatever
-else watches operators go by, and a Function of autograd for plain tensors, which avoids a registered
-operator's 0.2 ms of Python each way.  Both run the same functions.
+An op declares its arguments as a NamedTuple or a frozen dataclass of tensors, dtypes, numbers, words and flags, and of
+options objects with such fields.  `forward(call)` computes the outputs, `save(call, outputs)` selects what backward
+needs, in another such object, and `gradients(kept, upstream, wanted)` computes the gradients of the call's
+`differentiable` tensors.  `register` makes two operators of torch.library from these, for torch.compile and for
+dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's functions directly and attaches autograd
+to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
-On the stack of a plain call, between the public function and `forward`: `Operator.__call__` and `_Eager.forward`.
+A public function ends as `Operator.__call__` does, so that it alone is on the stack when `forward` runs.
 """
 
 import contextlib
@@ -98,6 +98,7 @@ class Operator(Generic[C, O]):
         of_forward, of_save = get_type_hints(forward), get_type_hints(save)
         self.call, self.outputs = _Packing(next(iter(of_forward.values()))), _Packing(of_forward["return"])
         self.kept = _Packing(of_save["return"])
+        self._grads = _fields([leaf.path for leaf in self.call.of_rest if leaf.name == "grads"])
         self._places = [self.call.tensors.index(x) for x in self.differentiable]
         count = len(self.outputs.tensors) + 1
         self.forward_op = torch.library.custom_op(
@@ -120,194 +121,173 @@ class Operator(Generic[C, O]):
                 schema=f"({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
             )
             self.backward_op.register_fake(self._fake_gradients)
-        self._eager = _eager(self, name)
+        self._node: Any = type(name, (_Node,), {})  # a class of its own for its name
 
     def __call__(self, call: C) -> O:
-        if torch.compiler.is_compiling() or not _plain(tensors := self.call.tensors_of(call)):
-            made = self.forward_op(*self.call.pack(call))[:-1]
-        elif any(self.call.get(call, "grads")):
-            made = self._eager.apply(call, *[tensors[place] for place in self._places])[:-1]
-        else:
-            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(tensors):
-                return self.forward(call)
-        return cast(O, self.outputs.build(made, ()))
+        """The outputs of a call, connected to its tensors by autograd."""
+        if not self.is_plain(call):
+            return self.registered(call)
+        with alone(_first(self.call.tensors_of(call))):
+            made = self.forward(call)
+        return self.attach(call, made)
 
-    def pack(self, call: C) -> tuple[Any, ...]:
-        """The call as `forward_op` takes it."""
-        return self.call.pack(call)
+    def is_plain(self, call: C) -> bool:
+        """Whether nothing watches operators: no compiler, dispatch mode or subclass; plain tensors with storage."""
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return False
+        plain = (Tensor, Parameter)
+        return all(x is None or (type(x) in plain and not x.is_meta) for x in self.call.tensors_of(call))
+
+    def registered(self, call: C) -> O:
+        """The outputs by the registered operator, which knows its derivative."""
+        return cast(O, self.outputs.build(self.forward_op(*self.call.pack(call))[:-1], ()))
+
+    def attach(self, call: C, made: O) -> O:
+        """The outputs that `forward` itself computed, connected to the call's tensors by autograd."""
+        if not any(*self._grads(call)):
+            return made
+        return cast(O, self.outputs.build(self._node.apply(self, call, made, *self.call.tensors_of(call))[:-1], ()))
 
     # What the registered operators run: the op's functions on unpacked arguments.
 
-    def _forward(self, *args: Any) -> tuple[Tensor, ...]:
-        call = self.call.unpack(args)
-        with _alone(args):
-            return _filled((*self.outputs.tensors_of(self.forward(call)), None), args)
+    def _forward(self, *args: Any) -> Any:
+        with alone(_first(args)):
+            return _filled((*self.outputs.tensors_of(self.forward(self.call.unpack(args))), None), args)
 
-    def _fake(self, *args: Any) -> tuple[Tensor, ...]:
+    def _fake(self, *args: Any) -> Any:
         return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
-        kept, upstream, wanted = self._unpack_gradients(args)
-        with _alone(args):
-            made = _filled(self.gradients(kept, upstream, wanted), args)
-            return made if len(made) > 1 else made[0]
+        with alone(_first(args)):
+            return _filled(self.gradients(*self._unpack_gradients(args)), args)
 
     def _fake_gradients(self, *args: Any) -> Any:
         assert self.fake_gradients is not None
-        made = _filled(self.fake_gradients(*self._unpack_gradients(args)), args)
-        return made if len(made) > 1 else made[0]
+        return _filled(self.fake_gradients(*self._unpack_gradients(args)), args)
 
     def _unpack_gradients(self, args: Sequence[Any]) -> tuple[Any, Made, Wanted]:
         count = self.differentiable_outputs
         return self.kept.unpack(args[count:-1]), args[:count], args[-1]
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        call = self.call.unpack(inputs)
-        tensors, rest = self.kept.split(self.save(call, self.outputs.build(output[:-1], ())))
-        _keep(ctx, self, call, tensors, output)
+        rest = self.keep(ctx, self.call.unpack(inputs), self.outputs.build(output[:-1], ()), output)
         ctx.rest = self.kept.encode(rest)
-        ctx.edges = _edges(inputs, self._places)
 
     def _backward(self, ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        def run(given: Made, kept: Any, tensors: Sequence[Tensor | None], wanted: Wanted) -> Made:
+        return (*self.backward(ctx, upstream, plain=False), *[None] * len(_LISTS))
+
+    # What both ways do with autograd.
+
+    def keep(self, ctx: Any, call: C, made: O, output: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Save what backward needs of a call and the output of its node; return what of it is no tensor."""
+        kept = self.save(call, made)
+        tensors = self.kept.tensors_of(kept)
+        ctx.mark_non_differentiable(*[x for x in output[self.differentiable_outputs : -1] if x is not None])
+        ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
+        (ctx.grads,) = self._grads(call)
+        # Indices of the differentiable tensors among the node's edges: a tensor that is None has no edge.
+        given = [x is not None for x in self.call.tensors_of(call)]
+        ctx.edges = [sum(given[:place]) for place in self._places]
+        # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and
+        # that is no mistake.
+        theirs = [name in self.adds_to.values() for name in self.kept.tensors]
+        ctx.theirs = [x if mine else None for x, mine in zip(tensors, theirs, strict=True)]
+        ctx.save_for_backward(*[None if mine else x for x, mine in zip(tensors, theirs, strict=True)], output[-1])
+        return self.kept.rest_of(kept)
+
+    def backward(self, ctx: Any, upstream: Sequence[Tensor | None], *, plain: bool) -> Made:
+        """The gradients of the call's tensors, by the op's own function (`plain`) or by the registered operator."""
+        grads: list[Tensor | None] = [None] * len(self.call.tensors)
+        given = upstream[: self.differentiable_outputs]
+        if all(x is None for x in given):
+            return grads
+        wanted = asked_for(ctx, ctx.grads, ctx.edges)
+        tensors, link = self._taken(ctx)
+        kept: Any = None
+        if plain:
+            kept = self.kept.build(tensors, ctx.rest)
+        elif self.direct or self.collect or self.backward_op is None:
+            kept = self.kept.unpack((*tensors, *ctx.rest))  # else left packed: compiled autograd would trace this
+        theirs = {
+            self.differentiable.index(of): x
+            for of, memory in self.adds_to.items()
+            if (x := tensors[self.kept.tensors.index(memory)]) is not None
+        }
+        if self.fake_gradients is None or (self.direct is not None and self.direct(kept)):
+            with torch.no_grad():
+                made = self.gradients(kept, given, wanted)
+        elif plain:
+            with alone(_first(given)):
+                made = self.gradients(kept, given, wanted)
+            for i, memory in theirs.items():
+                if wanted[i]:  # nobody saw that it was written to
+                    torch.autograd.graph.increment_version(memory)
+        else:
             made = self.backward_op(*given, *tensors, *ctx.rest, wanted)
-            return [made] if isinstance(made, Tensor) else made
-
-        def build(tensors: Sequence[Tensor | None]) -> Any:
-            # Compiled autograd would trace this: what needn't be built is left packed.
-            if self.direct or self.collect or self.backward_op is None:
-                return self.kept.unpack((*tensors, *ctx.rest))
-            return None
-
-        grads: list[Any] = [None] * (len(self.call.tensors) + len(_LISTS))
-        for place, grad in zip(self._places, _gradients_of(self, ctx, upstream, build, run), strict=True):
+            made = [made] if isinstance(made, Tensor) else made
+        if self.collect is not None:
+            made = self.collect(kept, made, wanted)
+        made = [x if want and i not in theirs else None for i, (x, want) in enumerate(zip(made, wanted, strict=True))]
+        # The link is an output that no caller has and that none can change in place (`loss /= 2`).
+        for place, grad in zip(self._places, differentiable_once(self.op, made, *given, link), strict=True):
             grads[place] = grad
-        return tuple(grads)
+        return grads
+
+    def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
+        """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
+        *saved, link = ctx.saved_tensors
+        tensors = [a if b is None else b for a, b in zip(saved, ctx.theirs, strict=True)]
+        if self.consumed and graph_is_kept():
+            for i, name in enumerate(self.kept.tensors):
+                x = tensors[i]
+                if name in self.consumed and x is not None:
+                    tensors[i] = self.clone(x)
+        return tensors, link
 
 
-def _eager(op: Operator[Any, Any], name: str) -> Any:
-    """The op as a Function of autograd.  (A `setup_context` would cost an inspection of forward each time.)"""
+class _Node(torch.autograd.Function):
+    """Autograd's node of outputs that `forward` has already computed."""
 
-    class _Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, call: Any, *differentiable: Tensor | None) -> tuple[Tensor | None, ...]:
-            given = op.call.tensors_of(call)
-            # Below autograd, as an operator runs: or the caller couldn't change an output that is a view in place.
-            with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(given):
-                made = op.forward(call)
-                link = next(x for x in given if x is not None).new_empty(0, dtype=torch.float32)
-            tensors, ctx.rest = op.kept.split(op.save(call, made))
-            output = (*op.outputs.tensors_of(made), link)
-            _keep(ctx, op, call, tensors, output)
-            ctx.edges = _edges(differentiable, range(len(differentiable)))
-            return output
+    @staticmethod
+    def forward(ctx: Any, op: Operator[Any, Any], call: Any, made: Any, *tensors: Tensor | None) -> Any:
+        link = _first(tensors).new_empty(0, dtype=torch.float32)
+        output = (*op.outputs.tensors_of(made), link)
+        ctx.op, ctx.rest = op, op.keep(ctx, call, made, output)
+        return output
 
-        @staticmethod
-        def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-            def run(given: Made, kept: Any, tensors: Sequence[Tensor | None], wanted: Wanted) -> Made:
-                with torch._C._AutoDispatchBelowADInplaceOrView(), _alone(given):
-                    made = op.gradients(kept, given, wanted)
-                # Nobody saw that it was written to.
-                for of, memory in op.adds_to.items():
-                    x = tensors[op.kept.tensors.index(memory)]
-                    if x is not None and wanted[op.differentiable.index(of)]:
-                        torch.autograd.graph.increment_version(x)
-                return made
-
-            return (None, *_gradients_of(op, ctx, upstream, lambda tensors: op.kept.build(tensors, ctx.rest), run))
-
-    _Eager.__name__ = _Eager.__qualname__ = name
-    return _Eager
-
-
-def _gradients_of(
-    op: Operator[Any, Any],
-    ctx: Any,
-    upstream: Sequence[Tensor | None],
-    build: Callable[[Sequence[Tensor | None]], Any],
-    run: Callable[[Made, Any, Sequence[Tensor | None], Wanted], Made],
-) -> Made:
-    """What autograd takes: `build` makes what was kept of its tensors, and `run` calls `gradients`."""
-    given = upstream[: op.differentiable_outputs]
-    if all(x is None for x in given):
-        return [None] * len(op.differentiable)
-    wanted = asked_for(ctx, ctx.grads, ctx.edges)
-    tensors, link = _taken(ctx, op)
-    kept = build(tensors)
-    if op.fake_gradients is None or (op.direct is not None and op.direct(kept)):
-        with torch.no_grad():
-            made = op.gradients(kept, given, wanted)
-    else:
-        made = run(given, kept, tensors, wanted)
-    if op.collect is not None:
-        made = op.collect(kept, made, wanted)
-    grads = [x if want else None for x, want in zip(made, wanted, strict=True)]
-    for of, memory in op.adds_to.items():
-        if tensors[op.kept.tensors.index(memory)] is not None:
-            grads[op.differentiable.index(of)] = None
-    # The link is an output that no caller has and that none can change in place (`loss /= 2`).
-    return differentiable_once(op.op, grads, *given, link)
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, None, *ctx.op.backward(ctx, upstream, plain=True))
 
 
 # ---------------------------------------------------------------------------------------------- what both ways share
 
 
-def _plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nothing watches operators go by (a dispatch mode, a subclass): plain tensors with storage."""
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(x is None or (type(x) in (Tensor, Parameter) and x.device.type != "meta") for x in tensors)
-
-
 @contextlib.contextmanager
-def _alone(args: Sequence[Any]) -> Iterator[None]:
-    """Outside of autocast, and with the tensors' device as the current one.
+def alone(x: Tensor) -> Iterator[None]:
+    """Where an op's functions run: below autograd, outside of autocast, and on the device of `x`.
 
-    An operator runs below autocast's dispatch but not outside its reach: products in there would be cast again.
+    Below autograd, as operators run, or the caller couldn't change an output that is a view in place.  They run below
+    autocast's dispatch too, but not outside its reach: products in there would be cast again.
     """
-    device = next(x.device for x in args if isinstance(x, Tensor))
+    device = x.device
     cast_off: Any = contextlib.nullcontext()
     if torch.is_autocast_enabled(device.type):
         cast_off = torch.autocast(device.type, enabled=False)
-    with cast_off, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    on_device: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch._C._AutoDispatchBelowADInplaceOrView(), cast_off, on_device:
         yield
 
 
-def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """As operators return them: an empty tensor for None."""
-    first = next(x for x in args if isinstance(x, Tensor))
-    return tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
+def _first(args: Sequence[Any]) -> Tensor:
+    return next(x for x in args if isinstance(x, Tensor))
 
 
-def _keep(
-    ctx: Any, op: Operator[Any, Any], call: Any, tensors: Sequence[Tensor | None], output: Sequence[Tensor | None]
-) -> None:
-    ctx.mark_non_differentiable(*[x for x in output[op.differentiable_outputs : -1] if x is not None])
-    ctx.set_materialize_grads(False)  # or autograd would make a tensor of zeros for each output
-    ctx.grads = tuple(op.call.get(call, "grads"))
-    # Memory of the caller's is not saved as a tensor: other micro-batches may add to it before this one does, and that
-    # is no mistake.
-    theirs = op.adds_to.values()
-    ctx.theirs = [x if name in theirs else None for name, x in zip(op.kept.tensors, tensors, strict=True)]
-    saved = [None if name in theirs else x for name, x in zip(op.kept.tensors, tensors, strict=True)]
-    ctx.save_for_backward(*saved, output[-1])
-
-
-def _edges(args: Sequence[Any], places: Sequence[int]) -> list[int]:
-    """Where autograd's node has its ways to the arguments at these places: it has none for those that are None."""
-    return [sum(isinstance(x, Tensor) for x in args[:place]) for place in places]
-
-
-def _taken(ctx: Any, op: Operator[Any, Any]) -> tuple[list[Tensor | None], Tensor]:
-    """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""
-    *saved, link = ctx.saved_tensors
-    tensors = [a if b is None else b for a, b in zip(saved, ctx.theirs, strict=True)]
-    if op.consumed and graph_is_kept():
-        for i, name in enumerate(op.kept.tensors):
-            x = tensors[i]
-            if name in op.consumed and x is not None:
-                tensors[i] = op.clone(x)
-    return tensors, link
+def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> Any:
+    """As operators return them: an empty tensor for None, and one alone without a tuple."""
+    first = _first(args)
+    filled = tuple(first.new_empty(0, dtype=torch.float32) if x is None else x for x in made)
+    return filled if len(filled) > 1 else filled[0]
 
 
 # ------------------------------------------------------------------------------------ objects as operators' arguments
@@ -322,10 +302,14 @@ _DTYPES = {x: name for name, x in vars(torch).items() if isinstance(x, torch.dty
 class _Leaf(NamedTuple):
     """A field that is no object of fields itself."""
 
-    path: tuple[str, ...]
+    path: str  # "options.softcap"
     kind: type
     optional: bool
     many: bool
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
 
 
 class _Packing:
@@ -333,14 +317,14 @@ class _Packing:
 
     def __init__(self, cls: type) -> None:
         self.cls = cls
-        self.members = _members(cls, ())
+        self.members = _members(cls)
         leaves = list(_leaves(self.members))
         self.of_tensors = [leaf for leaf in leaves if leaf.kind is Tensor]
         self.of_rest = [leaf for leaf in leaves if leaf.kind is not Tensor]
-        names = [leaf.path[-1] for leaf in self.of_tensors]
+        self.tensors_of, self.rest_of = (_fields([leaf.path for leaf in x]) for x in (self.of_tensors, self.of_rest))
+        names = [leaf.name for leaf in self.of_tensors]
         self.tensors = [
-            name if names.count(name) == 1 else "_".join(leaf.path)
-            for name, leaf in zip(names, self.of_tensors, strict=True)
+            leaf.name if names.count(leaf.name) == 1 else leaf.path.replace(".", "_") for leaf in self.of_tensors
         ]
 
     def schema(self, mutated: Sequence[str] = ()) -> str:
@@ -351,19 +335,8 @@ class _Packing:
         ]
         return ", ".join([*tensors, *_LISTS])
 
-    def get(self, x: Any, name: str) -> Any:
-        """The field of this name, wherever it is."""
-        return _get(x, next(leaf.path for leaf in self.of_rest if leaf.path[-1] == name))
-
-    def tensors_of(self, x: Any) -> list[Tensor | None]:
-        return [_get(x, leaf.path) for leaf in self.of_tensors]
-
-    def split(self, x: Any) -> tuple[list[Tensor | None], list[Any]]:
-        """The tensors, and all else."""
-        return self.tensors_of(x), [_get(x, leaf.path) for leaf in self.of_rest]
-
     def build(self, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Any:
-        """What was split."""
+        """The object of these tensors and all else, in the order of its fields."""
         return _build(self.cls, self.members, iter(tensors), iter(rest))
 
     def encode(self, rest: Sequence[Any]) -> tuple[Any, ...]:
@@ -407,15 +380,14 @@ class _Packing:
         return rest
 
     def pack(self, x: Any) -> tuple[Any, ...]:
-        tensors, rest = self.split(x)
-        return (*tensors, *self.encode(rest))
+        return (*self.tensors_of(x), *self.encode(self.rest_of(x)))
 
     def unpack(self, args: Sequence[Any]) -> Any:
         count = len(self.tensors)
         return self.build(args[:count], self.decode(args[count:]))
 
 
-def _members(cls: Any, path: tuple[str, ...]) -> dict[str, Any]:
+def _members(cls: Any, prefix: str = "") -> dict[str, Any]:
     """Each field by its name: a `_Leaf`, or for an object of fields its class and its own members."""
     hints = get_type_hints(cls)
     members: dict[str, Any] = {}
@@ -426,10 +398,10 @@ def _members(cls: Any, path: tuple[str, ...]) -> dict[str, Any]:
         many = get_origin(kinds[0]) is tuple
         kind = get_args(kinds[0])[0] if many else kinds[0]
         if kind in (Tensor, torch.dtype, int, float, bool, str):
-            members[name] = _Leaf((*path, name), kind, optional, many)
+            members[name] = _Leaf(prefix + name, kind, optional, many)
         else:
             assert len(kinds) == 1 and not optional, f"{cls.__name__}.{name}: {hint}"  # noqa: PT018
-            members[name] = (kind, _members(kind, (*path, name)))
+            members[name] = (kind, _members(kind, f"{prefix}{name}."))
     return members
 
 
@@ -456,10 +428,10 @@ def _build(cls: Any, members: Mapping[str, Any], tensors: Iterator[Tensor | None
     return made
 
 
-def _get(x: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        x = getattr(x, name)
-    return x
+def _fields(paths: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads these fields of an object: code of its own, as a NamedTuple has, since every call runs it."""
+    made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda x: ({''.join(f'x.{path}, ' for path in paths)})")
+    return made
 
 
 register = Operator

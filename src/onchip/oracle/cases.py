@@ -21,18 +21,14 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A problem of a linear layer: its shape, what its numbers look like, and the options that it passes to the op."""
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the numbers of a problem look like, and the options that it passes to the op."""
 
-    name: str
-    tokens: int
-    hidden: int
-    vocab: int
     logit_std: float = 1.0
     """Standard deviation of the logits, before `logit_offset` and the options."""
     logit_offset: float = 0.0
-    """Added to every logit, through the bias."""
+    """Added to every logit; of a linear layer through the bias."""
     target_prob: float | None = None
     """About the probability that each token's target gets; None leaves it to chance."""
     zipf: bool = False
@@ -40,12 +36,22 @@ class Case:
     ignored: float = 0.0
     """Fraction of the tokens whose target is ignore_index."""
     masked: int = 0
-    """The number of vocabulary entries, the first ones, whose bias is -inf."""
-    bias: bool = False
+    """So many vocabulary entries, the first ones, are -inf; of a linear layer through the bias."""
     token_weight: bool = False
     token_temperature: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
+
+
+@dataclass(frozen=True)
+class Case(Numbers):
+    """A problem of a linear layer."""
+
+    name: str
+    tokens: int
+    hidden: int
+    vocab: int
+    bias: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -123,3 +129,41 @@ def named_case(kind: Callable[..., AnyCase], name: str, *sizes: int, **more: Any
     """A case from its name, its sizes in their order, and fields or else options of the op."""
     fields = {k: more.pop(k) for k in list(more) if k in kind.__dataclass_fields__}  # type: ignore[attr-defined]
     return kind(name, *sizes, **fields, options=more)
+
+
+def softmax_cases(case: Callable[..., AnyCase]) -> tuple[AnyCase, ...]:
+    """What every op checks, of `case(name, tokens, hidden, vocab, **more)`.
+
+    Small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large ones hide; ragged
+    sizes show masking mistakes.
+    """
+    return (
+        case("aligned", 256, 128, 1024),
+        case("ragged", 127, 31, 2049),
+        case("small logits", 127, 31, 2049, logit_std=0.02),
+        case("large logits", 127, 520, 2049, logit_std=30.0),
+        case("offset 1e4", 127, 31, 2049, logit_offset=1e4),
+        case("peaked", 127, 520, 2049, target_prob=0.999),
+        case("gpt-2 vocab", 127, 31, 50257, zipf=True),
+        case("one class", 127, 31, 1),
+        case("half ignored", 127, 64, 1000, ignored=0.5),
+        case("all ignored", 127, 64, 1000, ignored=1.0),
+        case("masked vocab", 127, 64, 1000, masked=600),
+        case("softcap", 127, 64, 1000, logit_std=30.0, softcap=15.0),
+        case("small logits, softcap 30", 127, 64, 1000, logit_std=0.02, softcap=30.0),
+        case("softcap 1e4", 127, 64, 1000, softcap=1e4),
+        case("logit scale", 127, 64, 1000, logit_scale=0.0625),
+        case("temperature", 127, 64, 1000, temperature=0.7),
+        case("token temperature", 127, 64, 1000, token_temperature=True),
+    )
+
+
+def loss_cases(case: Callable[..., AnyCase]) -> tuple[AnyCase, ...]:
+    """What every cross-entropy checks besides."""
+    return (
+        case("sum", 127, 64, 1000, reduction="sum"),
+        case("per token", 127, 64, 1000, reduction="none"),
+        case("token weights", 127, 64, 1000, token_weight=True),
+        case("label smoothing", 127, 64, 1000, label_smoothing=0.1),
+        case("z-loss", 127, 64, 1000, z_loss=1e-3),
+    )

@@ -122,8 +122,13 @@ def needs(p: Problem, strategy: str) -> str:
 
 
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
-    """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all."""
-    return scratch_bytes(p, Config(strategy, max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])))
+    """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all.
+
+    'recompute' walks forward before, which takes more for the entropy.
+    """
+    cut = max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])
+    walks = ("forward", strategy) if p.stats and strategy == "recompute" else (strategy,)
+    return max(scratch_bytes(p, Config(walk, *cut)) for walk in walks)
 
 
 def default_scratch(p: Problem, strategy: str) -> int:

@@ -1,41 +1,34 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.oracle.cases import MODELS, draw_factors, draw_target, ignore_some, named_case, target_logit
+from onchip.oracle.cases import (
+    MODELS,
+    Numbers,
+    draw_factors,
+    draw_target,
+    ignore_some,
+    loss_cases,
+    named_case,
+    softmax_cases,
+    target_logit,
+)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Numbers):
     """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
 
     name: str
     tokens: int
     vocab: int
-    logit_std: float = 1.0
-    """Standard deviation of the logits, before `logit_offset` and the options."""
-    logit_offset: float = 0.0
-    """Added to every logit."""
-    target_prob: float | None = None
-    """About the probability that each token's target gets; None leaves it to chance."""
-    zipf: bool = False
-    """Targets follow Zipf's law, as words do; otherwise they are uniform."""
-    ignored: float = 0.0
-    """Fraction of the tokens whose target is ignore_index."""
-    masked: int = 0
-    """So many columns, the first ones, are -inf."""
     sliced: int = 0
     """So many columns more are in the memory of each row, as where a padded vocabulary is cut off."""
-    token_weight: bool = False
-    token_temperature: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
 
     def __str__(self) -> str:
         return self.name
@@ -70,32 +63,15 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 _case = partial(named_case, Case)
 
-# `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
-# ones hide; ragged sizes show masking mistakes.
+
+def _of_logits(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
+    return _case(name, tokens, vocab, **more)
+
+
 CHECK_CASES = (
-    _case("aligned", 256, 1024),
-    _case("ragged", 127, 2049),
-    _case("small logits", 127, 2049, logit_std=0.02),
-    _case("large logits", 127, 2049, logit_std=30.0),
-    _case("offset 1e4", 127, 2049, logit_offset=1e4),
-    _case("peaked", 127, 2049, target_prob=0.999),
-    _case("gpt-2 vocab", 127, 50257, zipf=True),
-    _case("one class", 127, 1),
+    *softmax_cases(_of_logits),
+    *loss_cases(_of_logits),
     _case("sliced", 127, 1000, sliced=24),
-    _case("sum", 127, 1000, reduction="sum"),
-    _case("per token", 127, 1000, reduction="none"),
-    _case("half ignored", 127, 1000, ignored=0.5),
-    _case("all ignored", 127, 1000, ignored=1.0),
-    _case("token weights", 127, 1000, token_weight=True),
-    _case("masked vocab", 127, 1000, masked=600),
-    _case("label smoothing", 127, 1000, label_smoothing=0.1),
-    _case("z-loss", 127, 1000, z_loss=1e-3),
-    _case("softcap", 127, 1000, logit_std=30.0, softcap=15.0),
-    _case("small logits, softcap 30", 127, 1000, logit_std=0.02, softcap=30.0),
-    _case("softcap 1e4", 127, 1000, softcap=1e4),
-    _case("logit scale", 127, 1000, logit_scale=0.0625),
-    _case("temperature", 127, 1000, temperature=0.7),
-    _case("token temperature", 127, 1000, token_temperature=True),
     _case(
         "everything",
         127,

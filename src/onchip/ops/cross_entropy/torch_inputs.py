@@ -1,4 +1,4 @@
-"""What the public function checks at its door, without reading values, and the call that it makes of its arguments."""
+"""The checks of the public function, which read no values, and the arguments and outputs of its operators."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from onchip.frontend.torch_inputs import check_kinds, require_tensors
 from onchip.frontend.torch_register import Made
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.vocab.torch.tiles import Tokens, select_tokens
+from onchip.vocab.torch.tiles import Tokens, targets
 
 
 class Call(NamedTuple):
-    """What the operators of both backends are told."""
+    """The arguments of both backends' operators."""
 
     logits: Tensor  # [..., V]
     target: Tensor  # [...]
@@ -26,18 +26,7 @@ class Call(NamedTuple):
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Those that count; values are checked on the CPU, and elsewhere if `check_values`."""
-        return select_tokens(
-            OP,
-            self.target,
-            self.logits.shape[-1],
-            self.token_weight,
-            self.token_temperature,
-            self.normalizer,
-            ignore_index=self.options.ignore_index,
-            reduction=self.options.reduction,
-            temperature=self.options.temperature,
-            check_values=check_values,
-        )
+        return targets(OP, self, self.logits.shape[-1], check_values=check_values)
 
 
 class Outputs(NamedTuple):

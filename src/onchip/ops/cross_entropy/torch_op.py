@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_positive
-from onchip.frontend.torch_inputs import DTYPES, check_normalizer, temperature_tensor
+from onchip.frontend.torch_inputs import DTYPES, check_normalizer, choose_torch_backend, temperature_tensor
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -31,7 +31,6 @@ from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch.loss import Loss, token_losses
 from onchip.vocab.torch.tiles import Tokens, Transform
 
-_DEVICES = ("cpu", "cuda", "meta")
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
 
@@ -153,12 +152,7 @@ def cross_entropy(
     )
     check_tensors(logits, target, token_weight, per_token_temperature)
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
-    device = logits.device.type
-    refusals = {
-        "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
-        "triton": triton_op.refusal(logits),
-    }
-    chosen = choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS})
+    chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
     if inplace_backward:
         check_inplace(logits)
     call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))

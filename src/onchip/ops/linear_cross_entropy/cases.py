@@ -2,38 +2,15 @@
 
 from functools import partial
 
-from onchip.oracle.cases import MODELS, Case, Inputs, make_inputs, named_case
+from onchip.oracle.cases import MODELS, Case, Inputs, loss_cases, make_inputs, named_case, softmax_cases
 
 __all__ = ["BENCH_CASES", "CHECK_CASES", "DEFAULT_BENCH_CASES", "MODELS", "Case", "Inputs", "make_inputs"]
 
 _case = partial(named_case, Case)
-
-# `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
-# ones hide; ragged sizes show masking mistakes.
 CHECK_CASES = (
-    _case("aligned", 256, 128, 1024),
-    _case("ragged", 127, 31, 2049),
-    _case("small logits", 127, 31, 2049, logit_std=0.02),
-    _case("large logits", 127, 520, 2049, logit_std=30.0),
-    _case("offset 1e4", 127, 31, 2049, logit_offset=1e4),
-    _case("peaked", 127, 520, 2049, target_prob=0.999),
-    _case("gpt-2 vocab", 127, 31, 50257, zipf=True),
-    _case("one class", 127, 31, 1),
-    _case("sum", 127, 64, 1000, reduction="sum"),
-    _case("per token", 127, 64, 1000, reduction="none"),
-    _case("half ignored", 127, 64, 1000, ignored=0.5),
-    _case("all ignored", 127, 64, 1000, ignored=1.0),
-    _case("token weights", 127, 64, 1000, token_weight=True),
+    *softmax_cases(_case),
+    *loss_cases(_case),
     _case("bias", 127, 64, 1000, bias=True),
-    _case("masked vocab", 127, 64, 1000, masked=600),
-    _case("label smoothing", 127, 64, 1000, label_smoothing=0.1),
-    _case("z-loss", 127, 64, 1000, z_loss=1e-3),
-    _case("softcap", 127, 64, 1000, logit_std=30.0, softcap=15.0),
-    _case("small logits, softcap 30", 127, 64, 1000, logit_std=0.02, softcap=30.0),
-    _case("softcap 1e4", 127, 64, 1000, softcap=1e4),
-    _case("logit scale", 127, 64, 1000, logit_scale=0.0625),
-    _case("temperature", 127, 64, 1000, temperature=0.7),
-    _case("token temperature", 127, 64, 1000, token_temperature=True),
     _case(
         "everything",
         127,

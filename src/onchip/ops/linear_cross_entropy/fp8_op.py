@@ -273,8 +273,8 @@ LOSS = register(
 )
 
 
-def run(call: Call, quantized: QuantizedWeight | None, backend: str) -> Outputs:
-    """The loss and statistics of a call."""
+def told(call: Call, quantized: QuantizedWeight | None, backend: str) -> Fp8Call:
+    """What the operator is told of a call."""
     check_options(call.options, grad_bias=call.grads[2])
     copies = WeightCopies(None, None, None, None) if quantized is None else WeightCopies(*quantized[1:5])
-    return LOSS(Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device)))).out
+    return Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device)))

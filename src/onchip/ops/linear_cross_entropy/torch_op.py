@@ -1,12 +1,12 @@
 """linear_cross_entropy for PyTorch: the public function and module, and the backend of PyTorch's own products.
 
-From `linear_cross_entropy` to a product or a kernel: the public function checks its inputs (torch_inputs.py) and
-chooses a backend, whose operator (`frontend.torch_register`) runs its `_forward` (here, in triton_op.py or in
-fp8_op.py), which runs a walk of the engine (`vocab`).  Here 'stash' makes gradients in forward, which backward scales,
-and 'recompute' walks over the logits again.  The maths is in the package's docstring.
+`linear_cross_entropy` checks its inputs (torch_call.py) and chooses a backend, which is an operator
+(`frontend.torch_register`).  Its `_forward` (here, in triton_op.py or in fp8_op.py) runs a walk of the engine
+(`vocab`).  Here 'stash' makes gradients in forward, which backward scales, and 'recompute' walks over the logits again.
+The maths is in the package's docstring.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +19,23 @@ from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
     check_weight_grad_out,
+    choose_torch_backend,
     copied_rows,
     copied_weight,
     temperature_tensor,
 )
-from onchip.frontend.torch_register import Made, Wanted, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, alone, needed, register
 from onchip.ops.linear_cross_entropy import fp8_op, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_gradients, empty_outputs
-from onchip.ops.linear_cross_entropy.torch_inputs import check_tensors
+from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tensors, empty_outputs
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats
-from onchip.vocab.torch.tiles import Projection, Tokens, Transform, operand_dtype
+from onchip.vocab.torch.tiles import Tokens
 from onchip.vocab.triton import plan as planning
 
-_DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("triton", "torch")
 
 
@@ -179,40 +178,45 @@ def linear_cross_entropy(
     dtype = check_tensors(hidden, matrix, target, bias, token_weight, per_token_temperature)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
+    chosen = precision
+    if precision == "full":
+        refusal = planning.refusal(hidden.device.type, hidden.device.index, dtype)
+        chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
         hidden,
         matrix,
         bias,
-        target,
-        token_weight,
         per_token_temperature,
-        normalizer,
-        weight_grad_out,
         dtype,
         options,
         needed(hidden, matrix, bias),
-        copied_rows(hidden),
+        copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0),
+        target,
+        token_weight,
+        normalizer,
+        weight_grad_out,
     )
-    device = hidden.device.type
-    if precision == "fp8":
+    operator: Operator[Any, Any]
+    arguments: Any
+    if chosen == "fp8":
         if quantized is not None:
             check_quantized(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
-        made = fp8_op.run(call, quantized, backend)
-        return (made.loss, LinearCrossEntropyStats._make(made[1:])) if return_stats else made.loss
-    refusals = {
-        "triton": planning.refusal(device, hidden.device.index, dtype),
-        "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
-    }
-    order = ("triton", "torch") if device == "cuda" else ("torch", "triton")
-    if choose_backend(OP, backend, {name: refusals[name] for name in order}) == "triton":
-        call = call._replace(copied=call.copied + copied_weight(matrix, dtype))
-        made = triton_op.LOSS(triton_op.TritonCall(call, torch.compiler.is_compiling())).out
+        operator, arguments = fp8_op.LOSS, fp8_op.told(call, quantized, backend)
+    elif chosen == "triton":
+        operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
     else:
         # Before the targets are read, the worst case.
-        problem = call.problem(_kind(hidden), compacted=device == "cpu")
+        problem = call.problem(call.device, compacted=call.device == "cpu")
         strategy = memory.choose_strategy(problem, options.strategy, call.budget)
-        made = STASHED(call).out if strategy == "stash" else RECOMPUTED(call)
-    return (made.loss, LinearCrossEntropyStats._make(made[1:])) if return_stats else made.loss
+        operator, arguments = STASHED if strategy == "stash" else RECOMPUTED, call
+    # `operator(arguments)`, with one function less on the stack.
+    if operator.is_plain(arguments):
+        with alone(hidden):
+            made: Any = operator.forward(arguments)
+        out = operator.attach(arguments, made).out
+    else:
+        out = operator.registered(arguments).out
+    return (out.loss, LinearCrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -303,16 +307,23 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 # ------------------------------------------------------------------------------------------------ registered operators
 
 
-def _kind(x: Tensor) -> str:
-    return "cpu" if x.device.type == "cpu" else "cuda"
+class Stash(NamedTuple):
+    """The gradients in float32 for an upstream gradient of 1; None: not wanted, or not made in forward."""
+
+    grad_hidden: Tensor | None = None
+    grad_weight: Tensor | None = None
+    grad_bias: Tensor | None = None
 
 
-def _layer(call: Call) -> Projection:
-    return Projection.of(call.hidden, call.weight, call.bias, call.dtype)
+class TorchOutputs(NamedTuple):
+    """What both operators return."""
+
+    out: Outputs
+    stash: Stash
 
 
 def _plan(call: Call, strategy: str, tokens: Tokens) -> Config:
-    return memory.plan(call.problem(_kind(call.hidden), compacted=tokens.index is not None), strategy, call.budget)
+    return memory.plan(call.problem(call.device, compacted=tokens.index is not None), strategy, call.budget)
 
 
 def _outputs(call: Call, tokens: Tokens, stats: TokenStats) -> Outputs:
@@ -340,33 +351,37 @@ class Kept(NamedTuple):
     log_prob: Tensor
 
 
-def _forward(call: Call) -> Outputs:
+def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     stats = walk.forward(
-        _layer(call),
-        Transform.of(call.options),
+        call.layer,
+        call.transform,
         tokens,
         _plan(call, "forward", tokens),
         entropy=call.options.return_stats,
         uniform=Loss.of(call.options).uniform,
     )
-    return _outputs(call, tokens, stats)
+    return TorchOutputs(_outputs(call, tokens, stats), Stash())
 
 
-def _save(call: Call, outputs: Outputs) -> Kept:
-    return Kept(call, outputs.lse, outputs.log_prob)
+def _fake(call: Call) -> TorchOutputs:
+    return TorchOutputs(empty_outputs(call), Stash())
+
+
+def _save(call: Call, made: TorchOutputs) -> Kept:
+    return Kept(call, made.out.lse, made.out.log_prob)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call, grad_loss = kept.call._replace(grads=tuple(wanted)), upstream[0]
+    call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
     assert grad_loss is not None
-    layer, transform, tokens = _layer(call), Transform.of(call.options), call.tokens(check_values=False)
+    layer, tokens = call.layer, call.tokens(check_values=False)
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, grad_scale = scaled_rows(tokens, transform, each * tokens.inverse_count, operand_dtype(layer.hidden))
+    row, grad_scale = scaled_rows(tokens, call.transform, each * tokens.inverse_count, call.operand)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
     made = walk.recompute(
         layer,
-        transform,
+        call.transform,
         tokens,
         _plan(call, "recompute", tokens),
         loss_gradient(Loss.of(call.options), row, lse, log_prob[:, None], layer.vocab, tokens.kept),
@@ -378,39 +393,20 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return None if made[0] is None else made[0].view(call.hidden.shape), *made[1:]
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    return empty_gradients(kept.call, wanted)
-
-
 RECOMPUTED = register(
     "linear_cross_entropy_recomputed",
     op=OP,
     forward=_forward,
-    fake=empty_outputs,
+    fake=_fake,
     save=_save,
     gradients=_gradients,
-    fake_gradients=_fake_gradients,
+    fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
     differentiable=("hidden", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
 )
 
 
 # 'stash'.
-
-
-class Stash(NamedTuple):
-    """The gradients in float32 for an upstream gradient of 1."""
-
-    grad_hidden: Tensor | None
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
-
-
-class Stashed(NamedTuple):
-    """What 'stash' returns."""
-
-    out: Outputs
-    stash: Stash
 
 
 class KeptStash(NamedTuple):
@@ -426,17 +422,16 @@ class KeptStash(NamedTuple):
     ignore_index: int
 
 
-def _stash(call: Call) -> Stashed:
-    tokens = call.tokens(check_values=call.options.check_inputs)
-    layer, transform, loss = _layer(call), Transform.of(call.options), Loss.of(call.options)
-    row, grad_scale = scaled_rows(tokens, transform, tokens.inverse_count, operand_dtype(layer.hidden))
+def _stash(call: Call) -> TorchOutputs:
+    tokens, layer, loss = call.tokens(check_values=call.options.check_inputs), call.layer, Loss.of(call.options)
+    row, grad_scale = scaled_rows(tokens, call.transform, tokens.inverse_count, call.operand)
 
     def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
         return loss_gradient(loss, row[t0:t1], lse, log_prob, layer.vocab)
 
-    stats, (grad_hidden, grad_weight, grad_bias) = walk.stash(
+    stats, (grad_hidden, *others) = walk.stash(
         layer,
-        transform,
+        call.transform,
         tokens,
         _plan(call, "stash", tokens),
         gradient,
@@ -446,26 +441,26 @@ def _stash(call: Call) -> Stashed:
         uniform=loss.uniform,
     )
     grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
-    return Stashed(_outputs(call, tokens, stats), Stash(grad_hidden, grad_weight, grad_bias))
+    return TorchOutputs(_outputs(call, tokens, stats), Stash(grad_hidden, *others))
 
 
-def _fake_stash(call: Call) -> Stashed:
+def _fake_stash(call: Call) -> TorchOutputs:
     def make(x: Tensor | None, wanted: bool) -> Tensor | None:
         return x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None
 
     parameters = (call.hidden, call.weight, call.bias)
-    return Stashed(empty_outputs(call), Stash(*[make(x, w) for x, w in zip(parameters, call.grads, strict=True)]))
+    return TorchOutputs(empty_outputs(call), Stash(*[make(x, w) for x, w in zip(parameters, call.grads, strict=True)]))
 
 
-def _save_stash(call: Call, made: Stashed) -> KeptStash:
+def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
     return KeptStash(
         made.stash, call.target, call.weight_grad_out, *call.dtypes, call.options.reduction, call.options.ignore_index
     )
 
 
-def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Sequence[Tensor | None]:
+def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     """The stashed gradients times the upstream gradient, in their parameters' dtypes."""
-    grad_loss = upstream[0]
+    (grad_loss,) = upstream
     assert grad_loss is not None
     factor: Tensor | None = grad_loss
     if kept.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it

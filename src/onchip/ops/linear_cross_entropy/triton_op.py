@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.ops.linear_cross_entropy.spec import OP
-from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_gradients, empty_outputs
+from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_outputs
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonConfig
@@ -117,7 +117,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
-    return empty_gradients(kept.told.call, (False, new_weight, wanted[2]))
+    return kept.told.call.empty_gradients((False, new_weight, wanted[2]))
 
 
 LOSS = register(

@@ -20,6 +20,7 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_memory import TritonConfig, config_of
 from onchip.vocab.triton import memory as engine_memory
 from onchip.vocab.triton import plan as planning
+from onchip.vocab.triton import setup
 from onchip.vocab.triton.setup import Saved
 
 
@@ -99,7 +100,7 @@ def _memory(call: Call, plan: TritonConfig, *, fake: bool = False) -> Outputs:
         layer = call.layer(who)
         if layer is None:
             return Saved(*(call.first.new_empty(0) for _ in Saved._fields))
-        made = planning.saved_of(layer, config_of(call.head(who), plan), fake=fake)
+        made = setup.make_saved(layer, config_of(call.head(who), plan), fake=fake)
         return made._replace(vectors=made.vectors.new_empty(0))  # those of the call serve both models
 
     floats, ints = triton_memory.vector_elements(call.number), engine_memory.vector_elements(call.number)
@@ -141,9 +142,9 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
     grads = list(made)
     for who, saved in enumerate((kept.student, kept.teacher)):
-        if kept.call.layer(who) is not None:
-            place = slice(4 * who, 4 * who + 3)
-            grads[place] = planning.all_gradients(kept.call.layer(who), saved, grads[place])
+        layer = kept.call.layer(who)
+        if layer is not None:
+            grads[4 * who : 4 * who + 2] = setup.in_memory(saved, layer.weight, grads[4 * who + 1])
     return grads
 
 
@@ -159,7 +160,7 @@ OPERATORS = {
         differentiable=PARAMETERS,
         consumed=[f"{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")],
         collect=_collect,
-        clone=planning.clone,
+        clone=setup.clone,
     )
     for op in (OP, LOGITS_OP)
 }

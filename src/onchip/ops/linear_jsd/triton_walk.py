@@ -25,12 +25,11 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Layer
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import TritonConfig, config_of
 from onchip.vocab.torch.tiles import Head
-from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
 from onchip.vocab.triton.memory import TritonConfig as EngineConfig
-from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
 from onchip.vocab.triton.walks import Products, chunks, float16_scale
 
@@ -276,7 +275,7 @@ def _chunks_of_tokens(
     buffers: list[LogitBuffer | None] = [None, None]
     for who, side in enumerate(pair.sides):
         if side.run is not None:
-            rows, buffers[who] = planning.rows_and_buffer(side.layer, side.config, saved[who])
+            rows, buffers[who] = setup.rows_and_buffer(side.layer, side.config, saved[who])
             hard = call.options.hard_weight > 0 and who == 0
             heads[who] = side.run, rows, LogitTiles.empty(side.run, pair.tiles, chunk, sums=True, hard=hard)
     for first, size in (*chunks(0, kept, chunk), *chunks(kept, tokens, chunk)):
@@ -313,18 +312,20 @@ def backward(
             divergence(pair, (None, None), 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
         return [None, None, None, of_logits[0], None, None, None, of_logits[1]]
     parts = [wanted[4 * who : 4 * who + 3] for who in (0, 1)]  # of hidden, weight and bias
-    memory = {
-        who: planning.backward_memory(side.layer, side.config, saved[who], parts[who])
+    grads = {
+        who: setup.Gradients.of(side.layer, saved[who], parts[who])
         for who, side in enumerate(pair.sides)
         if side.layer is not None and any(parts[who])
     }
     if tokens:
-        _chunks_of_vocabulary(pair, plan, row_scale, memory)
+        _chunks_of_vocabulary(pair, plan, row_scale, saved, grads)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
-    for who, of_side in memory.items():
-        if of_side["grad_weight"] is not None:
-            of_side["grad_weight"][call.size :].zero_()  # padding
-        made[4 * who : 4 * who + 3] = planning.new_gradients(pair.sides[who].layer, saved[who], of_side)
+    for who, of_side in grads.items():
+        if of_side.weight is not None:
+            of_side.weight[call.size :].zero_()  # padding
+        layer = pair.sides[who].layer
+        assert layer is not None
+        made[4 * who : 4 * who + 3] = of_side.made(layer.dtypes[2])
     return made
 
 
@@ -340,29 +341,33 @@ def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
 
 
 def _chunks_of_vocabulary(
-    pair: Pair, plan: TritonConfig, row_scale: Tensor, memory: Mapping[int, Mapping[str, Any]]
+    pair: Pair, plan: TritonConfig, row_scale: Tensor, saved: Sequence[Saved], grads: Mapping[int, Gradients]
 ) -> None:
     """Fill in the gradients of hidden states, weights and biases."""
     tokens, vectors, kept = pair.call.number, pair.vectors, min(plan.held, pair.call.number)
     left, chunk_tiles = tokens - kept, plan.vocab_chunk // VOCAB_TILE
     row_scales, products = {}, {}
-    for who, m in memory.items():
-        run = pair.sides[who].run
+    for who, to in grads.items():
+        side = pair.sides[who]
+        run, layer, config = side.run, side.layer, side.config
         assert run is not None
-        row_scales[who], product_scale, inverse = _scales(pair, who, row_scale, m["rows"].dtype)
-        sums, grad_weight = None, m["grad_weight"]
-        if m["grad_hidden"] is not None:
+        rows = setup.position_rows(layer, saved[who])
+        buffer = setup.logit_buffer(layer, config, saved[who], max(0, up(tokens, TOKEN_TILE) - config.held))
+        row_scales[who], product_scale, inverse = _scales(pair, who, row_scale, rows.dtype)
+        sums = None
+        if to.hidden is not None:
             sums = torch.zeros((tokens, run.hidden), dtype=torch.float32, device=row_scale.device)
+        weight = None if to.weight is None else to.weight[: pair.call.size]
         products[who] = Products(
-            run, vectors, m["buffer"], m["rows"], product_scale, inverse, sums,
-            None if grad_weight is None else grad_weight[: pair.call.size], m["grad_bias"], m["chunk_tiles"][1],
+            run, vectors, buffer, rows, product_scale, inverse, sums, weight, to.bias,
+            config.weight_chunk // VOCAB_TILE,
         )  # fmt: skip
         products[who].take_kept()
     heads = {}
     for who, side in enumerate(pair.sides):
         if side.run is not None and left:
-            if who in memory:
-                rows = memory[who]["rows"][kept:]
+            if who in products:
+                rows = products[who].rows[kept:]
             else:
                 rows = side.run.head.weight.new_empty((left, side.run.hidden))
                 pair.gather(who, rows, kept)
@@ -381,8 +386,9 @@ def _chunks_of_vocabulary(
         for p in products.values():
             p.take_chunk(first, count)
     for who, p in products.items():
-        if p.sums is not None:
-            finish(p.run, p.sums, vectors, p.inverse_grad_scale, memory[who]["grad_hidden"]).run()
+        grad_hidden = grads[who].hidden
+        if p.sums is not None and grad_hidden is not None:
+            finish(p.run, p.sums, vectors, p.inverse_grad_scale, grad_hidden).run()
 
 
 def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import cases
-from onchip.oracle.cases import MODELS, named_case
+from onchip.oracle.cases import MODELS, named_case, softmax_cases
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,6 @@ class Case(cases.Case):
     """K, ids per token; 0 for one, without a dimension of its own."""
     ignored_ids: float = 0.0
     """Fraction of the single ids that are ignore_index, beside those of ignored tokens."""
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class Inputs(NamedTuple):
@@ -66,30 +63,11 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 _case = partial(named_case, Case)
-
-# `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
-# ones hide; ragged sizes show masking mistakes.
 CHECK_CASES = (
-    _case("aligned", 256, 128, 1024),
-    _case("ragged", 127, 31, 2049),
-    _case("small logits", 127, 31, 2049, logit_std=0.02),
-    _case("large logits", 127, 520, 2049, logit_std=30.0),
-    _case("offset 1e4", 127, 31, 2049, logit_offset=1e4),
-    _case("peaked", 127, 520, 2049, target_prob=0.999),
+    *softmax_cases(_case),
     _case("peaked among several", 127, 520, 2049, target_prob=0.999, ids=4),
-    _case("gpt-2 vocab", 127, 31, 50257, zipf=True),
-    _case("one class", 127, 31, 1),
     _case("two ids", 127, 64, 1000, ids=2),
     _case("top-32", 127, 64, 1000, ids=32, ignored_ids=0.2),
-    _case("half ignored", 127, 64, 1000, ignored=0.5),
-    _case("all ignored", 127, 64, 1000, ignored=1.0),
-    _case("masked vocab", 127, 64, 1000, masked=600),
-    _case("softcap", 127, 64, 1000, logit_std=30.0, softcap=15.0),
-    _case("small logits, softcap 30", 127, 64, 1000, logit_std=0.02, softcap=30.0),
-    _case("softcap 1e4", 127, 64, 1000, softcap=1e4),
-    _case("logit scale", 127, 64, 1000, logit_scale=0.0625),
-    _case("temperature", 127, 64, 1000, temperature=0.7),
-    _case("token temperature", 127, 64, 1000, token_temperature=True),
     _case(
         "everything",
         127,

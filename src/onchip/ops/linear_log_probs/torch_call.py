@@ -1,48 +1,30 @@
-"""What both backends in PyTorch are told and return."""
+"""Arguments and outputs of both backends in PyTorch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES
+from onchip.frontend.torch_inputs import check_kinds, product_dtype, require_tensors
+from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.torch import tiles
+from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.tiles import Ids
 
 
-class Call(NamedTuple):
-    """What an operator is told."""
+@dataclass(frozen=True)
+class Call(LinearCall):
+    """The arguments of an operator."""
 
-    hidden: Tensor  # [..., H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
     ids: Tensor  # [...] or [..., K]
-    token_temperature: Tensor | None  # [...] or []
-    dtype: torch.dtype  # of the products
     options: Options
-    grads: tuple[bool, ...]  # of hidden, weight, bias
-    copied: int
-    """Bytes of the copies that are made of inputs whose strides don't suit."""
-
-    @property
-    def budget(self) -> int | None:
-        return None if self.options.scratch_bytes is None else int(self.options.scratch_bytes)
-
-    @property
-    def number(self) -> int:
-        """T."""
-        return self.hidden.numel() // self.hidden.shape[-1]
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """What the gradients of hidden, weight and bias are returned in."""
-        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
     def tokens(self, *, check_values: bool) -> Ids:
-        """Which tokens and ids count; on the CPU values are checked all the same."""
+        """Which tokens and ids count; values are always checked on the CPU."""
         return tiles.select(
             OP,
             "ids",
@@ -57,29 +39,13 @@ class Call(NamedTuple):
 
     def problem(self, *, compacted: bool, stats: bool | None = None) -> Problem:
         """What plans are made for."""
-        vocab, size = self.weight.shape
-        return Problem(
-            tokens=self.number,
-            hidden=size,
-            vocab=vocab,
-            ids=self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1,
-            dtype=DTYPES[self.dtype],
-            hidden_dtype=DTYPES[self.hidden.dtype],
-            weight_dtype=DTYPES[self.weight.dtype],
-            device="cpu" if self.hidden.device.type == "cpu" else "cuda",
-            grad_hidden=self.grads[0],
-            grad_weight=self.grads[1],
-            grad_bias=self.grads[2],
-            softcap=self.options.softcap is not None,
-            stats=self.options.entropy if stats is None else stats,
-            op=OP,
-            compacted=compacted,
-            copied=self.copied,
-        )
+        ids = self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
+        stats = self.options.entropy if stats is None else stats
+        return self.layer_problem(self.device, OP, ids=ids, stats=stats, compacted=compacted)
 
 
 class Outputs(NamedTuple):
-    """What each operator returns first."""
+    """The first outputs of each operator."""
 
     log_prob: Tensor
     entropy: Tensor | None
@@ -99,9 +65,18 @@ def empty_outputs(call: Call, stats: bool) -> Outputs:
     )
 
 
-def empty_gradients(call: Call, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """In their parameters' dtypes."""
-    return tuple(
-        x.new_empty(x.shape) if x is not None and want else None
-        for x, want in zip((call.hidden, call.weight, call.bias), wanted, strict=True)
+def check_tensors(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperature: Tensor | None
+) -> torch.dtype:
+    """Raise for what can be seen without reading values; return the dtype of the matrix products."""
+    named = {"hidden": hidden, "weight": weight, "ids": ids, "bias": bias, "temperature": temperature}
+    tensors = require_tensors(OP, named, optional=("bias", "temperature"))
+    spec.check_shapes(
+        hidden.shape,
+        weight.shape,
+        ids.shape,
+        None if bias is None else bias.shape,
+        () if temperature is None else temperature.shape,
     )
+    check_kinds(OP, tensors, integers=("ids",), constants=("temperature",))
+    return product_dtype(OP, tensors)

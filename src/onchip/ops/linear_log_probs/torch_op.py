@@ -1,30 +1,28 @@
 """linear_log_probs for PyTorch: the public function, and the backend of PyTorch's own products.
 
-From `linear_log_probs` to a product or a kernel: the public function checks its inputs (torch_inputs.py) and chooses a
-backend, whose operator (`frontend.torch_register`) runs its `_forward` (here or in triton_op.py), which runs a walk of
-the engine (`vocab`) and keeps a few numbers per token.  Backward walks over the logits again.  The maths is in the
-package's docstring.
+`linear_log_probs` checks its inputs (torch_call.py) and chooses a backend, which is an operator
+(`frontend.torch_register`).  Its `_forward` (here or in triton_op.py) runs a walk of the engine (`vocab`) and keeps a
+few numbers per token.  Backward walks over the logits again.  The maths is in the package's docstring.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
-from onchip.frontend.torch_inputs import copied_rows, copied_weight, temperature_tensor
-from onchip.frontend.torch_register import Made, Wanted, needed, register
+from onchip.frontend.torch_inputs import choose_torch_backend, copied_rows, copied_weight, temperature_tensor
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed, register
 from onchip.ops.linear_log_probs import triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs, empty_gradients, empty_outputs
-from onchip.ops.linear_log_probs.torch_gradient import gradient_of_log_probs
-from onchip.ops.linear_log_probs.torch_inputs import check_tensors
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs, check_tensors, empty_outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.tiles import Projection, Transform, operand_dtype
+from onchip.vocab.torch.loss import factor_to_product
+from onchip.vocab.torch.softmax import TokenGradient, float16_scale, token_gradient
+from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import plan as planning
 
-_DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
 
 
@@ -136,29 +134,27 @@ def linear_log_probs(
         scratch_bytes=scratch_bytes,
     )
     dtype = check_tensors(hidden, weight, ids, bias, token_temperature)
-    device = hidden.device.type
-    refusals = {
-        "torch": None if device in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device!r}",
-        "triton": planning.refusal(device, hidden.device.index, dtype),
-    }
+    refusal = planning.refusal(hidden.device.type, hidden.device.index, dtype)
+    chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
         hidden,
         weight,
         bias,
-        ids,
         token_temperature,
         dtype,
         options,
         needed(hidden, weight, bias),
-        copied_rows(hidden),
+        copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
+        ids,
     )
-    if choose_backend(OP, backend, {name: refusals[name] for name in BACKENDS}) == "triton":
-        call = call._replace(copied=call.copied + copied_weight(weight, dtype))
-        made = triton_op.LOG_PROBS(triton_op.TritonCall(call, torch.compiler.is_compiling())).out
+    operator: Operator[Any, Any] = LOG_PROBS
+    arguments: Any = call
+    if chosen == "triton":
+        operator, arguments = triton_op.LOG_PROBS, triton_op.TritonCall(call, torch.compiler.is_compiling())
     else:
         strategy = "recompute" if any(call.grads) else "forward"
-        memory.PLANNER.require(call.problem(compacted=device == "cpu"), strategy, call.budget)
-        made = LOG_PROBS(call).out
+        memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
+    made = operator(arguments).out
     if not (entropy or lse or top1):
         return made.log_prob
     asked = (True, entropy, lse, top1)
@@ -185,15 +181,11 @@ class Kept(NamedTuple):
     mean: Tensor | None
 
 
-def _layer(call: Call) -> Projection:
-    return Projection.of(call.hidden, call.weight, call.bias, call.dtype)
-
-
 def _forward(call: Call) -> TorchOutputs:
     shape = call.hidden.shape[:-1]
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = memory.plan(call.problem(compacted=tokens.index is not None), "forward", call.budget)
-    stats = walk.forward(_layer(call), Transform.of(call.options), tokens, config, entropy=call.options.entropy)
+    stats = walk.forward(call.layer, call.transform, tokens, config, entropy=call.options.entropy)
     out = Outputs(
         tokens.spread(stats.log_prob, call.ids.shape),
         None if stats.entropy is None else tokens.spread(stats.entropy, shape),
@@ -214,32 +206,13 @@ def _save(call: Call, made: TorchOutputs) -> Kept:
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    call = kept.call._replace(grads=tuple(wanted))
-    tokens, layer, transform = call.tokens(check_values=False), _layer(call), Transform.of(call.options)
-    with_entropy = call.options.entropy
-
-    def rows(x: Tensor | None, *shape: int) -> Tensor | None:
-        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).float())
-
-    log_prob, lse = rows(kept.log_prob, tokens.ids.shape[1]), rows(kept.lse)
-    assert log_prob is not None
-    assert lse is not None
-    gradient, grad_scale = gradient_of_log_probs(
-        tokens,
-        transform,
-        operand_dtype(layer.hidden),
-        log_prob=log_prob,
-        lse=lse,
-        mean=rows(kept.mean) if with_entropy else None,
-        entropy=rows(kept.entropy) if with_entropy else None,
-        grad_log_prob=rows(upstream[0], tokens.ids.shape[1]),
-        grad_entropy=rows(upstream[1]) if with_entropy else None,
-        grad_lse=rows(upstream[2]),
-    )
+    call = replace(kept.call, grads=tuple(wanted))
+    tokens = call.tokens(check_values=False)
+    gradient, grad_scale = _token_gradient(kept, upstream, tokens)
     problem = call.problem(compacted=tokens.index is not None, stats=gradient.entropy_row is not None)
     made = walk.recompute(
-        layer,
-        transform,
+        call.layer,
+        call.transform,
         tokens,
         memory.plan(problem, "recompute", call.budget),
         gradient,
@@ -250,8 +223,41 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return None if made[0] is None else made[0].view(call.hidden.shape), *made[1:]
 
 
-def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    return empty_gradients(kept.call, wanted)
+def _token_gradient(kept: Kept, upstream: Made, tokens: Ids) -> tuple[TokenGradient, Tensor | None]:
+    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing)."""
+    ids, factor = tokens.ids, factor_to_product(tokens, kept.call.transform)
+
+    def rows(x: Tensor | None, *shape: int) -> Any:
+        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).float())
+
+    def scaled(grad: Tensor | None) -> Any:
+        # A NaN that is sent to an ignored token must not leak.
+        return None if grad is None else tokens.mask(rows(grad)) * factor
+
+    log_prob, g = rows(kept.log_prob, ids.shape[1]), rows(upstream[0], ids.shape[1])
+    with_entropy = kept.call.options.entropy
+    g_entropy, g_lse = scaled(upstream[1]) if with_entropy else None, scaled(upstream[2])
+    g = torch.zeros_like(log_prob) if g is None else g.masked_fill(ids == NOWHERE, 0)
+    g = g * (factor[:, None] if isinstance(factor, Tensor) else factor)
+    if tokens.bad is not None:
+        g = g.masked_fill(tokens.bad, float("nan"))
+    size = g.abs().sum(1)
+    for more in (g_entropy, g_lse):
+        size = size if more is None else size + more.abs()
+    grad_scale = float16_scale(size, kept.call.operand)
+    if grad_scale is not None:
+        g, g_entropy, g_lse = (None if x is None else x * grad_scale for x in (g, g_entropy, g_lse))
+    return token_gradient(
+        rows(kept.lse),
+        log_prob,
+        g,
+        ids=ids,
+        grad_lse=g_lse,
+        grad_entropy=g_entropy,
+        mean=rows(kept.mean) if with_entropy else None,
+        entropy=rows(kept.entropy) if with_entropy else None,
+        kept=tokens.kept,
+    ), grad_scale
 
 
 LOG_PROBS = register(
@@ -261,7 +267,7 @@ LOG_PROBS = register(
     fake=_fake,
     save=_save,
     gradients=_gradients,
-    fake_gradients=_fake_gradients,
+    fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted),
     differentiable=("hidden", "weight", "bias"),
     differentiable_outputs=3,
 )

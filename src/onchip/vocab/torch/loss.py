@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale
+from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tokens, Transform
 
 
@@ -42,8 +42,8 @@ def token_losses(loss: Loss, stats: TokenStats, tokens: Tokens) -> Tensor:
 def scaled_rows(
     tokens: Tokens, transform: Transform, upstream: Tensor, operand: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """[n]: the upstream gradient of each token's loss times what leads from the final logits to the product, and
-    what that was multiplied by for float16's sake (None: nothing).
+    """[n]: the upstream gradient of each token's loss times the derivative of the final logits by the product, and the
+    factor that brings it into float16's range, which is included (None: none).
 
     `upstream` is that of the reduced loss, 0-d or [n].
     """
@@ -67,15 +67,8 @@ def loss_gradient(
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
 ) -> TokenGradient:
     """The gradient of the logits of these tokens, for upstream gradients of `row`."""
-    even = loss.label_smoothing / vocab
-    # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-    at_target = torch.expm1(log_prob[:, 0]) + (loss.label_smoothing - even)
-    if loss.z_loss > 0:
-        at_target = at_target + 2 * loss.z_loss * lse * log_prob[:, 0].exp()
-    return TokenGradient(
-        # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
-        lse if kept is None else lse.masked_fill(~kept, float("inf")),
-        row * (1 + 2 * loss.z_loss * lse),
-        (row * at_target)[:, None],
-        row * even if loss.uniform else None,
-    )
+    smoothing, grad_lse = loss.label_smoothing, None
+    if smoothing > 0 or loss.z_loss > 0:
+        grad_lse = row * (smoothing + 2 * loss.z_loss * lse)
+    even = row * (smoothing / vocab) if smoothing > 0 else None
+    return token_gradient(lse, log_prob, ((smoothing - 1) * row)[:, None], grad_lse=grad_lse, even=even, kept=kept)

@@ -21,7 +21,7 @@ FLOAT16_ROW = 256.0
 
 
 class TokenStats(NamedTuple):
-    """What is known of each computed token's softmax; [n] float32 where not said otherwise."""
+    """Statistics of each computed token's softmax; [n] float32 unless noted."""
 
     lse: Tensor
     log_prob: Tensor  # [n, K]: of the ids; 0 for ignored ones, NaN for those out of range
@@ -141,7 +141,7 @@ class TokenGradient:
     """The gradient of each computed token's final logits; [n] float32, or one number for all.
 
     With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even, and `at_ids` for the ids.
-    All are multiplied by what leads from the final logits to the product (scale / temperature), and by `grad_scale`.
+    All are multiplied by the derivative of the final logits by the product (scale / temperature), and by `grad_scale`.
     """
 
     center: Tensor  # the mean logit where the entropy has a gradient, else the log-sum-exp
@@ -173,14 +173,66 @@ class TokenGradient:
     def _finished(self, g: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
         if self.even is not None:
             g.sub_(self.even[:, None])
-        # The ids that lie elsewhere repeat one that lies here, so that no two write different numbers to one place;
-        # where none does, what is there is written again.
+        # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
+        # without an id inside writes back the number that is there.
         column, inside = columns_of(ids, start, g.shape[1])
         one = inside.to(torch.int8).argmax(1, keepdim=True)
         column = torch.where(inside, column, column.gather(1, one))
         value = torch.where(inside, self.at_ids, self.at_ids.gather(1, one))
         g.scatter_(1, column, torch.where(inside.gather(1, one), value, g.gather(1, column)))
         return g if slope is None else g.mul_(slope)
+
+
+def token_gradient(
+    lse: Tensor,  # [n] float32
+    log_prob: Tensor,  # [n, K] float32
+    grad_log_prob: Tensor,  # [n, K] float32, and so all that follow
+    *,
+    ids: Tensor | None = None,  # [n, K], where K > 1
+    grad_lse: Tensor | None = None,  # [n]
+    even: Tensor | None = None,  # [n]: subtracted of every entry
+    grad_entropy: Tensor | None = None,  # [n], and then:
+    mean: Tensor | None = None,  # [n]
+    entropy: Tensor | None = None,  # [n]
+    kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
+) -> TokenGradient:
+    """The gradient of each token's logits, given those of its log-probabilities, its log-sum-exp and its entropy."""
+    same, rest = grad_log_prob, None  # what goes to an id, and to the others of its token
+    if ids is not None and ids.shape[1] > 1:
+        same, rest = _shares(ids, grad_log_prob)
+    factor = -grad_log_prob.sum(1)
+    if grad_lse is not None:
+        factor = factor + grad_lse
+        rest = -grad_lse[:, None] if rest is None else rest - grad_lse[:, None]
+    center, width = lse, None
+    if grad_entropy is not None:
+        assert mean is not None
+        assert entropy is not None
+        center, width = mean, entropy
+        more = grad_entropy[:, None] * (log_prob + entropy[:, None]).clamp(min=VANISHED)
+        rest = more if rest is None else rest + more
+    # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
+    if kept is not None and width is None:
+        center = center.masked_fill(~kept, float("inf"))
+    elif kept is not None and width is not None:
+        center, width = center.masked_fill(~kept, 0), width.masked_fill(~kept, float("inf"))
+    # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
+    at_ids = -(same * torch.expm1(log_prob))
+    if rest is not None:
+        at_ids = at_ids - log_prob.exp() * rest
+    if even is not None:
+        at_ids = at_ids - even[:, None]
+    return TokenGradient(center, factor, at_ids, even, width, None if grad_entropy is None else -grad_entropy)
+
+
+def _shares(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [n, K] each."""
+    same, rest = torch.empty_like(g), torch.empty_like(g)
+    for k in range(g.shape[1]):  # not all at once: that would be [n, K, K]
+        equal = ids == ids[:, k : k + 1]
+        same[:, k] = torch.where(equal, g, 0).sum(1)
+        rest[:, k] = torch.where(equal, 0, g).sum(1)
+    return same, rest
 
 
 def float16_scale(size: Tensor, operand: torch.dtype) -> Tensor | None:

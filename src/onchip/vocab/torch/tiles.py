@@ -195,6 +195,23 @@ def select_tokens(
     return Tokens(**vars(chosen), weight=weight, inverse_count=1 / count)
 
 
+def targets(op: str, call: Any, vocab: int, *, check_values: bool) -> Tokens:
+    """`select_tokens` of an operator's call, by the names of its fields."""
+    options = call.options
+    return select_tokens(
+        op,
+        call.target,
+        vocab,
+        call.token_weight,
+        call.token_temperature,
+        call.normalizer,
+        ignore_index=int(options.ignore_index),
+        reduction=options.reduction,
+        temperature=float(options.temperature),
+        check_values=check_values,
+    )
+
+
 def divisor(op: str, reduction: str, normalizer: Tensor | None, kept: Tensor, *, check_values: bool = False) -> Tensor:
     """0-d float32: what the loss is divided by.  Where no token is kept it is 1, whatever the normalizer.
 

@@ -149,8 +149,8 @@ class _Accumulated:
         self.bias = hidden.new_zeros(layer.vocab, dtype=torch.float32) if grads[2] else None
 
     def add(self, g: Tensor, tile: Tile, h: Tensor, t0: int, t1: int, v0: int, weight_rows: Tensor | None) -> None:
-        """Add what the gradient `g` of tokens [t0, t1) and the vocabulary from v0 on leads to; weight's rows go to
-        `weight_rows`, which the first tokens overwrite."""
+        """Add the gradients that follow from `g`, that of the logits of tokens [t0, t1) and the vocabulary from v0 on;
+        the weight's go to `weight_rows`, which the first tokens overwrite."""
         if self.bias is not None:
             self.bias[v0 : v0 + g.shape[1]].add_(g.sum(0))
         g = tile.operand(g)

@@ -130,12 +130,50 @@ def logit_buffer(call: Any, config: TritonConfig, saved: Saved, recomputed: int 
     )
 
 
+def rows_and_buffer(call: Any, config: TritonConfig, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
+    """What forward fills in: hidden states by position, and exponentials, None where none are kept."""
+    if any(call.grads):
+        return position_rows(call, saved), logit_buffer(call, config, saved) if config.held > 0 else None
+    size = call.hidden.shape[-1]
+    tokens = min(config.token_chunk, call.hidden.numel() // size)
+    return call.hidden.new_empty((tokens, size), dtype=call.dtype), None
+
+
+class Gradients(NamedTuple):
+    """Where backward puts the gradients; None is not wanted."""
+
+    hidden: Tensor | None  # [T, H], what forward left
+    weight: Tensor | None  # [V, H], what forward left, the caller's or new
+    new_weight: Tensor | None  # the same if it is new
+    bias: Tensor | None  # [V] float32
+
+    @staticmethod
+    def of(call: Any, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
+        """Those of `call`, the weight's added to `add_to` if that is given."""
+        (vocab, size), weight, new, bias = call.weight.shape, None, None, None
+        if wanted[1]:
+            if add_to is None and saved.weight_memory.numel() == 0:
+                new = torch.empty(call.weight.shape, dtype=call.weight.dtype, device=call.weight.device)
+            weight = next(x for x in (add_to, new, saved.weight_memory[:vocab]) if x is not None)
+            if add_to is None and call.hidden.numel() == 0:  # nothing will be launched
+                weight.zero_()
+        if wanted[2]:
+            bias = call.weight.new_zeros(vocab, dtype=torch.float32)
+        return Gradients(saved.hidden_memory.view(-1, size) if wanted[0] else None, weight, new, bias)
+
+    def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those of hidden, weight and, in this dtype, bias that are in no memory of forward's or the caller's."""
+        return None, self.new_weight, None if self.bias is None else self.bias.to(dtype)
+
+
+def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of hidden and weight; the latter is the one `made` where nothing was kept in its memory."""
+    return saved.hidden_memory, saved.weight_memory[: weight.shape[0]] if saved.weight_memory.numel() > 0 else made
+
+
 def collect(kept: Any, made: Made, wanted: Wanted) -> Made:
     """The gradients, with those that backward made in what forward left: `kept.saved`."""
-    saved = kept.saved
-    in_memory = saved.weight_memory.numel() > 0
-    weight = saved.weight_memory[: kept.told.call.weight.shape[0]] if in_memory else made[1]
-    return saved.hidden_memory, weight, made[2]
+    return *in_memory(kept.saved, kept.told.call.weight, made[1]), made[2]
 
 
 def clone(memory: Tensor) -> Tensor:

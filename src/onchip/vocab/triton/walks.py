@@ -92,12 +92,7 @@ def forward(
     vectors = Vectors.empty(tokens, device)
     if tokens == 0:
         return made, vectors
-    kept = None
-    if any(call.grads):
-        rows = setup.position_rows(call, saved)
-        kept = setup.logit_buffer(call, config, saved) if config.held > 0 else None
-    else:
-        rows = call.hidden.new_empty((min(config.token_chunk, tokens), run.hidden), dtype=call.dtype)
+    rows, kept = setup.rows_and_buffer(call, config, saved)
     temperature = call.token_temperature
     if temperature is None:
         temperature = float(call.options.temperature)
@@ -254,14 +249,7 @@ def backward(
 
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
     """
-    tokens = run.tokens
-    grad_weight = new_weight = grad_bias = None
-    if wanted[1]:
-        if add_to is None and saved.weight_memory.numel() == 0:
-            new_weight = torch.empty(call.weight.shape, dtype=call.weight.dtype, device=call.weight.device)
-        grad_weight = next(x for x in (add_to, new_weight, saved.weight_memory[: run.vocab]) if x is not None)
-    if wanted[2]:
-        grad_bias = call.weight.new_zeros(run.vocab, dtype=torch.float32)
+    tokens, grads = run.tokens, setup.Gradients.of(call, saved, wanted, add_to)
     if tokens > 0:
         recomputed = max(0, up(tokens, TOKEN_TILE) - config.held)
         buffer = setup.logit_buffer(call, config, saved, recomputed)
@@ -269,11 +257,11 @@ def backward(
         terms = position_terms(run, vectors, ids, int(call.options.ignore_index), known, upstream)
         sums = None
         rows = setup.position_rows(call, saved)
-        if wanted[0]:
+        if grads.hidden is not None:
             size = kept + 2 * recomputed if config.halves else tokens
             sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
         products = Products(
-            run, vectors, buffer, rows, terms.product_scale, terms.inverse_grad_scale, sums, grad_weight, grad_bias,
+            run, vectors, buffer, rows, terms.product_scale, terms.inverse_grad_scale, sums, grads.weight, grads.bias,
             config.weight_chunk // VOCAB_TILE, add_to is not None, config.halves,
         )  # fmt: skip
         if kept > 0 and terms.entropy_scale is not None:
@@ -289,14 +277,11 @@ def backward(
                     launches.write(run, buffer, label, entry, vectors, (kept, tokens), *chunk).run()
             products.take_chunk(*chunk)
         if kept > 0 and (wanted[1] or wanted[2]):
-            _target_terms(run, call.hidden.reshape(tokens, run.hidden), vectors, terms, grad_weight, grad_bias).run()
-        if sums is not None:
-            grad_hidden = saved.hidden_memory.view(tokens, run.hidden)
+            _target_terms(run, call.hidden.reshape(tokens, run.hidden), vectors, terms, grads.weight, grads.bias).run()
+        if sums is not None and grads.hidden is not None:
             half_rows, own = recomputed if config.halves else 0, terms if kept else None
-            launches.finish(run, sums, vectors, terms.inverse_grad_scale, grad_hidden, kept, half_rows, own).run()
-    elif grad_weight is not None and add_to is None:
-        grad_weight.zero_()
-    return None, new_weight, None if grad_bias is None else grad_bias.to(call.dtypes[2])
+            launches.finish(run, sums, vectors, terms.inverse_grad_scale, grads.hidden, kept, half_rows, own).run()
+    return grads.made(call.dtypes[2])
 
 
 def _target_terms(

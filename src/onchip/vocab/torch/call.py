@@ -1,0 +1,88 @@
+"""The arguments that the operators of all losses of a linear layer share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_inputs import DTYPES
+from onchip.vocab.memory import Problem
+from onchip.vocab.torch.tiles import Projection, Transform
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """The linear layer and which of its gradients are wanted; an op adds its own arguments."""
+
+    hidden: Tensor  # [..., H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    token_temperature: Tensor | None  # [...] or []
+    dtype: torch.dtype  # of the products
+    options: Any  # the op's own
+    grads: tuple[bool, ...]  # of hidden, weight, bias
+    copied: int
+    """Bytes of the copies of inputs whose strides don't suit."""
+
+    @property
+    def number(self) -> int:
+        """T."""
+        return self.hidden.numel() // self.hidden.shape[-1]
+
+    @property
+    def device(self) -> str:
+        """'cpu' or 'cuda', as plans know it."""
+        return "cpu" if self.hidden.device.type == "cpu" else "cuda"
+
+    @property
+    def budget(self) -> int | None:
+        scratch_bytes = self.options.scratch_bytes
+        return None if scratch_bytes is None else int(scratch_bytes)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """What the gradients of hidden, weight and bias are returned in."""
+        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
+
+    @property
+    def operand(self) -> torch.dtype:
+        """The dtype of the logits' gradient, as the products read it."""
+        return torch.float32 if self.device == "cpu" else self.dtype
+
+    @property
+    def layer(self) -> Projection:
+        """In the products' dtype."""
+        return Projection.of(self.hidden, self.weight, self.bias, self.dtype)
+
+    @property
+    def transform(self) -> Transform:
+        return Transform.of(self.options)
+
+    def layer_problem(self, device: str, op: str, **more: Any) -> Problem:
+        """The problem that plans are made for; `more` are the fields that the op knows."""
+        vocab, hidden = self.weight.shape
+        return Problem(
+            tokens=self.number,
+            hidden=hidden,
+            vocab=vocab,
+            dtype=DTYPES[self.dtype],
+            hidden_dtype=DTYPES[self.hidden.dtype],
+            weight_dtype=DTYPES[self.weight.dtype],
+            device=device,
+            grad_hidden=self.grads[0],
+            grad_weight=self.grads[1],
+            grad_bias=self.grads[2],
+            softcap=self.options.softcap is not None,
+            op=op,
+            copied=self.copied,
+            **more,
+        )
+
+    def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """In their parameters' dtypes, not yet filled."""
+        return tuple(
+            x.new_empty(x.shape) if x is not None and want else None
+            for x, want in zip((self.hidden, self.weight, self.bias), wanted, strict=True)
+        )

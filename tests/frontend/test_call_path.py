@@ -1,0 +1,37 @@
+"""The way of a call in PyTorch, as docs/architecture.md has it; that of JAX is in test_mosaic_backend.py.
+
+Run as a script, it prints the functions of ours that are on the stack where a kernel is launched.  Triton's interpreter
+is chosen when Triton is imported: hence a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+
+
+def test_four_functions_from_the_public_one_to_a_kernel():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, __file__]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.splitlines()
+    assert {line.split()[0] for line in said} == {"False", "True"}  # with gradients and without
+    for line in said:
+        _, public, forward, *engine = line.split()
+        assert (public, forward) == ("linear_cross_entropy", "_forward")
+        assert len(engine) <= 2
+
+
+def main():
+    import torch
+    from triton.runtime.interpreter import GridExecutor
+
+    from onchip.torch import linear_cross_entropy
+    from stack import our_functions
+
+    for grads in (False, True):
+        GridExecutor.__call__ = lambda *_, grads=grads, **__: print(grads, *our_functions())
+        hidden, weight = (torch.randn(n, 16, dtype=torch.float16, requires_grad=grads) for n in (4, 64))
+        linear_cross_entropy(hidden, weight, torch.arange(4), backend="triton")
+
+
+if __name__ == "__main__":
+    main()
