@@ -63,9 +63,9 @@ def quantize_activation(
     for start, v in _chunks(x):
         end = min(height, start + len(v))
         if by_row is not None:
-            q, s = _quantized(v, (1, BLOCK), fmt, scale)
-            by_row.data[start:end] = q[: end - start]
-            by_row.scales[:, start:end] = s[: end - start].T
+            q, s = _quantized(v[: end - start], (1, BLOCK), fmt, scale)
+            by_row.data[start:end] = q
+            by_row.scales[:, start:end] = s.T
         if by_column is not None:
             q, s = _quantized(v[:, :width], (BLOCK, 1), fmt, scale)
             by_column.data[:, start : start + len(v)] = q.T
@@ -107,10 +107,11 @@ def _chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _quantized(v: Tensor, group: tuple[int, int], fmt: str, scale: str) -> tuple[Tensor, Tensor]:
     """v [R, C], of whole groups, in FP8, and the scales [R / rows, C / columns] of groups [rows, columns]."""
     rows, columns = group
-    groups = v.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scales = _to_scale(groups.abs().amax((1, 3)), fmt, scale)
-    q = groups * scales.reciprocal()[:, None, :, None]
-    return q.flatten(2).flatten(0, 1).to(FP8[fmt]), scales
+    groups = v.view(len(v) // rows, rows, -1, columns)
+    within = [dimension for dimension, size in ((1, rows), (3, columns)) if size > 1]
+    scales = _to_scale(groups.abs().amax(within, keepdim=True), fmt, scale)
+    q = groups * scales.reciprocal()
+    return q.view(v.shape).to(FP8[fmt]), scales.view(len(groups), -1)
 
 
 def _to_scale(amax: Tensor, fmt: str, scale: str) -> Tensor:
