@@ -52,7 +52,7 @@ def everything(loss, given):
 
 def few_tokens(loss):
     for tokens in (0, 1):
-        loss.assert_case(loss.case("few", tokens, 31, 123, ids=2))
+        loss.assert_case(loss.case("few", tokens, 31, 123, ids=2, bias=True))
 
 
 def leading_dimensions(loss):
