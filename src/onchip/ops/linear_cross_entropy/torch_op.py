@@ -183,18 +183,18 @@ def linear_cross_entropy(
         refusal = planning.refusal(hidden.device.type, hidden.device.index, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
-        hidden,
-        matrix,
-        bias,
-        per_token_temperature,
-        dtype,
-        options,
-        needed(hidden, matrix, bias),
-        copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0),
-        target,
-        token_weight,
-        normalizer,
-        weight_grad_out,
+        hidden=hidden,
+        weight=matrix,
+        bias=bias,
+        token_temperature=per_token_temperature,
+        dtype=dtype,
+        options=options,
+        grads=needed(hidden, matrix, bias),
+        copied=copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0),
+        target=target,
+        token_weight=token_weight,
+        normalizer=normalizer,
+        weight_grad_out=weight_grad_out,
     )
     operator: Operator[Any, Any]
     arguments: Any

@@ -137,15 +137,15 @@ def linear_log_probs(
     refusal = planning.refusal(hidden.device.type, hidden.device.index, dtype)
     chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
-        hidden,
-        weight,
-        bias,
-        token_temperature,
-        dtype,
-        options,
-        needed(hidden, weight, bias),
-        copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
-        ids,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        token_temperature=token_temperature,
+        dtype=dtype,
+        options=options,
+        grads=needed(hidden, weight, bias),
+        copied=copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
+        ids=ids,
     )
     operator: Operator[Any, Any] = LOG_PROBS
     arguments: Any = call
