@@ -74,7 +74,7 @@ MIXED = {
 @check(*MIXED)
 def mixed(name):
     case = MIXED[name]
-    with mixed_plan(case.tokens, halves=name in ("pointers", "everything held", "ids")) as planned:
+    with mixed_plan(halves=name in ("pointers", "everything held", "ids")) as planned:
         (ENTROPY if name == "ids" else AUTO).assert_case(case)
     assert planned.called
 
@@ -85,7 +85,7 @@ def memory_at_multiples_of_256_bytes(way):
         if way == "retained":
             a_retained_graph(str(AUTO))
         else:
-            with mixed_plan(300) if way == "mixed" else nullcontext():
+            with mixed_plan() if way == "mixed" else nullcontext():
                 AUTO.assert_case(AUTO.case("off", 300, 136, 600, bias=True, ignored=0.1))
 
 
@@ -95,17 +95,19 @@ def a_retained_graph(name):
     loss = AUTO if name == str(AUTO) else LOSSES[name]
     given = loss.problem((300,) if loss is AUTO else (24,), 136, 250, ids=2 if loss.of_ids else None)
     scratch = triton_memory.TritonConfig(24, 256, 256, overflow=128)
-    with mixed_plan(300) if loss is AUTO else mock.patch.object(triton_memory, "plan", return_value=scratch):
+    with mixed_plan() if loss is AUTO else mock.patch.object(triton_memory, "plan", return_value=scratch):
         made = loss.call(given)
-    upstream = loss.upstream(made)
-    leaves = [x for x in given.values() if x.requires_grad]
-    first = []
-    for retain in (True, True, False):
-        grads = torch.autograd.grad([made[n] for n in upstream], leaves, list(upstream.values()), retain_graph=retain)
-        first = first or [g.clone() for g in grads]
-        assert all(torch.equal(p, q) for p, q in zip(grads, first, strict=True))
-        for g in grads:
-            g.mul_(3)  # what a caller does with its gradients must not reach the graph
+        upstream = loss.upstream(made)
+        leaves = [x for x in given.values() if x.requires_grad]
+        first = []
+        for retain in (True, True, False):
+            grads = torch.autograd.grad(
+                [made[n] for n in upstream], leaves, list(upstream.values()), retain_graph=retain
+            )
+            first = first or [g.clone() for g in grads]
+            assert all(torch.equal(p, q) for p, q in zip(grads, first, strict=True))
+            for g in grads:
+                g.mul_(3)  # what a caller does with its gradients must not reach the graph
 
 
 @check("mixed", "softcap", "ids")
@@ -116,7 +118,7 @@ def a_weight_whose_columns_lie_in_rows(way):
     given["weight"] = (given["weight"].detach() / 8).requires_grad_()
     turned = given["weight"].detach().T.contiguous().T.requires_grad_()
     options = {"softcap": 5.0} if way == "softcap" else {}
-    with mixed_plan(300) if way == "mixed" else nullcontext():
+    with mixed_plan() if way == "mixed" else nullcontext():
         expected, made = (loss.run(given | {"weight": w}, **options) for w in (given["weight"], turned))
     assert_equal(loss, made, expected)
 

@@ -201,10 +201,16 @@ def losses(backend="torch", device="cpu", *, few=False):
 # ------------------------------------------------------------------------------------------------- plans of the kernels
 
 
-def mixed_plan(tokens, **more):
-    """Some tokens' exponentials are kept in the weight's gradient, some in scratch, and some are computed again."""
-    config = triton_memory.TritonConfig(tokens, 512, 256, stashed=128, overflow=128, **more)
-    return mock.patch.object(triton_memory, "plan", return_value=config)
+def mixed_plan(**more):
+    """Some tokens' exponentials are kept in the weight's gradient, some in scratch, and some are recomputed.
+
+    Backward is to run in this context too: it makes the plan anew.
+    """
+
+    def plan(problem, *_):
+        return triton_memory.TritonConfig(problem.tokens, 512, 256, stashed=128, overflow=128, **more)
+
+    return mock.patch.object(triton_memory, "plan", side_effect=plan)
 
 
 @contextmanager

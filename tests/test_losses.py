@@ -79,7 +79,9 @@ def test_cases(loss, case, dtype):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("loss", [x for x in on_the_gpu() if x.options.get("reduction") != "none"], ids=repr)
+@pytest.mark.parametrize(
+    "loss", [x for x in on_the_gpu() if x.options.get("reduction") != "none"], ids=lambda x: f"{x}-{x.backend}"
+)
 def test_cases_on_the_gpu(loss, dtype):
     """Triton has products of 16 bits alone."""
     if dtype != torch.float32 or loss.backend == "torch" or not loss.linear:

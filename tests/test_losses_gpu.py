@@ -33,16 +33,11 @@ class Way:
     def __str__(self):
         return f"{self.loss}-{self.loss.backend}{'-mixed' if self.mixed else ''}"
 
-    def plan(self, given):
-        return mixed_plan(given["hidden"].shape[0]) if self.mixed else nullcontext()
-
     def call(self, given, **options):
-        with self.plan(given):
-            return self.loss.call(given, **options)
+        return self.loss.call(given, **options)
 
     def run(self, given, upstream=None, **options):
-        with self.plan(given):
-            return self.loss.run(given, upstream, **options)
+        return self.loss.run(given, upstream, **options)
 
     def make(self, tokens, hidden, vocab, *, ids=None, std=1.0, zipf=False, device="cuda", dtype=None):
         """Arguments with logits of standard deviation `std`; `zipf`: one id is that of a tenth of the tokens."""
@@ -80,6 +75,14 @@ FP8 = [
 ]
 LINEAR_KERNELS = [way for way in (*KERNELS, *MIXED) if way.loss.linear]
 every_way = pytest.mark.parametrize("way", [*PYTORCH, *KERNELS, *MIXED, *FP8], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def plan(request):
+    """A mixed way's."""
+    way = request.node.callspec.params.get("way") if hasattr(request.node, "callspec") else None
+    with mixed_plan() if way is not None and way.mixed else nullcontext():
+        yield
 
 
 def relative(made, expected):
@@ -365,13 +368,12 @@ def test_plans(fields, dtype, way):
     names = ("reduction", "z_loss", "logit_scale", "normalizer")
     options = {n: fields.pop(n) for n in names if n in fields}
     case = way.loss.case("plan", 600, fields.pop("hidden", 264), 2049, **fields, options=options)
-    with mixed_plan(600) if way.mixed else nullcontext():
-        way.loss.assert_case(case, dtype)
+    way.loss.assert_case(case, dtype)
 
 
 @pytest.mark.parametrize("way", MEANS, ids=str)
 def test_memory_at_multiples_of_256_bytes(way):
-    with memory_off_by_256(), mixed_plan(300) if way.mixed else nullcontext():
+    with memory_off_by_256():
         way.loss.assert_case(way.loss.case("off", 300, 136, 600, bias=True))
 
 

@@ -76,7 +76,7 @@ def terms_launch(part: Call, vocab: int, of_targets: Tensor, softmax: Softmax, t
         "logit_scale": scale,
         "label_smoothing": float(options.label_smoothing),
         "z_loss": float(options.z_loss),
-        "SMOOTHING": options.label_smoothing > 0,
+        "SMOOTHING": bool(options.label_smoothing > 0),
         "BLOCK_T": BLOCK,
     }
     return Launch(kernels.token_terms, (blocks(n),), arguments)
@@ -105,7 +105,7 @@ def gradient_launch(
         "first": first,
         "n_16": n + 16,
         "V_16": vocab + 16,
-        "SMOOTHING": part.options.label_smoothing > 0,
+        "SMOOTHING": bool(part.options.label_smoothing > 0),
         "RAGGED": vocab % BLOCK > 0,
     }
     # Rows that are not aligned take more, one number at a time, and so do sums.

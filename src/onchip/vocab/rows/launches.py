@@ -61,7 +61,7 @@ def launch_rows(
         "logit_scale": scale,
         "label_smoothing": float(options.label_smoothing),
         "z_loss": float(options.z_loss),
-        "SMOOTHING": options.label_smoothing > 0,
+        "SMOOTHING": bool(options.label_smoothing > 0),
         "LOOP": loops > 0,
         "UNIT": unit,
         "TILE": tiles.tile,

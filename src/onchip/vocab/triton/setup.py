@@ -118,6 +118,9 @@ def logit_buffer(call: Any, config: TritonConfig, saved: Saved, recomputed: int 
     from onchip.vocab.triton import launches
 
     weight, nothing = call.weight, saved.overflow[:0]
+    # Backward makes its plan anew from the call: one that differed would write outside of this memory.
+    assert (saved.weight_memory.numel() > 0) == (config.stashed > 0)
+    assert saved.overflow.numel() == -(-weight.shape[0] // VOCAB_TILE) * VOCAB_TILE * config.overflow
     return launches.logit_buffer(
         saved.weight_memory.view(-1).view(call.dtype) if config.stashed > 0 else nothing,
         config.weight_chunk // VOCAB_TILE,
