@@ -94,7 +94,7 @@ def a_retained_graph(name):
     """Exponentials in scratch and in the weight's gradient: backward makes gradients of them in place."""
     loss = AUTO if name == str(AUTO) else LOSSES[name]
     given = loss.problem((300,) if loss is AUTO else (24,), 136, 250, ids=2 if loss.of_ids else None)
-    scratch = triton_memory.TritonConfig(24, 256, 256, overflow=128)
+    scratch = triton_memory.TritonPlan(24, 256, 256, kept_in_scratch=128)
     with mixed_plan() if loss is AUTO else mock.patch.object(triton_memory, "plan", return_value=scratch):
         made = loss.call(given)
         upstream = loss.upstream(made)
@@ -130,7 +130,7 @@ def forward_in_chunks_of_tokens(op):
     given[loss.ids][::9] = -100
     given = {name: x.detach() for name, x in given.items()}
     options = {"softcap": 5.0} | ({} if loss.of_ids else {"label_smoothing": 0.1, "z_loss": 1e-3})
-    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonConfig(128)):
+    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128)):
         right(loss, given, **options)
 
 

@@ -208,7 +208,7 @@ def mixed_plan(**more):
     """
 
     def plan(problem, *_):
-        return triton_memory.TritonConfig(problem.tokens, 512, 256, stashed=128, overflow=128, **more)
+        return triton_memory.TritonPlan(problem.tokens, 512, 256, kept_in_gradient=128, kept_in_scratch=128, **more)
 
     return mock.patch.object(triton_memory, "plan", side_effect=plan)
 

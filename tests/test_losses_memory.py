@@ -232,7 +232,7 @@ def mixed_budget(p):
             c = plan(p, "auto", budget)
         except ValueError:
             continue
-        if c.stashed and c.overflow and c.held < p.tokens:
+        if c.kept_in_gradient and c.kept_in_scratch and c.kept < p.tokens:
             return budget
     raise AssertionError(f"no budget gives a mixed plan for {p}")
 
@@ -278,7 +278,7 @@ def test_kernels_of_linear_losses(way, changes):
     if way == "mixed":
         budget = mixed_budget(p)
     elif way == "forward":
-        budget = triton_memory.scratch_bytes(p, triton_memory.TritonConfig(1024))
+        budget = triton_memory.scratch_bytes(p, triton_memory.TritonPlan(1024))
     else:
         budget = triton_memory.least_scratch(p, strategy) + 64 * MIB
     formula = triton_memory.scratch_bytes(p, triton_memory.plan(p, strategy, budget))

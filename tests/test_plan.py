@@ -108,17 +108,18 @@ def test_plan_json_is_what_the_kernels_will_do(framework):
                 planner.plan(problem, plan["strategy"], budget)
             continue
         config = planner.plan(problem, plan["strategy"], budget)
-        if framework == "torch":
-            assert {name: plan[name] for name in vars(config)} == vars(config)
-        else:
-            assert (plan["vocab_chunk"], plan["weight_chunk"]) == (config.recompute_chunks * config.chunk, config.chunk)
-            kept = config.kept_in_gradient, config.kept_in_scratch
-            assert (plan["stashed"], plan["overflow"], plan["halves"]) == (*kept, config.halves)
+        chunks = (
+            (config.recompute_chunks * config.chunk, config.chunk)
+            if framework == "jax"
+            else (config.vocab_chunk, config.weight_chunk)
+        )
+        assert (plan["vocab_chunk"], plan["weight_chunk"]) == chunks
+        kept = config.kept_in_gradient, config.kept_in_scratch
+        assert (plan["stashed"], plan["overflow"], plan["halves"]) == (*kept, config.halves)
         assert plan["scratch_parts"] == planner.scratch_parts(problem, config)
         assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
         assert budget is None or plan["scratch_bytes"] <= budget
-        held = config.held if framework == "torch" else config.kept
-        assert plan["products"] == 3 + (16384 - held) / 16384
+        assert plan["products"] == 3 + (16384 - config.kept) / 16384
         assert plan["flops"] == 2 * 16384 * 4096 * 128256 * plan["products"]
         assert plan["predicted_ms"] == planner.predict(problem, config) > document["three_products_ms"]
     assert {plan["fits"] for plan in document["plans"]} == {True, False}
@@ -255,7 +256,7 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
         config = triton_spec.plan(log_probs, "auto", budget)
         assert plan["both passes"]["chunk"]["vocab_chunk"] == config.vocab_chunk
         assert plan["both passes"]["scratch_bytes"] == triton_spec.scratch_bytes(log_probs, config)
-        assert plan["both passes"]["products"] == 3 + (8192 - config.held) / 8192
+        assert plan["both passes"]["products"] == 3 + (8192 - config.kept) / 8192
         assert (plan["forward"]["products"], plan["forward"]["again"]) == (1, 0)
         assert plan["both passes, entropy"]["products"] >= plan["both passes"]["products"]
     student = dataclasses.replace(student, grad_hidden=True, grad_weight=True)
@@ -264,10 +265,11 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
         config = jsd_triton.plan(jsd, budget)
         chunk = plan["both passes"]["chunk"]
         assert chunk == {"tokens": config.token_chunk, "vocab": 128256} | {
-            name: getattr(config, name) for name in ("held", "vocab_chunk", "weight_chunk")
+            name: getattr(config, key)
+            for name, key in (("held", "kept"), ("vocab_chunk", "vocab_chunk"), ("weight_chunk", "weight_chunk"))
         }
         assert plan["both passes"]["scratch_bytes"] == jsd_triton.scratch_bytes(jsd, config)
-        assert plan["both passes"]["products"] == 4 + 2 * (8192 - config.held) / 8192
+        assert plan["both passes"]["products"] == 4 + 2 * (8192 - config.kept) / 8192
         assert (plan["forward"]["products"], plan["forward"]["again"]) == (2, 0)
 
 

@@ -98,7 +98,7 @@ def assert_sound(p, c):
     if isinstance(c, chunks.Config):
         assert 1 <= c.vocab_chunk <= p.vocab
         return
-    held = c.kept if isinstance(c, mosaic_memory.MosaicPlan) else c.held
+    held = c.kept
     if not p.any_grad:
         assert held == 0
         assert c.token_chunk >= p.tokens or c.token_chunk % 128 == 0
@@ -107,17 +107,17 @@ def assert_sound(p, c):
     weight_chunk = c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.weight_chunk
     vocab_chunk = c.recompute_chunks * c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.vocab_chunk
     assert vocab_chunk % 256 == weight_chunk % 256 == 0 < weight_chunk <= vocab_chunk
-    if isinstance(c, triton_memory.TritonConfig):
-        assert c.stashed % 128 == 0 <= c.stashed <= triton_memory.capacity(p)
-        assert c.overflow >= 0
-        assert c.held == 0 or not (p.softcap or p.smoothing)
-        assert c.stashed == 0 or (p.grad_weight and not p.weight_grad_out)
+    if isinstance(c, triton_memory.TritonPlan):
+        assert c.kept_in_gradient % 128 == 0 <= c.kept_in_gradient <= triton_memory.capacity(p)
+        assert c.kept_in_scratch >= 0
+        assert c.kept == 0 or not (p.softcap or p.smoothing)
+        assert c.kept_in_gradient == 0 or (p.grad_weight and not p.weight_grad_out)
     elif isinstance(c, mosaic_memory.MosaicPlan):
         assert c.kept_in_gradient in (0, mosaic_memory.capacity(p))
         assert c.kept_in_scratch == 0 or c.kept_in_gradient
     else:
         for head in (p.student, p.teacher):
-            assert jsd_triton_memory.config_of(head, c).stashed <= jsd_triton_memory.capacity(head)
+            assert jsd_triton_memory.config_of(head, c).kept_in_gradient <= jsd_triton_memory.capacity(head)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -151,7 +151,7 @@ def test_more_memory_never_costs_time(p):
         assert all(large <= planner.slack * 1.0031 * small for small, large in pairwise(times))
     c = triton_memory.plan(p, "auto", ENOUGH)
     if p.tokens >= 1024:  # nothing is computed again: the time of three products rather than four
-        assert c.held == up(p.tokens, 128)
+        assert c.kept == up(p.tokens, 128)
         recomputed = triton_memory.plan(p, "recompute", ENOUGH)
         assert triton_memory.predict(p, c) < triton_memory.predict(p, recomputed)
 
@@ -159,23 +159,23 @@ def test_more_memory_never_costs_time(p):
 def test_strategies_of_the_triton_backend():
     p = Problem(4096, 2560, 262144, "bfloat16", device="cuda")
     plan, least = triton_memory.plan, triton_memory.least_scratch
-    assert plan(p, "stash", ENOUGH).held == 4096
-    assert plan(p, "stash", ENOUGH).stashed == triton_memory.capacity(p) == 2560
-    assert plan(p, "recompute", ENOUGH).held == 0
+    assert plan(p, "stash", ENOUGH).kept == 4096
+    assert plan(p, "stash", ENOUGH).kept_in_gradient == triton_memory.capacity(p) == 2560
+    assert plan(p, "recompute", ENOUGH).kept == 0
     assert least(p, "stash") > least(p, "recompute") == least(p, "auto")
     # A float32 gradient has twice the room for 16-bit exponentials.
     wide = replace(p, weight_dtype="float32")
     assert triton_memory.capacity(wide) == 5120
-    assert plan(wide, "stash", ENOUGH).overflow == 0
+    assert plan(wide, "stash", ENOUGH).kept_in_scratch == 0
 
 
 def test_larger_budgets_hold_more_tokens_and_forward_takes_more_at_a_time():
     p = Problem(16384, 4096, 128256, "bfloat16", device="cuda")
     low, high = (triton_memory.least_scratch(p, s) for s in ("recompute", "stash"))
-    held = [triton_memory.plan(p, "auto", low + i * (high - low) // 8).held for i in range(9)]
+    held = [triton_memory.plan(p, "auto", low + i * (high - low) // 8).kept for i in range(9)]
     assert held == sorted(held)
     assert len(set(held)) > 4
-    assert triton_memory.plan(p, "auto", 2 * high).held == 16384
+    assert triton_memory.plan(p, "auto", 2 * high).kept == 16384
     forward = replace(p, grad_hidden=False, grad_weight=False)
     sizes = [triton_memory.plan(forward, "auto", budget * MIB).token_chunk for budget in (16, 64, 256, 4096)]
     assert sizes == sorted(sizes)
@@ -201,7 +201,7 @@ def test_of_equal_models_no_product_of_linear_jsd_is_made_twice_in_half_a_gigaby
     student, teacher = (jsd_memory.Head(hidden, vocab, *dtypes, *grads) for grads in ((True, True), ()))
     p = jsd_memory.Problem(4096, vocab, student, teacher, device="cuda")
     c = jsd_triton_memory.plan(p)
-    assert c.held == 4096
+    assert c.kept == 4096
     assert jsd_triton_memory.scratch_bytes(p, c) <= 512 * MIB
     # More memory takes more tokens at a time.
     assert jsd_triton_memory.plan(p, 2048 * MIB).token_chunk > c.token_chunk

@@ -210,14 +210,20 @@ def _row(way: Way, call: Call, budget: int | None) -> dict[str, Any]:
     return row | {"fits": True, "chunk": chunk, "scratch_bytes": sum(parts.values()), "scratch_parts": parts}
 
 
+# The JSON has the names of its first version.
+_NAMES = {"kept_in_gradient": "stashed", "kept_in_scratch": "overflow", "kept": "held"}
+
+
 def _sizes(c: Any) -> dict[str, Any]:
     """A plan's sizes by the names of Triton's; Mosaic recomputes logits for several chunks of dW at once."""
     if isinstance(c, int):
         return {"token_chunk": c}
-    if not isinstance(c, MosaicPlan):
-        return asdict(c)
-    sizes = {"token_chunk": c.token_chunk, "vocab_chunk": c.recompute_chunks * c.chunk, "weight_chunk": c.chunk}
-    return sizes | {"stashed": c.kept_in_gradient, "overflow": c.kept_in_scratch, "halves": c.halves}
+    sizes = asdict(c)
+    if isinstance(c, MosaicPlan):
+        sizes |= {"vocab_chunk": c.recompute_chunks * c.chunk, "weight_chunk": c.chunk}
+        for name in ("strategy", "chunk", "recompute_chunks"):
+            del sizes[name]
+    return {_NAMES.get(name, name): x for name, x in sizes.items()}
 
 
 # ------------------------------------------------------------------------- the strategies of linear_cross_entropy

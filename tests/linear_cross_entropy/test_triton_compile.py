@@ -20,7 +20,7 @@ OF_LOG_PROBS = {"spread_log_probs", "entropy_gradient", "write_entries"}
 # Compute capability, and bytes of shared memory that a block may use: H100, A100, and GeForce from Ampere on.
 HOPPER, AMPERE, CONSUMER = (90, 232448), (80, 166912), (86, 101376)
 # Exponentials in the weight gradient's memory, in scratch, and computed again in two chunks.
-MIXED = {"plan": triton_spec.TritonConfig(300, 512, 256, stashed=128, overflow=128)}
+MIXED = {"plan": triton_spec.TritonPlan(300, 512, 256, kept_in_gradient=128, kept_in_scratch=128)}
 OPTIONS = {
     "held": {"strategy": "stash"},
     "mixed": {"bias": True, "z_loss": 1e-3} | MIXED,

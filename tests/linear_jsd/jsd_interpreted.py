@@ -19,7 +19,7 @@ from interpreter import main, registering
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import check_case
-from onchip.ops.linear_jsd.triton_memory import TritonConfig
+from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import TopK, linear_jsd
 
 CHECKS = {}
@@ -28,7 +28,7 @@ op = partial(linear_jsd, backend="triton")
 
 
 def planned(*sizes):
-    return mock.patch.object(triton_spec, "plan", return_value=TritonConfig(*sizes))
+    return mock.patch.object(triton_spec, "plan", return_value=JsdPlan(*sizes))
 
 
 def assert_right(case, dtype=torch.float16):

@@ -6,12 +6,12 @@ import torch
 from jsd_ahead import KERNELS, jsd_launches, launches
 
 from linear_cross_entropy.ahead_of_time import compile_all, turned, weights_read
-from onchip.ops.linear_jsd.triton_memory import TritonConfig
+from onchip.ops.linear_jsd.triton_memory import JsdPlan
 
 # Compute capability, and bytes of shared memory that a block may use: H100, A100.
 HOPPER, AMPERE = (90, 232448), (80, 166912)
 # The gradients of the first tokens are kept, those of the others made in backward.
-MIXED = TritonConfig(128, 128, 512, 256)
+MIXED = JsdPlan(128, 128, 512, 256)
 OWN = ("logit_tiles", "divergence_rows")
 OPTIONS = {
     "plain": {},

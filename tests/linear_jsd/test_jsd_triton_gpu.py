@@ -13,7 +13,7 @@ from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.checks import check_case, plain_divergence
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.triton_memory import TritonConfig
+from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import jsd, linear_jsd
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +23,9 @@ BETAS = (0.0, 0.25, 0.5, 1.0)
 DENSE = [c for c in CHECK_CASES if c.teacher in ("hidden", "logits")]
 # Everything kept, some of it in scratch and some computed again, nothing kept.
 WAYS = {
-    "held": lambda t: TritonConfig(t, triton_spec.up(t, 128), 1 << 20, 1024),
-    "mixed": lambda t: TritonConfig(256, 384, 1536, 512),
-    "again": lambda t: TritonConfig(256, 0, 1536, 512),
+    "held": lambda t: JsdPlan(t, triton_spec.up(t, 128), 1 << 20, 1024),
+    "mixed": lambda t: JsdPlan(256, 384, 1536, 512),
+    "again": lambda t: JsdPlan(256, 0, 1536, 512),
 }
 
 

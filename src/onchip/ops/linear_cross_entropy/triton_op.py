@@ -15,7 +15,7 @@ from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_outputs
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.memory import TritonConfig
+from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
@@ -30,7 +30,7 @@ class TritonCall(NamedTuple):
     """Whether torch.compile made the call: then its sizes may have been symbols."""
 
     @property
-    def config(self) -> TritonConfig:
+    def config(self) -> TritonPlan:
         call = self.call
         return planning.plan(call.problem("cuda"), call.options.strategy, call.budget, compiled=self.compiled)
 

@@ -21,12 +21,12 @@ USEFUL_TOKENS, USEFUL_TILES = 256, 16
 
 
 @dataclass(frozen=True)
-class TritonConfig:
+class JsdPlan:
     """One way to cut a problem."""
 
     token_chunk: int
     """Tokens whose logits are computed at a time."""
-    held: int = 0
+    kept: int = 0
     """Tokens, in multiples of 128, whose logits' gradient is kept from forward on."""
     vocab_chunk: int = 0
     """Columns of the other tokens' logits' gradient that are computed at a time in backward, a multiple of 256."""
@@ -47,10 +47,10 @@ def capacity(head: Head) -> int:
     return rows // TOKEN_TILE * TOKEN_TILE
 
 
-def config_of(head: Head, c: TritonConfig) -> triton_memory.TritonConfig:
-    """The plan of one model, as the engine takes it: what of `held` is in the memory of its weight's gradient."""
-    stashed = min(c.held, capacity(head))
-    return triton_memory.TritonConfig(c.token_chunk, c.vocab_chunk, c.weight_chunk, stashed, c.held - stashed)
+def config_of(head: Head, c: JsdPlan) -> triton_memory.TritonPlan:
+    """The plan of one model, as the engine takes it: what of `kept` is in the memory of its weight's gradient."""
+    in_gradient = min(c.kept, capacity(head))
+    return triton_memory.TritonPlan(c.token_chunk, c.vocab_chunk, c.weight_chunk, in_gradient, c.kept - in_gradient)
 
 
 def block_bytes(size: int) -> int:
@@ -61,13 +61,13 @@ def block_bytes(size: int) -> int:
     return block if size >= 10 * MIB and block - size <= MIB else size
 
 
-def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
+def scratch_parts(p: Problem, c: JsdPlan) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     columns = up(p.vocab, VOCAB_TILE)
     tiles = columns // VOCAB_TILE
-    again = max(0, up(p.tokens, TOKEN_TILE) - c.held) if p.any_grad else 0
+    again = max(0, up(p.tokens, TOKEN_TILE) - c.kept) if p.any_grad else 0
     chunk = up(min(c.token_chunk, p.tokens), TOKEN_TILE)
-    casts = kept = more = overflow = forward = backward = 0
+    casts = kept = more = in_scratch = forward = backward = 0
     for h in (p.student, p.teacher):
         if not h.hidden:
             continue
@@ -85,9 +85,9 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         if h.grad_weight:
             row = DTYPE_BYTES[h.weight_dtype or h.dtype] * h.hidden
             # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
-            rows = up(h.vocab, VOCAB_TILE) + c.weight_chunk if of_head.stashed else h.vocab
+            rows = up(h.vocab, VOCAB_TILE) + c.weight_chunk if of_head.kept_in_gradient else h.vocab
             more += block_bytes(row * rows) - row * h.vocab
-        overflow += block_bytes(element * up(h.vocab, VOCAB_TILE) * of_head.overflow)
+        in_scratch += block_bytes(element * up(h.vocab, VOCAB_TILE) * of_head.kept_in_scratch)
         backward += block_bytes(element * again * c.vocab_chunk)
         backward += block_bytes(4 * p.tokens * h.hidden) if h.grad_hidden else 0
         backward += 4 * h.vocab if h.grad_bias else 0
@@ -97,16 +97,16 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
         "vectors": 160 * p.tokens + MIB // 64,
         "hidden rows": kept,
         "one more chunk of the weight's gradient": more,
-        "logits' gradient in scratch": overflow,
+        "logits' gradient in scratch": in_scratch,
         "logits of a chunk, or sums and what is computed again in backward": max(forward, backward),
     }
 
 
-def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
+def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted."""
     launch = 1e-3 * rates.launch
     tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
-    again = 1 - min(1.0, c.held / max(1, p.tokens)) if p.any_grad else 0.0
+    again = 1 - min(1.0, c.kept / max(1, p.tokens)) if p.any_grad else 0.0
     chunks = list(_sizes(p.tokens, c.token_chunk))
     time = launch * 5 * len(chunks)
     for h in (p.student, p.teacher):
@@ -146,25 +146,23 @@ def default_scratch(p: Problem, strategy: str = "") -> int:
     return chunks.default_scratch(logits_bytes(p), useful, DEFAULT_SCRATCH)
 
 
-def _config(p: Problem, held: int, tokens: int, vocab_tiles: int, weight_tiles: int) -> TritonConfig:
+def _config(p: Problem, kept: int, tokens: int, vocab_tiles: int, weight_tiles: int) -> JsdPlan:
     tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     if not p.any_grad:
-        return TritonConfig(min(p.tokens, tokens))
-    if held >= p.tokens:
+        return JsdPlan(min(p.tokens, tokens))
+    if kept >= p.tokens:
         vocab_tiles = tiles
     vocab_tiles = min(vocab_tiles, tiles)
-    return TritonConfig(
-        min(p.tokens, tokens), held, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE
-    )
+    return JsdPlan(min(p.tokens, tokens), kept, vocab_tiles * VOCAB_TILE, min(weight_tiles, vocab_tiles) * VOCAB_TILE)
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
-    """Chunks of the weight's gradient whose tiles fill whole waves, or nearly; with each, no tokens held or as many as
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[JsdPlan]:
+    """Chunks of the weight's gradient whose tiles fill whole waves, or nearly; with each, no tokens kept or as many as
     fit beside a useful chunk of tokens or the smallest; and with those, the fewest chunks of tokens, or a few more.
     """
 
-    def fits(cut: tuple[int, int], tokens: int, held: int) -> bool:
-        return scratch_bytes(p, _config(p, held, tokens, *cut)) <= budget
+    def fits(cut: tuple[int, int], tokens: int, kept: int) -> bool:
+        return scratch_bytes(p, _config(p, kept, tokens, *cut)) <= budget
 
     rows, tiles = up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     per_tile = min([2 * -(-h.hidden // 256) for h in (p.student, p.teacher) if h.grad_weight] or [1])
@@ -174,15 +172,15 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig
     for weight in sorted(x for x in weights if 0 < x <= max(tiles, 1)):
         for vocab in sorted({max(weight, -(-tiles // n)) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {weight}):
             cut = vocab, weight
-            helds = {largest(partial(fits, cut, tokens), 0, rows, TOKEN_TILE) for tokens in beside}
-            for held in sorted(helds | {0}):
-                most = largest(partial(fits, cut, held=held), TOKEN_TILE, rows, TOKEN_TILE)
+            keeps = {largest(partial(fits, cut, tokens), 0, rows, TOKEN_TILE) for tokens in beside}
+            for kept in sorted(keeps | {0}):
+                most = largest(partial(fits, cut, kept=kept), TOKEN_TILE, rows, TOKEN_TILE)
                 fewest = max(1, -(-rows // most))
                 sizes = {most} | {up(-(-p.tokens // n), TOKEN_TILE) for n in range(fewest, fewest + 3)}
-                yield from (_config(p, held, size, *cut) for size in sorted(sizes) if size <= most)
+                yield from (_config(p, kept, size, *cut) for size in sorted(sizes) if size <= most)
 
 
-PLANNER: Planner[TritonConfig] = Planner(
+PLANNER: Planner[JsdPlan] = Planner(
     scratch_parts,
     _candidates,
     predict,
@@ -194,6 +192,6 @@ PLANNER: Planner[TritonConfig] = Planner(
 scratch_bytes = PLANNER.scratch_bytes
 
 
-def plan(p: Problem, budget: int | None = None) -> TritonConfig:
+def plan(p: Problem, budget: int | None = None) -> JsdPlan:
     """The plan of the least predicted time whose scratch fits the budget.  Raises ValueError if nothing fits."""
     return PLANNER.plan(p, "", budget)

@@ -17,7 +17,7 @@ from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.ops.linear_jsd import triton_memory
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
-from onchip.ops.linear_jsd.triton_memory import TritonConfig, config_of
+from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.vocab.triton import memory as engine_memory
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
@@ -43,7 +43,7 @@ def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) ->
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _plan(call: Call) -> TritonConfig:
+def _plan(call: Call) -> JsdPlan:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
     copied = 0
     for model, dtype in zip(call.models, call.dtypes, strict=True):
@@ -52,7 +52,7 @@ def _plan(call: Call) -> TritonConfig:
     p = replace(call.problem, copied=copied)
     if call.student.hidden is None:
         triton_memory.PLANNER.require(p, "", call.options.scratch_bytes)
-        return TritonConfig(0)
+        return JsdPlan(0)
     heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
     p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))
     return triton_memory.plan(p, call.options.scratch_bytes)
@@ -93,7 +93,7 @@ def _fake(call: Call) -> Outputs:
     return _memory(call, _plan(call), fake=True)
 
 
-def _memory(call: Call, plan: TritonConfig, *, fake: bool = False) -> Outputs:
+def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
     """The outputs, not yet filled."""
 
     def saved(who: int) -> Saved:

@@ -23,12 +23,11 @@ from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Layer
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
-from onchip.ops.linear_jsd.triton_memory import TritonConfig, config_of
+from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
-from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
-from onchip.vocab.triton.memory import TritonConfig as EngineConfig
+from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
 from onchip.vocab.triton.walks import Products, chunks, float16_scale
@@ -45,7 +44,7 @@ class Side:
     """One model: its last layer, or its logits."""
 
     layer: Layer | None
-    config: EngineConfig  # how the engine cuts the layer's gradients
+    config: TritonPlan  # how the engine cuts the layer's gradients
     run: Run | None  # of the layer's entries that count
     logits: Tensor | None  # [T, V'], columns side by side
     grads: tuple[bool, ...]  # of hidden, weight, bias, logits
@@ -56,7 +55,7 @@ class Side:
         return self.layer is not None and any(self.grads) and self.layer.dtype == torch.float16
 
     @staticmethod
-    def of(call: Call, plan: TritonConfig, who: int) -> "Side":
+    def of(call: Call, plan: JsdPlan, who: int) -> "Side":
         layer, logits, run = call.layer(who), call.models[who].logits, None
         if logits is not None:
             logits = logits.reshape(-1, logits.shape[-1])
@@ -105,7 +104,7 @@ class Pair:
     stats: Tensor  # [STATS, T] float32
 
     @staticmethod
-    def of(call: Call, plan: TritonConfig, vectors: Vectors, stats: Tensor) -> "Pair":
+    def of(call: Call, plan: JsdPlan, vectors: Vectors, stats: Tensor) -> "Pair":
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = target.reshape(-1, 1).to(torch.int64).contiguous()
         target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
@@ -250,7 +249,7 @@ def nearly_equal(beta: float) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- walks
 
 
-def forward(call: Call, plan: TritonConfig, stats: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Vectors]:
+def forward(call: Call, plan: JsdPlan, stats: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Vectors]:
     """The loss, and what is known of the tokens; fills in `stats`, and for both models what `saved` is to hold."""
     tokens = call.number
     pair = Pair.of(call, plan, Vectors.empty(tokens, call.first.device), stats)
@@ -267,11 +266,9 @@ def forward(call: Call, plan: TritonConfig, stats: Tensor, saved: Sequence[Saved
     return loss.sum() / call.divisor(pair.vectors.number), pair.vectors
 
 
-def _chunks_of_tokens(
-    pair: Pair, plan: TritonConfig, saved: Sequence[Saved], made: Mapping[str, Tensor | None]
-) -> None:
+def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], made: Mapping[str, Tensor | None]) -> None:
     call, tokens = pair.call, pair.call.number
-    chunk, kept = min(plan.token_chunk, tokens), min(plan.held, tokens)
+    chunk, kept = min(plan.token_chunk, tokens), min(plan.kept, tokens)
     heads: dict[int, tuple[Run, Tensor, LogitTiles]] = {}
     buffers: list[LogitBuffer | None] = [None, None]
     for who, side in enumerate(pair.sides):
@@ -292,7 +289,7 @@ def _chunks_of_tokens(
 
 def backward(
     call: Call,
-    plan: TritonConfig,
+    plan: JsdPlan,
     stats: Tensor,
     vectors: Tensor,
     saved: Sequence[Saved],
@@ -342,10 +339,10 @@ def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
 
 
 def _chunks_of_vocabulary(
-    pair: Pair, plan: TritonConfig, row_scale: Tensor, saved: Sequence[Saved], grads: Mapping[int, Gradients]
+    pair: Pair, plan: JsdPlan, row_scale: Tensor, saved: Sequence[Saved], grads: Mapping[int, Gradients]
 ) -> None:
     """Fill in the gradients of hidden states, weights and biases."""
-    tokens, vectors, kept = pair.call.number, pair.vectors, min(plan.held, pair.call.number)
+    tokens, vectors, kept = pair.call.number, pair.vectors, min(plan.kept, pair.call.number)
     left, chunk_tiles = tokens - kept, plan.vocab_chunk // VOCAB_TILE
     row_scales, products = {}, {}
     for who, to in grads.items():
@@ -353,7 +350,7 @@ def _chunks_of_vocabulary(
         run, layer, config = side.run, side.layer, side.config
         assert run is not None
         rows = setup.position_rows(layer, saved[who])
-        buffer = setup.logit_buffer(layer, config, saved[who], max(0, up(tokens, TOKEN_TILE) - config.held))
+        buffer = setup.logit_buffer(layer, config, saved[who], max(0, up(tokens, TOKEN_TILE) - config.kept))
         row_scales[who], product_scale, inverse = _scales(pair, who, row_scale, rows.dtype)
         sums = None
         if to.hidden is not None:

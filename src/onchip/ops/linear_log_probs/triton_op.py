@@ -14,7 +14,7 @@ from onchip.ops.linear_log_probs.spec import OP
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs, empty_outputs
 from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.memory import TritonConfig
+from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
@@ -34,7 +34,7 @@ class TritonCall(NamedTuple):
         return self.call.options.entropy or self.call.options.top1
 
     @property
-    def config(self) -> TritonConfig:
+    def config(self) -> TritonPlan:
         problem = self.call.problem(compacted=False, stats=self.stats)
         return planning.plan(problem, "auto", self.call.budget, compiled=self.compiled)
 
@@ -96,7 +96,7 @@ def _save(told: TritonCall, made: TritonOutputs) -> Kept:
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    """Turn hidden's and weight's memory into their gradients, and use up the overflow."""
+    """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
     from onchip.vocab.triton import launches, walks
 
     told, call, ids = kept.told, kept.told.call, kept.told.ids
@@ -131,7 +131,7 @@ LOG_PROBS = register(
     fake_gradients=_fake_gradients,
     differentiable=("hidden", "weight", "bias"),
     differentiable_outputs=3,
-    consumed=("hidden_memory", "weight_memory", "overflow"),
+    consumed=("hidden_memory", "weight_memory", "scratch_memory"),
     collect=setup.collect,
     clone=setup.clone,
 )

@@ -22,7 +22,7 @@ FORWARD_SCRATCH = 64 * MIB
 
 
 @dataclass(frozen=True)
-class TritonConfig:
+class TritonPlan:
     """One way to cut a problem."""
 
     token_chunk: int
@@ -31,17 +31,17 @@ class TritonConfig:
     """Columns of the logits' gradient that are computed again at a time, a multiple of 256."""
     weight_chunk: int = 0
     """Rows of the weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
-    stashed: int = 0
+    kept_in_gradient: int = 0
     """Tokens, rounded up to 128, whose exponentials wait in the memory of the weight's gradient."""
-    overflow: int = 0
+    kept_in_scratch: int = 0
     """Tokens, in multiples of 128, whose exponentials wait in scratch."""
 
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
 
     @property
-    def held(self) -> int:
-        return self.stashed + self.overflow
+    def kept(self) -> int:
+        return self.kept_in_gradient + self.kept_in_scratch
 
 
 def vector_elements(tokens: int) -> int:
@@ -93,7 +93,7 @@ def id_bytes(p: Problem) -> int:
     return (48 + 72 * p.ids) * p.tokens if p.ids else 0
 
 
-def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
+def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
     element = DTYPE_BYTES[p.dtype]
     tiles = -(-p.vocab // VOCAB_TILE)
@@ -101,22 +101,22 @@ def scratch_parts(p: Problem, c: TritonConfig) -> dict[str, int]:
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
     softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
     # With exponentials kept, targets are sorted.
-    vectors = (160 if c.held else 96) * p.tokens + MIB // 64
+    vectors = (160 if c.kept else 96) * p.tokens + MIB // 64
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
     ids = {"ids": id_bytes(p)} if p.ids else {}
     if not p.any_grad:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax} | ids
     rows = up(p.tokens, TOKEN_TILE)
-    more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.stashed else 0
-    again = element * max(0, rows - c.held) * c.vocab_chunk
-    summed = min(rows, c.held) + 2 * max(0, rows - c.held) if c.halves else p.tokens
+    more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.kept_in_gradient else 0
+    again = element * max(0, rows - c.kept) * c.vocab_chunk
+    summed = min(rows, c.kept) + 2 * max(0, rows - c.kept) if c.halves else p.tokens
     hidden_sums = 4 * summed * p.hidden if p.grad_hidden else 0
     # The softmax of each tile is gone before the gradients are begun.
     later = again + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
     return parts | {
         "hidden rows": 0 if p.grad_hidden else element * p.tokens * p.hidden,
         "one more chunk of the weight's gradient": DTYPE_BYTES[p.weight_dtype] * more * p.hidden,
-        "exponentials in scratch": element * VOCAB_TILE * tiles * c.overflow,
+        "exponentials in scratch": element * VOCAB_TILE * tiles * c.kept_in_scratch,
         "logits' gradient made again": again,
         "hidden gradient in float32": hidden_sums,
         "softmax of each tile": max(0, softmax - later),
@@ -157,7 +157,7 @@ def evenness(tiles: int, rates: Rates, *, halves: bool = False) -> float:
     return waves(tiles, rates.programs, halves=halves) * rates.programs / max(1, tiles)
 
 
-def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
+def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
     """Milliseconds of forward, and of backward where gradients are wanted, by the cost model."""
     product = 2e-9 * p.tokens * p.hidden * p.vocab / rates.product
     logits = 1e-9 * p.tokens * p.vocab
@@ -165,25 +165,25 @@ def predict(p: Problem, c: TritonConfig, rates: Rates = RATES["h100"]) -> float:
     time = product + logits * rates.softmax + 4 * launch
     if not p.any_grad:
         return time + 3 * launch * (-(-p.tokens // max(1, c.token_chunk)) - 1)
-    held = min(1.0, c.held / max(1, p.tokens))
-    again = 1 - held
+    share = min(1.0, c.kept / max(1, p.tokens))
+    recomputed = 1 - share
     blocks = -(-p.hidden // 256)
     rows = up(p.tokens, TOKEN_TILE) // TOKEN_TILE
-    kept = min(rows, c.held // TOKEN_TILE)
-    time += held * logits * rates.keep + 4 * launch
+    kept = min(rows, c.kept // TOKEN_TILE)
+    time += share * logits * rates.keep + 4 * launch
     cut = _chunk_sizes(_columns(p), c.vocab_chunk)
     if rows > kept:
-        time += again * (product * _evenness(cut, (rows - kept) / VOCAB_TILE, rates) + logits * rates.again)
+        time += recomputed * (product * _evenness(cut, (rows - kept) / VOCAB_TILE, rates) + logits * rates.again)
         time += launch * len(cut)
     if p.grad_weight:
         parts = [part for chunk in cut for part in _chunk_sizes(chunk, c.weight_chunk)]
         time += product * _evenness(parts, blocks / TOKEN_TILE, rates) + launch * len(parts)
     if p.grad_hidden:
         if kept:
-            time += held * product * evenness(kept * blocks, rates, halves=True) + launch
+            time += share * product * evenness(kept * blocks, rates, halves=True) + launch
         if rows > kept:
-            time += again * product * evenness((rows - kept) * blocks, rates, halves=c.halves) + launch * len(cut)
-            time += 1e-9 * rates.add * len(cut) * again * p.tokens * p.hidden
+            time += recomputed * product * evenness((rows - kept) * blocks, rates, halves=c.halves) + launch * len(cut)
+            time += 1e-9 * rates.add * len(cut) * recomputed * p.tokens * p.hidden
         time += 1e-9 * rates.add * p.tokens * p.hidden + launch
     return time
 
@@ -208,7 +208,7 @@ def default_scratch(p: Problem, strategy: str = "auto") -> int:
     chunk; without gradients 64 MiB, above the copies that are made of inputs.
     """
     if not p.any_grad:
-        copies = scratch_parts(p, TritonConfig(0))["weight in the products' dtype"] + p.copied
+        copies = scratch_parts(p, TritonPlan(0))["weight in the products' dtype"] + p.copied
         return max(FORWARD_SCRATCH + copies + id_bytes(p), least_scratch(p, strategy))
     useful = least_scratch(p, strategy, USEFUL_CHUNK) - id_bytes(p)
     return chunks.default_scratch(logits_bytes(p), useful) + id_bytes(p)
@@ -217,49 +217,49 @@ def default_scratch(p: Problem, strategy: str = "auto") -> int:
 def least_scratch(p: Problem, strategy: str = "auto", tiles: int = SMALLEST_CHUNK) -> int:
     """Bytes of scratch that `strategy` needs with chunks of so many tiles of the vocabulary; by default, at all."""
     if not p.any_grad:
-        return scratch_bytes(p, TritonConfig(min(p.tokens, TOKEN_TILE)))
+        return scratch_bytes(p, TritonPlan(min(p.tokens, TOKEN_TILE)))
     size = min(tiles * VOCAB_TILE, _columns(p))
-    return scratch_bytes(p, replace(_held(p, strategy), vocab_chunk=size, weight_chunk=size))
+    return scratch_bytes(p, replace(_kept(p, strategy), vocab_chunk=size, weight_chunk=size))
 
 
 def _columns(p: Problem) -> int:
     return up(p.vocab, VOCAB_TILE)
 
 
-def _held(p: Problem, strategy: str) -> TritonConfig:
-    """'stash': all tokens are held; 'recompute' (and the least of 'auto'): none."""
+def _kept(p: Problem, strategy: str) -> TritonPlan:
+    """'stash': all tokens are kept; 'recompute' (and the least of 'auto'): none."""
     if strategy != "stash" or not may_hold(p):
-        return TritonConfig(p.tokens)
+        return TritonPlan(p.tokens)
     tokens = up(p.tokens, TOKEN_TILE)
-    stashed = min(tokens, capacity(p))
-    return TritonConfig(p.tokens, stashed=stashed, overflow=tokens - stashed)
+    in_gradient = min(tokens, capacity(p))
+    return TritonPlan(p.tokens, kept_in_gradient=in_gradient, kept_in_scratch=tokens - in_gradient)
 
 
-def plan_for_symbols(p: Problem, strategy: str) -> TritonConfig:
+def plan_for_symbols(p: Problem, strategy: str) -> TritonPlan:
     """A plan that follows from sizes without comparing them, for torch.compile where they change from call to call: the
     exponentials of all tokens kept as far as the weight gradient's memory goes.
     """
     import torch  # sizes are its symbols: it is loaded
 
-    stashed = 0
+    in_gradient = 0
     if strategy != "recompute" and capacity(p) > 0:
-        stashed = torch.sym_min(up(p.tokens, TOKEN_TILE), capacity(p))
+        in_gradient = torch.sym_min(up(p.tokens, TOKEN_TILE), capacity(p))
     size = min(USEFUL_CHUNK * VOCAB_TILE, _columns(p))
-    return TritonConfig(p.tokens, size, size, stashed)
+    return TritonPlan(p.tokens, size, size, in_gradient)
 
 
-def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
+def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
     """Without gradients the fewest even chunks of tokens, else those of the vocabulary."""
     if not p.any_grad:
         smallest = min(p.tokens, TOKEN_TILE)
-        fits = largest(lambda n: scratch_bytes(p, TritonConfig(n)) <= budget, smallest, p.tokens, TOKEN_TILE)
-        yield TritonConfig(min(p.tokens, even_chunk(p.tokens, fits, TOKEN_TILE)))
+        fits = largest(lambda n: scratch_bytes(p, TritonPlan(n)) <= budget, smallest, p.tokens, TOKEN_TILE)
+        yield TritonPlan(min(p.tokens, even_chunk(p.tokens, fits, TOKEN_TILE)))
     else:
         yield from sorted(_cuts(p, strategy, budget), key=lambda c: (c.vocab_chunk, c.halves))
 
 
-def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
-    """Chunks of the vocabulary that fill whole waves and some that are even, and as many tokens held as fit."""
+def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
+    """Chunks of the vocabulary that fill whole waves and some that are even, and as many tokens kept as fit."""
     programs = RATES["h100"].programs
     tiles = -(-p.vocab // VOCAB_TILE)
     per_tile = VOCAB_TILE // TOKEN_TILE * -(-p.hidden // 256)
@@ -268,22 +268,22 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
     for_weight = {size for size in for_weight if 0 < size <= tiles} | {SMALLEST_CHUNK}
     again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
     again |= {1, min(2, tiles), min(3, tiles)}
-    held = _held(p, strategy)
-    # With nothing held, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
+    kept = _kept(p, strategy)
+    # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
     for size in again | for_weight:
-        yield replace(held, vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
+        yield replace(kept, vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
     for weight in for_weight:
         for size in again | {weight}:
             for halves in (False, True) if p.grad_hidden else (False,):
 
-                def cut(vocab: int, weight: int = weight, halves: bool = halves) -> TritonConfig:
+                def cut(vocab: int, weight: int = weight, halves: bool = halves) -> TritonPlan:
                     whole = min(up(vocab, weight), up(tiles, weight)) * VOCAB_TILE
-                    c = replace(held, vocab_chunk=whole, weight_chunk=weight * VOCAB_TILE, halves=halves)
-                    return _hold_what_fits(p, c, budget) if strategy == "auto" and may_hold(p) else c
+                    c = replace(kept, vocab_chunk=whole, weight_chunk=weight * VOCAB_TILE, halves=halves)
+                    return _keep_what_fits(p, c, budget) if strategy == "auto" and may_hold(p) else c
 
                 c = cut(size)
                 yield c
-                rows = up(p.tokens, TOKEN_TILE) - c.held
+                rows = up(p.tokens, TOKEN_TILE) - c.kept
                 if strategy == "auto" and 0 < rows < p.tokens:
                     # Now that it is known how many are left: chunks whose tiles fill whole waves.
                     for n in (1, 2, 4):
@@ -292,18 +292,18 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonConfig]:
                             yield cut(filling)
 
 
-def _hold_what_fits(p: Problem, c: TritonConfig, budget: int) -> TritonConfig:
+def _keep_what_fits(p: Problem, c: TritonPlan, budget: int) -> TritonPlan:
     tokens = up(p.tokens, TOKEN_TILE)
-    stashed = min(tokens, capacity(p))
-    home = replace(c, stashed=stashed)
+    in_gradient = min(tokens, capacity(p))
+    home = replace(c, kept_in_gradient=in_gradient)
     room = budget - scratch_bytes(p, home)
     if room < 0:
         return c
-    each = max(1, scratch_bytes(p, replace(home, overflow=TOKEN_TILE)) - budget + room)
-    return replace(home, overflow=min(tokens - stashed, room // each * TOKEN_TILE))
+    each = max(1, scratch_bytes(p, replace(home, kept_in_scratch=TOKEN_TILE)) - budget + room)
+    return replace(home, kept_in_scratch=min(tokens - in_gradient, room // each * TOKEN_TILE))
 
 
-PLANNER: Planner[TritonConfig] = Planner(
+PLANNER: Planner[TritonPlan] = Planner(
     scratch_parts, _candidates, predict, least_scratch, default_scratch, needs, slack=1.007
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

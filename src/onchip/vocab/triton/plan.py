@@ -11,7 +11,7 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.memory import TritonConfig
+from onchip.vocab.triton.memory import TritonPlan
 
 
 def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
@@ -22,7 +22,7 @@ def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     return reason
 
 
-def plan(problem: Problem, strategy: str, budget: int | None, *, compiled: bool) -> TritonConfig:
+def plan(problem: Problem, strategy: str, budget: int | None, *, compiled: bool) -> TritonPlan:
     """The plan of a call, the same wherever an operator asks: for its fake too, where sizes may be symbols.
 
     What is `compiled` without a budget has a plan that needs no numbers; a budget makes numbers of the symbols, and a

@@ -19,7 +19,7 @@ from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import memory as triton_spec
-from onchip.vocab.triton.memory import VOCAB_TILE, TritonConfig
+from onchip.vocab.triton.memory import VOCAB_TILE, TritonPlan
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
@@ -48,11 +48,11 @@ class Saved(NamedTuple):
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
     weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
-    overflow: Tensor  # more of them
+    scratch_memory: Tensor  # more of them
     vectors: Tensor
 
 
-def make_saved(call: Any, config: TritonConfig, *, fake: bool = False) -> Saved:
+def make_saved(call: Any, config: TritonPlan, *, fake: bool = False) -> Saved:
     """The tensors of `Saved`, not yet filled; empty ones where an op's `call` needs no gradient."""
     hidden: Tensor = call.hidden
     weight: Tensor = call.weight
@@ -67,14 +67,14 @@ def make_saved(call: Any, config: TritonConfig, *, fake: bool = False) -> Saved:
     make = empty if fake else aligned
     weight_memory = blank()
     # A number, unless torch.compile made it a symbol: then some tokens may be kept there.
-    if not (isinstance(config.stashed, int) and config.stashed == 0):
+    if not (isinstance(config.kept_in_gradient, int) and config.kept_in_gradient == 0):
         # A chunk more than the gradient takes: each chunk of the gradient overwrites the previous chunk's exponentials
         # while reading its own.
         weight_memory = make(weight, (tiles * VOCAB_TILE + config.weight_chunk, size), weight.dtype)
     return Saved(
         hidden.new_empty(hidden.shape, dtype=hidden.dtype if call.grads[0] else call.dtype),
         weight_memory,
-        make(hidden, (VOCAB_TILE * tiles * config.overflow,), call.dtype),
+        make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), call.dtype),
         hidden.new_empty(triton_spec.vector_elements(hidden.numel() // size), dtype=torch.int32),
     )
 
@@ -113,30 +113,30 @@ def position_rows(call: Any, saved: Saved) -> Tensor:
     return saved.hidden_memory.view(-1).view(call.dtype)[: call.hidden.numel()].view(-1, size)
 
 
-def logit_buffer(call: Any, config: TritonConfig, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
+def logit_buffer(call: Any, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
     from onchip.vocab.triton import launches
 
-    weight, nothing = call.weight, saved.overflow[:0]
+    weight, nothing = call.weight, saved.scratch_memory[:0]
     # Backward makes its plan anew from the call: one that differed would write outside of this memory.
-    assert (saved.weight_memory.numel() > 0) == (config.stashed > 0)
-    assert saved.overflow.numel() == -(-weight.shape[0] // VOCAB_TILE) * VOCAB_TILE * config.overflow
+    assert (saved.weight_memory.numel() > 0) == (config.kept_in_gradient > 0)
+    assert saved.scratch_memory.numel() == -(-weight.shape[0] // VOCAB_TILE) * VOCAB_TILE * config.kept_in_scratch
     return launches.logit_buffer(
-        saved.weight_memory.view(-1).view(call.dtype) if config.stashed > 0 else nothing,
+        saved.weight_memory.view(-1).view(call.dtype) if config.kept_in_gradient > 0 else nothing,
         config.weight_chunk // VOCAB_TILE,
         weight.shape[1] * weight.element_size() // call.dtype.itemsize,
-        config.stashed,
-        saved.overflow,
-        config.overflow,
+        config.kept_in_gradient,
+        saved.scratch_memory,
+        config.kept_in_scratch,
         aligned(nothing, (recomputed * config.vocab_chunk,), call.dtype) if recomputed else nothing,
         recomputed,
     )
 
 
-def rows_and_buffer(call: Any, config: TritonConfig, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
+def rows_and_buffer(call: Any, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
     """What forward fills in: hidden states by position, and exponentials, None where none are kept."""
     if any(call.grads):
-        return position_rows(call, saved), logit_buffer(call, config, saved) if config.held > 0 else None
+        return position_rows(call, saved), logit_buffer(call, config, saved) if config.kept > 0 else None
     size = call.hidden.shape[-1]
     tokens = min(config.token_chunk, call.hidden.numel() // size)
     return call.hidden.new_empty((tokens, size), dtype=call.dtype), None

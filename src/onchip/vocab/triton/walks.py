@@ -32,7 +32,7 @@ from onchip.vocab.triton.launches import (
     TokenSoftmax,
     Vectors,
 )
-from onchip.vocab.triton.memory import TritonConfig, up
+from onchip.vocab.triton.memory import TritonPlan, up
 from onchip.vocab.triton.setup import Saved
 
 # float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product, and to
@@ -63,7 +63,7 @@ class OutputGradients(NamedTuple):
 def forward(
     run: Run,
     call: Any,
-    config: TritonConfig,
+    config: TritonPlan,
     ids: Tensor,  # [T, K] int64
     saved: Saved,
     *,
@@ -234,7 +234,7 @@ class Products:
 def backward(
     run: Run,
     call: Any,
-    config: TritonConfig,
+    config: TritonPlan,
     ids: Tensor,  # [T, K] int64
     saved: Saved,
     vectors: Vectors,
@@ -251,7 +251,7 @@ def backward(
     """
     tokens, grads = run.tokens, setup.Gradients.of(call, saved, wanted, add_to)
     if tokens > 0:
-        recomputed = max(0, up(tokens, TOKEN_TILE) - config.held)
+        recomputed = max(0, up(tokens, TOKEN_TILE) - config.kept)
         buffer = setup.logit_buffer(call, config, saved, recomputed)
         kept = min(buffer.kept, tokens)
         terms = position_terms(run, vectors, ids, int(call.options.ignore_index), known, upstream)
