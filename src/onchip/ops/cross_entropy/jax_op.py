@@ -78,8 +78,8 @@ def cross_entropy(
             the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
             64-bit mode is off.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale, temperature,
-            return_stats: as in `linear_cross_entropy`; token_weight is [...], temperature a number or [...].
+        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `label_smoothing`, `z_loss`, `softcap`,
+            `logit_scale`, `temperature` (a number or [...]) and `return_stats`: as in `linear_cross_entropy`.
         backend: "xla" (plain JAX, on any device) or "auto".
         scratch_bytes: bound on the temporary memory, the gradient not counted.  Default: 256 MiB or an eighth of the
             float32 logits, whichever is less, and at least what a useful chunk of rows needs.
