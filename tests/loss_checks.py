@@ -243,6 +243,19 @@ def bad_ids(loss):
         loss.call(given, check_inputs=True)
 
 
+def one_class_has_the_gradient_of_z_loss_alone(loss):
+    """All else cancels, and leaves no roundings."""
+    if loss.of_ids:
+        return
+    given = loss.problem((5,), vocab=1)
+    options = {"label_smoothing": 0.6, "z_loss": 1e-3}
+    upstream = loss.upstream(loss.call(given, **options))
+    made, oracle = loss.run(given, upstream, **options), loss.oracle(given, upstream, **options)
+    first = "grad_hidden" if loss.linear else "grad_logits"
+    bound = 1e-5 if loss.dtype == torch.float32 else 1e-2
+    assert relative_error(made[first], getattr(oracle, first)) < bound
+
+
 def small_losses_keep_their_digits(loss):
     """p - 1 and log p of a p that float32 can hardly tell from 1, row by row."""
     if loss.dtype != torch.float32:
@@ -477,6 +490,7 @@ def float16_keeps_gradients_that_float16_can_not_hold(loss):
 VALUES = (
     few_tokens, leading_dimensions, every_integer_dtype, layouts, numbers_of_other_types, any_ignore_index,
     masked_vocabulary, each_row_its_own_mask, special_values, small_losses_keep_their_digits,
+    one_class_has_the_gradient_of_z_loss_alone,
     an_id_that_cancels_the_softmax_is_not_rounded_away, upstream_of_any_kind, only_what_needs_a_gradient_gets_one,
     the_smallest_scratch_is_enough, every_option_in_the_operators_and_compiled, weight_grad_out,
     autocast, float16_keeps_gradients_that_float16_can_not_hold,

@@ -1,6 +1,6 @@
 """Cross-entropy with label smoothing and z-loss: its value and its gradient, of each token's softmax statistics."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,8 +67,10 @@ def loss_gradient(
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
 ) -> TokenGradient:
     """The gradient of the logits of these tokens, for upstream gradients of `row`."""
-    smoothing, grad_lse = loss.label_smoothing, None
-    if smoothing > 0 or loss.z_loss > 0:
-        grad_lse = row * (smoothing + 2 * loss.z_loss * lse)
-    even = row * (smoothing / vocab) if smoothing > 0 else None
-    return token_gradient(lse, log_prob, ((smoothing - 1) * row)[:, None], grad_lse=grad_lse, even=even, kept=kept)
+    grad_lse = row * (2 * loss.z_loss * lse) if loss.z_loss > 0 else None
+    made = token_gradient(lse, log_prob, -row[:, None], grad_lse=grad_lse, kept=kept)
+    if loss.label_smoothing > 0:
+        # In one number, which is 0 for a single class: separate terms would leave their roundings.
+        at_ids = made.at_ids + (row * (loss.label_smoothing * (1 - 1 / vocab)))[:, None]
+        made = replace(made, even=row * (loss.label_smoothing / vocab), at_ids=at_ids)
+    return made

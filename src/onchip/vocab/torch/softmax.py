@@ -190,7 +190,6 @@ def token_gradient(
     *,
     ids: Tensor | None = None,  # [n, K], where K > 1
     grad_lse: Tensor | None = None,  # [n]
-    even: Tensor | None = None,  # [n]: subtracted of every entry
     grad_entropy: Tensor | None = None,  # [n], and then:
     mean: Tensor | None = None,  # [n]
     entropy: Tensor | None = None,  # [n]
@@ -220,9 +219,7 @@ def token_gradient(
     at_ids = -(same * torch.expm1(log_prob))
     if rest is not None:
         at_ids = at_ids - log_prob.exp() * rest
-    if even is not None:
-        at_ids = at_ids - even[:, None]
-    return TokenGradient(center, factor, at_ids, even, width, None if grad_entropy is None else -grad_entropy)
+    return TokenGradient(center, factor, at_ids, None, width, None if grad_entropy is None else -grad_entropy)
 
 
 def _shares(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
