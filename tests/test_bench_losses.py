@@ -357,13 +357,14 @@ def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
 def test_nothing_is_imported_before_it_is_asked_for(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
     code = (
-        "import sys, onchip.bench.run as run; from pkgutil import resolve_name; from onchip.cli import BENCHMARKS;"
+        "import sys; from pkgutil import resolve_name; from onchip.bench import harness, run;"
+        "from onchip.cli import BENCHMARKS;"
         f"ops = [resolve_name(name) for name in BENCHMARKS['{framework}'].values()];"
         "print([m for m in ('torch', 'jax', 'matplotlib', 'jinja2') if m in sys.modules]);"
         "names = [impl.name for op in ops for impl in op.IMPLEMENTATIONS];"
         "run.environment._busy_cores = lambda: 0;"
         f"run.environment.describe(run.resolve_device('cpu', '{framework}'), '{framework}');"
-        f"run.measuring('{framework}').release('cpu');"
+        f"harness.adapter('{framework}').release('cpu');"
         f"print([m for m in ('{other}', 'optax', 'liger_kernel', 'cut_cross_entropy', 'quack') if m in sys.modules])"
     )
     made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

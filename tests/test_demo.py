@@ -106,8 +106,7 @@ def make_short(patch):
     text = load_text()
     patch.setattr(data, "load_text", lambda: text)
     patch.setattr(run, "SAMPLE_TOKENS", 20)
-    for module in FRAMEWORKS.values():
-        patch.setattr(module, "MEASURE_REPEATS", 2)
+    patch.setattr(train, "MEASURE_REPEATS", 2)
 
 
 def trainer_of(framework, vocab, seed=0, tokens=SEQUENCE):
@@ -274,10 +273,11 @@ def test_plain_stores_the_logits_and_onchip_does_not(framework, monkeypatch):
     make_short(monkeypatch)
     vocab, tokens = 8192, 1024
     batch = np.random.default_rng(0).integers(vocab, size=(2, tokens // SEQUENCE, SEQUENCE))
-    costs = FRAMEWORKS[framework].measure_head(trainer_of(framework, vocab, tokens=tokens), *batch)
+    arguments = trainer_of(framework, vocab, tokens=tokens).loss_arguments(*batch)
+    costs = train.measure_head(framework, FRAMEWORKS[framework].LOSSES, "cpu", *arguments)
     logits = 4 * tokens * vocab
-    assert costs["plain"].extra_bytes > 1.5 * logits
-    assert costs["onchip"].extra_bytes < 0.5 * logits
+    assert costs["plain"]["extra_bytes"] > 1.5 * logits
+    assert costs["onchip"]["extra_bytes"] < 0.5 * logits
 
 
 def test_files(tiny_run):

@@ -156,7 +156,6 @@ class Outcome:
 def run_cases(
     name: str,
     op: Op,
-    measure: Any,
     *,
     cases: Sequence[str],
     implementations: Sequence[Implementation],
@@ -165,10 +164,7 @@ def run_cases(
     repeats: int,
     console: Console,
 ) -> Outcome:
-    """Run `implementations` of the op called `name` on its `cases`, one case after the other.
-
-    `measure` is what `onchip.bench.measuring.measuring` gives.
-    """
+    """Run `implementations` of the op called `name` on its `cases`, one case after the other."""
     refusals = {impl.name: impl.unavailable(device, dtype) for impl in implementations}
     runnable = [impl for impl in implementations if refusals[impl.name] is None]
     outcome = Outcome(not_run=[NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
@@ -186,8 +182,8 @@ def run_cases(
                 # through those that earlier cases have loaded.
                 gc.collect()
                 gc.freeze()
-                _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
-                measure.release(device)
+                _CaseRun(name, op, case, device, dtype, repeats, tick, outcome).run(runnable)
+                op.fw.release(device)
                 progress.update(task, completed=per_case * (i + 1), refresh=True)
         except KeyboardInterrupt:
             outcome.interrupted = True
@@ -227,7 +223,6 @@ class _CaseRun:
 
     name: str
     op: Op
-    measuring: Any
     case: str
     device: str
     dtype: str
@@ -276,7 +271,7 @@ class _CaseRun:
                     checked.append(_Checked(impl, mode, steps[mode], errors))
                 self.tick("checking")
             if len(self.outcome.not_run) > failures:
-                self.measuring.release(self.device)
+                self.op.fw.release(self.device)
         return checked
 
     def measure(self, problem: Any, mode: str, checked: Sequence[_Checked]) -> None:
@@ -285,14 +280,14 @@ class _CaseRun:
         timings = self.time(problem, mode, {c.impl.name: c.step for c in checked if c.ok}, failed)
         floor = timings.get(_FLOOR)
         if failed:
-            self.measuring.release(self.device)
+            self.op.fw.release(self.device)
         for c in checked:
             if c.impl.name in failed:
                 self.give_up(c.impl, mode, failed[c.impl.name])
                 continue
             timing = timings.get(c.impl.name)
             try:
-                extra = self.measuring.peak_extra_bytes(c.step, device=self.device) if c.ok else None
+                extra = self.op.fw.peak_extra_bytes(c.step, device=self.device) if c.ok else None
             except Exception as e:
                 self.give_up(c.impl, mode, _reason(e))
                 continue
@@ -311,7 +306,7 @@ class _CaseRun:
                 p90_ms=timing.p90_ms if timing else None,
                 floor_ms=floor.median_ms if floor else None,
                 ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
-                compile_s=self.measuring.compile_seconds(c.step) if c.ok else None,
+                compile_s=self.op.fw.compile_seconds(c.step) if c.ok else None,
                 extra_bytes=extra,
                 error=_finite(error),
                 error_bound=bound,
@@ -326,7 +321,7 @@ class _CaseRun:
         with suppress(Exception):  # too big for this device: then there is no ratio to it
             if step := self.op.floor(problem, mode):
                 floor[_FLOOR] = step
-        timings: dict[str, Timing] = self.measuring.time_interleaved(
+        timings: dict[str, Timing] = self.op.fw.time_interleaved(
             {**floor, **steps},
             device=self.device,
             repeats=self.repeats,

@@ -10,7 +10,6 @@ import msgspec
 from rich.console import Console
 
 from onchip.bench import environment, harness, report
-from onchip.bench.measuring import measuring
 from onchip.core import files
 from onchip.core.machine import require_packages, resolve_device
 from onchip.core.names import matching
@@ -100,7 +99,6 @@ def run_bench(
     outcome = harness.run_cases(
         op,
         target,
-        measuring(framework),
         cases=chosen,
         implementations=implementations,
         device=device,

@@ -129,7 +129,8 @@ def _train_and_measure(
     held_out = {name: train.held_out_loss(trainer, config, corpus) for name, trainer in trainers.items()}
     console.print("measuring head and loss ...")
     batch = data.random_batch(corpus.train, config.tokens, np.random.default_rng(config.seed))
-    costs = made.measure_head(trainers["onchip"], *batch)
+    arguments = trainers["onchip"].loss_arguments(*batch)
+    costs = train.measure_head(framework, made.LOSSES, config.device, *arguments)
     sample = train.sample_text(
         trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
     )
@@ -150,7 +151,7 @@ def _train_and_measure(
         "difference": _difference(runs["plain"].losses, runs["onchip"].losses),
         "fp8": _fp8_difference(runs, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
         "train_seconds": {name: run.seconds for name, run in runs.items()},
-        "head_and_loss": {name: {**asdict(cost.time), "extra_bytes": cost.extra_bytes} for name, cost in costs.items()},
+        "head_and_loss": costs,
         "extra_bytes_are": made.memory_source(config.device),
         "measure_repeats": train.MEASURE_REPEATS,
         "logits_bytes": 4 * config.tokens * model.vocab,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from onchip.bench.measuring import measuring
+from onchip.bench.harness import adapter
 from onchip.bench.timing import Step
 from onchip.core.configs import format_config
 from onchip.tune.log import Result
@@ -177,7 +177,7 @@ class Search:
                 steps[name] = step
             else:
                 self._keep(Result(config, "wrong", reason=f"error {error:.2e} is above {bound:.2e}"))
-        timings = measuring(self.machine.framework).time_interleaved(
+        timings = adapter(self.machine.framework).time_interleaved(
             steps, device=self.machine.device, repeats=repeats, on_error=give_up
         )
         return {name: timing.median_ms for name, timing in timings.items()}
