@@ -104,12 +104,10 @@ def bench(tmp_path, monkeypatch):
     def run(*implementations, more=None, **options):
         op = ToyOp("torch", CASES, lambda fw: implementations)
         vars(op).update({"DTYPES": ("float32", "float64")} | (more or {}))
-        monkeypatch.setitem(sys.modules, "toy_benchmark", SimpleNamespace(TORCH=op))
+        monkeypatch.setitem(sys.modules, "onchip.bench.ops.toy", SimpleNamespace(TORCH=op))
         text = StringIO()
         settings = {"cases": None, "device": "cpu", "dtype": None, "repeats": 2, "impls": None, "out": tmp_path / "r"}
-        document = run_bench(
-            "toy", "toy_benchmark:TORCH", console=Console(file=text, width=200), **(settings | options)
-        )
+        document = run_bench("toy", "torch", console=Console(file=text, width=200), **(settings | options))
         return Run(document, text.getvalue(), tmp_path / "r")
 
     return run

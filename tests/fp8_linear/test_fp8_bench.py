@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from onchip import cli
 from onchip.bench import jax_steps, plots, torch_steps
 from onchip.bench.ops import fp8_linear as module
 from onchip.bench.run import run_bench
@@ -62,8 +61,8 @@ def test_a_run(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
     monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
     document = run_bench(
-        "fp8_linear", cli.BENCHMARKS[benchmark.framework]["fp8_linear"], framework=benchmark.framework,
-        cases=["small"], device="cpu", dtype="bfloat16", repeats=1, out=tmp_path, console=Console(file=StringIO()),
+        "fp8_linear", benchmark.framework, cases=["small"], device="cpu", dtype="bfloat16", repeats=1, out=tmp_path,
+        console=Console(file=StringIO()),
         impls=None if benchmark is TORCH else ["onchip*"],  # JAX takes seconds to compile each
     )  # fmt: skip
     own, not_here = ["onchip xla"], {"onchip mosaic_gpu"}

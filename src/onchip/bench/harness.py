@@ -3,7 +3,7 @@
 import gc
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -209,8 +209,7 @@ class _Checked:
 
     @property
     def worst(self) -> tuple[float, float]:
-        """Error and bound of the result nearest its bound, or furthest past it."""
-        return max(self.errors.values(), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+        return worst(self.errors.values())
 
     @property
     def ok(self) -> bool:
@@ -238,7 +237,7 @@ class _CaseRun:
             reference = self.op.reference(problem)
         except Exception as e:
             for impl in implementations:
-                self.give_up(impl, None, f"{doing}: {_reason(e)}")
+                self.give_up(impl, None, f"{doing}: {one_line(e)}")
             return
         self.tick("checking")
         checked = self.check(problem, reference, implementations)
@@ -258,7 +257,7 @@ class _CaseRun:
             try:
                 steps = self.op.steps(problem, impl)
             except Exception as e:
-                self.give_up(impl, None, _reason(e))
+                self.give_up(impl, None, one_line(e))
                 continue
             for mode in (m for m in self.op.MODES if m in steps):
                 try:
@@ -266,7 +265,7 @@ class _CaseRun:
                     if own := impl.error_bounds:
                         errors = {name: (error, own[name]) for name, (error, _) in errors.items()}
                 except Exception as e:
-                    self.give_up(impl, mode, _reason(e))
+                    self.give_up(impl, mode, one_line(e))
                 else:
                     checked.append(_Checked(impl, mode, steps[mode], errors))
                 self.tick("checking")
@@ -289,7 +288,7 @@ class _CaseRun:
             try:
                 extra = self.op.fw.peak_extra_bytes(c.step, device=self.device) if c.ok else None
             except Exception as e:
-                self.give_up(c.impl, mode, _reason(e))
+                self.give_up(c.impl, mode, one_line(e))
                 continue
             self.tick(f"memory of {mode}")
             error, bound = c.worst
@@ -327,7 +326,7 @@ class _CaseRun:
             repeats=self.repeats,
             tick=lambda: self.tick(f"timing {mode}"),
             # Only the words: the exception would keep the step's tensors alive.
-            on_error=lambda name, e: failed.update({name: _reason(e)}),
+            on_error=lambda name, e: failed.update({name: one_line(e)}),
         )
         return timings
 
@@ -340,7 +339,12 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _reason(e: Exception) -> str:
+def worst(errors: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Error and bound of the result nearest its bound, or furthest past it."""
+    return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+
+
+def one_line(e: Exception) -> str:
     """What was raised, in one line; the advice that follows in some messages is left out."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__

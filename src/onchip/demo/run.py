@@ -47,17 +47,8 @@ def run_demo(
 ) -> dict[str, Any]:
     """Train the same model twice, with the plain loss and with onchip's, and write what came of it into `out`.
 
-    Args:
-        steps: training steps of each of the two.
-        vocab: rows of the head [V, H].  The tokenizer may reach fewer entries on this corpus; the rest of the rows is
-            then padding, which no target names.
-        tokens: tokens in a step, a multiple of `SEQUENCE`.
-        device: "cpu", "cuda", or "auto": CUDA where there is a device.
-        out: folder of demo.json, demo.png and demo.html, made if need be.
-        seed: of the weights, the batches and the sample.
-        console: where progress and the summary go.
-        framework: "torch", "jax", or None: the first of them that is installed.
-        fp8: train the model once more, with its linear layers in blockwise FP8 (PyTorch alone).
+    Options are those of the command, see `onchip.cli.demo`.  The tokenizer may have fewer entries than `vocab` on this
+    corpus; the rest of the head's rows are then padding, which no target names.
 
     Returns:
         What demo.json holds.
