@@ -21,6 +21,7 @@ from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
 from onchip.bench.run import benchmark_of, run_bench
+from onchip.cli import CHECKED
 from onchip.ops.linear_cross_entropy import cases as lce_cases
 from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
@@ -48,14 +49,7 @@ NOT_HERE = {
 each = pytest.mark.parametrize(("framework", "op"), [(f, op) for f in ("torch", "jax") for op in SMALL])
 each_framework = pytest.mark.parametrize("framework", ["torch", "jax"])
 LCE = linear_cross_entropy.TORCH
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads would wait for each other most of the time
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def implementation(op, name):
@@ -81,13 +75,6 @@ def run(op, framework, folder, **options):
 
 
 @pytest.fixture
-def quiet(monkeypatch):
-    """Without the page, which takes longer than all else, and without a look at what else is running."""
-    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
-    monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
-
-
-@pytest.fixture
 def no_libraries(monkeypatch):
     """Distributions that are not installed: all but the frameworks'."""
     version = bench_peers.metadata.version
@@ -105,7 +92,7 @@ def no_libraries(monkeypatch):
     ("framework", "op", "dtype"),
     [*(("torch", op, d) for op in SMALL for d in ("float32", "bfloat16")), ("jax", "linear_cross_entropy", "bfloat16")],
 )
-def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet, no_libraries):
+def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet_bench, no_libraries):
     target = benchmark_of(op, framework)
     monkeypatch.setattr(target, "CASES", {"small": SMALL[op]})
     names = [impl.name for impl in target.IMPLEMENTATIONS if not impl.name.startswith("torch.compile")]
@@ -295,7 +282,7 @@ def test_options_are_for_no_bench_case(framework):
 
 
 def test_cases_of_the_bench():
-    for op in SMALL:
+    for op in CHECKED:
         target = benchmark_of(op, "torch")
         assert all(name in target.CASES for names in target.DEFAULT_CASES.values() for name in names)
         assert all(case.name == name for name, case in target.CASES.items())
@@ -319,7 +306,7 @@ def test_budgets():
     assert auto.config(problem, "forward")["scratch_bytes"] is None
 
 
-def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, quiet):
+def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, quiet_bench):
     """It is right where the op's own bound would call it wrong, and wrong past its own."""
     own = implementation(LCE, "onchip fp8, approximate, weight quantised before")
     load = partial(partial, linear_cross_entropy_in_torch, precision="fp8")
@@ -392,7 +379,7 @@ def test_peers_say_what_they_lack(monkeypatch):
     assert "2.13" in implementation(LCE, "F.linear_cross_entropy").unavailable("cpu", "float32")
 
 
-def test_a_peer_that_fails_at_import_is_listed(tmp_path, monkeypatch, quiet):
+def test_a_peer_that_fails_at_import_is_listed(tmp_path, monkeypatch, quiet_bench):
     package = tmp_path / "cut_cross_entropy"
     package.mkdir()
     (package / "__init__.py").write_text("raise AttributeError('built for another Triton')")
