@@ -123,7 +123,7 @@ def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK:
     assert call.values is not None
     ids, values = (
         x[start:stop] if tokens.index is None else x.index_select(0, tokens.index[start:stop])
-        for x in (call.indices.flatten(0, -2), call.values.flatten(0, -2))
+        for x in (call.indices.reshape(-1, call.indices.shape[-1]), call.values.reshape(-1, call.values.shape[-1]))
     )
     ids = ids.to(torch.int64)
     bad = (ids < 0) | (ids >= call.size)
