@@ -39,3 +39,19 @@ def free_gpu_memory(request):
     yield
     if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def one_thread():
+    """On a busy machine, threads would wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def quiet_bench(monkeypatch):
+    """Without the page, which takes longer than all else, and without a look at what else is running."""
+    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
+    monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)

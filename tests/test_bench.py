@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from onchip.bench import environment, harness, measure, plots, report, run, units
+from onchip.bench import environment, harness, plots, report, run, torch_steps, units
 from onchip.bench.peers import Implementation
 from onchip.bench.run import run_bench
 from onchip.ops.cross_entropy import cases as ce_cases
@@ -104,12 +104,10 @@ def bench(tmp_path, monkeypatch):
     def run(*implementations, more=None, **options):
         op = ToyOp("torch", CASES, lambda fw: implementations)
         vars(op).update({"DTYPES": ("float32", "float64")} | (more or {}))
-        monkeypatch.setitem(sys.modules, "toy_benchmark", SimpleNamespace(TORCH=op))
+        monkeypatch.setitem(sys.modules, "onchip.bench.ops.toy", SimpleNamespace(TORCH=op))
         text = StringIO()
         settings = {"cases": None, "device": "cpu", "dtype": None, "repeats": 2, "impls": None, "out": tmp_path / "r"}
-        document = run_bench(
-            "toy", "toy_benchmark:TORCH", console=Console(file=text, width=200), **(settings | options)
-        )
+        document = run_bench("toy", "torch", console=Console(file=text, width=200), **(settings | options))
         return Run(document, text.getvalue(), tmp_path / "r")
 
     return run
@@ -172,7 +170,7 @@ def test_an_interruption_keeps_what_was_measured_before(bench, tmp_path, no_page
     assert (document["rows"], document["environment"]["op"]) == ([], "toy")
 
 
-@pytest.mark.parametrize(("module", "moment"), [(measure, "release"), (report, "print_rows")])
+@pytest.mark.parametrize(("module", "moment"), [(torch_steps, "release"), (report, "print_rows")])
 def test_an_interruption_between_cases_loses_nothing(bench, tmp_path, monkeypatch, no_page, module, moment):
     monkeypatch.setattr(module, moment, interrupt)
     with pytest.raises(KeyboardInterrupt):

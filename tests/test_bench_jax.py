@@ -6,25 +6,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from onchip.bench import environment, measure_jax
-from onchip.bench import jax_steps as jax_bench
+from onchip.bench import environment, jax_steps
 from shared_jax import quick_compilation  # noqa: F401
 
 
 def test_memory_is_what_xla_has_planned() -> None:
     x = jnp.ones((2048, 512))
-    step = jax_bench.Step(lambda x: [jnp.tanh(x @ x.T) @ x], (x,))  # the inner product has 16 MiB
-    extra = measure_jax.peak_extra_bytes(step, device="cpu")
+    step = jax_steps.Step(lambda x: [jnp.tanh(x @ x.T) @ x], (x,))  # the inner product has 16 MiB
+    extra = jax_steps.peak_extra_bytes(step, device="cpu")
     assert extra == step.compilation[0].memory_analysis().temp_size_in_bytes
     assert 16 << 20 <= extra < 36 << 20
-    assert 0 < measure_jax.compile_seconds(step) < 60
+    assert 0 < jax_steps.compile_seconds(step) < 60
 
 
 def test_time_is_until_the_results_are_there() -> None:
     x = jnp.ones((1024, 1024))
-    long = jax_bench.Step(lambda x: [jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 1024, x)], (x,))
-    short = jax_bench.Step(lambda x: [x + 1], (x,))
-    timings = measure_jax.time_interleaved({"long": long, "short": short}, device="cpu", repeats=2)
+    long = jax_steps.Step(lambda x: [jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 1024, x)], (x,))
+    short = jax_steps.Step(lambda x: [x + 1], (x,))
+    timings = jax_steps.time_interleaved({"long": long, "short": short}, device="cpu", repeats=2)
     assert timings["long"].median_ms > 3 * timings["short"].median_ms > 0
 
 

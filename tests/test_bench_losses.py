@@ -6,7 +6,6 @@ import sys
 from functools import partial
 from importlib import import_module
 from io import StringIO
-from pkgutil import resolve_name
 from types import ModuleType
 
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from onchip.bench import harness, jax_steps, plots
 from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
-from onchip.bench.run import run_bench
-from onchip.cli import BENCHMARKS, OPS
+from onchip.bench.run import benchmark_of, run_bench
+from onchip.cli import CHECKED
 from onchip.ops.linear_cross_entropy import cases as lce_cases
 from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
@@ -50,18 +49,7 @@ NOT_HERE = {
 each = pytest.mark.parametrize(("framework", "op"), [(f, op) for f in ("torch", "jax") for op in SMALL])
 each_framework = pytest.mark.parametrize("framework", ["torch", "jax"])
 LCE = linear_cross_entropy.TORCH
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads would wait for each other most of the time
-    yield
-    torch.set_num_threads(threads)
-
-
-def benchmark_of(framework, op):
-    return resolve_name(BENCHMARKS[framework][op])
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def implementation(op, name):
@@ -83,15 +71,7 @@ def right(checked):
 
 def run(op, framework, folder, **options):
     how = {"cases": ["small"], "device": "cpu", "dtype": "float32", "repeats": 1, "impls": None, **options}
-    name = BENCHMARKS[framework][op]
-    return run_bench(op, name, framework=framework, out=folder, console=Console(file=StringIO()), **how)
-
-
-@pytest.fixture
-def quiet(monkeypatch):
-    """Without the page, which takes longer than all else, and without a look at what else is running."""
-    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
-    monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
+    return run_bench(op, framework, out=folder, console=Console(file=StringIO()), **how)
 
 
 @pytest.fixture
@@ -112,8 +92,8 @@ def no_libraries(monkeypatch):
     ("framework", "op", "dtype"),
     [*(("torch", op, d) for op in SMALL for d in ("float32", "bfloat16")), ("jax", "linear_cross_entropy", "bfloat16")],
 )
-def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet, no_libraries):
-    target = benchmark_of(framework, op)
+def test_a_run(framework, op, dtype, tmp_path, monkeypatch, quiet_bench, no_libraries):
+    target = benchmark_of(op, framework)
     monkeypatch.setattr(target, "CASES", {"small": SMALL[op]})
     names = [impl.name for impl in target.IMPLEMENTATIONS if not impl.name.startswith("torch.compile")]
     not_here = {n for n in names if n.startswith((*NOT_HERE[framework], "optax"))}
@@ -181,7 +161,7 @@ VARIANTS = {
 
 @each
 def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, monkeypatch):
-    target = benchmark_of(framework, op)
+    target = benchmark_of(op, framework)
     # Chunks of 30 rows, of which the last one isn't full.
     monkeypatch.setattr(target.fw, "_CHUNK_BYTES", 30 * 8 * SMALL[op].vocab)
     problem = target.make_problem(SMALL[op], "cpu", "float32")
@@ -212,7 +192,7 @@ def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, m
     ("framework", "op"), [*(("torch", op) for op in SMALL), ("jax", "linear_jsd"), ("jax", "cross_entropy")]
 )
 def test_floors(framework, op):
-    target = benchmark_of(framework, op)
+    target = benchmark_of(op, framework)
     problem = target.make_problem(SMALL[op], "cpu", "float32")
     shapes = {mode: [tuple(x.shape) for x in target.floor(problem, mode)()] for mode in harness.MODES}
     if op == "cross_entropy":  # moves what the loss must
@@ -254,7 +234,7 @@ def test_in_place_steps_go_on_after_the_first():
 
 @each_framework
 def test_inputs_are_drawn_as_their_case_says(framework):
-    target = benchmark_of(framework, "linear_cross_entropy")
+    target = benchmark_of("linear_cross_entropy", framework)
 
     def draw(**more):
         made = target.make_problem(Case("c", 4000, 64, 50, **more), "cpu", "float32").arrays
@@ -284,7 +264,7 @@ def test_inputs_are_drawn_as_their_case_says(framework):
 def test_logits_are_drawn_as_their_case_says(framework):
     case = case_of("cross_entropy", 4000, 50, logit_std=3.0, logit_offset=100.0, zipf=True, ignored=0.25)
     logits, labels = (
-        array(x) for x in benchmark_of(framework, "cross_entropy").make_problem(case, "cpu", "float32").arrays
+        array(x) for x in benchmark_of("cross_entropy", framework).make_problem(case, "cpu", "float32").arrays
     )
     assert logits.mean() == pytest.approx(100, abs=0.1)
     assert logits.std() == pytest.approx(3, rel=0.02)
@@ -296,15 +276,14 @@ def test_logits_are_drawn_as_their_case_says(framework):
 @each_framework
 def test_options_are_for_no_bench_case(framework):
     with pytest.raises(AssertionError):
-        benchmark_of(framework, "linear_cross_entropy").make_problem(
+        benchmark_of("linear_cross_entropy", framework).make_problem(
             Case("odd", 8, 4, 10, options={"softcap": 3.0}), "cpu", "float32"
         )
 
 
 def test_cases_of_the_bench():
-    assert set(BENCHMARKS["jax"]) == set(BENCHMARKS["torch"]) == {*OPS, "fp8_linear"}
-    for op in SMALL:
-        target = benchmark_of("torch", op)
+    for op in CHECKED:
+        target = benchmark_of(op, "torch")
         assert all(name in target.CASES for names in target.DEFAULT_CASES.values() for name in names)
         assert all(case.name == name for name, case in target.CASES.items())
     assert set(lce_cases.MODELS) <= set(LCE.DEFAULT_CASES["cuda"])
@@ -316,18 +295,18 @@ def test_cases_of_the_bench():
 def test_budgets():
     case = lce_cases.CPU_CASE
     p = memory.Problem(case.tokens, case.hidden, case.vocab)
-    assert linear_cross_entropy._part_of_logits(16, "torch", p) == 32 << 20
+    assert linear_cross_entropy._part_of_logits(16, LCE.fw, p) == 32 << 20
     llama = memory.Problem(4096, 4096, 128256, dtype="bfloat16", device="cuda", compacted=True)
-    for framework in ("torch", "jax"):
-        assert linear_cross_entropy._small(framework, llama) == (64 << 20) + 4 * 4096 * 4096
-        assert linear_cross_entropy._part_of_logits(8, framework, llama) == 4096 * 128256 * 4 // 8
+    for fw in (LCE.fw, jax_steps):
+        assert linear_cross_entropy._small(fw, llama) == (64 << 20) + 4 * 4096 * 4096
+        assert linear_cross_entropy._part_of_logits(8, fw, llama) == 4096 * 128256 * 4 // 8
     problem = LCE.make_problem(Case("small", 512, 32, 4096), "cpu", "float32")
     eighth, auto = (implementation(LCE, f"onchip{name}") for name in (", an eighth of the logits", " auto"))
     assert eighth.config(problem, "forward+backward")["scratch_bytes"] == 512 * 4096 * 4 // 8
     assert auto.config(problem, "forward")["scratch_bytes"] is None
 
 
-def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, quiet):
+def test_an_approximation_is_held_to_bounds_of_its_own(tmp_path, monkeypatch, quiet_bench):
     """It is right where the op's own bound would call it wrong, and wrong past its own."""
     own = implementation(LCE, "onchip fp8, approximate, weight quantised before")
     load = partial(partial, linear_cross_entropy_in_torch, precision="fp8")
@@ -357,13 +336,13 @@ def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
 def test_nothing_is_imported_before_it_is_asked_for(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
     code = (
-        "import sys, onchip.bench.run as run; from pkgutil import resolve_name; from onchip.cli import BENCHMARKS;"
-        f"ops = [resolve_name(name) for name in BENCHMARKS['{framework}'].values()];"
+        "import sys; from onchip.bench import harness, run; from onchip.cli import CHECKED;"
+        f"ops = [run.benchmark_of(op, '{framework}') for op in CHECKED];"
         "print([m for m in ('torch', 'jax', 'matplotlib', 'jinja2') if m in sys.modules]);"
         "names = [impl.name for op in ops for impl in op.IMPLEMENTATIONS];"
         "run.environment._busy_cores = lambda: 0;"
         f"run.environment.describe(run.resolve_device('cpu', '{framework}'), '{framework}');"
-        f"run.measuring('{framework}').release('cpu');"
+        f"harness.adapter('{framework}').release('cpu');"
         f"print([m for m in ('{other}', 'optax', 'liger_kernel', 'cut_cross_entropy', 'quack') if m in sys.modules])"
     )
     made = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -372,7 +351,7 @@ def test_nothing_is_imported_before_it_is_asked_for(framework):
 
 @each
 def test_optional_peers_say_why_they_do_not_run(framework, op, monkeypatch, no_libraries):
-    peers = [impl for impl in benchmark_of(framework, op).IMPLEMENTATIONS if not impl.name.startswith("onchip")]
+    peers = [impl for impl in benchmark_of(op, framework).IMPLEMENTATIONS if not impl.name.startswith("onchip")]
     extra = {"torch": "peers", "jax": "peers-jax"}[framework]
     for impl in peers:
         package = impl.package
@@ -390,7 +369,7 @@ def test_optional_peers_say_why_they_do_not_run(framework, op, monkeypatch, no_l
         {"quack scaled-exp"} if (framework, op) == ("torch", "linear_cross_entropy") else set()
     )
     assert all(impl.version() == f"{impl.package}=1.2" for impl in peers)
-    assert implementation(benchmark_of(framework, op), "onchip auto").version() == onchip.__version__
+    assert implementation(benchmark_of(op, framework), "onchip auto").version() == onchip.__version__
 
 
 def test_peers_say_what_they_lack(monkeypatch):
@@ -400,7 +379,7 @@ def test_peers_say_what_they_lack(monkeypatch):
     assert "2.13" in implementation(LCE, "F.linear_cross_entropy").unavailable("cpu", "float32")
 
 
-def test_a_peer_that_fails_at_import_is_listed(tmp_path, monkeypatch, quiet):
+def test_a_peer_that_fails_at_import_is_listed(tmp_path, monkeypatch, quiet_bench):
     package = tmp_path / "cut_cross_entropy"
     package.mkdir()
     (package / "__init__.py").write_text("raise AttributeError('built for another Triton')")
@@ -495,7 +474,7 @@ def test_peers_are_called_as_their_interfaces_want(framework, op, monkeypatch):
     for name, contents in LIBRARIES.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(contents)
-    target = benchmark_of(framework, op)
+    target = benchmark_of(op, framework)
     problem = target.make_problem(dataclasses.replace(SMALL[op], ignored=0.0), "cpu", "float32")
     reference = target.reference(problem)
     peers = [impl for impl in target.IMPLEMENTATIONS if impl.package not in ("torch", "jax", "onchip", "optax")]

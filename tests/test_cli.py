@@ -6,6 +6,7 @@ import re
 import signal
 from collections import Counter
 from importlib import import_module
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -200,16 +201,15 @@ def pretended(monkeypatch):
             [lambda: ran.append((framework, op)) or [Check("case", "float32", "torch", "loss", 0.0, 1e-6)]] * number
         )
 
-    for ops in cli.CHECKS.values():
-        for op, module in ops.items():
-            monkeypatch.setattr(import_module(module), "planned_checks", planned(op, 62))
+    for op in cli.CHECKED:
+        monkeypatch.setattr(import_module(f"onchip.ops.{op}.checks"), "planned_checks", planned(op, 62))
     return ran
 
 
 def test_check_runs_a_sample_of_every_op_in_every_framework(pretended):
     document = json.loads(run("check", "--framework", "all", "--json").stdout)
     assert document["ok"]
-    assert {(r["framework"], r["op"]) for r in document["rows"]} == {(f, op) for f in cli.CHECKS for op in cli.CHECKED}
+    assert {(r["framework"], r["op"]) for r in document["rows"]} == set(product(("torch", "jax"), cli.CHECKED))
     counts = Counter(pretended)
     assert set(counts.values()) == {6, 3}  # one in 11 of PyTorch's, one in 29 of JAX's
 
@@ -219,9 +219,10 @@ def test_check_of_some_ops(pretended):
     assert Counter(pretended) == {("torch", "cross_entropy"): 62, ("torch", "linear_jsd"): 62}
 
 
-@pytest.mark.parametrize(("framework", "module"), [(f, m) for f, ops in cli.CHECKS.items() for m in ops.values()])
-def test_a_sample_of_the_checks_has_all_dtypes(framework, module):
-    planned = import_module(module).planned_checks("cpu", framework)
+@pytest.mark.parametrize("op", cli.CHECKED)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_sample_of_the_checks_has_all_dtypes(framework, op):
+    planned = import_module(f"onchip.ops.{op}.checks").planned_checks("cpu", framework)
     step = check._ONE_IN[framework]
     sample = planned[::-step]
     assert sample[0] is planned[-1]  # with all options at once

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from importlib import metadata
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,8 +31,10 @@ from onchip.demo import (
     train,
 )
 from onchip.demo.model import ModelConfig, initial_weights
+from shared_jax import quick_compilation  # noqa: F401
 
 FRAMEWORKS = {"torch": torch_train, "jax": jax_train}
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"steps": 4, "vocab": 300, "tokens": 2 * SEQUENCE, "device": "cpu", "seed": 3}
 
 
@@ -42,23 +43,6 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setattr(data.platformdirs, "user_cache_path", lambda name: folder / name)
     return folder / "onchip"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors here are tiny, and threads that wait for each other on busy cores take far longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Spare LLVM its optimizations: nearly all of these tests' time in JAX is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def quiet():
@@ -106,8 +90,7 @@ def make_short(patch):
     text = load_text()
     patch.setattr(data, "load_text", lambda: text)
     patch.setattr(run, "SAMPLE_TOKENS", 20)
-    for module in FRAMEWORKS.values():
-        patch.setattr(module, "MEASURE_REPEATS", 2)
+    patch.setattr(train, "MEASURE_REPEATS", 2)
 
 
 def trainer_of(framework, vocab, seed=0, tokens=SEQUENCE):
@@ -274,10 +257,11 @@ def test_plain_stores_the_logits_and_onchip_does_not(framework, monkeypatch):
     make_short(monkeypatch)
     vocab, tokens = 8192, 1024
     batch = np.random.default_rng(0).integers(vocab, size=(2, tokens // SEQUENCE, SEQUENCE))
-    costs = FRAMEWORKS[framework].measure_head(trainer_of(framework, vocab, tokens=tokens), *batch)
+    arguments = trainer_of(framework, vocab, tokens=tokens).loss_arguments(*batch)
+    costs = train.measure_head(framework, FRAMEWORKS[framework].LOSSES, "cpu", *arguments)
     logits = 4 * tokens * vocab
-    assert costs["plain"].extra_bytes > 1.5 * logits
-    assert costs["onchip"].extra_bytes < 0.5 * logits
+    assert costs["plain"]["extra_bytes"] > 1.5 * logits
+    assert costs["onchip"]["extra_bytes"] < 0.5 * logits
 
 
 def test_files(tiny_run):

@@ -107,7 +107,7 @@ def toy_time(step: Any, device: str) -> float:
 @pytest.fixture(autouse=True)
 def toy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(time_interleaved=functools.partial(timing.time_interleaved, toy_time))
-    monkeypatch.setattr(harness, "measuring", lambda framework: clock)
+    monkeypatch.setattr(harness, "adapter", lambda framework: clock)
 
 
 @pytest.fixture(autouse=True)

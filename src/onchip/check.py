@@ -1,8 +1,9 @@
 """`onchip check`: every op's correctness cases on this machine, against the float64 oracle."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 from rich.console import Console
@@ -17,10 +18,10 @@ _ONE_IN = {"torch": 11, "jax": 29}
 
 
 def run_check(
-    modules: Mapping[str, Mapping[str, str]], device: str, console: Console, *, full: bool = False
+    frameworks: Sequence[str], ops: Sequence[str], device: str, console: Console, *, full: bool = False
 ) -> dict[str, Any]:
-    """Run the checks of `modules` (framework -> op name -> its checks module), show tables and return all of it as a
-    document.  Without `full`, a sample of each op's, the same one every time.
+    """Run the ops' checks in each framework, show tables and return all of it as a document.  Without `full`, a sample
+    of each op's, the same one every time.
 
     A table has a row per case, dtype and implementation: the quantity that comes nearest its bound.
 
@@ -28,10 +29,10 @@ def run_check(
         ValueError: `device` is not "cpu", "cuda" or "auto", or is "cuda" where a framework sees none.
     """
     rows: list[dict[str, Any]] = []
-    devices = {framework: resolve_device(device, framework) for framework in modules}
-    for framework, op, module in [(f, op, module) for f, ops in modules.items() for op, module in ops.items()]:
+    devices = {framework: resolve_device(device, framework) for framework in frameworks}
+    for framework, op in product(frameworks, ops):
         device, name = devices[framework], FRAMEWORKS[framework]
-        checks = import_module(module)
+        checks = import_module(f"onchip.ops.{op}.checks")
         table = Table(title=f"{op} in {name} on {device}, against the float64 oracle")
         for column in ("case", "dtype", "implementation", "worst of", "error", "bound", ""):
             table.add_column(column, justify="right" if column in ("error", "bound") else "left")

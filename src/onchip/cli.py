@@ -28,11 +28,7 @@ app = typer.Typer(
 )
 OPS = ("linear_cross_entropy", "linear_log_probs", "cross_entropy", "linear_jsd")
 CHECKED = (*OPS, "fp8_linear")
-# Where each op keeps what the commands need, by op name; of benchmarks and checks by framework first.
-CHECKS = {framework: {op: f"onchip.ops.{op}.checks" for op in CHECKED} for framework in ("torch", "jax")}
-BENCHMARKS = {
-    framework: {op: f"onchip.bench.ops.{op}:{framework.upper()}" for op in CHECKED} for framework in ("torch", "jax")
-}
+# The modules of the ops that are tuned, by framework.
 TUNINGS = {
     "torch": {op: f"onchip.tune.{op}" for op in ("linear_cross_entropy", "fp8_linear")},
     "jax": {"linear_cross_entropy": "onchip.tune.linear_cross_entropy_jax"},
@@ -185,22 +181,21 @@ def check(
     for op in ops or CHECKED:
         _known_op(op, CHECKED)
 
-    named = list(CHECKS) if framework == "all" else [choose_framework(framework)]
+    named = list(FRAMEWORKS) if framework == "all" else [choose_framework(framework)]
     chosen = installed_frameworks() or named if framework is None else named
     for name in chosen:
         require_packages("check", (name,), name)
-    modules = {name: {op: CHECKS[name][op] for op in CHECKED if op in (ops or CHECKED)} for name in chosen}
+    wanted = [op for op in CHECKED if op in (ops or CHECKED)]
     if fuzz is None:
-        return run_check(modules, device, _console(as_json), full=full)
+        return run_check(chosen, wanted, device, _console(as_json), full=full)
     from onchip.fuzz.run import run_fuzz
 
-    names = {name: list(of) for name, of in modules.items()}
-    return run_fuzz(names, device, _console(as_json), seconds=fuzz, most=calls, seed=seed)
+    return run_fuzz(chosen, wanted, device, _console(as_json), seconds=fuzz, most=calls, seed=seed)
 
 
 @_command
 def bench(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHMARKS['torch'])}.")],
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(CHECKED)}.")],
     framework: Framework = None,
     case: Cases = None,
     suite: Annotated[str | None, typer.Option(help="A named set of cases, such as fp8_linear's primus.")] = None,
@@ -214,14 +209,12 @@ def bench(
 ) -> dict[str, Any]:
     """Time an op beside its competitors, after checking that each is right."""
     with _ended_by_a_signal_as_by_ctrl_c():
-        framework = choose_framework(framework)
-        _known_op(op, BENCHMARKS[framework])
+        _known_op(op, CHECKED)
         from onchip.bench.run import run_bench
 
         return run_bench(
             op,
-            BENCHMARKS[framework][op],
-            framework=framework,
+            choose_framework(framework),
             cases=case,
             impls=impl,
             device=device,
@@ -358,8 +351,8 @@ def _info() -> dict[str, Any]:
         "machine": machine,
         "backends": [
             row
-            for name, ops in CHECKS.items()
-            for op in ops
+            for name in FRAMEWORKS
+            for op in CHECKED
             for row in _backends(name, op, missing.get(name), no_cuda.get(name))
         ],
         "tuned": tuned,
@@ -382,7 +375,7 @@ def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None)
         plain = {"torch": "torch", "jax": "xla"}[framework]
         on_cpu = on_gpu = {plain: missing}
     else:
-        refusals = import_module(CHECKS[framework][op]).plain_refusals
+        refusals = import_module(f"onchip.ops.{op}.checks").plain_refusals
         asked = refusals("cpu", "bfloat16", framework)
         on_cpu = {backend: reason for backend, reason in asked.items() if reason is None}
         # PyTorch can't be asked about a device that isn't there.

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from onchip import cli
 from onchip.bench import jax_steps, plots, torch_steps
 from onchip.bench.ops import fp8_linear as module
 from onchip.bench.run import run_bench
@@ -27,6 +26,7 @@ from shared_jax import quick_compilation  # noqa: F401
 # Ragged sizes, with more rows than are checked at the end of each result.
 SMALL = cases.Case("small", 200, 136, 150)
 TORCH, JAX = module.TORCH, module.JAX
+pytestmark = pytest.mark.usefixtures("one_thread")
 each = pytest.mark.parametrize("benchmark", [TORCH, JAX], ids=["torch", "jax"])
 
 
@@ -51,19 +51,13 @@ def array(x):
 def _small(monkeypatch):
     for benchmark in (TORCH, JAX):
         monkeypatch.setattr(benchmark, "CASES", {**benchmark.CASES, "small": SMALL})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads would wait for each other most of the time
-    yield
-    torch.set_num_threads(threads)
 
 
 @each
-def test_a_run(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
-    monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
+def test_a_run(benchmark, tmp_path, quiet_bench):
     document = run_bench(
-        "fp8_linear", cli.BENCHMARKS[benchmark.framework]["fp8_linear"], framework=benchmark.framework,
-        cases=["small"], device="cpu", dtype="bfloat16", repeats=1, out=tmp_path, console=Console(file=StringIO()),
+        "fp8_linear", benchmark.framework, cases=["small"], device="cpu", dtype="bfloat16", repeats=1, out=tmp_path,
+        console=Console(file=StringIO()),
         impls=None if benchmark is TORCH else ["onchip*"],  # JAX takes seconds to compile each
     )  # fmt: skip
     own, not_here = ["onchip xla"], {"onchip mosaic_gpu"}
@@ -230,7 +224,6 @@ def test_what_a_device_has_is_asked_of_jax(monkeypatch):
 def test_suite_and_defaults(benchmark):
     assert len(benchmark.SUITES["primus"]) == 84
     assert set(benchmark.SUITES["primus"]) <= set(benchmark.CASES)
-    assert all(name in benchmark.CASES for names in benchmark.DEFAULT_CASES.values() for name in names)
     assert len(benchmark.DEFAULT_CASES["cuda"]) == len(cases.MODELS)
     case = benchmark.CASES["qwen2.5-7b-down-4"]
     assert (case.m, case.n, case.k) == (32768, 3584, 18944)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from onchip.bench import harness, measure, plots
+from onchip.bench import harness, plots
 from onchip.bench.ops.fp8_linear import LINEAR, PRODUCTS, QUANTIZED_BEFORE, SCALED_MM
 from onchip.bench.ops.fp8_linear import TORCH as benchmark
 from onchip.core.configs import read_entries
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def test_a_run(monkeypatch):
     monkeypatch.setattr(benchmark, "CASES", {"small": cases.Case("small", 512, 768, 640)})
     found = harness.run_cases(
-        "fp8_linear", benchmark, measure, cases=["small"], implementations=benchmark.IMPLEMENTATIONS, device="cuda",
+        "fp8_linear", benchmark, cases=["small"], implementations=benchmark.IMPLEMENTATIONS, device="cuda",
         dtype="bfloat16", repeats=2, console=Console(file=StringIO()),
     )  # fmt: skip
     assert [row for row in found.rows if not row.ok] == []

@@ -129,7 +129,7 @@ def made_up(monkeypatch):
 
     clock = SimpleNamespace(time_interleaved=partial(timing.time_interleaved, time_once))
     monkeypatch.setattr(triton_launches, "product", product)
-    monkeypatch.setattr(harness, "measuring", lambda framework: clock)
+    monkeypatch.setattr(harness, "adapter", lambda framework: clock)
     monkeypatch.setattr(harness, "FINAL_REPEATS", 1)
     monkeypatch.setattr(run, "_versions", lambda framework: {"triton": "3.6.0"})
     monkeypatch.setattr(tuning, "CASES", {"small": {"m": 128, "n": 200, "k": 130}})

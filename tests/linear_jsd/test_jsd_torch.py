@@ -213,6 +213,9 @@ def test_a_tail_is_a_lower_bound():
         losses.append(linear_jsd(h, w, teacher_topk=TopK(indices, values, "log_probs", "tail")))
     assert all(a <= b for a, b in pairwise(losses))
     assert_same([losses[-1]], [linear_jsd(h, w, x, v)])
+    one = h.reshape(-1, h.shape[-1])[0]  # no leading dimension
+    topk = TopK(*(part.reshape(-1, 70)[0] for part in (indices, values)), "log_probs", "tail")
+    assert_same([linear_jsd(one, w, teacher_topk=topk)], [linear_jsd(one, w, x.reshape(-1, x.shape[-1])[0], v)])
 
 
 # ------------------------------------------------------------------------------------------------------- autograd

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import onchip
-from onchip.bench.measuring import measuring
+from onchip.bench.harness import adapter
 from onchip.core import configs
 
 
 def describe(device: str, framework: str = "torch") -> dict[str, Any]:
     """Versions, hardware and date; what does not exist here is None."""
-    measure = measuring(framework)
+    fw = adapter(framework)
     gpu = _gpu(framework) if device == "cuda" else {"gpu": None, "gpu_bytes": None, "driver": None, "cuda": None}
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -25,11 +25,11 @@ def describe(device: str, framework: str = "torch") -> dict[str, Any]:
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "framework": framework,
-        **{name: _version(name) for name in measure.PACKAGES},
+        **{name: _version(name) for name in fw.PACKAGES},
         "os": platform.platform(),
         "cpu": _cpu_model(),
         "cores": _cores(),
-        "threads": measure.threads(),
+        "threads": fw.threads(),
         "busy_cores": _busy_cores(),
         **gpu,
     }
@@ -74,7 +74,7 @@ def _version(package: str) -> str | None:
 def _gpu(framework: str) -> dict[str, Any]:
     asked = _output(["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader,nounits"])
     driver, mib = asked.splitlines()[0].split(", ") if asked else (None, None)
-    return {"gpu_bytes": int(mib) << 20 if mib else None, "driver": driver, **measuring(framework).gpu()}
+    return {"gpu_bytes": int(mib) << 20 if mib else None, "driver": driver, **adapter(framework).gpu()}
 
 
 def _git_commit() -> str | None:

@@ -3,7 +3,7 @@
 import gc
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -156,7 +156,6 @@ class Outcome:
 def run_cases(
     name: str,
     op: Op,
-    measure: Any,
     *,
     cases: Sequence[str],
     implementations: Sequence[Implementation],
@@ -165,10 +164,7 @@ def run_cases(
     repeats: int,
     console: Console,
 ) -> Outcome:
-    """Run `implementations` of the op called `name` on its `cases`, one case after the other.
-
-    `measure` is what `onchip.bench.measuring.measuring` gives.
-    """
+    """Run `implementations` of the op called `name` on its `cases`, one case after the other."""
     refusals = {impl.name: impl.unavailable(device, dtype) for impl in implementations}
     runnable = [impl for impl in implementations if refusals[impl.name] is None]
     outcome = Outcome(not_run=[NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
@@ -186,8 +182,8 @@ def run_cases(
                 # through those that earlier cases have loaded.
                 gc.collect()
                 gc.freeze()
-                _CaseRun(name, op, measure, case, device, dtype, repeats, tick, outcome).run(runnable)
-                measure.release(device)
+                _CaseRun(name, op, case, device, dtype, repeats, tick, outcome).run(runnable)
+                op.fw.release(device)
                 progress.update(task, completed=per_case * (i + 1), refresh=True)
         except KeyboardInterrupt:
             outcome.interrupted = True
@@ -213,8 +209,7 @@ class _Checked:
 
     @property
     def worst(self) -> tuple[float, float]:
-        """Error and bound of the result nearest its bound, or furthest past it."""
-        return max(self.errors.values(), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+        return worst(self.errors.values())
 
     @property
     def ok(self) -> bool:
@@ -227,7 +222,6 @@ class _CaseRun:
 
     name: str
     op: Op
-    measuring: Any
     case: str
     device: str
     dtype: str
@@ -243,7 +237,7 @@ class _CaseRun:
             reference = self.op.reference(problem)
         except Exception as e:
             for impl in implementations:
-                self.give_up(impl, None, f"{doing}: {_reason(e)}")
+                self.give_up(impl, None, f"{doing}: {one_line(e)}")
             return
         self.tick("checking")
         checked = self.check(problem, reference, implementations)
@@ -263,7 +257,7 @@ class _CaseRun:
             try:
                 steps = self.op.steps(problem, impl)
             except Exception as e:
-                self.give_up(impl, None, _reason(e))
+                self.give_up(impl, None, one_line(e))
                 continue
             for mode in (m for m in self.op.MODES if m in steps):
                 try:
@@ -271,12 +265,12 @@ class _CaseRun:
                     if own := impl.error_bounds:
                         errors = {name: (error, own[name]) for name, (error, _) in errors.items()}
                 except Exception as e:
-                    self.give_up(impl, mode, _reason(e))
+                    self.give_up(impl, mode, one_line(e))
                 else:
                     checked.append(_Checked(impl, mode, steps[mode], errors))
                 self.tick("checking")
             if len(self.outcome.not_run) > failures:
-                self.measuring.release(self.device)
+                self.op.fw.release(self.device)
         return checked
 
     def measure(self, problem: Any, mode: str, checked: Sequence[_Checked]) -> None:
@@ -285,16 +279,16 @@ class _CaseRun:
         timings = self.time(problem, mode, {c.impl.name: c.step for c in checked if c.ok}, failed)
         floor = timings.get(_FLOOR)
         if failed:
-            self.measuring.release(self.device)
+            self.op.fw.release(self.device)
         for c in checked:
             if c.impl.name in failed:
                 self.give_up(c.impl, mode, failed[c.impl.name])
                 continue
             timing = timings.get(c.impl.name)
             try:
-                extra = self.measuring.peak_extra_bytes(c.step, device=self.device) if c.ok else None
+                extra = self.op.fw.peak_extra_bytes(c.step, device=self.device) if c.ok else None
             except Exception as e:
-                self.give_up(c.impl, mode, _reason(e))
+                self.give_up(c.impl, mode, one_line(e))
                 continue
             self.tick(f"memory of {mode}")
             error, bound = c.worst
@@ -311,7 +305,7 @@ class _CaseRun:
                 p90_ms=timing.p90_ms if timing else None,
                 floor_ms=floor.median_ms if floor else None,
                 ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
-                compile_s=self.measuring.compile_seconds(c.step) if c.ok else None,
+                compile_s=self.op.fw.compile_seconds(c.step) if c.ok else None,
                 extra_bytes=extra,
                 error=_finite(error),
                 error_bound=bound,
@@ -326,13 +320,13 @@ class _CaseRun:
         with suppress(Exception):  # too big for this device: then there is no ratio to it
             if step := self.op.floor(problem, mode):
                 floor[_FLOOR] = step
-        timings: dict[str, Timing] = self.measuring.time_interleaved(
+        timings: dict[str, Timing] = self.op.fw.time_interleaved(
             {**floor, **steps},
             device=self.device,
             repeats=self.repeats,
             tick=lambda: self.tick(f"timing {mode}"),
             # Only the words: the exception would keep the step's tensors alive.
-            on_error=lambda name, e: failed.update({name: _reason(e)}),
+            on_error=lambda name, e: failed.update({name: one_line(e)}),
         )
         return timings
 
@@ -345,7 +339,12 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _reason(e: Exception) -> str:
+def worst(errors: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Error and bound of the result nearest its bound, or furthest past it."""
+    return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+
+
+def one_line(e: Exception) -> str:
     """What was raised, in one line; the advice that follows in some messages is left out."""
     lines = str(e).strip().splitlines()
     return f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__

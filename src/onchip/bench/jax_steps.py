@@ -3,17 +3,20 @@
 Products of float32 inputs are exact to float32 for all implementations: by default JAX rounds them to tf32 on a GPU.
 """
 
+import gc
 import itertools
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from onchip.bench import timing
 from onchip.bench.peers import IGNORED
 from onchip.oracle.jax import NAME, default_device, linear, log_softmax, platform_of, take, xp
 from onchip.oracle.jax import constant as ids
@@ -21,6 +24,7 @@ from onchip.oracle.jax import constant as ids
 __all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
 
 PLAIN = "XLA, 16-bit logits"
+PACKAGES = ("jax", "jaxlib", "numpy")
 # Rows that are drawn at a time: random bits of a whole matrix would take eight times its bytes in bfloat16.
 _DRAWN_ROWS = 1024
 _CHUNK_BYTES = 1 << 29
@@ -122,6 +126,50 @@ def products(mode: str, hidden: Array, weight: Array, *constants: tuple[Array, A
 def copies(x: Array, rows: int) -> Step:
     """Reads and writes the first `rows`."""
     return Step(lambda x: [jnp.copy(x[:rows])], (x,))
+
+
+# ------------------------------------------------------------------------------------------------- time and memory
+
+
+def time_once(step: timing.Step, device: str) -> float:
+    """Milliseconds of one run, from the call until all that it returns is there."""
+    start = time.perf_counter()
+    returned = jax.block_until_ready(step())
+    elapsed = time.perf_counter() - start
+    del returned  # not before the clock stops: giving the gradients back is no part of the step
+    return elapsed * 1e3
+
+
+time_interleaved = partial(timing.time_interleaved, time_once)
+
+
+def peak_extra_bytes(step: Step, *, device: str) -> int:
+    """Peak of the step's temporary memory, as XLA has planned it."""
+    planned: Any = step.compilation[0].memory_analysis()
+    return int(planned.temp_size_in_bytes)
+
+
+def compile_seconds(step: Step) -> float:
+    """How long tracing and compiling took."""
+    return step.compilation[1]
+
+
+def release(device: str) -> None:
+    """Collect the cycles that hold arrays after a step ran out of memory."""
+    gc.collect()
+
+
+def threads() -> int | None:
+    """XLA uses all cores."""
+    return None
+
+
+def gpu() -> dict[str, Any]:
+    """Name and CUDA version of the device that JAX runs on."""
+    device = jax.devices("gpu")[0]
+    found = re.search(r"cuda (\d+)", device.client.platform_version)
+    version = int(found[1]) if found else None  # such as 13000
+    return {"gpu": device.device_kind, "cuda": version and f"{version // 1000}.{version % 1000 // 10}"}
 
 
 # ------------------------------------------------------------------------------------------------------ correctness

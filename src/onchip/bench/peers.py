@@ -59,21 +59,6 @@ class Implementation:
         return self.record(problem, mode) if self.record else self.options
 
 
-def bounds(
-    names: Sequence[str], lengths: Sequence[int], errors: Sequence[float] | None, eps: float, *, forward: int
-) -> dict[str, float]:
-    """How far each result of a step may be from its reference, by name; `eps` is that of the dtype.
-
-    In float32, by the random walk of rounding errors over sums of these `lengths`.  In 16 bits, twice the `errors` of
-    the framework's plain expression; a single number may be right by luck, so for the first `forward` results it is
-    at least a rounding.
-    """
-    if errors is None:
-        return {name: eps * n**0.5 for name, n in zip(names, lengths, strict=True)}
-    least = [eps / 2 if i < forward else 0.0 for i in range(len(errors))]
-    return {name: 2 * max(e, low) for name, e, low in zip(names, errors, least, strict=True)}
-
-
 def optional(
     name: str, package: str, load: Load, unavailable: Refusal, steps: Steps | None = None, **options: Any
 ) -> Implementation:

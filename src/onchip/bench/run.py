@@ -4,13 +4,12 @@ import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import msgspec
 from rich.console import Console
 
 from onchip.bench import environment, harness, report
-from onchip.bench.measuring import measuring
 from onchip.core import files
 from onchip.core.machine import require_packages, resolve_device
 from onchip.core.names import matching
@@ -24,14 +23,18 @@ class _Document(TypedDict):
     not_run: list[harness.NotRun]
 
 
+def benchmark_of(op: str, framework: str) -> harness.Op:
+    made: harness.Op = resolve_name(f"onchip.bench.ops.{op}:{framework.upper()}")
+    return made
+
+
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def run_bench(
     op: str,
-    module: str,
+    framework: str,
     *,
-    framework: str = "torch",
     cases: Sequence[str] | None,
     device: str,
     dtype: str | None,
@@ -44,20 +47,7 @@ def run_bench(
 ) -> dict[str, Any]:
     """Benchmark an op and write `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`) over those of the same day.
 
-    Args:
-        op: name for the record.
-        module: import path of the op's `harness.Op`.
-        framework: "torch" or "jax", whose op it is.
-        cases: patterns against the op's case names; None for the op's defaults on the device.
-        device: "cpu", "cuda", or "auto": CUDA where the framework sees a device.
-        dtype: one that the op has; None for float32 on the CPU, bfloat16 on CUDA.
-        repeats: timed runs of each implementation in each mode.
-        impls: patterns against the implementations' names; None for all.
-        out: folder of the files, made if need be.
-        console: where progress and tables go.
-        add: keep what an earlier run of the same day, device and versions found of other cases, sizes, dtypes and
-            implementations.
-        suite: one of the op's suites of cases in place of its defaults, among which `cases` then chooses.
+    Options are those of the command, see `onchip.cli.bench`; `cases` and `impls` hold patterns.
 
     Returns:
         What the JSON file holds.
@@ -72,7 +62,7 @@ def run_bench(
     device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
-    target = cast(harness.Op, resolve_name(module))
+    target = benchmark_of(op, framework)
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
@@ -100,7 +90,6 @@ def run_bench(
     outcome = harness.run_cases(
         op,
         target,
-        measuring(framework),
         cases=chosen,
         implementations=implementations,
         device=device,

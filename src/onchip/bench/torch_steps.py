@@ -7,11 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.bench.measure import PACKAGES, compile_seconds, gpu, peak_extra_bytes, release, threads, time_interleaved
 from onchip.bench.timing import Step
 from onchip.oracle.torch import NAME, computed, default_device, linear, log_softmax, take, xp
 from onchip.oracle.torch import constant as ids
 
-__all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
+__all__ = [
+    "NAME",
+    "PACKAGES",
+    "compile_seconds",
+    "default_device",
+    "gpu",
+    "ids",
+    "linear",
+    "log_softmax",
+    "peak_extra_bytes",
+    "release",
+    "take",
+    "threads",
+    "time_interleaved",
+    "xp",
+]
 
 _CHUNK_BYTES = 1 << 29
 PLAIN = "torch eager"

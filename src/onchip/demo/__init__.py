@@ -1,9 +1,9 @@
 """`onchip demo`: train a small language model twice, with the plain loss and with onchip's, and show the difference.
 
 `run.py` is the front door; it checks the options and loads the rest: `data.py` (corpus, tokenizer, batches), `model.py`
-(sizes and initial weights), `train.py` (training, sampling), `report.py` (picture, page, table).  What depends on the
-framework is in two files each, of which only the chosen framework's are loaded: `torch_model.py` and `jax_model.py`
-(the decoder), `torch_train.py` and `jax_train.py` (loss, optimizer, what is measured).
+(sizes and initial weights), `train.py` (training, measuring, sampling), `report.py` (picture, page, table).  What
+depends on the framework is in two files each, of which only the chosen framework's are loaded: `torch_model.py` and
+`jax_model.py` (the decoder), `torch_train.py` and `jax_train.py` (losses, optimizer).
 This module loads no framework, so that a command line can show the defaults quickly.
 """
 

@@ -1,4 +1,4 @@
-"""What the demo does in JAX: both losses, the optimizer's step, time and memory of head and loss."""
+"""What the demo does in JAX: both losses and the optimizer's step."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +12,10 @@ import optax
 from jax import Array
 from numpy.typing import NDArray
 
-from onchip.bench.measure_jax import time_interleaved
 from onchip.demo.data import Ids
 from onchip.demo.jax_model import Weights, hidden_states
 from onchip.demo.model import ModelConfig, initial_weights
-from onchip.demo.train import BETAS, MEASURE_REPEATS, Cost, TrainConfig
+from onchip.demo.train import BETAS, TrainConfig
 from onchip.jax import linear_cross_entropy
 
 Loss = Callable[[Array, Array, Array], Array]
@@ -37,7 +36,7 @@ EXPRESSIONS = {
 
 
 def memory_source(device: str) -> str:
-    """Where the bytes of `measure_head` are from."""
+    """Where the bytes of `train.measure_head` are from."""
     return "what XLA allocates for the compiled step beyond its arguments and results, by its own memory analysis"
 
 
@@ -52,7 +51,6 @@ class JaxTrainer:
     """A `Trainer`, see train.py."""
 
     def __init__(self, model: ModelConfig, loss: Loss, config: TrainConfig) -> None:
-        self.device = config.device
         self.weights: Weights = {name: jnp.asarray(x) for name, x in initial_weights(model, config.seed).items()}
         optimizer = optax.chain(
             optax.clip_by_global_norm(config.max_grad_norm),
@@ -73,7 +71,7 @@ class JaxTrainer:
             return hidden_states(weights, ids[None], model)[0, last] @ weights["head"].T
 
         self._mean_loss, self._step, self._logits = jax.jit(mean_loss), jax.jit(step), jax.jit(logits)
-        self.hidden_states = jax.jit(partial(hidden_states, config=model))
+        self._hidden_states = jax.jit(partial(hidden_states, config=model))
 
     def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
         batch = _put(inputs), _put(targets)
@@ -86,6 +84,9 @@ class JaxTrainer:
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
         return np.asarray(self._logits(self.weights, _put(ids), jnp.int32(last)))
 
+    def loss_arguments(self, inputs: Ids, targets: Ids) -> tuple[Array, Array, Array]:
+        return self._hidden_states(self.weights, _put(inputs)), self.weights["head"], _put(targets)
+
 
 def _put(ids: Ids) -> Array:
     return jnp.asarray(ids, jnp.int32)
@@ -94,15 +95,3 @@ def _put(ids: Ids) -> Array:
 def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, JaxTrainer]:
     """One for each loss, all from the same initial weights."""
     return {name: JaxTrainer(model, loss, config) for name, loss in LOSSES.items()}
-
-
-def measure_head(trainer: JaxTrainer, inputs: Ids, targets: Ids) -> dict[str, Cost]:
-    """Time and temporary memory of head and loss, on the hidden states that the model makes of one batch."""
-    arguments = (trainer.hidden_states(trainer.weights, _put(inputs)), trainer.weights["head"], _put(targets))
-    compiled = {
-        name: jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arguments).compile() for name, loss in LOSSES.items()
-    }
-    steps = {name: partial(run, *arguments) for name, run in compiled.items()}
-    times = time_interleaved(steps, device=trainer.device, repeats=MEASURE_REPEATS)
-    extra: dict[str, Any] = {name: run.memory_analysis() for name, run in compiled.items()}
-    return {name: Cost(time=times[name], extra_bytes=int(extra[name].temp_size_in_bytes)) for name in compiled}

@@ -47,17 +47,8 @@ def run_demo(
 ) -> dict[str, Any]:
     """Train the same model twice, with the plain loss and with onchip's, and write what came of it into `out`.
 
-    Args:
-        steps: training steps of each of the two.
-        vocab: rows of the head [V, H].  The tokenizer may reach fewer entries on this corpus; the rest of the rows is
-            then padding, which no target names.
-        tokens: tokens in a step, a multiple of `SEQUENCE`.
-        device: "cpu", "cuda", or "auto": CUDA where there is a device.
-        out: folder of demo.json, demo.png and demo.html, made if need be.
-        seed: of the weights, the batches and the sample.
-        console: where progress and the summary go.
-        framework: "torch", "jax", or None: the first of them that is installed.
-        fp8: train the model once more, with its linear layers in blockwise FP8 (PyTorch alone).
+    Options are those of the command, see `onchip.cli.demo`.  The tokenizer may have fewer entries than `vocab` on this
+    corpus; the rest of the head's rows are then padding, which no target names.
 
     Returns:
         What demo.json holds.
@@ -129,7 +120,8 @@ def _train_and_measure(
     held_out = {name: train.held_out_loss(trainer, config, corpus) for name, trainer in trainers.items()}
     console.print("measuring head and loss ...")
     batch = data.random_batch(corpus.train, config.tokens, np.random.default_rng(config.seed))
-    costs = made.measure_head(trainers["onchip"], *batch)
+    arguments = trainers["onchip"].loss_arguments(*batch)
+    costs = train.measure_head(framework, made.LOSSES, config.device, *arguments)
     sample = train.sample_text(
         trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
     )
@@ -150,7 +142,7 @@ def _train_and_measure(
         "difference": _difference(runs["plain"].losses, runs["onchip"].losses),
         "fp8": _fp8_difference(runs, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
         "train_seconds": {name: run.seconds for name, run in runs.items()},
-        "head_and_loss": {name: {**asdict(cost.time), "extra_bytes": cost.extra_bytes} for name, cost in costs.items()},
+        "head_and_loss": costs,
         "extra_bytes_are": made.memory_source(config.device),
         "measure_repeats": train.MEASURE_REPEATS,
         "logits_bytes": 4 * config.tokens * model.vocab,

@@ -1,4 +1,4 @@
-"""What the demo does in PyTorch: both losses, the optimizer's step, time and memory of head and loss."""
+"""What the demo does in PyTorch: both losses and the optimizer's step."""
 
 import contextlib
 import copy
@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from onchip.bench.measure import peak_extra_bytes, time_interleaved
 from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
 from onchip.demo.torch_model import Decoder
-from onchip.demo.train import BETAS, MEASURE_REPEATS, Cost, TrainConfig
+from onchip.demo.train import BETAS, TrainConfig
 from onchip.torch import convert_linears, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +35,7 @@ EXPRESSIONS = {
 
 
 def memory_source(device: str) -> str:
-    """Where the bytes of `measure_head` are from."""
+    """Where the bytes of `train.measure_head` are from."""
     seen = ", seen in the process's resident memory" if device == "cpu" else ""
     return f"the measured peak above inputs, loss and returned gradients{seen}"
 
@@ -82,9 +81,12 @@ class TorchTrainer:
         hidden = self.model(self._put(ids[None]))[0, last]
         return F.linear(hidden, self.model.head).cpu().numpy()
 
+    def loss_arguments(self, inputs: Ids, targets: Ids) -> tuple[Tensor, Tensor, Tensor]:
+        return self.model(self._put(inputs)), self.model.head, self._put(targets)
+
     def _loss(self, inputs: Ids, targets: Ids) -> Tensor:
         with torch.autocast(self.config.device, torch.bfloat16, enabled=self.bf16):
-            return self.loss(self.model(self._put(inputs)), self.model.head, self._put(targets))
+            return self.loss(*self.loss_arguments(inputs, targets))
 
     def _put(self, ids: Ids) -> Tensor:
         return torch.from_numpy(ids).to(self.config.device)
@@ -111,25 +113,3 @@ def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTra
 def fp8_baseline(device: str) -> str:
     """The training that the one in FP8 is compared with: alike in all but the linear layers."""
     return "onchip" if device == "cpu" else "bf16"
-
-
-def measure_head(trainer: TorchTrainer, inputs: Ids, targets: Ids) -> dict[str, Cost]:
-    """Time and peak memory of head and loss, on the hidden states that the model makes of one batch."""
-    device = trainer.config.device
-    with torch.no_grad():
-        hidden = trainer.model(trainer._put(inputs))
-    weight, target = trainer.model.head.detach(), trainer._put(targets)
-    steps = {name: _head_step(loss, hidden, weight, target) for name, loss in LOSSES.items()}
-    times = time_interleaved(steps, device=device, repeats=MEASURE_REPEATS)  # warms each step up, too
-    return {
-        name: Cost(time=times[name], extra_bytes=peak_extra_bytes(step, device=device)) for name, step in steps.items()
-    }
-
-
-def _head_step(loss: Loss, hidden: Tensor, weight: Tensor, target: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    def step() -> tuple[Tensor, ...]:
-        leaves = (hidden.detach().requires_grad_(), weight.detach().requires_grad_())
-        value = loss(*leaves, target)
-        return value.detach(), *torch.autograd.grad(value, leaves)
-
-    return step

@@ -2,15 +2,15 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from onchip.bench.timing import Timing
+from onchip.bench.harness import adapter
 from onchip.demo import SEQUENCE
 from onchip.demo.data import Corpus, Ids, batches_in_order, random_batch
 
@@ -44,6 +44,9 @@ class Trainer(Protocol):
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
         """What follows ids[last], of one sequence: [V]."""
 
+    def loss_arguments(self, inputs: Ids, targets: Ids) -> tuple[Any, Any, Any]:
+        """The model's hidden states, the head's weight, and the targets."""
+
 
 @dataclass
 class Run:
@@ -52,14 +55,6 @@ class Run:
     trainer: Trainer
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What head and loss took, forward and backward with both gradients."""
-
-    time: Timing
-    extra_bytes: int
 
 
 def train_in_step(runs: Mapping[str, Run], config: TrainConfig, corpus: Corpus) -> Iterator[None]:
@@ -88,6 +83,18 @@ def held_out_loss(trainer: Trainer, config: TrainConfig, corpus: Corpus) -> floa
         total += trainer.evaluate(inputs, targets) * targets.size
         count += targets.size
     return total / count
+
+
+def measure_head(
+    framework: str, losses: Mapping[str, Callable[..., Any]], device: str, hidden: Any, weight: Any, target: Any
+) -> dict[str, dict[str, Any]]:
+    """Times and peak memory of head and loss, forward and backward with both gradients, for each of the losses."""
+    fw = adapter(framework)
+    arguments = (fw.leaf(hidden, "float32"), fw.leaf(weight, "float32"), target)
+    steps = {name: fw.steps(loss, arguments, 2)["forward+backward"] for name, loss in losses.items()}
+    times = fw.time_interleaved(steps, device=device, repeats=MEASURE_REPEATS)  # warms each step up, too
+    extra = {name: fw.peak_extra_bytes(step, device=device) for name, step in steps.items()}
+    return {name: {**asdict(times[name]), "extra_bytes": extra[name]} for name in losses}
 
 
 def sample_text(

@@ -59,11 +59,11 @@ def compare(
     fp8: bool = False,
 ) -> list[Check]:
     """Compare `results` with the oracle's fields of the same names; `given` and `options` are what the oracle had."""
-    limits, terms = (
-        _linear(case, dtype, given, tensor_cores=tensor_cores)
-        if "x" in given
-        else _softmax(case, dtype, oracle, given, options)
-    )
+    if "x" in given:
+        limits, terms = _linear(case, dtype, given, tensor_cores=tensor_cores)
+    else:
+        given = flattened(given, case.tokens, options)
+        limits, terms = _softmax(case, dtype, oracle, given, options)
     checks = []
     for name, out in results.items():
         ref = np.asarray(getattr(oracle, name))
@@ -152,7 +152,6 @@ def _size(a: Array, b: Array) -> float:
 
 
 def _softmax(case: Any, dtype: str, oracle: Any, given: Arrays, options: Mapping[str, Any]) -> Limits:
-    given = flattened(given, case.tokens, options)
     models = ("student_", "teacher_") if "student_" in "".join(given) else ("",)
     logits = {who: logits_of(given, who) for who in models if f"{who}hidden" in given or f"{who}logits" in given}
     # The largest logit that there is, where few products make one larger than those of a normal distribution.
@@ -256,7 +255,6 @@ def logits_of(given: Arrays, who: str = "") -> Array:
 
 def _wrong_choices(out: Any, ref: Any, given: Arrays, options: Mapping[str, Any]) -> float:
     """How many differ from the oracle's by more than what rounding of logits may make of a tie, or nearly one."""
-    given = flattened(given, ref.size, options)
     tau = np.broadcast_to(given.get("temperature", options.get("temperature", 1.0)), ref.size)
     z, _ = transform(logits_of(given), options.get("softcap"), options.get("logit_scale", 1.0), tau)
     made, right, rows = np.reshape(out, -1), np.reshape(ref, -1), np.arange(ref.size)

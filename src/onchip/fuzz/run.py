@@ -6,7 +6,7 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +26,8 @@ _CLEAR_EVERY = 100
 
 
 def run_fuzz(
-    ops: Mapping[str, Sequence[str]],
+    frameworks: Sequence[str],
+    ops: Sequence[str],
     device: str,
     console: Console,
     *,
@@ -34,7 +35,7 @@ def run_fuzz(
     seed: int | None,
     most: int | None = None,
 ) -> dict[str, Any]:
-    """Run random calls of `ops` (framework -> op names) for so many seconds, or until there were `most`.
+    """Run random calls of the ops in each framework for so many seconds, or until there were `most`.
 
     Returns the numbers of calls and comparisons, the seed, and the first failing call as a program, shrunk for a minute
     at most.  Of `device` "auto", calls are drawn for the CPU and for CUDA where a framework sees a device.
@@ -50,7 +51,7 @@ def run_fuzz(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
     console.print(f"random calls for {seconds:g} s, seed {seed}", highlight=False)
-    targets = [(f, d, op) for f in ops for d in _devices(device, f) for op in ops[f] for _ in range(_SHARES[f])]
+    targets = [(f, d, op) for f in frameworks for d in _devices(device, f) for op in ops for _ in range(_SHARES[f])]
     end = time.monotonic() + seconds
     comparisons = 0
     failure: dict[str, str] | None = None
@@ -66,7 +67,7 @@ def run_fuzz(
                 failure = {"error": f"{type(error).__name__}: {error}", "program": program(call)}
             if failure is not None or calls == most or time.monotonic() > end:
                 break
-            if "jax" in ops and calls % _CLEAR_EVERY == 0:
+            if "jax" in frameworks and calls % _CLEAR_EVERY == 0:
                 import_module("jax").clear_caches()
     console.print(f"{progress}, {int(failure is not None)} failures, seed {seed}", highlight=False)
     if failure is not None:

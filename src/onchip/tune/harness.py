@@ -3,13 +3,12 @@
 An op hands in what is needed here as plain names at the top level of its module: the protocol `Op`.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from onchip.bench.measuring import measuring
+from onchip.bench.harness import adapter, one_line, worst
 from onchip.bench.timing import Step
 from onchip.core.configs import format_config
 from onchip.tune.log import Result
@@ -62,7 +61,7 @@ def worst_error(returned: Sequence[Any], reference: Sequence[Any]) -> tuple[floa
         (float(((out - ref) ** 2).sum() / (ref**2).sum()) ** 0.5, _BOUNDS[out.dtype.itemsize])
         for out, ref in zip(returned, reference, strict=True)
     ]
-    return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+    return worst(pairs)
 
 
 class DeviceLostError(ValueError):
@@ -177,13 +176,7 @@ class Search:
                 steps[name] = step
             else:
                 self._keep(Result(config, "wrong", reason=f"error {error:.2e} is above {bound:.2e}"))
-        timings = measuring(self.machine.framework).time_interleaved(
+        timings = adapter(self.machine.framework).time_interleaved(
             steps, device=self.machine.device, repeats=repeats, on_error=give_up
         )
         return {name: timing.median_ms for name, timing in timings.items()}
-
-
-def one_line(error: Exception) -> str:
-    """What was raised, without the advice that follows in some messages."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

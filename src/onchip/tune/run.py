@@ -17,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from onchip.bench.harness import one_line
 from onchip.bench.units import format_ms
 from onchip.core import configs
 from onchip.core.configs import format_config
@@ -24,7 +25,7 @@ from onchip.core.files import check_writable
 from onchip.core.machine import FRAMEWORKS, require_packages, resolve_device
 from onchip.core.names import matching
 from onchip.tune import log
-from onchip.tune.harness import DeviceLostError, Machine, Op, Search, one_line
+from onchip.tune.harness import DeviceLostError, Machine, Op, Search
 
 
 @dataclass(frozen=True)
@@ -101,19 +102,8 @@ def tune_op(
     What was measured goes to `<name>.tune.jsonl` beside that file; a later run with the same versions goes on from
     there, and leaves alone what has a winner.
 
-    Args:
-        name: the op's name in paths.
-        op: the op's tuning module.
-        machine: what to measure on.
-        cases: patterns against the names of the op's cases; None for its defaults.
-        kernels: patterns against the op's kernels; None for all.
-        dtype: one that the op has.
-        out: the folder of configs, made if need be; None for the user's own, which goes before the shipped one.
-        limit_seconds: no candidate is started after so many seconds; None for no limit.
-        again: measure anew what has a winner or is in the log.
-        compare: only time the config that a launch would get against the heuristic's, and store nothing.  Without
-            `cases`, on the problem of each config that is stored for the device, whatever its dtype.
-        console: where progress and the table go.
+    Options are those of the command, see `onchip.cli.tune`.  With `compare` and without `cases`, the config that a
+    launch would get is timed against the heuristic's on the problem of each config that is stored, whatever its dtype.
 
     Returns:
         Machine, versions, path, and a row for each kernel and case.  "ok" is False if one has no right candidate.

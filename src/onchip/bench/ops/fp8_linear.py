@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.bench.harness import Op
-from onchip.bench.peers import Implementation, always, gpu_only, optional, own
+from onchip.bench.peers import Implementation, always, gpu_only, imported, optional, own
 from onchip.bench.timing import Step
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers
@@ -239,32 +239,30 @@ def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
 def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     from onchip.ops.fp8_linear.torch_op import BACKENDS
 
-    own = [_recorded(impl) for impl in _own(fw, BACKENDS)]
+    own = [replace(impl, record=partial(_chosen, impl)) for impl in _own(fw, BACKENDS)]
+    linear = partial(imported, "torch.nn.functional:linear")
+    scaled_mm = partial(imported, "onchip.fp8.torch_products:scaled_mm_product")
     refusals = {"onchip dequantize": _only_cpu}
     return (
         *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in own),
         replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda, steps=_quantized_before_steps),
-        Implementation(LINEAR, _linear),
+        Implementation(LINEAR, linear),
         optional("torchao blockwise", "torchao", _torchao, gpu_only("torchao", ("bfloat16",), "torchao")),
-        Implementation(SCALED_MM, _scaled_mm, _no_scaled_mm, {"quantising": "not timed"}, steps=_product_steps),
+        Implementation(SCALED_MM, scaled_mm, _no_scaled_mm, {"quantising": "not timed"}, steps=_product_steps),
     )
 
 
-def _recorded(impl: Implementation) -> Implementation:
-    """With the backend that 'auto' takes as its settings."""
-    return replace(impl, record=lambda problem, mode: {"backend": _chosen(problem, impl)})
-
-
-def _chosen(problem: Problem, impl: Implementation) -> str:
+def _chosen(impl: Implementation, problem: Problem, mode: str = "") -> dict[str, str]:
+    """The backend that 'auto' takes."""
     from onchip.ops.fp8_linear import torch_op
 
-    return torch_op._choose(numbers.OP, impl.options["backend"], problem.x)
+    return {"backend": torch_op._choose(numbers.OP, impl.options["backend"], problem.x)}
 
 
 def _own_steps(impl: Implementation, problem: Problem, layer: Layer) -> Mapping[str, Step]:
     from onchip.ops.fp8_linear import torch_op
 
-    product = torch_op._backend(_chosen(problem, impl)).product
+    product = torch_op._backend(_chosen(impl, problem)["backend"]).product
     return {**TORCH.plain_steps(problem, layer), **_product_steps(problem, product)}
 
 
@@ -281,18 +279,6 @@ def _product_steps(problem: Problem, product: Callable[..., Any]) -> Mapping[str
         return lambda: [product(o.a, o.b, o.by_block, None, problem.x.dtype, None)]
 
     return {mode: step(operands) for mode, operands in problem.operands.items()}
-
-
-def _linear() -> Layer:
-    import torch.nn.functional as F
-
-    return F.linear
-
-
-def _scaled_mm() -> Callable[..., Any]:
-    from onchip.fp8.torch_products import scaled_mm_product
-
-    return scaled_mm_product
 
 
 def _torchao() -> Layer:

@@ -31,8 +31,8 @@ from onchip.vocab import memory
 
 Loss = Callable[..., Any]
 """Mean cross-entropy of (hidden [T, H], weight [V, H], target [T]) over the tokens whose target is not IGNORED."""
-ScratchBytes = Callable[[memory.Problem], int | None]
-"""The budget for a problem; None for the op's default."""
+ScratchBytes = Callable[[Any, memory.Problem], int | None]
+"""The budget for a problem, by the framework's adapter; None for the op's default."""
 
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
@@ -60,27 +60,19 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
     )
 
 
-def _default(p: memory.Problem) -> None:
-    return None
-
-
-def _no_bound(p: memory.Problem) -> int:
-    return 1 << 60
-
-
-def _small(framework: str, p: memory.Problem) -> int:
+def _small(fw: Any, p: memory.Problem) -> int:
     """As the name says; in JAX, with many more tokens than H, what the kernels need for a useful chunk."""
     budget = 64 * MIB + 4 * p.tokens * p.hidden
-    if framework == "torch":
+    if fw.NAME == "torch":
         return budget
     from onchip.vocab.mosaic.memory import useful_scratch
 
     return max(budget, useful_scratch(p, "auto"))
 
 
-def _part_of_logits(n: int, framework: str, p: memory.Problem) -> int:
+def _part_of_logits(n: int, fw: Any, p: memory.Problem) -> int:
     """The float32 logits' bytes / n, or what the smallest chunk needs."""
-    if framework == "torch":
+    if fw.NAME == "torch":
         least = memory.scratch_at_least(_at_worst(p), "recompute")
     else:
         from onchip.vocab.xla import memory as xla_memory
@@ -95,7 +87,11 @@ def _at_worst(p: memory.Problem) -> memory.Problem:
 
 
 def _own(
-    fw: Any, name: str, budget: ScratchBytes = _default, not_on_cpu: str | None = None, **options: Any
+    fw: Any,
+    name: str,
+    budget: ScratchBytes = lambda fw, p: None,
+    not_on_cpu: str | None = None,
+    **options: Any,
 ) -> Implementation:
     """This package's op with one budget and, in PyTorch, a strategy, in JAX a backend."""
 
@@ -105,13 +101,13 @@ def _own(
         return plain_refusals(device, dtype, fw.NAME)[options["backend"]] if "backend" in options else None
 
     def record(problem: Problem, mode: str) -> dict[str, Any]:
-        scratch = budget(_sizes(fw, problem))
+        scratch = budget(fw, _sizes(fw, problem))
         plan = _torch_plan if fw.NAME == "torch" else _jax_plan
         return plan(problem, _sizes(fw, problem, mode), scratch, **options)
 
     def steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
         benchmark = TORCH if fw.NAME == "torch" else JAX
-        return benchmark.plain_steps(problem, partial(op, **options, scratch_bytes=budget(_sizes(fw, problem))))
+        return benchmark.plain_steps(problem, partial(op, **options, scratch_bytes=budget(fw, _sizes(fw, problem))))
 
     load = partial(op_in, fw, "linear_cross_entropy")
     return Implementation(name, load, unavailable, package="onchip", steps=steps, record=record)
@@ -219,11 +215,11 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
     load_quack = partial(imported, "quack.linear_cross_entropy:chunked_linear_cross_entropy")
     return (
         own("onchip auto", strategy="auto"),
-        own("onchip, 64 MiB + 4TH", partial(_small, "torch"), "a budget for GPUs", strategy="auto"),
-        own("onchip, an eighth of the logits", partial(_part_of_logits, 8, "torch"), "a budget for GPUs"),
-        own("onchip, no bound", _no_bound, "a budget for GPUs", strategy="auto"),
+        own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs", strategy="auto"),
+        own("onchip, an eighth of the logits", partial(_part_of_logits, 8), "a budget for GPUs"),
+        own("onchip, no bound", lambda fw, p: 1 << 60, "a budget for GPUs", strategy="auto"),
         own("onchip stash", strategy="stash"),
-        own("onchip recompute", partial(_part_of_logits, 16, "torch"), strategy="recompute"),
+        own("onchip recompute", partial(_part_of_logits, 16), strategy="recompute"),
         _in_fp8(fw, "onchip fp8, approximate", before=False),
         _in_fp8(fw, "onchip fp8, approximate, weight quantised before", before=True),
         Implementation("torch eager", lambda: plain(fw)),
@@ -273,8 +269,8 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     load_cce = partial(imported, "jax_cce:linear_cross_entropy")
     return (
         own("onchip auto"),
-        own("onchip, 64 MiB + 4TH", partial(_small, "jax"), "a budget for GPUs"),
-        own("onchip, an eighth of the logits", partial(_part_of_logits, 8, "jax")),
+        own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs"),
+        own("onchip, an eighth of the logits", partial(_part_of_logits, 8)),
         own("onchip triton", not_on_cpu="it runs on GPUs", backend="triton"),
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
         narrow,
