@@ -3,7 +3,6 @@
 `linear_cross_entropy` checks its inputs (torch_call.py) and chooses a backend, which is an operator
 (`frontend.torch_register`).  Its `_forward` (here, in triton_op.py or in fp8_op.py) runs a walk of the engine
 (`vocab`).  Here 'stash' makes gradients in forward, which backward scales, and 'recompute' walks over the logits again.
-The maths is in the package's docstring.
 """
 
 from dataclasses import replace
@@ -31,7 +30,7 @@ from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tens
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
+from onchip.vocab.torch.loss import Loss, LossStats, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Tokens
 from onchip.vocab.triton import plan as planning
@@ -39,17 +38,7 @@ from onchip.vocab.triton import plan as planning
 BACKENDS = ("triton", "torch")
 
 
-class LinearCrossEntropyStats(NamedTuple):
-    """Per-token statistics, detached; each has the target's shape, and ignored tokens hold 0 (False)."""
-
-    lse: Tensor
-    """float32: log-sum-exp of the final logits."""
-    log_prob: Tensor
-    """float32: log-probability of the target."""
-    entropy: Tensor
-    """float32: entropy of the softmax, in nats."""
-    correct: Tensor
-    """bool: whether the target is the argmax (the first one, where logits tie)."""
+LinearCrossEntropyStats = LossStats
 
 
 def linear_cross_entropy(
@@ -102,7 +91,7 @@ def linear_cross_entropy(
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; a number, or a [...] tensor with one per token.
+        temperature: above 0: divides the logits, after softcap; a number, or a constant [...] tensor.
         check_inputs: check values on the GPU too, which synchronises, a quantised weight's copies among them.  On the
             CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
@@ -222,7 +211,8 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
 
-    Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
+    Takes the options of `linear_cross_entropy` once: `normalizer`, `backend` and the fields of `Options`.  What changes
+    from call to call goes to `forward`.
 
     Example:
         >>> import torch
@@ -233,39 +223,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         >>> loss.backward()
     """
 
-    def __init__(
-        self,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        normalizer: float | Tensor | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        temperature: float = 1.0,
-        check_inputs: bool = False,
-        scratch_bytes: int | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        return_stats: bool = False,
-        precision: str = "full",
-    ) -> None:
+    def __init__(self, *, normalizer: float | Tensor | None = None, backend: str = "auto", **options: Any) -> None:
         super().__init__()
-        self.options = Options(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            scratch_bytes=scratch_bytes,
-            strategy=strategy,
-            return_stats=return_stats,
-            precision=precision,
-        )
+        self.options = Options(**options)
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):

@@ -1,9 +1,8 @@
 """linear_jsd and jsd for PyTorch: the public functions, and the operators of backend "torch".
 
-Read from the top: a public function checks its inputs (torch_call.py) and calls an operator, whose `_forward` walks
-over chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number, that walk makes the
-gradients too, and backward scales them.  Otherwise backward walks again, in `_gradients`.  The maths is in the
-package's docstring.
+A public function checks its inputs (torch_call.py) and calls an operator, whose `_forward` walks over chunks of tokens
+(torch_walk.py).  Where hidden states are given and the loss is one number, that walk makes the gradients too, and
+backward scales them.  Otherwise backward walks again, in `_gradients`.
 """
 
 from typing import Any, NamedTuple
@@ -64,8 +63,7 @@ def linear_jsd(
 
     Args:
         student_hidden: [..., Hs] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        student_weight: [V, Hs] like `nn.Linear`'s, of student_hidden's dtype (under autocast of any of the three).  A
-            [Hs, V] kernel's transpose is read as it lies; "triton" copies it where V is no multiple of 8.
+        student_weight: [V, Hs] of student_hidden's dtype, as `linear_cross_entropy`'s weight.
         teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
         teacher_weight: [V, Ht] of teacher_hidden's dtype.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
@@ -73,11 +71,7 @@ def linear_jsd(
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
-        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
-        reduction: "mean" (over the tokens that are not ignored), "sum" or "none" (the loss then is [...]).
-        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count.  Where every
-            token is ignored any value of a 0-d tensor will do.  A constant.
+        ignore_index, token_weight, reduction, normalizer, check_inputs: as of `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
@@ -85,7 +79,6 @@ def linear_jsd(
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's tensors too, where they require them.  Otherwise the teacher is a
             constant.
-        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of both models' float32 logits, whichever is less, and at least what one chunk needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
@@ -160,11 +153,7 @@ def jsd(
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
-    With s = softmax(student_logits / temperature), t the same of the teacher and m = (1 - beta) * s + beta * t, the
-    loss of a token is::
-
-        jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
-        loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
+    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
 
     Args:
         student_logits: [..., V] float32, bfloat16 or float16, any strides.  -inf takes an entry out.  Those whose

@@ -1,13 +1,26 @@
 """Cross-entropy with label smoothing and z-loss: its value and its gradient, of each token's softmax statistics."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tokens, Transform
+
+
+class LossStats(NamedTuple):
+    """Per-token statistics, detached; each has the target's shape, and ignored tokens hold 0 (False)."""
+
+    lse: Tensor
+    """float32: log-sum-exp of the final logits."""
+    log_prob: Tensor
+    """float32: log-probability of the target."""
+    entropy: Tensor
+    """float32: entropy of the softmax, in nats."""
+    correct: Tensor
+    """bool: whether the target is the argmax (the first one, where logits tie)."""
 
 
 @dataclass(frozen=True)
