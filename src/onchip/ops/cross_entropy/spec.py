@@ -8,9 +8,6 @@ from onchip.frontend.options import check_leading, check_loss_options, check_per
 OP = "cross_entropy"
 
 
-# ---------------------------------------------------------------------------------------------------------- options
-
-
 @dataclass(frozen=True)
 class Options:
     """The options that are plain numbers and words, checked when made."""

@@ -17,9 +17,6 @@ STRATEGIES = ("auto", "stash", "recompute")
 PRECISIONS = ("full", "fp8")
 
 
-# ---------------------------------------------------------------------------------------------------------- options
-
-
 @dataclass(frozen=True)
 class Options:
     """The options that are plain numbers and words, checked when made."""

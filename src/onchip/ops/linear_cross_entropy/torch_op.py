@@ -164,7 +164,8 @@ def linear_cross_entropy(
     if quantized is not None and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
     matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
-    dtype = check_tensors(hidden, matrix, target, bias, token_weight, per_token_temperature)
+    constants = {"token_weight": token_weight, "temperature": per_token_temperature}
+    dtype = check_tensors({"hidden": hidden, "weight": matrix, "target": target, "bias": bias} | constants)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = precision
