@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
-from onchip.frontend.torch_inputs import check_normalizer
+from onchip.frontend.torch_inputs import check_normalizer, choose_torch_backend
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.linear_jsd import memory, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model, check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
 
-_DEVICES = ("cpu", "cuda", "meta")
 # The order of preference of "auto".
 BACKENDS = ("triton", "torch")
 
@@ -219,9 +217,7 @@ def _call(
         student, teacher, indices, values, target, token_weight, normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
-    chosen = choose_backend(options.op, backend, {"triton": triton_op.refusal(call), "torch": refused})
-    if chosen == "triton":
+    if choose_torch_backend(options.op, backend, device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem, "", options.scratch_bytes)  # shows before anything runs
     return (_STASHING if call.stash else OPERATORS[options.op])(call).loss
@@ -256,11 +252,14 @@ def _forward(call: Call) -> Outputs:
 
 
 def _fake(call: Call) -> Outputs:
-    made = [
-        None if x is None or not (call.stash and wanted) else x.new_empty(x.shape, dtype=torch.float32)
-        for x, wanted in zip(call.parameters, call.grads, strict=True)
-    ]
+    made = _empty(call, call.grads if call.stash else [False] * len(PARAMETERS), torch.float32)
     return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
+
+
+def _empty(call: Call, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
+    """Memory for gradients in `dtype`, by default their parameters'."""
+    pairs = zip(call.parameters, wanted, strict=True)
+    return [x.new_empty(x.shape, dtype=dtype) if x is not None and want else None for x, want in pairs]
 
 
 def _save(call: Call, made: Outputs) -> Call:
@@ -283,11 +282,6 @@ def _gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
     return [None if x is None or like is None else x.to(like.dtype) for x, like in pairs]
 
 
-def _fake_gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
-    pairs = zip(call.parameters, wanted, strict=True)
-    return [x.new_empty(x.shape) if x is not None and want else None for x, want in pairs]
-
-
 def _scale(stash: Stash, upstream: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstream
     assert grad_loss is not None
@@ -306,7 +300,7 @@ OPERATORS = {
         fake=_fake,
         save=_save,
         gradients=_gradients,
-        fake_gradients=_fake_gradients,
+        fake_gradients=lambda call, upstream, wanted: _empty(call, wanted, None),
         differentiable=PARAMETERS,
     )
     for op in (OP, LOGITS_OP)
