@@ -10,6 +10,7 @@ from onchip.frontend.torch_inputs import check_kinds, per_token_shapes, require_
 from onchip.frontend.torch_register import Made
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.torch.loss import empty_values
 from onchip.vocab.torch.tiles import Tokens, targets
 
 
@@ -66,15 +67,7 @@ class Kept(NamedTuple):
 
 def fake(call: Call) -> Outputs:
     """Empty outputs, without a gradient."""
-    options, shape = call.options, call.target.shape
-    loss, lse, log_prob, entropy = (call.logits.new_empty(shape, dtype=torch.float32) for _ in range(4))
-    correct = call.logits.new_empty(shape, dtype=torch.bool)
-    return Outputs(
-        loss if options.reduction == "none" else loss.new_empty(()),
-        lse,
-        log_prob,
-        *((entropy, correct) if options.return_stats else (None, None)),
-    )
+    return Outputs(*empty_values(call.options, call.logits, call.target.shape))
 
 
 def save(call: Call, made: Outputs) -> Kept:

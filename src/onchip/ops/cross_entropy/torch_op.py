@@ -28,7 +28,7 @@ from onchip.ops.cross_entropy.torch_inputs import (
 )
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch.loss import Loss, LossStats, token_losses
+from onchip.vocab.torch.loss import Loss, LossStats, values_of
 from onchip.vocab.torch.tiles import Tokens, Transform
 
 # Best first: the order in which "auto" asks them.
@@ -192,19 +192,10 @@ class CrossEntropyLoss(torch.nn.Module):
 
 
 def _forward(call: Call) -> Outputs:
-    options, shape = call.options, call.target.shape
-    transform, loss_of, tokens = Transform.of(options), Loss.of(options), call.tokens(check_values=options.check_inputs)
-    stats = torch_rows.forward(
-        call.logits, transform, loss_of, tokens, _chunk(call, tokens), stats=options.return_stats
-    )
-    loss = tokens.spread(token_losses(loss_of, stats, tokens), shape)
-    return Outputs(
-        loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
-        tokens.spread(stats.lse, shape),
-        tokens.spread(stats.log_prob, shape),
-        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-        tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
-    )
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    transform, loss, chunk = Transform.of(options), Loss.of(options), _chunk(call, tokens)
+    stats = torch_rows.forward(call.logits, transform, loss, tokens, chunk, stats=options.return_stats)
+    return Outputs(*values_of(options, stats, tokens, call.target.shape))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

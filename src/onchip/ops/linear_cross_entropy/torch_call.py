@@ -13,6 +13,7 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.loss import empty_values
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -63,13 +64,7 @@ class Outputs(NamedTuple):
 
 def empty_outputs(call: Call) -> Outputs:
     """Not yet filled."""
-    stats = call.options.return_stats
-
-    def make(dtype: torch.dtype = torch.float32) -> Tensor:
-        return call.hidden.new_empty(call.target.shape, dtype=dtype)
-
-    loss = make() if call.options.reduction == "none" else call.hidden.new_empty((), dtype=torch.float32)
-    return Outputs(loss, make(), make(), make() if stats else None, make(torch.bool) if stats else None)
+    return Outputs(*empty_values(call.options, call.hidden, call.target.shape))
 
 
 def check_tensors(named: Mapping[str, Tensor | None]) -> torch.dtype:

@@ -30,8 +30,8 @@ from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tens
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Loss, LossStats, loss_gradient, scaled_rows, token_losses
-from onchip.vocab.torch.softmax import TokenGradient, TokenStats
+from onchip.vocab.torch.loss import Loss, LossStats, loss_gradient, scaled_rows, values_of
+from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.torch.tiles import Tokens
 from onchip.vocab.triton import plan as planning
 
@@ -287,20 +287,6 @@ def _plan(call: Call, strategy: str, tokens: Tokens) -> Config:
     return memory.plan(call.problem(call.device, compacted=tokens.index is not None), strategy, call.budget)
 
 
-def _outputs(call: Call, tokens: Tokens, stats: TokenStats) -> Outputs:
-    shape = call.target.shape
-    loss = tokens.spread(token_losses(Loss.of(call.options), stats, tokens), shape)
-    if call.options.reduction != "none":
-        loss = loss.sum() * tokens.inverse_count
-    return Outputs(
-        loss,
-        tokens.spread(stats.lse, shape),
-        tokens.spread(stats.log_prob, shape),
-        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-        tokens.spread(stats.is_top1(tokens), shape) if call.options.return_stats else None,
-    )
-
-
 # 'recompute', and 'forward' where nothing needs a gradient.
 
 
@@ -322,7 +308,7 @@ def _forward(call: Call) -> TorchOutputs:
         entropy=call.options.return_stats,
         uniform=Loss.of(call.options).uniform,
     )
-    return TorchOutputs(_outputs(call, tokens, stats), Stash())
+    return TorchOutputs(Outputs(*values_of(call.options, stats, tokens, call.target.shape)), Stash())
 
 
 def _fake(call: Call) -> TorchOutputs:
@@ -402,7 +388,8 @@ def _stash(call: Call) -> TorchOutputs:
         uniform=loss.uniform,
     )
     grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
-    return TorchOutputs(_outputs(call, tokens, stats), Stash(grad_hidden, *others))
+    out = Outputs(*values_of(call.options, stats, tokens, call.target.shape))
+    return TorchOutputs(out, Stash(grad_hidden, *others))
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
