@@ -97,22 +97,20 @@ def linear_cross_entropy(
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of the float32 logits, whichever is less, and at least what one chunk needs; without gradients
             "triton" takes 64 MiB.
-        strategy: "stash" does 3 products in all: backend "triton" keeps the exponentials of the logits until backward,
-            in the memory of the weight's gradient and what more it needs; "torch" computes gradients in forward,
-            chunk by chunk of tokens, in float32.  "recompute" computes logits again in backward, chunk by chunk of the
-            vocabulary (4 products, less memory).  "auto" is the fastest that fits scratch_bytes: with "triton" as
-            many tokens' exponentials as fit, with "torch" one of the two.  There, with reduction="none", a gradient of
-            weight or bias is always made by "recompute".
+        strategy: "stash" does 3 products: "triton" keeps the logits' exponentials until backward, as far as it can in
+            the memory of the weight's gradient; "torch" computes float32 gradients in forward, chunk by chunk of
+            tokens.  "recompute" does 4 in less memory: backward computes the logits again.  "auto" is the fastest that
+            fits scratch_bytes; with "triton" that may be some tokens by one and the rest by the other.  With "torch"
+            and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
             matrix products) or "auto": the first of these that can run.
         return_stats: also return float32 per-token statistics.
         weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
-        precision: "full": products of the inputs' dtype.  "fp8": an approximation whose three products are of numbers
-            quantised to FP8 in blocks, as `fp8_linear`'s, with logits stored in bfloat16 and tokens taken in chunks;
-            strategy must not be "recompute", and scratch_bytes bounds what the chunks take.  Its backend "triton" is
-            cuBLAS's FP8 products and Triton kernels, for compute capability 9.0; "torch" is the same by float32
-            products of the dequantised numbers, on any device, to see what it does to a model.
+        precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
+            quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
+            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
+            any device by products of the dequantised numbers.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -362,9 +360,7 @@ class KeptStash(NamedTuple):
     stash: Stash
     target: Tensor
     weight_grad_out: Tensor | None
-    hidden_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # of hidden, weight and bias
     reduction: str
     ignore_index: int
 
@@ -393,16 +389,15 @@ def _stash(call: Call) -> TorchOutputs:
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
-    def make(x: Tensor | None, wanted: bool) -> Tensor | None:
-        return x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None
-
-    parameters = (call.hidden, call.weight, call.bias)
-    return TorchOutputs(empty_outputs(call), Stash(*[make(x, w) for x, w in zip(parameters, call.grads, strict=True)]))
+    pairs = zip((call.hidden, call.weight, call.bias), call.grads, strict=True)
+    made = [x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None for x, wanted in pairs]
+    return TorchOutputs(empty_outputs(call), Stash(*made))
 
 
 def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
+    options = call.options
     return KeptStash(
-        made.stash, call.target, call.weight_grad_out, *call.dtypes, call.options.reduction, call.options.ignore_index
+        made.stash, call.target, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index
     )
 
 
@@ -416,8 +411,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     elif is_plain_one(grad_loss):
         factor = None
     made: list[Tensor | None] = [None] * 3
-    dtypes = (kept.hidden_dtype, kept.weight_dtype, kept.bias_dtype)
-    for i, (stashed, dtype) in enumerate(zip(kept.stash, dtypes, strict=True)):
+    for i, (stashed, dtype) in enumerate(zip(kept.stash, kept.dtypes, strict=True)):
         if not wanted[i] or stashed is None:
             continue
         if i == 1 and kept.weight_grad_out is not None:

@@ -162,9 +162,8 @@ def jsd(
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
-    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; between forward and
-    backward nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of
-    logits is read twice for the loss (and a third time for its softmax), and once for its gradient.
+    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; "triton" needs nothing of
+    that size.  Between forward and backward nothing but the inputs is kept.
 
     Example:
         >>> import torch
