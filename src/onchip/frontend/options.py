@@ -1,4 +1,4 @@
-"""What the specs of the ops share: checks of options and shapes, and how tiles are cut.  No framework."""
+"""What the specs of the ops share: options, and checks of options and shapes.  No framework."""
 
 import math
 from collections.abc import Sequence
