@@ -49,3 +49,36 @@ def count_products(monkeypatch, *modules):
     for module in (torch_tiles, *modules):
         monkeypatch.setattr(module, "product", counted)
     return work
+
+
+# On a GPU.
+
+
+def aside(run):
+    """What `run` makes on another stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        made = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    return made
+
+
+def capture(run):
+    """A graph of it, and what a replay overwrites."""
+    aside(run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    return graph, captured
+
+
+def without_synchronisation(step):
+    """Run it where it raises if it synchronises."""
+    step()  # compiles what there is to compile
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -16,6 +16,7 @@ from loss_checks import RIGHT, everything
 from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan
 from onchip.oracle.torch import computed
 from onchip.torch import cross_entropy
+from shared import aside, capture, without_synchronisation
 from tanh import assert_is_tanh, triton_tanh
 
 pytestmark = pytest.mark.gpu
@@ -104,12 +105,9 @@ def test_the_same_bits_every_time(way):
     first = way.run(given)
     for _ in range(3):
         assert same_bits(way.run(given), first)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        aside = way.run(given)
+    made = aside(lambda: way.run(given))
     torch.cuda.synchronize()
-    assert same_bits(aside, first)
+    assert same_bits(made, first)
     made = way.call(given)
     upstream = way.loss.upstream(made)
     leaves = {name: x for name, x in given.items() if x.requires_grad}
@@ -119,29 +117,6 @@ def test_the_same_bits_every_time(way):
         for name, g in zip(leaves, grads, strict=True):
             assert torch.equal(g, first[f"grad_{name}"])
             g.mul_(3)  # what a caller does with its gradients must not reach the graph
-
-
-def without_synchronisation(step):
-    step()  # compiles what there is to compile
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def capture(step):
-    """A CUDA graph of `step`, and what that returns each time the graph is replayed."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    return graph, captured
 
 
 @pytest.mark.parametrize("options", ["plain", "everything"])

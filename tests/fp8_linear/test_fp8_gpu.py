@@ -17,6 +17,7 @@ from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR, plain_refusals
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.torch import Fp8Linear, fp8_linear, quantize_activation, quantize_weight, weights_unchanged
+from shared import aside, capture, without_synchronisation
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -54,25 +55,6 @@ def step(x, w, grad, layer=fp8_linear, **options):
     """Output and gradients."""
     out = layer(x, w, **options)
     return [out.detach(), *torch.autograd.grad(out, (x, w), grad)]
-
-
-def aside(run):
-    """What `run` makes on another stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        made = run()
-    torch.cuda.current_stream().wait_stream(stream)
-    return made
-
-
-def capture(run):
-    """A graph of it, and what a replay overwrites."""
-    aside(run)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    return graph, captured
 
 
 @pytest.fixture(autouse=True)
@@ -285,15 +267,12 @@ def test_the_same_bits_every_time(backend):
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_synchronisation(shared, backend):
     x, w, g = make(1000, 1032, 2050)
-    step(x, w, g, backend=backend)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+
+    def run():
         given, weight = (quantize_activation(x), quantize_weight(w)) if shared else (x, w)
-        out = fp8_linear(given, weight, backend=backend)
-        torch.autograd.grad(out, (x, w), g)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        return torch.autograd.grad(fp8_linear(given, weight, backend=backend), (x, w), g)
+
+    without_synchronisation(run)
 
 
 @BACKENDS

@@ -283,7 +283,7 @@ def test_the_formula_holds(dtype, beta, hard):
     head = Head(size, vocab, dtype, dtype, dtype)
     p = Problem(tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard)
     budget = memory.PLANNER.least(p, "") + 8 * MIB
-    formula = memory.scratch_bytes(p, memory.plan(p, budget))
+    formula = memory.scratch_bytes(p, memory.plan(p, budget=budget))
     y = torch.randint(vocab, (tokens,))
     y[::8] = -100
     options = {"target": y, "hard_weight": 0.3} if hard else {}

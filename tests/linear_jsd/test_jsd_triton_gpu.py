@@ -15,6 +15,7 @@ from onchip.ops.linear_jsd.checks import check_case, plain_divergence
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import jsd, linear_jsd
+from shared import aside, capture, without_synchronisation
 
 pytestmark = pytest.mark.gpu
 op = partial(linear_jsd, backend="triton")
@@ -150,12 +151,9 @@ def test_the_same_bits_every_time():
     first = run()
     for _ in range(3):
         assert all(torch.equal(p, q) for p, q in zip(run(), first, strict=True))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        aside = run()
+    made = aside(run)
     torch.cuda.synchronize()
-    assert all(torch.equal(p, q) for p, q in zip(aside, first, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(made, first, strict=True))
     loss = op(*leaves, teacher_grad=True)
     for retain in (True, True, False):
         made = torch.autograd.grad(loss, leaves, retain_graph=retain)
@@ -172,20 +170,8 @@ def test_a_cuda_graph_without_synchronisation():
     def step():
         return gradients(op(*leaves, target=y, hard_weight=0.1), leaves[:2])
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    without_synchronisation(step)
+    graph, captured = capture(step)
     with torch.no_grad():
         leaves[0].copy_(torch.randn_like(leaves[0]))
         y[::3] = -100

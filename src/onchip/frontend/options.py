@@ -1,8 +1,8 @@
-"""What the specs of the ops share: checks of options and shapes, and how tiles are cut.  No framework."""
+"""What the specs of the ops share: options, and checks of options and shapes.  No framework."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, get_args
 
@@ -74,8 +74,26 @@ def check_logit_options(op: str, options: Any) -> None:
     require_positive_int(op, "scratch_bytes", options.scratch_bytes)
 
 
-def check_loss_options(op: str, options: Any) -> None:
-    """Raise for a wrong reduction, label_smoothing or z_loss of `options`, and for what `check_logit_options` does."""
+@dataclass(frozen=True)
+class LossOptions:
+    """The options of every cross-entropy that are plain numbers and words."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    check_inputs: bool = False
+    scratch_bytes: int | None = None
+    return_stats: bool = False
+
+
+def check_loss_options(op: str, options: LossOptions) -> None:
+    """Raise for a wrong one."""
+    require_bool(op, "check_inputs", options.check_inputs)
+    require_bool(op, "return_stats", options.return_stats)
     require_one_of(op, "reduction", options.reduction, REDUCTIONS)
     require_fraction(op, "label_smoothing", options.label_smoothing)
     require_number(op, "z_loss", options.z_loss)

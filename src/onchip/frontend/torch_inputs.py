@@ -74,6 +74,12 @@ def temperature_tensor(op: str, temperature: Any) -> Tensor | None:
     return temperature if isinstance(temperature, Tensor) else None
 
 
+def per_token_shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Shapes of those that have a number for each token; a temperature may be one for all."""
+    given = {name: tensors[name].shape for name in ("token_weight", "temperature") if name in tensors}
+    return {name: shape for name, shape in given.items() if name == "token_weight" or shape}
+
+
 def check_kinds(
     op: str, tensors: Mapping[str, Tensor], *, integers: Collection[str], constants: Collection[str] = ()
 ) -> None:

@@ -158,12 +158,15 @@ def softmax_cases(case: Callable[..., AnyCase]) -> tuple[AnyCase, ...]:
     )
 
 
-def loss_cases(case: Callable[..., AnyCase]) -> tuple[AnyCase, ...]:
-    """What every cross-entropy checks besides."""
+def loss_cases(case: Callable[..., AnyCase], **more: Any) -> tuple[AnyCase, ...]:
+    """What every cross-entropy checks besides; `more` is what else the op knows, for the case with everything."""
+    everything = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 15.0, "logit_scale": 0.5, "normalizer": 100}
+    per_token = {"ignored": 0.3, "token_weight": True, "token_temperature": True}
     return (
         case("sum", 127, 64, 1000, reduction="sum"),
         case("per token", 127, 64, 1000, reduction="none"),
         case("token weights", 127, 64, 1000, token_weight=True),
         case("label smoothing", 127, 64, 1000, label_smoothing=0.1),
         case("z-loss", 127, 64, 1000, z_loss=1e-3),
+        case("everything", 127, 64, 1000, **everything, **per_token, **more),
     )

@@ -4,7 +4,7 @@ Written for reading, not for speed.  Tokens are taken in blocks so that their lo
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,34 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 _BLOCK_LOGITS = 1 << 24  # 128 MiB of float64
+
+
+class Linear:
+    """A linear layer's products, and the gradients that follow from those of the products."""
+
+    def __init__(self, hidden: npt.ArrayLike, weight: npt.ArrayLike, bias: npt.ArrayLike | None) -> None:
+        given = np.asarray(hidden, np.float64)
+        self.weight = np.asarray(weight, np.float64)
+        self.vocab, size = self.weight.shape
+        self.hidden = given.reshape(-1, size)
+        self.bias = np.zeros(self.vocab) if bias is None else np.asarray(bias, np.float64)
+        self.grad_hidden, self.grad_weight = np.zeros(given.shape), np.zeros(self.weight.shape)
+        self.grad_bias = np.zeros(self.vocab)
+
+    def products(self, rows: Any) -> Array:
+        """[n, V] of these tokens."""
+        return np.asarray(self.hidden[rows] @ self.weight.T + self.bias)
+
+    def backward(self, rows: Any, gradient: Array) -> None:
+        """Take in the gradient of these tokens' products."""
+        self.grad_hidden.reshape(self.hidden.shape)[rows] = gradient @ self.weight
+        self.grad_weight += gradient.T @ self.hidden[rows]
+        self.grad_bias += gradient.sum(0)
+
+    @property
+    def gradients(self) -> tuple[Array, Array, Array]:
+        """Of hidden, weight and bias."""
+        return self.grad_hidden, self.grad_weight, self.grad_bias
 
 
 class Loss(NamedTuple):

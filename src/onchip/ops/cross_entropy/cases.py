@@ -70,22 +70,8 @@ def _of_logits(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> 
 
 CHECK_CASES = (
     *softmax_cases(_of_logits),
-    *loss_cases(_of_logits),
+    *loss_cases(_of_logits, sliced=24),
     _case("sliced", 127, 1000, sliced=24),
-    _case(
-        "everything",
-        127,
-        1000,
-        sliced=24,
-        ignored=0.3,
-        token_weight=True,
-        token_temperature=True,
-        label_smoothing=0.1,
-        z_loss=1e-3,
-        softcap=15.0,
-        logit_scale=0.5,
-        normalizer=100,
-    ),
 )
 # The cases that `onchip bench` runs unless told otherwise, by device type: a model's head and variants of it, a short
 # vocabulary, and those of images, characters or small tokenizers.

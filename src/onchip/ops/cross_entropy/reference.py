@@ -1,7 +1,4 @@
-"""The contract of cross_entropy in NumPy float64, with gradients: the one oracle of every test.
-
-Written for reading, not for speed; the maths is in the package's docstring.
-"""
+"""The contract of cross_entropy in NumPy float64, with gradients: the oracle of every test."""
 
 from typing import Any, NamedTuple
 

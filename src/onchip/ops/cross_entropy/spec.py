@@ -3,34 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import check_leading, check_loss_options, check_per_token, require_bool
+from onchip.frontend.options import LossOptions, check_leading, check_loss_options, check_per_token, require_bool
 
 OP = "cross_entropy"
 
 
-# ---------------------------------------------------------------------------------------------------------- options
-
-
 @dataclass(frozen=True)
-class Options:
+class Options(LossOptions):
     """The options that are plain numbers and words, checked when made."""
 
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    check_inputs: bool = False
-    return_stats: bool = False
     inplace_backward: bool = False
-    scratch_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_loss_options(OP, self)
-        for name in ("check_inputs", "return_stats", "inplace_backward"):
-            require_bool(OP, name, getattr(self, name))
+        require_bool(OP, "inplace_backward", self.inplace_backward)
 
 
 def check_shapes(

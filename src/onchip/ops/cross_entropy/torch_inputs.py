@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_autograd import graph_is_kept
-from onchip.frontend.torch_inputs import check_kinds, require_tensors
+from onchip.frontend.torch_inputs import check_kinds, per_token_shapes, require_tensors
 from onchip.frontend.torch_register import Made
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.torch.loss import empty_values
 from onchip.vocab.torch.tiles import Tokens, targets
 
 
@@ -66,15 +67,7 @@ class Kept(NamedTuple):
 
 def fake(call: Call) -> Outputs:
     """Empty outputs, without a gradient."""
-    options, shape = call.options, call.target.shape
-    loss, lse, log_prob, entropy = (call.logits.new_empty(shape, dtype=torch.float32) for _ in range(4))
-    correct = call.logits.new_empty(shape, dtype=torch.bool)
-    return Outputs(
-        loss if options.reduction == "none" else loss.new_empty(()),
-        lse,
-        log_prob,
-        *((entropy, correct) if options.return_stats else (None, None)),
-    )
+    return Outputs(*empty_values(call.options, call.logits, call.target.shape))
 
 
 def save(call: Call, made: Outputs) -> Kept:
@@ -89,10 +82,7 @@ def check_tensors(logits: Tensor, target: Tensor, token_weight: Tensor | None, t
     """Raise for what can be seen without reading values; `temperature` is None unless it is a tensor."""
     named = {"logits": logits, "target": target, "token_weight": token_weight, "temperature": temperature}
     tensors = require_tensors(OP, named, optional=("token_weight", "temperature"))
-    per_token = {
-        name: x.shape for name, x in tensors.items() if name == "token_weight" or (name == "temperature" and x.ndim)
-    }
-    spec.check_shapes(logits.shape, target.shape, per_token)
+    spec.check_shapes(logits.shape, target.shape, per_token_shapes(tensors))
     check_kinds(OP, tensors, integers=("target",), constants=("token_weight", "temperature"))
 
 

@@ -1,11 +1,11 @@
 """cross_entropy for PyTorch: the public function and module, and the operators of its backends.
 
-Read from the top: the public function checks its inputs (torch_inputs.py) and calls a backend's operator: that of
-triton_op.py, or `_forward` here, which walks over the rows in chunks (onchip.vocab.rows.torch).  `_gradients` walks
-over them again into a new tensor, or with inplace_backward over the logits.  The maths is in the package's docstring.
+The public function checks its inputs (torch_inputs.py) and calls a backend's operator: that of triton_op.py, or
+`_forward` here, which walks over the rows in chunks (onchip.vocab.rows.torch).  `_gradients` walks over them again into
+a new tensor, or with inplace_backward over the logits.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,24 +28,14 @@ from onchip.ops.cross_entropy.torch_inputs import (
 )
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch.loss import Loss, token_losses
+from onchip.vocab.torch.loss import Loss, LossStats, values_of
 from onchip.vocab.torch.tiles import Tokens, Transform
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
 
 
-class CrossEntropyStats(NamedTuple):
-    """Per-token statistics, detached; each has the target's shape, and ignored tokens hold 0 (False)."""
-
-    lse: Tensor
-    """float32: log-sum-exp of the final logits."""
-    log_prob: Tensor
-    """float32: log-probability of the target."""
-    entropy: Tensor
-    """float32: entropy of the softmax, in nats."""
-    correct: Tensor
-    """bool: whether the target is the argmax (the first one, where logits tie)."""
+CrossEntropyStats = LossStats
 
 
 def cross_entropy(
@@ -67,34 +57,22 @@ def cross_entropy(
     backend: str = "auto",
     scratch_bytes: int | None = None,
 ) -> Any:
-    r"""Cross-entropy of logits that exist already, in little memory beside them.
+    """Cross-entropy of logits that exist already, in little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     lse = log(sum(exp(z))), the loss of a token is::
 
         token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
-    'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
-    `F.cross_entropy(logits.float().flatten(0, -2), target.flatten())`, without a float32 copy of the logits.  The
-    vocabulary is the last dimension, whatever the number of dimensions.
+    So it is `F.cross_entropy(logits.float().flatten(0, -2), target.flatten())`, without a float32 copy of the logits.
+    The vocabulary is the last dimension, whatever the number of dimensions.
 
     Args:
         logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
             hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
-        reduction: "mean", "sum" or "none" (the loss then has target's shape).
-        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
-            accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A
-            constant to autograd.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
-        label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
-        z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
-        softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
-        logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; a number, or a [...] tensor with one per token.
-        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
-        return_stats: also return float32 per-token statistics.
+        ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale, temperature,
+            check_inputs, return_stats: as of `linear_cross_entropy`.
         inplace_backward: let backward write the gradient over the logits: **after it they are gone**.  The logits must
             be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
@@ -102,8 +80,8 @@ def cross_entropy(
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
             own operations) or "auto": the first of these that can run the call.
         scratch_bytes: bound on the peak memory above logits, loss and returned gradient.  Default: 256 MiB or an eighth
-            of the float32 logits, whichever is less, and at least what a useful chunk of rows needs.  Backend "triton"
-            needs little, whatever the bound.
+            of the float32 logits, whichever is less, and at least what a useful chunk of rows needs.  "triton" needs
+            little, whatever the bound.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
@@ -163,9 +141,9 @@ def cross_entropy(
 class CrossEntropyLoss(torch.nn.Module):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
-    Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Beside what
-    `torch.nn.CrossEntropyLoss` does: the vocabulary is the last dimension, class weights and targets of probabilities
-    are not supported, and the mean of no tokens is 0, not NaN.
+    Takes the options of `cross_entropy` once: `normalizer`, `backend` and the fields of `Options`.  What changes from
+    call to call goes to `forward`.  Unlike with `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension,
+    class weights and targets of probabilities are not supported, and the mean of no tokens is 0, not NaN.
 
     Example:
         >>> import torch
@@ -175,37 +153,9 @@ class CrossEntropyLoss(torch.nn.Module):
         >>> loss.backward()
     """
 
-    def __init__(
-        self,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        normalizer: float | Tensor | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        temperature: float = 1.0,
-        check_inputs: bool = False,
-        return_stats: bool = False,
-        inplace_backward: bool = False,
-        backend: str = "auto",
-        scratch_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, *, normalizer: float | Tensor | None = None, backend: str = "auto", **options: Any) -> None:
         super().__init__()
-        self.options = Options(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            return_stats=return_stats,
-            inplace_backward=inplace_backward,
-            scratch_bytes=scratch_bytes,
-        )
+        self.options = Options(**options)
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):
@@ -242,19 +192,10 @@ class CrossEntropyLoss(torch.nn.Module):
 
 
 def _forward(call: Call) -> Outputs:
-    options, shape = call.options, call.target.shape
-    transform, loss_of, tokens = Transform.of(options), Loss.of(options), call.tokens(check_values=options.check_inputs)
-    stats = torch_rows.forward(
-        call.logits, transform, loss_of, tokens, _chunk(call, tokens), stats=options.return_stats
-    )
-    loss = tokens.spread(token_losses(loss_of, stats, tokens), shape)
-    return Outputs(
-        loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
-        tokens.spread(stats.lse, shape),
-        tokens.spread(stats.log_prob, shape),
-        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-        tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
-    )
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    transform, loss, chunk = Transform.of(options), Loss.of(options), _chunk(call, tokens)
+    stats = torch_rows.forward(call.logits, transform, loss, tokens, chunk, stats=options.return_stats)
+    return Outputs(*values_of(options, stats, tokens, call.target.shape))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -9,23 +9,8 @@ __all__ = ["BENCH_CASES", "CHECK_CASES", "DEFAULT_BENCH_CASES", "MODELS", "Case"
 _case = partial(named_case, Case)
 CHECK_CASES = (
     *softmax_cases(_case),
-    *loss_cases(_case),
+    *loss_cases(_case, bias=True),
     _case("bias", 127, 64, 1000, bias=True),
-    _case(
-        "everything",
-        127,
-        64,
-        1000,
-        bias=True,
-        ignored=0.3,
-        token_weight=True,
-        token_temperature=True,
-        label_smoothing=0.1,
-        z_loss=1e-3,
-        softcap=15.0,
-        logit_scale=0.5,
-        normalizer=100,
-    ),
 )
 # The cases that `onchip bench` runs unless told otherwise, by device type.
 CPU_CASE = _case("cpu", 4096, 1024, 32768)

@@ -1,7 +1,4 @@
-"""The contract of linear_cross_entropy in NumPy float64, with gradients: the one oracle of every test.
-
-Written for reading, not for speed; the maths is in the package's docstring.
-"""
+"""The contract of linear_cross_entropy in NumPy float64, with gradients: the oracle of every test."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import reference
-from onchip.oracle.reference import Array, Indices
+from onchip.oracle.reference import Array, Linear
 
 
 class Result(NamedTuple):
@@ -37,17 +34,6 @@ def linear_cross_entropy(
     The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
     out of range give.
     """
-    w = np.asarray(weight, np.float64)
-    vocab, hidden_size = w.shape
-    given = np.asarray(hidden, np.float64)
-    h = given.reshape(-1, hidden_size)
-    b = np.zeros(vocab) if bias is None else np.asarray(bias, np.float64)
-    grad_h, grad_w, grad_b = np.zeros_like(h), np.zeros_like(w), np.zeros_like(b)
-
-    def backward(rows: Indices, gradient: Array) -> None:
-        grad_h[rows] = gradient @ w
-        grad_w[:] += gradient.T @ h[rows]
-        grad_b[:] += gradient.sum(0)
-
-    result = reference.cross_entropy(lambda rows: h[rows] @ w.T + b, backward, vocab, target, **options)
-    return Result(*result, grad_h.reshape(given.shape), grad_w, grad_b)
+    layer = Linear(hidden, weight, bias)
+    result = reference.cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
+    return Result(*result, *layer.gradients)

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onchip.frontend.options import (
+    LossOptions,
     check_head,
     check_leading,
     check_loss_options,
     check_per_token,
-    require_bool,
     require_one_of,
 )
 
@@ -17,31 +17,16 @@ STRATEGIES = ("auto", "stash", "recompute")
 PRECISIONS = ("full", "fp8")
 
 
-# ---------------------------------------------------------------------------------------------------------- options
-
-
 @dataclass(frozen=True)
-class Options:
+class Options(LossOptions):
     """The options that are plain numbers and words, checked when made."""
 
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    check_inputs: bool = False
-    scratch_bytes: int | None = None
     strategy: str = "auto"
-    return_stats: bool = False
     precision: str = "full"
 
     def __post_init__(self) -> None:
         check_loss_options(OP, self)
         require_one_of(OP, "strategy", self.strategy, STRATEGIES)
-        require_bool(OP, "check_inputs", self.check_inputs)
-        require_bool(OP, "return_stats", self.return_stats)
         require_one_of(OP, "precision", self.precision, PRECISIONS)
 
 

@@ -1,18 +1,19 @@
 """Arguments and outputs of every backend in PyTorch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import check_kinds, product_dtype, require_tensors
+from onchip.frontend.torch_inputs import check_kinds, per_token_shapes, product_dtype, require_tensors
 from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.loss import empty_values
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -63,30 +64,14 @@ class Outputs(NamedTuple):
 
 def empty_outputs(call: Call) -> Outputs:
     """Not yet filled."""
-    stats = call.options.return_stats
-
-    def make(dtype: torch.dtype = torch.float32) -> Tensor:
-        return call.hidden.new_empty(call.target.shape, dtype=dtype)
-
-    loss = make() if call.options.reduction == "none" else call.hidden.new_empty((), dtype=torch.float32)
-    return Outputs(loss, make(), make(), make() if stats else None, make(torch.bool) if stats else None)
+    return Outputs(*empty_values(call.options, call.hidden, call.target.shape))
 
 
-def check_tensors(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    temperature: Tensor | None,
-) -> torch.dtype:
+def check_tensors(named: Mapping[str, Tensor | None]) -> torch.dtype:
     """Raise for what can be seen without reading values; return the dtype of the matrix products."""
-    named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    named |= {"token_weight": token_weight, "temperature": temperature}
     tensors = require_tensors(OP, named, optional=("bias", "token_weight", "temperature"))
-    per_token = {
-        name: x.shape for name, x in tensors.items() if name == "token_weight" or (name == "temperature" and x.ndim)
-    }
-    spec.check_shapes(hidden.shape, weight.shape, target.shape, None if bias is None else bias.shape, per_token)
+    hidden, weight, target = (tensors[name].shape for name in ("hidden", "weight", "target"))
+    bias = tensors["bias"].shape if "bias" in tensors else None
+    spec.check_shapes(hidden, weight, target, bias, per_token_shapes(tensors))
     check_kinds(OP, tensors, integers=("target",), constants=("token_weight", "temperature"))
     return product_dtype(OP, tensors)

@@ -3,7 +3,6 @@
 `linear_cross_entropy` checks its inputs (torch_call.py) and chooses a backend, which is an operator
 (`frontend.torch_register`).  Its `_forward` (here, in triton_op.py or in fp8_op.py) runs a walk of the engine
 (`vocab`).  Here 'stash' makes gradients in forward, which backward scales, and 'recompute' walks over the logits again.
-The maths is in the package's docstring.
 """
 
 from dataclasses import replace
@@ -31,25 +30,15 @@ from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tens
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
-from onchip.vocab.torch.softmax import TokenGradient, TokenStats
+from onchip.vocab.torch.loss import Loss, LossStats, loss_gradient, scaled_rows, values_of
+from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.torch.tiles import Tokens
 from onchip.vocab.triton import plan as planning
 
 BACKENDS = ("triton", "torch")
 
 
-class LinearCrossEntropyStats(NamedTuple):
-    """Per-token statistics, detached; each has the target's shape, and ignored tokens hold 0 (False)."""
-
-    lse: Tensor
-    """float32: log-sum-exp of the final logits."""
-    log_prob: Tensor
-    """float32: log-probability of the target."""
-    entropy: Tensor
-    """float32: entropy of the softmax, in nats."""
-    correct: Tensor
-    """bool: whether the target is the argmax (the first one, where logits tie)."""
+LinearCrossEntropyStats = LossStats
 
 
 def linear_cross_entropy(
@@ -102,28 +91,26 @@ def linear_cross_entropy(
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; a number, or a [...] tensor with one per token.
+        temperature: above 0: divides the logits, after softcap; a number, or a constant [...] tensor.
         check_inputs: check values on the GPU too, which synchronises, a quantised weight's copies among them.  On the
             CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of the float32 logits, whichever is less, and at least what one chunk needs; without gradients
             "triton" takes 64 MiB.
-        strategy: "stash" does 3 products in all: backend "triton" keeps the exponentials of the logits until backward,
-            in the memory of the weight's gradient and what more it needs; "torch" computes gradients in forward,
-            chunk by chunk of tokens, in float32.  "recompute" computes logits again in backward, chunk by chunk of the
-            vocabulary (4 products, less memory).  "auto" is the fastest that fits scratch_bytes: with "triton" as
-            many tokens' exponentials as fit, with "torch" one of the two.  There, with reduction="none", a gradient of
-            weight or bias is always made by "recompute".
+        strategy: "stash" does 3 products: "triton" keeps the logits' exponentials until backward, as far as it can in
+            the memory of the weight's gradient; "torch" computes float32 gradients in forward, chunk by chunk of
+            tokens.  "recompute" does 4 in less memory: backward computes the logits again.  "auto" is the fastest that
+            fits scratch_bytes; with "triton" that may be some tokens by one and the rest by the other.  With "torch"
+            and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
             matrix products) or "auto": the first of these that can run.
         return_stats: also return float32 per-token statistics.
         weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
-        precision: "full": products of the inputs' dtype.  "fp8": an approximation whose three products are of numbers
-            quantised to FP8 in blocks, as `fp8_linear`'s, with logits stored in bfloat16 and tokens taken in chunks;
-            strategy must not be "recompute", and scratch_bytes bounds what the chunks take.  Its backend "triton" is
-            cuBLAS's FP8 products and Triton kernels, for compute capability 9.0; "torch" is the same by float32
-            products of the dequantised numbers, on any device, to see what it does to a model.
+        precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
+            quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
+            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
+            any device by products of the dequantised numbers.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -175,7 +162,8 @@ def linear_cross_entropy(
     if quantized is not None and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
     matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
-    dtype = check_tensors(hidden, matrix, target, bias, token_weight, per_token_temperature)
+    constants = {"token_weight": token_weight, "temperature": per_token_temperature}
+    dtype = check_tensors({"hidden": hidden, "weight": matrix, "target": target, "bias": bias} | constants)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = precision
@@ -222,7 +210,8 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
 
-    Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
+    Takes the options of `linear_cross_entropy` once: `normalizer`, `backend` and the fields of `Options`.  What changes
+    from call to call goes to `forward`.
 
     Example:
         >>> import torch
@@ -233,39 +222,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         >>> loss.backward()
     """
 
-    def __init__(
-        self,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        normalizer: float | Tensor | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        temperature: float = 1.0,
-        check_inputs: bool = False,
-        scratch_bytes: int | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
-        return_stats: bool = False,
-        precision: str = "full",
-    ) -> None:
+    def __init__(self, *, normalizer: float | Tensor | None = None, backend: str = "auto", **options: Any) -> None:
         super().__init__()
-        self.options = Options(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            scratch_bytes=scratch_bytes,
-            strategy=strategy,
-            return_stats=return_stats,
-            precision=precision,
-        )
+        self.options = Options(**options)
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):
@@ -326,20 +285,6 @@ def _plan(call: Call, strategy: str, tokens: Tokens) -> Config:
     return memory.plan(call.problem(call.device, compacted=tokens.index is not None), strategy, call.budget)
 
 
-def _outputs(call: Call, tokens: Tokens, stats: TokenStats) -> Outputs:
-    shape = call.target.shape
-    loss = tokens.spread(token_losses(Loss.of(call.options), stats, tokens), shape)
-    if call.options.reduction != "none":
-        loss = loss.sum() * tokens.inverse_count
-    return Outputs(
-        loss,
-        tokens.spread(stats.lse, shape),
-        tokens.spread(stats.log_prob, shape),
-        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-        tokens.spread(stats.is_top1(tokens), shape) if call.options.return_stats else None,
-    )
-
-
 # 'recompute', and 'forward' where nothing needs a gradient.
 
 
@@ -361,7 +306,7 @@ def _forward(call: Call) -> TorchOutputs:
         entropy=call.options.return_stats,
         uniform=Loss.of(call.options).uniform,
     )
-    return TorchOutputs(_outputs(call, tokens, stats), Stash())
+    return TorchOutputs(Outputs(*values_of(call.options, stats, tokens, call.target.shape)), Stash())
 
 
 def _fake(call: Call) -> TorchOutputs:
@@ -415,9 +360,7 @@ class KeptStash(NamedTuple):
     stash: Stash
     target: Tensor
     weight_grad_out: Tensor | None
-    hidden_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # of hidden, weight and bias
     reduction: str
     ignore_index: int
 
@@ -441,20 +384,20 @@ def _stash(call: Call) -> TorchOutputs:
         uniform=loss.uniform,
     )
     grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
-    return TorchOutputs(_outputs(call, tokens, stats), Stash(grad_hidden, *others))
+    out = Outputs(*values_of(call.options, stats, tokens, call.target.shape))
+    return TorchOutputs(out, Stash(grad_hidden, *others))
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
-    def make(x: Tensor | None, wanted: bool) -> Tensor | None:
-        return x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None
-
-    parameters = (call.hidden, call.weight, call.bias)
-    return TorchOutputs(empty_outputs(call), Stash(*[make(x, w) for x, w in zip(parameters, call.grads, strict=True)]))
+    pairs = zip((call.hidden, call.weight, call.bias), call.grads, strict=True)
+    made = [x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None for x, wanted in pairs]
+    return TorchOutputs(empty_outputs(call), Stash(*made))
 
 
 def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
+    options = call.options
     return KeptStash(
-        made.stash, call.target, call.weight_grad_out, *call.dtypes, call.options.reduction, call.options.ignore_index
+        made.stash, call.target, call.weight_grad_out, call.dtypes, options.reduction, options.ignore_index
     )
 
 
@@ -468,8 +411,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     elif is_plain_one(grad_loss):
         factor = None
     made: list[Tensor | None] = [None] * 3
-    dtypes = (kept.hidden_dtype, kept.weight_dtype, kept.bias_dtype)
-    for i, (stashed, dtype) in enumerate(zip(kept.stash, dtypes, strict=True)):
+    for i, (stashed, dtype) in enumerate(zip(kept.stash, kept.dtypes, strict=True)):
         if not wanted[i] or stashed is None:
             continue
         if i == 1 and kept.weight_grad_out is not None:

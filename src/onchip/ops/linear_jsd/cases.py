@@ -1,47 +1,34 @@
 """Named problems after real models and with awkward numbers, used by the tests and `onchip check`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from onchip.oracle import cases
+from onchip.oracle.cases import draw_factors, ignore_some
+
 Float = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
+class Case(cases.Case):
+    """One problem.  `vocab` are the entries that both models have, and the numbers of logits are the student's.
 
-    name: str
-    tokens: int
-    hidden: int
-    vocab: int
-    """Entries that both models have."""
+    With `masked` entries the first ones have a bias of -inf in both models, the next as many in the student alone.
+    """
+
     teacher_hidden: int = 0
     """0: as the student's."""
     student: str = "hidden"
     """"hidden" for `linear_jsd`, "logits" for `jsd`."""
     teacher: str = "hidden"
     """"hidden", "logits", or what a top-k of 8 means by its rest: "tail", "truncated", "renormalised"."""
-    logit_std: float = 1.0
-    logit_offset: float = 0.0
-    """Added to every logit of the student, through its bias."""
     noise: float | None = None
     """The teacher is the student, its hidden states off by so much (0: exactly); None: a model of its own."""
     padding: tuple[int, int] = (0, 0)
     """Entries behind `vocab` in the student and in the teacher."""
-    ignored: float = 0.0
-    masked: int = 0
-    """So many entries have a bias of -inf: the first ones in both, the next as many in the student alone."""
-    bias: bool = False
-    token_weight: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the op."""
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class Inputs(NamedTuple):
@@ -93,21 +80,14 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     target = None
     if case.ignored or "hard_weight" in case.options:
         target = rng.integers(2 * case.masked, vocab, size=tokens)
-        target[rng.permutation(tokens)[: round(case.ignored * tokens)]] = case.options.get("ignore_index", -100)
-    per_token = case.options.get("reduction") == "none"
+        ignore_some(case, target, rng)
+    token_weight, _, grad_loss = draw_factors(case, rng)
     linear = case.student == "hidden"
     dense = case.teacher == "hidden" and linear
     student: tuple[Any, ...] = (h, w, b, None) if linear else (None, None, None, z)
     teacher: tuple[Any, ...] = (x, v, c) if dense else (None, None, None)
-    return Inputs(  # type: ignore[call-arg]
-        *student,
-        *teacher,
-        None if dense or topk is not None else u,
-        topk,
-        target,
-        rng.random(tokens, dtype=np.float32) * 2 if case.token_weight else None,
-        normal(*((tokens,) if per_token else ())) + np.float32(not per_token),
-    )
+    given_logits = None if dense or topk is not None else u
+    return Inputs(*student, *teacher, given_logits, topk, target, token_weight, grad_loss)  # type: ignore[call-arg]
 
 
 def _case(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:

@@ -331,7 +331,7 @@ def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Con
         stash=stash,
         op=static.options.op,
     )
-    return memory.plan(problem, static.options.scratch_bytes, memory.JAX_PLANNER)
+    return memory.jax_plan(problem, "", static.options.scratch_bytes)
 
 
 def _stashes(static: _Static, needs: Any) -> bool:

@@ -152,13 +152,4 @@ def _planner(parts: Callable[[Problem, int], dict[str, int]]) -> Planner[int]:
 
 
 PLANNER, JAX_PLANNER = _planner(scratch_parts), _planner(jax_scratch_parts)
-scratch_bytes = PLANNER.scratch_bytes
-
-
-def plan(p: Problem, budget: int | None = None, planner: Planner[int] = PLANNER) -> int:
-    """Tokens of a chunk: the fewest even chunks whose scratch fits the budget.
-
-    Default: 256 MiB or an eighth of both models' float32 logits, whichever is less, and at least what one useful chunk
-    needs.  Raises ValueError if the budget is too small.
-    """
-    return planner.plan(p, "", budget)
+plan, jax_plan, scratch_bytes = PLANNER.plan, JAX_PLANNER.plan, PLANNER.scratch_bytes

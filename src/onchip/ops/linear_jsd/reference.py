@@ -1,14 +1,12 @@
-"""The contract of linear_jsd and jsd in NumPy float64, with gradients: the one oracle of every test.
-
-Written for reading, not for speed; the maths is in the package's docstring.
-"""
+"""The contract of linear_jsd and jsd in NumPy float64, with gradients: the oracle of every test."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from onchip.oracle import reference
+from onchip.oracle.reference import Array, Linear
 
 
 class Result(NamedTuple):
@@ -50,29 +48,26 @@ def linear_jsd(
     if options.get("target") is not None:
         ignored = np.asarray(options["target"]) == options.get("ignore_index", -100)
 
-    def head(hidden: Any, weight: Any, bias: Any) -> tuple[Array, Array, Array]:
-        """Hidden states, weight and logits."""
-        h, w = np.asarray(hidden, np.float64), np.asarray(weight, np.float64)
-        h = np.where(ignored[..., None], 0, h)  # 0 * NaN is NaN
-        return h, w, h @ w.T + (0 if bias is None else np.asarray(bias, np.float64))
+    def head(hidden: Any, weight: Any, bias: Any) -> tuple[Linear, Array]:
+        """The layer and its logits."""
+        layer = Linear(np.where(ignored[..., None], 0, hidden), weight, bias)  # 0 * NaN is NaN
+        return layer, layer.products(slice(None)).reshape(*ignored.shape, layer.vocab)
 
-    def gradients(who: str, h: Array, w: Array, bias: Any, dz: Array | None) -> dict[str, Array | None]:
+    def gradients(who: str, layer: Linear, bias: Any, dz: Array | None) -> dict[str, Array | None]:
         assert dz is not None
-        return {
-            f"grad_{who}_hidden": dz @ w,
-            f"grad_{who}_weight": dz.reshape(-1, len(w)).T @ h.reshape(-1, w.shape[1]),
-            f"grad_{who}_bias": None if bias is None else dz.reshape(-1, len(w)).sum(0),
-        }
+        layer.backward(slice(None), dz.reshape(-1, layer.vocab))
+        made = {f"grad_{who}_hidden": layer.grad_hidden, f"grad_{who}_weight": layer.grad_weight}
+        return made | {f"grad_{who}_bias": None if bias is None else layer.grad_bias}
 
-    h, w, z = head(student_hidden, student_weight, student_bias)
+    own, z = head(student_hidden, student_weight, student_bias)
     if teacher_hidden is None:
         r = jsd(z, teacher_logits, **options)
         teacher = {"grad_teacher_logits": r.grad_teacher_logits}
     else:
-        x, v, u = head(teacher_hidden, teacher_weight, teacher_bias)
+        other, u = head(teacher_hidden, teacher_weight, teacher_bias)
         r = jsd(z, u, **options)
-        teacher = gradients("teacher", x, v, teacher_bias, r.grad_teacher_logits)
-    student = gradients("student", h, w, student_bias, r.grad_student_logits)
+        teacher = gradients("teacher", other, teacher_bias, r.grad_teacher_logits)
+    student = gradients("student", own, student_bias, r.grad_student_logits)
     return Result(r.loss, **student, **teacher, distance=r.distance)
 
 
@@ -130,8 +125,11 @@ def jsd(
         factor = (1 - hard_weight) * (temperature**2 if temperature_squared else 1)
         loss_r, dz_r = factor * rows.loss, factor / temperature * rows.student
         if hard_weight > 0:
-            ce, d_ce = _cross_entropy(z[r], labels[r])
-            loss_r, dz_r = loss_r + hard_weight * ce, dz_r + hard_weight * d_ce
+            d_ce = np.zeros_like(z[r])
+            hard = reference.cross_entropy(
+                z[r].__getitem__, d_ce.__setitem__, size, labels[r], ignore_index=-1, reduction="none"
+            )
+            loss_r, dz_r = loss_r + hard_weight * hard.loss, dz_r + hard_weight * d_ce
     token_loss, dz = np.zeros(n_tokens), np.zeros((n_tokens, width))
     token_loss[r] = loss_r * tw[r]
     dz[r, :size] = dz_r * row[r, None]
@@ -150,17 +148,6 @@ def jsd(
 def _log_softmax(z: Array) -> Array:
     shift = z - z.max(1, keepdims=True)
     return np.asarray(shift - np.log(np.exp(shift).sum(1, keepdims=True)))
-
-
-def _cross_entropy(z: Array, labels: npt.NDArray[np.int64]) -> tuple[Array, Array]:
-    """Cross-entropy of each row and its gradient."""
-    i = np.arange(len(z))
-    ls = _log_softmax(z)
-    p = np.exp(ls)
-    gradient = p.copy()
-    # p_y - 1 as -(sum of the others), which keeps its digits where p_y is nearly 1.
-    gradient[i, labels] = -p.sum(1, where=np.arange(z.shape[1]) != labels[:, None])
-    return -ls[i, labels], gradient
 
 
 def _soft(z: Array, u: Array | None, topk: Any, beta: float, temperature: float) -> _Rows:

@@ -16,7 +16,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options, check_shapes
-from onchip.vocab.torch.tiles import Tokens, divisor, select_tokens
+from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
 
 
 def check_tensors(options: Options, named: dict[str, Any]) -> tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]:
@@ -133,21 +133,15 @@ class Call(NamedTuple):
 
     def tokens(self, *, check: bool) -> Tokens:
         """Those that count; with `check`, values are checked on the CPU, and elsewhere where that was asked for."""
-        (target, ignore_index), options = self.targets(), self.options
-        tokens = select_tokens(
-            options.op,
-            target,
-            self.size,
-            self.token_weight,
-            None,
-            self.normalizer,
-            ignore_index=ignore_index,
-            reduction=options.reduction,
-            temperature=1.0,
-            check_values=check and options.check_inputs,
-        )
+        (target, ignore_index), options, op = self.targets(), self.options, self.options.op
+        check_values = check and options.check_inputs
+        chosen = select(
+            op, "target", target, self.number, self.size, None,
+            ignore_index=ignore_index, temperature=1.0, check_values=check_values,
+        )  # fmt: skip
+        tokens = weighed(op, chosen, self.token_weight, options.reduction, self.normalizer, check_values=check_values)
         if check and self.indices is not None and (options.check_inputs or self.indices.device.type == "cpu"):
-            check_indices(options.op, self.indices, None if self.target is None else target != ignore_index, self.size)
+            check_indices(op, self.indices, None if self.target is None else target != ignore_index, self.size)
         return tokens
 
     def divisor(self, kept: Tensor) -> Tensor:

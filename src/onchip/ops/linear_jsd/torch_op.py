@@ -1,9 +1,8 @@
 """linear_jsd and jsd for PyTorch: the public functions, and the operators of backend "torch".
 
-Read from the top: a public function checks its inputs (torch_call.py) and calls an operator, whose `_forward` walks
-over chunks of tokens (torch_walk.py).  Where hidden states are given and the loss is one number, that walk makes the
-gradients too, and backward scales them.  Otherwise backward walks again, in `_gradients`.  The maths is in the
-package's docstring.
+A public function checks its inputs (torch_call.py) and calls an operator, whose `_forward` walks over chunks of tokens
+(torch_walk.py).  Where hidden states are given and the loss is one number, that walk makes the gradients too, and
+backward scales them.  Otherwise backward walks again, in `_gradients`.
 """
 
 from typing import Any, NamedTuple
@@ -11,16 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
-from onchip.frontend.torch_inputs import check_normalizer
+from onchip.frontend.torch_inputs import check_normalizer, choose_torch_backend
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.linear_jsd import memory, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model, check_tensors
 from onchip.ops.linear_jsd.torch_walk import walk
 
-_DEVICES = ("cpu", "cuda", "meta")
 # The order of preference of "auto".
 BACKENDS = ("triton", "torch")
 
@@ -64,8 +61,7 @@ def linear_jsd(
 
     Args:
         student_hidden: [..., Hs] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        student_weight: [V, Hs] like `nn.Linear`'s, of student_hidden's dtype (under autocast of any of the three).  A
-            [Hs, V] kernel's transpose is read as it lies; "triton" copies it where V is no multiple of 8.
+        student_weight: [V, Hs] of student_hidden's dtype, as `linear_cross_entropy`'s weight.
         teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
         teacher_weight: [V, Ht] of teacher_hidden's dtype.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
@@ -73,11 +69,7 @@ def linear_jsd(
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
-        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
-        reduction: "mean" (over the tokens that are not ignored), "sum" or "none" (the loss then is [...]).
-        normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count.  Where every
-            token is ignored any value of a 0-d tensor will do.  A constant.
+        ignore_index, token_weight, reduction, normalizer, check_inputs: as of `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
@@ -85,7 +77,6 @@ def linear_jsd(
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's tensors too, where they require them.  Otherwise the teacher is a
             constant.
-        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
             eighth of both models' float32 logits, whichever is less, and at least what one chunk needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
@@ -160,11 +151,7 @@ def jsd(
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
-    With s = softmax(student_logits / temperature), t the same of the teacher and m = (1 - beta) * s + beta * t, the
-    loss of a token is::
-
-        jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
-        loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
+    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
 
     Args:
         student_logits: [..., V] float32, bfloat16 or float16, any strides.  -inf takes an entry out.  Those whose
@@ -175,9 +162,8 @@ def jsd(
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
     are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
 
-    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; between forward and
-    backward nothing but the inputs is kept.  With backend "triton" there is nothing of that size: a row of
-    logits is read twice for the loss (and a third time for its softmax), and once for its gradient.
+    Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; "triton" needs nothing of
+    that size.  Between forward and backward nothing but the inputs is kept.
 
     Example:
         >>> import torch
@@ -230,9 +216,7 @@ def _call(
         student, teacher, indices, values, target, token_weight, normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    refused = None if device.type in _DEVICES else f"it runs on {', '.join(_DEVICES)} tensors, not on {device.type!r}"
-    chosen = choose_backend(options.op, backend, {"triton": triton_op.refusal(call), "torch": refused})
-    if chosen == "triton":
+    if choose_torch_backend(options.op, backend, device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem, "", options.scratch_bytes)  # shows before anything runs
     return (_STASHING if call.stash else OPERATORS[options.op])(call).loss
@@ -267,11 +251,14 @@ def _forward(call: Call) -> Outputs:
 
 
 def _fake(call: Call) -> Outputs:
-    made = [
-        None if x is None or not (call.stash and wanted) else x.new_empty(x.shape, dtype=torch.float32)
-        for x, wanted in zip(call.parameters, call.grads, strict=True)
-    ]
+    made = _empty(call, call.grads if call.stash else [False] * len(PARAMETERS), torch.float32)
     return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
+
+
+def _empty(call: Call, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
+    """Memory for gradients in `dtype`, by default their parameters'."""
+    pairs = zip(call.parameters, wanted, strict=True)
+    return [x.new_empty(x.shape, dtype=dtype) if x is not None and want else None for x, want in pairs]
 
 
 def _save(call: Call, made: Outputs) -> Call:
@@ -294,11 +281,6 @@ def _gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
     return [None if x is None or like is None else x.to(like.dtype) for x, like in pairs]
 
 
-def _fake_gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
-    pairs = zip(call.parameters, wanted, strict=True)
-    return [x.new_empty(x.shape) if x is not None and want else None for x, want in pairs]
-
-
 def _scale(stash: Stash, upstream: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstream
     assert grad_loss is not None
@@ -317,7 +299,7 @@ OPERATORS = {
         fake=_fake,
         save=_save,
         gradients=_gradients,
-        fake_gradients=_fake_gradients,
+        fake_gradients=lambda call, upstream, wanted: _empty(call, wanted, None),
         differentiable=PARAMETERS,
     )
     for op in (OP, LOGITS_OP)

@@ -1,14 +1,11 @@
-"""The contract of linear_log_probs in NumPy float64, with gradients: the one oracle of every test.
-
-Written for reading, not for speed; the maths is in the package's docstring.
-"""
+"""The contract of linear_log_probs in NumPy float64, with gradients: the oracle of every test."""
 
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.oracle.reference import Array, blocks, transform
+from onchip.oracle.reference import Array, Linear, blocks, transform
 
 
 class Result(NamedTuple):
@@ -44,13 +41,8 @@ def linear_log_probs(
     gradients are NaN: what a GPU does, where raising would need a synchronisation.
     """
     ids = np.asarray(ids)
-    h = np.asarray(hidden, np.float64)
-    shape, size = h.shape[:-1], h.shape[-1]
-    n_tokens = int(np.prod(shape))
-    h = h.reshape(n_tokens, size)
-    w = np.asarray(weight, np.float64)
-    vocab = w.shape[0]
-    b = np.zeros(vocab) if bias is None else np.asarray(bias, np.float64)
+    layer = Linear(hidden, weight, bias)
+    shape, n_tokens, vocab = np.shape(hidden)[:-1], len(layer.hidden), layer.vocab
     y = ids.reshape(n_tokens, -1 if n_tokens else 1).astype(np.int64)
     tau, g_entropy, g_lse = (
         np.broadcast_to(np.asarray(x, np.float64), shape).reshape(-1) for x in (temperature, grad_entropy, grad_lse)
@@ -60,12 +52,11 @@ def linear_log_probs(
     log_prob = np.zeros(y.shape)
     entropy, lse = np.zeros(n_tokens), np.zeros(n_tokens)
     top1 = np.full(n_tokens, -1)
-    grad_h, grad_w, grad_b = np.zeros_like(h), np.zeros_like(w), np.zeros_like(b)
     for r in blocks(np.flatnonzero((y != ignore_index).any(1)), vocab):
         counted = y[r] != ignore_index
         in_range = (y[r] >= 0) & (y[r] < vocab)
         column = np.where(in_range, y[r], 0)
-        z, slope = transform(h[r] @ w.T + b, softcap, logit_scale, tau[r])
+        z, slope = transform(layer.products(r), softcap, logit_scale, tau[r])
 
         shift = np.maximum(z.max(1), np.finfo(np.float64).min)
         e = np.exp(z - shift[:, None])
@@ -85,16 +76,7 @@ def linear_log_probs(
         dz = np.zeros_like(z)
         np.add.at(dz, (np.arange(len(r))[:, None], column), np.where(counted, g, 0))
         dz += p * (g_lse[r] - g.sum(1))[:, None] - g_entropy[r, None] * p * (safe_log_p + entropy[r, None])
-        da = dz * slope
-        grad_h[r] = da @ w
-        grad_w += da.T @ h[r]
-        grad_b += da.sum(0)
+        layer.backward(r, dz * slope)
     return Result(
-        log_prob.reshape(ids.shape),
-        entropy.reshape(shape),
-        lse.reshape(shape),
-        top1.reshape(shape),
-        grad_h.reshape(*shape, size),
-        grad_w,
-        grad_b,
+        log_prob.reshape(ids.shape), entropy.reshape(shape), lse.reshape(shape), top1.reshape(shape), *layer.gradients
     )

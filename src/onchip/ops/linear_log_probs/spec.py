@@ -8,9 +8,6 @@ from onchip.frontend.options import check_head, check_logit_options, require_boo
 OP = "linear_log_probs"
 
 
-# ---------------------------------------------------------------------------------------------------------- options
-
-
 @dataclass(frozen=True)
 class Options:
     """The options that are plain numbers, checked when made."""

@@ -71,12 +71,7 @@ def check_tensors(
     """Raise for what can be seen without reading values; return the dtype of the matrix products."""
     named = {"hidden": hidden, "weight": weight, "ids": ids, "bias": bias, "temperature": temperature}
     tensors = require_tensors(OP, named, optional=("bias", "temperature"))
-    spec.check_shapes(
-        hidden.shape,
-        weight.shape,
-        ids.shape,
-        None if bias is None else bias.shape,
-        () if temperature is None else temperature.shape,
-    )
+    temperatures = () if temperature is None else temperature.shape
+    spec.check_shapes(hidden.shape, weight.shape, ids.shape, None if bias is None else bias.shape, temperatures)
     check_kinds(OP, tensors, integers=("ids",), constants=("temperature",))
     return product_dtype(OP, tensors)

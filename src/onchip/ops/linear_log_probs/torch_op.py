@@ -2,7 +2,7 @@
 
 `linear_log_probs` checks its inputs (torch_call.py) and chooses a backend, which is an operator
 (`frontend.torch_register`).  Its `_forward` (here or in triton_op.py) runs a walk of the engine (`vocab`) and keeps a
-few numbers per token.  Backward walks over the logits again.  The maths is in the package's docstring.
+few numbers per token.  Backward walks over the logits again.
 """
 
 from dataclasses import replace
@@ -69,25 +69,17 @@ def linear_log_probs(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  A [H, V] kernel's
-            transpose is read as it lies; "triton" copies it where V is no multiple of 8.
+        weight, bias: [V, H] and [V] of hidden's dtype, as of `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
-        bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
             on the CPU, leaves exact zeros (top1: -1) and may hold anything.
-        softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
-        logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; a number, or a [...] tensor with one per token, which
-            is a constant to autograd.
+        softcap, logit_scale, temperature, check_inputs, backend: as of `linear_cross_entropy`.
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
-        check_inputs: check values on the GPU too, which synchronises.  On the CPU they always are.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients.  Default: 256 MiB or an
             eighth of the float32 logits, whichever is less, and at least what one chunk needs.
-        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
-            matrix products), or "auto": the first of these that can run the call.
 
     Returns:
         float32 log_prob of ids' shape.  If entropy, lse or top1 is asked for, `LogProbs(log_prob, entropy, lse, top1)`
@@ -117,9 +109,8 @@ def linear_log_probs(
         >>> weight.grad.shape
         torch.Size([100, 16])
 
-    Sources: logits that are computed again in backward from their log-sum-exp are those of Cut Cross-Entropy
-    (arXiv:2411.09009), without its gradient filter; the running softmax is that of Milakov and Gimelshein
-    (arXiv:1805.02867).
+    Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
+    Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
     token_temperature = temperature_tensor(OP, temperature)
     options = Options(

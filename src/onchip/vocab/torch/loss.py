@@ -1,13 +1,27 @@
 """Cross-entropy with label smoothing and z-loss: its value and its gradient, of each token's softmax statistics."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tokens, Transform
+
+
+class LossStats(NamedTuple):
+    """Per-token statistics, detached; each has the target's shape, and ignored tokens hold 0 (False)."""
+
+    lse: Tensor
+    """float32: log-sum-exp of the final logits."""
+    log_prob: Tensor
+    """float32: log-probability of the target."""
+    entropy: Tensor
+    """float32: entropy of the softmax, in nats."""
+    correct: Tensor
+    """bool: whether the target is the argmax (the first one, where logits tie)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,32 @@ def token_losses(loss: Loss, stats: TokenStats, tokens: Tokens) -> Tensor:
     if loss.z_loss > 0:
         value = value + loss.z_loss * stats.lse.square()
     return value * tokens.weight
+
+
+Values = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of a call: the loss, lse and log_prob; with return_stats also entropy, and whether the target is the argmax."""
+
+
+def values_of(options: Any, stats: TokenStats, tokens: Tokens, shape: torch.Size) -> Values:
+    """Those of targets of `shape`."""
+    loss = tokens.spread(token_losses(Loss.of(options), stats, tokens), shape)
+    return (
+        loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
+        tokens.spread(stats.lse, shape),
+        tokens.spread(stats.log_prob, shape),
+        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
+        tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
+    )
+
+
+def empty_values(options: Any, like: Tensor, shape: torch.Size) -> Values:
+    """The same, not yet filled."""
+
+    def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        return like.new_empty(shape, dtype=dtype)
+
+    stats = (make(shape), make(shape, torch.bool)) if options.return_stats else (None, None)
+    return make(shape if options.reduction == "none" else ()), make(shape), make(shape), *stats
 
 
 def scaled_rows(

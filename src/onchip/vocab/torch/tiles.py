@@ -165,25 +165,21 @@ def select(
     return Ids(index, None, plain, None, tau, tokens)
 
 
-def select_tokens(
-    op: str,
-    target: Tensor,
-    vocab: int,
-    token_weight: Tensor | None,
-    token_temperature: Tensor | None,
-    normalizer: Tensor | None,
-    *,
-    ignore_index: int,
-    reduction: str,
-    temperature: float,
-    check_values: bool,
-) -> Tokens:
-    """Sort out which targets count, and what their losses are multiplied by."""
+def targets(op: str, call: Any, vocab: int, *, check_values: bool) -> Tokens:
+    """Sort out which targets of an operator's call count, by the names of its fields."""
+    options = call.options
     chosen = select(
-        op, "target", target, target.numel(), vocab, token_temperature,
-        ignore_index=ignore_index, temperature=temperature, check_values=check_values,
+        op, "target", call.target, call.target.numel(), vocab, call.token_temperature,
+        ignore_index=int(options.ignore_index), temperature=float(options.temperature), check_values=check_values,
     )  # fmt: skip
-    kept = torch.full((), chosen.number, device=target.device) if chosen.kept is None else chosen.kept
+    return weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
+
+
+def weighed(
+    op: str, chosen: Ids, token_weight: Tensor | None, reduction: str, normalizer: Tensor | None, *, check_values: bool
+) -> Tokens:
+    """Targets with what their losses are multiplied by."""
+    kept = torch.full((), chosen.number, device=chosen.ids.device) if chosen.kept is None else chosen.kept
     count = divisor(op, reduction, normalizer, kept, check_values=check_values)
     if token_weight is None:
         weight = torch.ones_like(chosen.ids[:, 0], dtype=torch.float32)
@@ -193,23 +189,6 @@ def select_tokens(
     if chosen.bad is not None:
         weight = weight.masked_fill(chosen.bad[:, 0], float("nan"))
     return Tokens(**vars(chosen), weight=weight, inverse_count=1 / count)
-
-
-def targets(op: str, call: Any, vocab: int, *, check_values: bool) -> Tokens:
-    """`select_tokens` of an operator's call, by the names of its fields."""
-    options = call.options
-    return select_tokens(
-        op,
-        call.target,
-        vocab,
-        call.token_weight,
-        call.token_temperature,
-        call.normalizer,
-        ignore_index=int(options.ignore_index),
-        reduction=options.reduction,
-        temperature=float(options.temperature),
-        check_values=check_values,
-    )
 
 
 def divisor(op: str, reduction: str, normalizer: Tensor | None, kept: Tensor, *, check_values: bool = False) -> Tensor:
