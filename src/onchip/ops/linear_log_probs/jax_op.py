@@ -24,8 +24,8 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.vocab.chunks import Config
 from onchip.vocab.xla import memory, walk
+from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import (
     VANISHED,
     Projection,
@@ -187,35 +187,28 @@ class _Constants(NamedTuple):
     transform: Transform
 
 
-def _plan(static: _Static, needs: Projection, projection: Projection, constants: _Constants) -> Config:
-    options = {"ids": constants.ids.shape[1], "stats": static.wanted.entropy, "op": OP}
-    problem = projection.problem(needs, static.platform, constants.transform, **options)
-    strategy = "recompute" if any(jax.tree.leaves(needs)) else "forward"
-    return memory.plan(problem, strategy, static.scratch_bytes)
-
-
 def _forward(
     static: _Static, needs: Projection, projection: Projection, constants: _Constants
 ) -> tuple[LogProbs, Planned | None]:
-    plan = _plan(static, needs, projection, constants)
+    options = {"ids": constants.ids.shape[1], "stats": static.wanted.entropy, "op": OP}
+    problem = projection.problem(needs, static.platform, constants.transform, **options)
+    plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", static.scratch_bytes)
     counts = (constants.ids != IGNORED).any(1)
     tokens = select_tokens(jnp.where(counts, 0, IGNORED), plan.token_chunk)
-    ids, transform = tokens.take(constants.ids, IGNORED), constants.transform.by_row(tokens)
-    stats = walk.statistics(plan, static.wanted, projection, transform, tokens, ids)
+    call = Call(projection, constants.transform.by_row(tokens), tokens, tokens.take(constants.ids, IGNORED))
+    stats = walk.statistics(plan, static.wanted, call)
     outputs = LogProbs(
         tokens.spread(stats.log_prob),
         None if stats.entropy is None else tokens.spread(stats.entropy),
         tokens.spread(stats.lse),
         None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
     )
-    saved = Planned((projection, transform, tokens, ids, stats._replace(argmax=None)), plan)
-    return outputs, None if plan.strategy == "forward" else saved
+    return outputs, Planned((call, stats._replace(argmax=None)), plan) if problem.any_grad else None
 
 
 def _backward(static: _Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
-    projection, transform, tokens, ids, stats = saved.arrays
-    gradient = _gradient(tokens, ids, stats, upstream)
-    return walk.gradients(saved.plan, needs, projection, transform, tokens, ids, stats, gradient)
+    call, stats = saved.arrays
+    return walk.gradients(saved.plan, needs, call, stats, _gradient(call.tokens, call.ids, stats, upstream))
 
 
 _op = with_gradients(OP, _forward, _backward)
