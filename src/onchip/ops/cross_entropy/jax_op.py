@@ -15,8 +15,6 @@ from onchip.frontend.jax_call import Planned, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     check_arrays,
     check_normalizer,
-    check_numbers,
-    is_array,
     known_numbers,
     per_token_shapes,
     platform,
@@ -116,15 +114,11 @@ def cross_entropy(
         reduction=reduction,
         scratch_bytes=scratch_bytes,
         return_stats=return_stats,
-        **known_numbers(numbers),
+        **known_numbers(OP, numbers),
     )
-    named = {"logits": logits, "labels": labels, "token_weight": token_weight}
-    named |= {"temperature": temperature if is_array(temperature) else None}
-    optional = ("token_weight", "temperature")
-    arrays = check_arrays(OP, named, optional=optional, integers=("labels",), constants=optional)
+    arrays = check_arrays(OP, logits=logits, labels=labels, token_weight=token_weight, temperature=temperature)
     spec.check_shapes(logits.shape, labels.shape, per_token_shapes(arrays), target_name="labels")
     check_normalizer(OP, normalizer, reduction)
-    check_numbers(OP, numbers)
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(labels.size, vocab)

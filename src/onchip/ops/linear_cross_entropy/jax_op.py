@@ -21,8 +21,6 @@ from onchip.frontend.jax_inputs import (
     check_arrays,
     check_layout,
     check_normalizer,
-    check_numbers,
-    is_array,
     known_numbers,
     per_token_shapes,
     platform,
@@ -153,13 +151,18 @@ def linear_cross_entropy(
         scratch_bytes=scratch_bytes,
         strategy=strategy,
         return_stats=return_stats,
-        **known_numbers(numbers),
+        **known_numbers(OP, numbers),
     )
     check_layout(OP, weight_layout)
-    named = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    named |= {"token_weight": token_weight, "temperature": temperature if is_array(temperature) else None}
-    optional = ("bias", "token_weight", "temperature")
-    arrays = check_arrays(OP, named, optional=optional, integers=("labels",), constants=optional[1:])
+    arrays = check_arrays(
+        OP,
+        hidden=hidden,
+        weight=weight,
+        labels=labels,
+        bias=bias,
+        token_weight=token_weight,
+        temperature=temperature,
+    )
     spec.check_shapes(
         hidden.shape,
         weight.shape,
@@ -170,7 +173,6 @@ def linear_cross_entropy(
         target_name="labels",
     )
     check_normalizer(OP, normalizer, reduction)
-    check_numbers(OP, numbers)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
     constants = Constants.of(labels, projection.vocab, ignore_index, token_weight, normalizer, numbers)

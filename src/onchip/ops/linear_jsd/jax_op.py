@@ -403,7 +403,7 @@ def _walk(
 
     def whole(sums: Any, source: Projection | Logits, model: Any) -> Any:
         """With zeros for ignored tokens and for the entries that don't count."""
-        if sums is None or isinstance(source, Logits):
+        if isinstance(source, Logits):
             return None if sums is None else source.floats(sums)
         hidden = None if sums.hidden is None else tokens.spread(sums.hidden)
         weight, bias = _padded(sums.weight, model.weight), _padded(sums.bias, model.bias)

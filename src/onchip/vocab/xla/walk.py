@@ -140,7 +140,7 @@ def gradients(
             return part.accumulate(sums, g, rows, tokens, start)  # type: ignore[no-any-return]
 
         zeros = replace(part.zeros(replace(needs, hidden=False), 0), hidden=made.hidden)
-        sums = over_tokens(tokens, chunk, tile, zeros)
+        sums: Projection = over_tokens(tokens, chunk, tile, zeros)
         weight = put(made.weight, sums.weight, columns, projection.vocab_axis) if needs.weight else None
         bias = put(made.bias, sums.bias, columns) if needs.bias else None
         return replace(sums, weight=weight, bias=bias)
