@@ -138,7 +138,7 @@ def test_an_unknown_argument():
 
 
 def test_a_refused_backend_says_why(monkeypatch):
-    monkeypatch.setattr(jax_xla, "refusal", lambda static, problem: f"not on {static.platform} in {problem.dtype}")
+    monkeypatch.setattr(jax_xla, "refusal", lambda problem, platform, *_: f"not on {platform} in {problem.dtype}")
     arrays, function = call()
     with pytest.raises(
         ValueError, match=re.escape("no backend can run this call (xla: not on cpu in float32; mosaic_gpu: ")

@@ -114,7 +114,7 @@ def main(names):
     # Nothing else may wait for the device while a callback runs on it.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_disable_most_optimizations", True)
-    jax_triton.refusal = lambda static, problem: None
+    jax_triton.refusal = lambda *_: None
     jax_triton_calls.triton_call = triton_call
     for name in names:
         error, start = "", time.perf_counter()

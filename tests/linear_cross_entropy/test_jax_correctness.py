@@ -10,7 +10,6 @@ from common_jax import STRATEGIES, assert_right, assert_same, plain, quick_compi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.frontend.jax_call import Static
 from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
@@ -109,13 +108,12 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     numbers = dict.fromkeys(("softcap", "logit_scale", "temperature", "label_smoothing")) | {"z_loss": 1e-3}
     numbers |= {"softcap": 4} if softcap else {}
     constants = Constants.of(labels, 90, 60, None, None, numbers)
-    static = Static("xla", "cpu", "float32", "vh", "mean", strategy, None, True)
 
     def run(plan):
-        call = constants.call(static, projection, jax_xla.select(plan, constants.labels))
+        call = constants.call("mean", projection, jax_xla.select(plan, constants.labels))
         stats, saved = jax_xla.forward(plan, constants.loss.wanted(True), needs, call)
         grads = None if strategy == "forward" else jax_xla.backward(plan, needs, saved, jnp.float32(1))
-        return call.outputs(static, stats), grads
+        return call.outputs("mean", stats), grads
 
     compiled = jax.jit(run, static_argnums=0)
     chunked = Config(strategy, token_chunk, 90 if strategy == "stash" else vocab_chunk)

@@ -11,6 +11,7 @@ from common_jax import STRATEGIES, assert_same, plain, quick_compilation, small_
 from onchip.frontend.jax_call import IGNORED
 from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.vocab.chunks import Config
+from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import Logits, Projection, Transform, Wanted, select_tokens
 from onchip.vocab.xla.walk import statistics
 
@@ -68,5 +69,6 @@ def test_half_ignored_is_half_the_chunks():
     plan, projection = Config("recompute", 5, 70), Projection(h.reshape(40, -1), w)
     tokens = select_tokens(ids, plan.token_chunk)
     for source in (projection, Logits.of(projection.hidden @ w.T)):
-        stats = statistics(plan, Wanted(), source, Transform(), tokens, tokens.take(ids, IGNORED)[:, None])
+        call = Call(source, Transform(), tokens, tokens.take(ids, IGNORED)[:, None])
+        stats = statistics(plan, Wanted(), call)
         assert (np.asarray(stats.lse) != 0).tolist() == [True] * 20 + [False] * 20

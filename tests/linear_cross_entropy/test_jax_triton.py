@@ -14,7 +14,6 @@ import pytest
 import torch
 from ahead_of_time import compile_all
 
-from onchip.frontend.jax_call import Static
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import MODELS
@@ -50,7 +49,7 @@ def launched(monkeypatch):
 
     jax.clear_caches()  # or what was traced before is not traced again
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(jax_triton, "refusal", lambda static, problem: None)
+    monkeypatch.setattr(jax_triton, "refusal", lambda *_: None)
     monkeypatch.setattr(jax_triton_calls, "triton_call", record)
     yield found
     jax.clear_caches()
@@ -133,8 +132,7 @@ def test_interpreted(name, outcomes):
 def test_refusals(monkeypatch, platform, dtype, layout, strategy, capability, installed, reason):
     monkeypatch.setattr(jax_triton, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(jax_triton, "_capability", lambda: capability)
-    static = Static("auto", platform, dtype, layout, "mean", strategy, scratch_bytes=None, return_stats=False)
-    said = jax_triton.refusal(static, Problem(8, 31, 1001, dtype, device="cuda"))
+    said = jax_triton.refusal(Problem(8, 31, 1001, dtype, device="cuda"), platform, layout, strategy)
     if reason is None:
         assert said is None
     else:

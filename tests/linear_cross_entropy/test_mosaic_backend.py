@@ -25,7 +25,7 @@ LONG = Case("long", 500, 128, 2112, zipf=True, ignored=0.3)
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
+    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
     for name in ("softmax_tiles", "gradient_tiles", "hidden_product", "weight_product"):
         monkeypatch.setattr(kernels, name, getattr(plain_kernels, name))
     for name in ("rebase_exponentials", "add_targets"):

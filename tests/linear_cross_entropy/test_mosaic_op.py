@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from onchip.core import configs
-from onchip.frontend.jax_call import Static
 from onchip.jax import linear_cross_entropy
 from onchip.kernels.mosaic.product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy import jax_op
@@ -23,7 +22,7 @@ MIB = 1 << 20
 @pytest.fixture
 def as_on_hopper(monkeypatch):
     monkeypatch.setattr(jax_op, "platform", lambda: "gpu")
-    monkeypatch.setattr(mosaic_op, "refusal", lambda static, problem: None)
+    monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
 
 
 def lowered(tokens, hidden, vocab, *, dtype=jnp.bfloat16, layout="vh", argnums=(0, 1), bias=False, batch=(), **options):
@@ -120,8 +119,7 @@ def test_options_lower(options, as_on_hopper):
     ],
 )
 def test_refusals(platform, dtype, layout, hidden, vocab, reason):
-    static = Static("auto", platform, dtype, layout, "mean", "auto", scratch_bytes=None, return_stats=False)
-    said = mosaic_op.refusal(static, Problem(8, hidden, vocab, dtype, device="cuda"))
+    said = mosaic_op.refusal(Problem(8, hidden, vocab, dtype, device="cuda"), platform, layout, "auto")
     assert said is not None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(said)

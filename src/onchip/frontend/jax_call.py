@@ -13,20 +13,6 @@ IGNORED = -1
 OUT_OF_RANGE = -2
 
 
-@dataclass(frozen=True)
-class Static:
-    """What is known of a linear_cross_entropy or cross_entropy while tracing; another `Static` compiles anew."""
-
-    backend: str
-    platform: str  # "cpu", "gpu" or "tpu"
-    dtype: str  # of hidden, weight and bias, of their gradients, and of what the products read
-    weight_layout: str  # "vh" or "hv"
-    reduction: str
-    strategy: str
-    scratch_bytes: int | None
-    return_stats: bool
-
-
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])
 @dataclass(frozen=True)
 class Planned:

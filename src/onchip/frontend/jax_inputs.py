@@ -82,17 +82,15 @@ def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> 
             raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {other}; cast one of them")
 
 
-def check_arrays(
-    op: str,
-    named: Mapping[str, Any],
-    *,
-    optional: Collection[str],
-    integers: Collection[str],
-    constants: Collection[str] = (),
-) -> dict[str, Any]:
-    """Raise for arguments that are no arrays, or whose dtypes are wrong or don't fit together; return the arrays."""
-    arrays = require_arrays(op, named, optional)
-    check_kinds(op, arrays, integers=integers, constants=constants)
+def check_arrays(op: str, **named: Any) -> dict[str, Any]:
+    """Raise for arguments of a vocabulary's loss that are no arrays, or whose dtypes are wrong or don't fit together.
+
+    Return the arrays.  A temperature may also be a number.
+    """
+    if not is_array(named["temperature"]):
+        named["temperature"] = None
+    arrays = require_arrays(op, named, ("bias", "token_weight", "temperature"))
+    check_kinds(op, arrays, integers=("labels", "ids"), constants=("token_weight", "temperature"))
     check_product_dtype(op, arrays)
     return arrays
 
@@ -123,15 +121,14 @@ def check_scalar(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be a real number; got {x.dtype}")
 
 
-def check_numbers(op: str, numbers: Mapping[str, Any]) -> None:
-    """Raise for an array among the options that can't stand for a number; a temperature may be one per token."""
+def known_numbers(op: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Those whose values are known while tracing, for the options to check.
+
+    Raise for an array among them that can't stand for a number; a temperature may be one per token.
+    """
     for name, x in numbers.items():
         if is_array(x) and not (name == "temperature" and x.ndim):
             check_scalar(op, name, x)
-
-
-def known_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Those whose values are known while tracing, for the options to check."""
     return {name: x for name, x in numbers.items() if not is_array(x)}
 
 

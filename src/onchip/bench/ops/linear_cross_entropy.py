@@ -125,13 +125,12 @@ def _torch_plan(problem: Problem, p: memory.Problem, scratch: int | None, strate
 
 
 def _jax_plan(problem: Problem, p: memory.Problem, scratch: int | None, backend: str = "auto") -> dict[str, Any]:
-    from onchip.frontend.jax_call import Static
-    from onchip.ops.linear_cross_entropy.jax_op import planned
+    from onchip.core.backends import choose_backend
+    from onchip.ops.linear_cross_entropy.jax_op import MODULES, refusals
     from onchip.oracle.jax import platform_of
 
-    static = Static(backend, platform_of(p.device), p.dtype, "vh", "mean", "auto", scratch, return_stats=False)
-    name, plan = planned(static, p)
-    return {"backend": name, "scratch_bytes": scratch, **vars(plan)}
+    name = choose_backend("linear_cross_entropy", backend, refusals(p, platform_of(p.device)))
+    return {"backend": name, "scratch_bytes": scratch, **vars(MODULES[name].plan(p, "auto", scratch))}
 
 
 # Of precision='fp8', an approximation: the loss, and 25 dB of each gradient.

@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     check_arrays,
     check_normalizer,
-    check_numbers,
-    is_array,
     known_numbers,
     per_token_shapes,
     platform,
@@ -26,18 +24,9 @@ from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import Problem
-from onchip.vocab.xla.loss import Call, Constants, LossStats, Outputs
-from onchip.vocab.xla.tiles import (
-    Columns,
-    Logits,
-    TokenStats,
-    cut,
-    cut_rows,
-    logits_gradient,
-    over_tokens,
-    select_tokens,
-)
-from onchip.vocab.xla.walk import statistics
+from onchip.vocab.xla.loss import Constants, LossStats, Outputs
+from onchip.vocab.xla.tiles import Columns, Logits, TokenStats, cut_rows, logits_gradient, select_tokens
+from onchip.vocab.xla.walk import by_rows, statistics
 
 BACKENDS = ("xla",)
 
@@ -125,41 +114,39 @@ def cross_entropy(
         reduction=reduction,
         scratch_bytes=scratch_bytes,
         return_stats=return_stats,
-        **known_numbers(numbers),
+        **known_numbers(OP, numbers),
     )
-    named = {"logits": logits, "labels": labels, "token_weight": token_weight}
-    named |= {"temperature": temperature if is_array(temperature) else None}
-    optional = ("token_weight", "temperature")
-    arrays = check_arrays(OP, named, optional=optional, integers=("labels",), constants=optional)
+    arrays = check_arrays(OP, logits=logits, labels=labels, token_weight=token_weight, temperature=temperature)
     spec.check_shapes(logits.shape, labels.shape, per_token_shapes(arrays), target_name="labels")
     check_normalizer(OP, normalizer, reduction)
-    check_numbers(OP, numbers)
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(labels.size, vocab)
     constants = Constants.of(labels, vocab, ignore_index, token_weight, normalizer, numbers)
     rows, constants = vary_alike((rows, constants))
-    static = Static(
-        backend=choose_backend(OP, backend, dict.fromkeys(BACKENDS)),
-        platform=platform(),
-        dtype=rows.dtype.name,
-        weight_layout="vh",
-        reduction=reduction,
-        strategy="recompute",
-        scratch_bytes=None if scratch_bytes is None else int(scratch_bytes),
-        return_stats=return_stats,
-    )
-    outputs = Outputs.of_nothing(static) if len(rows) == 0 else _op(static, rows, constants)
+    choose_backend(OP, backend, dict.fromkeys(BACKENDS))
+    static = _Static(platform(), reduction, None if scratch_bytes is None else int(scratch_bytes), return_stats)
+    empty = len(rows) == 0
+    outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, rows, constants)
     return outputs.shaped(labels.shape)
 
 
-def _chunk(static: Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
+class _Static(NamedTuple):
+    """What is known while tracing; a call with another `_Static` compiles anew."""
+
+    platform: str
+    reduction: str
+    scratch_bytes: int | None
+    return_stats: bool
+
+
+def _chunk(static: _Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
     """Rows of a chunk."""
     tokens, vocab = logits.shape
     problem = Problem(
         tokens=tokens,
         vocab=vocab,
-        dtype=static.dtype,
+        dtype=logits.dtype.name,
         device="cpu" if static.platform == "cpu" else "cuda",
         grad=grad,
         softcap=constants.transform.softcap is not None,
@@ -170,45 +157,31 @@ def _chunk(static: Static, logits: jax.Array, constants: Constants, *, grad: boo
     return row_memory.plan(problem, static.scratch_bytes)
 
 
-class _Saved(NamedTuple):
-    """What backward reads."""
-
-    logits: jax.Array
-    constants: Constants
-    call: Call
-    stats: TokenStats
-
-
-def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, _Saved | None]:
+def _forward(static: _Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, Planned | None]:
     chunk = _chunk(static, logits, constants, grad=needs)
     tokens = select_tokens(constants.labels, chunk)
-    call = constants.call(static, None, tokens)
-    wanted, plan = constants.loss.wanted(static.return_stats), Config("forward", chunk, logits.shape[1])
-    stats = statistics(plan, wanted, Logits.of(logits), call.transform, tokens, call.ids)
-    saved = _Saved(logits, constants, call, TokenStats(stats.lse, stats.log_prob))
-    return call.outputs(static, stats), saved if needs else None
+    call = constants.call(static.reduction, Logits.of(logits), tokens)
+    wanted = constants.loss.wanted(static.return_stats)
+    stats = statistics(Config("forward", chunk, logits.shape[1]), wanted, call)
+    # The logits as they came: of 16-bit ones `call.source` may be a copy.
+    saved = Planned((logits, call._replace(source=None), TokenStats(stats.lse, stats.log_prob)), chunk)
+    return call.outputs(static.reduction, stats), saved if needs else None
 
 
-def _backward(static: Static, needs: bool, saved: _Saved, cotangents: Outputs) -> jax.Array:
+def _backward(static: _Static, needs: bool, saved: Planned, cotangents: Outputs) -> jax.Array:
     """The gradient of the logits [T, V] in their dtype."""
-    source, call = Logits.of(saved.logits), saved.call
-    (total, vocab), padded = saved.logits.shape, call.ids.shape[0]
-    chunk = _chunk(static, saved.logits, saved.constants, grad=True)
+    (logits, call, known), chunk = saved.arrays, saved.plan
+    source = Logits.of(logits)
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    gradient = call.gradient(saved.stats, upstream, vocab).times(call.transform.factor())
-    # Rows behind the kept tokens are written nowhere: each has a place of its own beyond the end.
-    behind = total + jnp.arange(padded, dtype=jnp.int32)
-    places = jnp.where(call.tokens.source < total, call.tokens.source, behind)
+    gradient = call._replace(source=source).gradient(known, upstream).times(call.transform.factor())
 
-    def step(start: Any, grad: jax.Array) -> jax.Array:
-        z = source.logits(source.rows(call.tokens, start, chunk))
-        stats, of_chunk, ids = cut_rows((saved.stats, gradient, call.ids), start, chunk)
+    def step(start: Any, z: jax.Array) -> tuple[tuple[()], list[jax.Array]]:
+        stats, of_chunk, ids = cut_rows((known, gradient, call.ids), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
-        g = logits_gradient(z, slope, stats, of_chunk, ids, Columns(0, vocab))
-        at = grad.at[cut(places, start, chunk)]
-        return at.set(source.stored(g), mode="drop", indices_are_sorted=True, unique_indices=True)
+        return (), [logits_gradient(z, slope, stats, of_chunk, ids, Columns(0, source.vocab))]
 
-    return source.floats(over_tokens(call.tokens, chunk, step, jnp.zeros_like(source.bits)))
+    _, (bits,) = by_rows(chunk, call.tokens, [source], [True], (), step)
+    return source.floats(bits)
 
 
 _op = with_gradients(OP, _forward, _backward)

@@ -22,14 +22,12 @@ def plain_refusals(
         from onchip.vocab.triton.plan import refusal
 
         return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
-    from onchip.frontend.jax_call import Static
     from onchip.ops.linear_cross_entropy.jax_op import refusals
     from onchip.oracle.jax import platform_of
     from onchip.vocab.memory import Problem
 
-    platform = platform_of(device)
-    static = Static("auto", platform, dtype, "vh", "mean", strategy, scratch_bytes=None, return_stats=False)
-    return refusals(static, Problem(1, hidden, vocab, dtype=dtype, device=device, compacted=True))
+    problem = Problem(1, hidden, vocab, dtype=dtype, device=device, compacted=True)
+    return refusals(problem, platform_of(device), strategy=strategy)
 
 
 def _call(

@@ -8,22 +8,19 @@ plans the call and moves the tokens that count to the front; the backend's `forw
 `onchip.vocab.xla.loss`, the maths in the package's docstring.
 """
 
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     check_arrays,
     check_layout,
     check_normalizer,
-    check_numbers,
-    is_array,
     known_numbers,
     per_token_shapes,
     platform,
@@ -43,8 +40,7 @@ BACKENDS = {
     "gpu": ("mosaic_gpu", "xla", "triton"),
     "tpu": ("xla", "mosaic_gpu", "triton"),
 }
-_MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
-
+MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
 
 LinearCrossEntropyStats = LossStats
 
@@ -155,13 +151,18 @@ def linear_cross_entropy(
         scratch_bytes=scratch_bytes,
         strategy=strategy,
         return_stats=return_stats,
-        **known_numbers(numbers),
+        **known_numbers(OP, numbers),
     )
     check_layout(OP, weight_layout)
-    named = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    named |= {"token_weight": token_weight, "temperature": temperature if is_array(temperature) else None}
-    optional = ("bias", "token_weight", "temperature")
-    arrays = check_arrays(OP, named, optional=optional, integers=("labels",), constants=optional[1:])
+    arrays = check_arrays(
+        OP,
+        hidden=hidden,
+        weight=weight,
+        labels=labels,
+        bias=bias,
+        token_weight=token_weight,
+        temperature=temperature,
+    )
     spec.check_shapes(
         hidden.shape,
         weight.shape,
@@ -172,39 +173,46 @@ def linear_cross_entropy(
         target_name="labels",
     )
     check_normalizer(OP, normalizer, reduction)
-    check_numbers(OP, numbers)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
     constants = Constants.of(labels, projection.vocab, ignore_index, token_weight, normalizer, numbers)
     projection, constants = vary_alike((projection, constants))
-    static = Static(
+    static = _Static(
         backend=backend,
         platform=platform(),
-        dtype=projection.hidden.dtype.name,
-        weight_layout=weight_layout,
         reduction=reduction,
         strategy=strategy,
         scratch_bytes=None if scratch_bytes is None else int(scratch_bytes),
         return_stats=return_stats,
     )
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
-    static = replace(static, backend=choose_backend(OP, backend, refusals(static, problem)))
-    outputs = Outputs.of_nothing(static) if problem.tokens == 0 else _op(static, projection, constants)
+    refused = refusals(problem, static.platform, weight_layout, strategy)
+    static = static._replace(backend=choose_backend(OP, backend, refused))
+    empty = problem.tokens == 0
+    outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, projection, constants)
     return outputs.shaped(labels.shape)
 
 
-def refusals(static: Static, problem: Problem) -> dict[str, str | None]:
+class _Static(NamedTuple):
+    """What is known while tracing; a call with another `_Static` compiles anew."""
+
+    backend: str
+    platform: str  # "cpu", "gpu" or "tpu"
+    reduction: str
+    strategy: str
+    scratch_bytes: int | None
+    return_stats: bool
+
+
+def refusals(
+    problem: Problem, platform: str, weight_layout: str = "vh", strategy: str = "auto"
+) -> dict[str, str | None]:
     """Why each backend of the platform, best first, can't serve a call, or None."""
-    return {name: _MODULES[name].refusal(static, problem) for name in BACKENDS.get(static.platform, ("xla",))}
+    names = BACKENDS.get(platform, ("xla",))
+    return {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
 
 
-def planned(static: Static, problem: Problem) -> tuple[str, Any]:
-    """The backend that a call gets, and its plan."""
-    backend = choose_backend(OP, static.backend, refusals(static, problem))
-    return backend, _MODULES[backend].plan(problem, static.strategy, static.scratch_bytes)
-
-
-def _problem(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+def _problem(static: _Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
     return projection.problem(
         needs,
         static.platform,
@@ -216,24 +224,26 @@ def _problem(static: Static, projection: Projection, constants: Constants, needs
 
 
 def _forward(
-    static: Static, needs: Projection, projection: Projection, constants: Constants
+    static: _Static, needs: Projection, projection: Projection, constants: Constants
 ) -> tuple[Outputs, Planned]:
-    backend = _MODULES[static.backend]
+    backend = MODULES[static.backend]
     problem = _problem(static, projection, constants, needs)
     plan = backend.plan(problem, static.strategy, static.scratch_bytes)
-    call = constants.call(static, projection, backend.select(plan, constants.labels))
+    call = constants.call(static.reduction, projection, backend.select(plan, constants.labels))
     run = partial(backend.forward, plan, constants.loss.wanted(static.return_stats), needs)
-    run = jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
-    stats, saved = run(call)
-    return call.outputs(static, stats), Planned(saved, plan)
+    stats, saved = _each(backend, run)(call)
+    return call.outputs(static.reduction, stats), Planned(saved, plan)
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
-    backend = _MODULES[static.backend]
-    run = partial(backend.backward, saved.plan, needs)
-    run = jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
+def _backward(static: _Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
+    backend = MODULES[static.backend]
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
-    return run(saved.arrays, upstream)  # type: ignore[no-any-return]
+    return _each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]
+
+
+def _each(backend: ModuleType, run: Any) -> Any:
+    """Under vmap kernels serve one element after the other."""
+    return jax.custom_batching.sequential_vmap(run) if backend.SEQUENTIAL else run
 
 
 _op = with_gradients(OP, _forward, _backward)

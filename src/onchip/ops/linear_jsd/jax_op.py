@@ -1,14 +1,16 @@
 """linear_jsd and jsd for JAX: the public functions, and the walk of the 'xla' backend.
 
 A public function has its inputs checked and calls `_op`, to which `onchip.frontend.jax_call.with_gradients` gives its
-derivatives.  `_walk` goes through chunks of tokens, whose losses and gradients are made in divergence.py.
+derivatives.  `_walk` has the engine go through chunks of tokens, whose losses and gradients are made in
+divergence.py.
 """
 
+import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from onchip.core.backends import choose_backend
@@ -33,15 +35,12 @@ from onchip.vocab.xla.tiles import (
     Logits,
     Projection,
     Softmax,
-    Tokens,
     Wanted,
     cut_rows,
     logits_gradient,
-    over_tokens,
     select_tokens,
-    write,
 )
-from onchip.vocab.xla.walk import accumulate
+from onchip.vocab.xla.walk import by_rows
 
 BACKENDS = ("xla",)
 
@@ -218,12 +217,22 @@ def jsd(
 
 
 class _Model(NamedTuple):
-    """What of a model may get a gradient, and whether it does; leading dimensions flattened to T."""
+    """A model's arguments."""
 
-    hidden: Any = None  # [T, H]
+    hidden: Any = None  # [..., H]
     weight: Any = None
     bias: Any = None
-    logits: Any = None  # [T, V]
+    logits: Any = None  # [..., V]
+
+    def source(self, layout: str) -> Any:
+        """What of it may get a gradient, with the leading dimensions flattened to T: a `Projection`, logits or None."""
+        if self.logits is not None:
+            return _flat(jnp.asarray(self.logits))
+        return None if self.hidden is None else Projection.of(self.hidden, self.weight, self.bias, layout)
+
+
+def _flat(x: Any) -> Any:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Constants(NamedTuple):
@@ -241,7 +250,6 @@ class _Static(NamedTuple):
 
     options: Options
     platform: str
-    vocab_axis: int
     size: int  # vocabulary entries that count
     topk_kind: str
     topk_rest: str
@@ -262,33 +270,29 @@ def _call(
     shape, size = _check_arrays(options, named, layout)
     check_normalizer(options.op, normalizer, options.reduction)
     choose_backend(options.op, backend, dict.fromkeys(BACKENDS))
-    total = int(np.prod(shape))
-
-    def flat(x: Any) -> Any:
-        return x.reshape(total, x.shape[-1])
-
-    def rows(model: _Model) -> _Model:
-        hidden, weight, bias, logits = (None if x is None else jnp.asarray(x) for x in model)
-        return _Model(None if hidden is None else flat(hidden), weight, bias, None if logits is None else flat(logits))
-
-    student, teacher = rows(student), rows(teacher)
-    models = (student, teacher if options.teacher_grad else jax.tree.map(lax.stop_gradient, teacher))
+    total = math.prod(shape)
+    taught = teacher.source(layout)
+    models = student.source(layout), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
     no_labels = jnp.zeros(total, jnp.int32)
     constants = _Constants(
         no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
-        None if topk is None else plain_labels(flat(topk.indices), size, -1),
-        None if topk is None else lax.stop_gradient(jnp.asarray(flat(topk.values), jnp.float32)),
+        None if topk is None else plain_labels(_flat(topk.indices), size, -1),
+        None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), jnp.float32)),
         per_token_constant(token_weight),
         as_constant(normalizer),
     )
     models, constants = vary_alike((models, constants))
     words = ("", "") if topk is None else topk[2:]
-    static = _Static(options, platform(), layout.index("v"), size, *words)
-    _plan(static, (_Model(), _Model()), False, models, constants)  # a budget that is too small shows here
+    static = _Static(options, platform(), size, *words)
+    _plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
     if total == 0:
         return jnp.zeros(shape if options.reduction == "none" else (), jnp.float32)
     made = _op(static, models, constants)
     return made.reshape(shape) if options.reduction == "none" else made
+
+
+def _none(models: Any) -> Any:
+    return jax.tree.map(lambda _: False, models)
 
 
 def _check_arrays(options: Options, named: dict[str, Any], layout: str) -> tuple[tuple[int, ...], int]:
@@ -312,13 +316,13 @@ def _check_arrays(options: Options, named: dict[str, Any], layout: str) -> tuple
 def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Constants) -> int:
     """Tokens of a chunk."""
 
-    def head(model: _Model, needs: _Model) -> Head:
-        if model.logits is not None:
-            return Head(vocab=model.logits.shape[1], dtype=model.logits.dtype.name, grad_logits=bool(needs.logits))
-        if model.hidden is None:
+    def head(model: Any, needs: Any) -> Head:
+        if model is None:
             return Head()
-        name, vocab = model.hidden.dtype.name, model.weight.shape[static.vocab_axis]
-        return Head(model.hidden.shape[1], vocab, name, name, name, *map(bool, needs))
+        if not isinstance(model, Projection):
+            return Head(vocab=model.shape[1], dtype=model.dtype.name, grad_logits=needs)
+        name, wanted = model.hidden.dtype.name, (needs.hidden, needs.weight, bool(needs.bias))
+        return Head(model.hidden.shape[1], model.vocab, name, name, name, *wanted)
 
     problem = Problem(
         tokens=constants.labels.shape[0],
@@ -336,13 +340,13 @@ def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Con
 
 def _stashes(static: _Static, needs: Any) -> bool:
     """Whether forward makes the gradients: for an upstream gradient of 1 and in float32, but of existing logits."""
-    return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not any(x.logits for x in needs)
+    of_logits = any(need is True for need in needs)
+    return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not of_logits
 
 
 def _forward(static: _Static, needs: Any, models: Any, constants: _Constants) -> tuple[Any, Any]:
     stash = _stashes(static, needs)
-    none = (_Model(), _Model())
-    loss, gradients = _walk(static, needs if stash else none, models, constants, None, stash)
+    loss, gradients = _walk(static, needs if stash else _none(models), models, constants, None, stash)
     if stash:
         return loss, gradients
     return loss, (models, constants) if any(jax.tree.leaves(needs)) else None
@@ -363,7 +367,7 @@ _op = with_gradients(f"{OP}, {LOGITS_OP}", _forward, _backward)
 
 def _walk(
     static: _Static, needs: Any, models: Any, constants: _Constants, grad_loss: Any, stash: bool
-) -> tuple[Any, tuple[_Model, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """The loss, and the gradients that are needed, for `grad_loss` or for 1; float32, but of existing logits."""
     chunk = _plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
@@ -371,73 +375,56 @@ def _walk(
     reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
     size, padded = static.size, tokens.source.shape[0]
-    sources = [_source(static, model) for model in models if any(x is not None for x in model)]
+    given = [(x, need) for x, need in zip(models, needs, strict=True) if x is not None]
+    sources = [_source(static, x) for x, _ in given]
 
-    def step(start: jax.Array, carry: Any) -> Any:
-        losses, *sums = carry
+    def step(start: jax.Array, *z: jax.Array) -> tuple[jax.Array, list[Any]]:
         source, label, scale = cut_rows((tokens.source, labels, row_scale), start, chunk)
         there = start + jnp.arange(chunk) < tokens.number
 
         def take(x: jax.Array) -> jax.Array:
             return x.at[source].get(mode="fill", fill_value=0)
 
-        parts = [_rows(static, x, tokens, start, chunk) for x in sources]
-        z, *given = (x.logits(rows)[:, :size] for x, rows in zip(sources, parts, strict=True))
-        teacher: Any = given[0] if given else None
+        def of_source(g: jax.Array | None, x: Projection | Logits) -> Any:
+            if g is None:
+                return None
+            # Where, not a factor of 0: what is behind the kept tokens may be infinite.
+            g = jnp.where(there[:, None], g * scale[:, None], 0)
+            return jnp.pad(g, ((0, 0), (0, x.vocab - size)))
+
+        own, *others = (x[:, :size] for x in z)
+        teacher: Any = others[0] if others else None
         if constants.indices is not None and constants.values is not None:
             ids, values = take(constants.indices), take(constants.values)
             values = jnp.where(ids < 0, jnp.nan, values)
             teacher = TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)
-        value, *gradients = divergence.rows(_ARRAYS, static.options, z, teacher, jnp.maximum(label, 0))
-        losses = write(losses, jnp.where(there, value, 0), start)
-        for k, x in enumerate(sources):
-            if not any(needs[k]):
-                continue
-            # Where, not a factor of 0: what is behind the kept tokens may be infinite.
-            g = jnp.where(there[:, None], gradients[k] * scale[:, None], 0)
-            if isinstance(x, Projection):
-                sums[k] = _Model(*accumulate(sums[k][:3], x, g, parts[k], start, chunk))
-            else:
-                full = jnp.pad(g.astype(x.dtype), ((0, 0), (0, x.vocab - size)))
-                sums[k] = _Model(logits=sums[k].logits.at[source].set(full, mode="drop"))
-        return losses, *sums
+        value, *gradients = divergence.rows(_ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
+        return jnp.where(there, value, 0), [of_source(g, x) for g, x in zip(gradients, sources, strict=False)]
 
-    def zeros(x: Any, needs: _Model) -> _Model:
-        """The gradients of nothing: hidden's by row, weight's and bias's of the entries that count."""
-        if isinstance(x, Logits):
-            return _Model(logits=jnp.zeros(x.bits.shape, x.dtype) if needs.logits else None)
-        shapes = ((padded, x.hidden.shape[1]), x.weight.shape, (size,))
-        made = (jnp.zeros(s, jnp.float32) if need else None for s, need in zip(shapes, needs, strict=False))
-        return _Model(*made)
-
-    def whole(sums: _Model, model: _Model) -> _Model:
+    def whole(sums: Any, source: Projection | Logits, model: Any) -> Any:
         """With zeros for ignored tokens and for the entries that don't count."""
+        if isinstance(source, Logits):
+            return None if sums is None else source.floats(sums)
         hidden = None if sums.hidden is None else tokens.spread(sums.hidden)
-        return _Model(hidden, _padded(sums.weight, model.weight), _padded(sums.bias, model.bias), sums.logits)
+        weight, bias = _padded(sums.weight, model.weight), _padded(sums.bias, model.bias)
+        return replace(sums, hidden=hidden, weight=weight, bias=bias)
 
-    carry = (jnp.zeros(padded, jnp.float32), *map(zeros, sources, needs))
-    losses, *sums = over_tokens(tokens, chunk, step, carry)
+    zeros = jnp.zeros(padded, jnp.float32)
+    losses, sums = by_rows(chunk, tokens, sources, [need for _, need in given], zeros, step)
     loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
-    return loss, (*map(whole, sums, models), *[_Model()] * (2 - len(sums)))
+    made = [whole(g, source, x) for g, source, (x, _) in zip(sums, sources, given, strict=True)]
+    return loss, (*made, *[None] * (2 - len(made)))
 
 
-def _source(static: _Static, model: _Model) -> Projection | Logits:
+def _source(static: _Static, model: Any) -> Projection | Logits:
     """A model's last layer over the entries that count, or its logits."""
-    if model.hidden is None:
-        return Logits.of(model.logits)
-    weight = _widened(static, lax.slice_in_dim(model.weight, 0, static.size, axis=static.vocab_axis))
-    bias = None if model.bias is None else model.bias[: static.size]
-    return Projection(model.hidden, weight, bias, static.vocab_axis)
-
-
-def _rows(static: _Static, source: Projection | Logits, tokens: Tokens, start: Any, chunk: int) -> jax.Array:
-    rows = source.rows(tokens, start, chunk)
-    return _widened(static, rows) if isinstance(source, Projection) else rows
-
-
-def _widened(static: _Static, x: jax.Array) -> jax.Array:
-    # The CPU's 16-bit products round; float16's range is short for a gradient.
-    return x.astype(jnp.float32) if static.platform == "cpu" or x.dtype == jnp.float16 else x
+    if not isinstance(model, Projection):
+        return Logits.of(model)
+    weight = lax.slice_in_dim(model.weight, 0, static.size, axis=model.vocab_axis)
+    if static.platform == "cpu" or weight.dtype == jnp.float16:
+        # The CPU's 16-bit products round; float16's range is short for a gradient.
+        weight = weight.astype(jnp.float32)
+    return replace(model, weight=weight, bias=None if model.bias is None else model.bias[: static.size])
 
 
 def _padded(x: Any, like: Any) -> Any:

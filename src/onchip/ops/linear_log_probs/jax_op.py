@@ -16,16 +16,14 @@ from onchip.frontend.jax_inputs import (
     as_constants,
     check_arrays,
     check_layout,
-    check_numbers,
-    is_array,
     known_numbers,
     plain_labels,
     platform,
 )
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.vocab.chunks import Config
 from onchip.vocab.xla import memory, walk
+from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import (
     VANISHED,
     Projection,
@@ -83,27 +81,21 @@ def linear_log_probs(
     weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
-            counts as float32 where JAX's 64-bit mode is off.
+        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
-        bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
-        weight_layout: "vh" or "hv".
+        bias: [V] of hidden's dtype.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it leaves exact
             zeros (top1: -1) and may hold anything; chunks of only such tokens cost nothing.
-        softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
-        logit_scale: above 0: factor of the logits, before softcap.
-        temperature: above 0: divides the logits, after softcap; may also be a [...] array with one per token.
+        weight_layout, softcap, logit_scale, temperature: as in `linear_cross_entropy`, which also says what holds for
+            NumPy's float64, a bias of -inf, and numbers that are 0-d arrays, traced or not.
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
         scratch_bytes: bound on the temporary memory, results and gradients in their parameters' dtypes not counted.
             Default: 256 MiB or an eighth of the float32 logits, whichever is less, and at least what one chunk needs.
         backend: "xla" (plain JAX, on any device), or "auto": the first backend that can run.
-
-    The numbers softcap, logit_scale and temperature may be 0-d arrays, traced or not: a new value then compiles nothing
-    anew, but isn't checked.  They are constants to autodiff.
 
     Returns:
         float32 log_prob of ids' shape.  If entropy, lse or top1 is asked for, `LogProbs(log_prob, entropy, lse, top1)`
@@ -133,12 +125,10 @@ def linear_log_probs(
     (arXiv:1805.02867).
     """
     numbers = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
-    known = known_numbers(numbers)
+    known = known_numbers(OP, numbers)
     Options(ignore_index=ignore_index, entropy=entropy, lse=lse, top1=top1, scratch_bytes=scratch_bytes, **known)
     check_layout(OP, weight_layout)
-    named = {"hidden": hidden, "weight": weight, "ids": ids, "bias": bias}
-    named |= {"temperature": temperature if is_array(temperature) else None}
-    check_arrays(OP, named, optional=("bias", "temperature"), integers=("ids",), constants=("temperature",))
+    check_arrays(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=temperature)
     spec.check_shapes(
         hidden.shape,
         weight.shape,
@@ -147,7 +137,6 @@ def linear_log_probs(
         getattr(temperature, "shape", ()),
         weight_layout,
     )
-    check_numbers(OP, numbers)
 
     shape = hidden.shape[:-1]
     projection = Projection.of(hidden, weight, bias, weight_layout)
@@ -187,35 +176,28 @@ class _Constants(NamedTuple):
     transform: Transform
 
 
-def _plan(static: _Static, needs: Projection, projection: Projection, constants: _Constants) -> Config:
-    options = {"ids": constants.ids.shape[1], "stats": static.wanted.entropy, "op": OP}
-    problem = projection.problem(needs, static.platform, constants.transform, **options)
-    strategy = "recompute" if any(jax.tree.leaves(needs)) else "forward"
-    return memory.plan(problem, strategy, static.scratch_bytes)
-
-
 def _forward(
     static: _Static, needs: Projection, projection: Projection, constants: _Constants
 ) -> tuple[LogProbs, Planned | None]:
-    plan = _plan(static, needs, projection, constants)
+    options = {"ids": constants.ids.shape[1], "stats": static.wanted.entropy, "op": OP}
+    problem = projection.problem(needs, static.platform, constants.transform, **options)
+    plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", static.scratch_bytes)
     counts = (constants.ids != IGNORED).any(1)
     tokens = select_tokens(jnp.where(counts, 0, IGNORED), plan.token_chunk)
-    ids, transform = tokens.take(constants.ids, IGNORED), constants.transform.by_row(tokens)
-    stats = walk.statistics(plan, static.wanted, projection, transform, tokens, ids)
+    call = Call(projection, constants.transform.by_row(tokens), tokens, tokens.take(constants.ids, IGNORED))
+    stats = walk.statistics(plan, static.wanted, call)
     outputs = LogProbs(
         tokens.spread(stats.log_prob),
         None if stats.entropy is None else tokens.spread(stats.entropy),
         tokens.spread(stats.lse),
         None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
     )
-    saved = Planned((projection, transform, tokens, ids, stats._replace(argmax=None)), plan)
-    return outputs, None if plan.strategy == "forward" else saved
+    return outputs, Planned((call, stats._replace(argmax=None)), plan) if problem.any_grad else None
 
 
 def _backward(static: _Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
-    projection, transform, tokens, ids, stats = saved.arrays
-    gradient = _gradient(tokens, ids, stats, upstream)
-    return walk.gradients(saved.plan, needs, projection, transform, tokens, ids, stats, gradient)
+    call, stats = saved.arrays
+    return walk.gradients(saved.plan, needs, call, stats, _gradient(call.tokens, call.ids, stats, upstream))
 
 
 _op = with_gradients(OP, _forward, _backward)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.frontend.jax_call import Static
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
@@ -44,9 +43,9 @@ _NO_LABEL = 2**31 - 1
 plan, select = mosaic_spec.plan, positions.select
 
 
-def refusal(static: Static, problem: Problem) -> str | None:
+def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) -> str | None:
     """Why the kernels can't serve the call, or None."""
-    refused = mosaic_spec.refusal(problem, static.platform, static.weight_layout)
+    refused = mosaic_spec.refusal(problem, platform, weight_layout)
     if refused is not None:
         return refused
     capability = getattr(jax.devices()[0], "compute_capability", "none")

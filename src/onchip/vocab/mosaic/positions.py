@@ -43,9 +43,9 @@ class Positions(NamedTuple):
 
     @staticmethod
     def of(call: Call) -> "Positions":
-        transform, bias, there = call.transform, call.projection.bias, call.tokens.there()
+        transform, bias, there = call.transform, call.source.bias, call.tokens.there()
         if bias is not None:
-            bias = jnp.pad(bias.astype(jnp.float32), (0, -call.projection.vocab % VOCAB_TILE))
+            bias = jnp.pad(bias.astype(jnp.float32), (0, -call.source.vocab % VOCAB_TILE))
         factor = jnp.ones((), jnp.float32) if transform.logit_scale is None else transform.logit_scale
         inner = None
         if transform.softcap is not None:
@@ -64,7 +64,7 @@ class Positions(NamedTuple):
 
     @property
     def layer(self) -> Projection:
-        return self.call.projection  # type: ignore[no-any-return]
+        return self.call.source  # type: ignore[no-any-return]
 
     def parts(self, plan: MosaicPlan) -> list[slice]:
         """The positions whose softmax is taken at a time."""
@@ -142,10 +142,10 @@ def joined(stats: list[TokenStats]) -> TokenStats:
 
 def stored_tiles(call: Call, heuristics: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
     """How each kernel is cut: as is stored for the device and the sizes, else as is given."""
-    tokens, hidden = call.projection.hidden.shape
+    tokens, hidden = call.source.hidden.shape
     slug = configs.device_slug(str(jax.devices()[0].device_kind))
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": call.projection.vocab}
-    dtype = call.projection.hidden.dtype.name
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": call.source.vocab}
+    dtype = call.source.hidden.dtype.name
     return {
         kernel: configs.find_config("linear_cross_entropy", kernel, slug, dtype, sizes, heuristic).config
         for kernel, heuristic in heuristics.items()

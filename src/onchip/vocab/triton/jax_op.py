@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.frontend.jax_call import Static
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
@@ -44,15 +43,15 @@ _LEAST_SHARED = 99 * KIB
 select = positions.select
 
 
-def refusal(static: Static, problem: Problem) -> str | None:
+def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) -> str | None:
     """Why the kernels can't serve the call, or None."""
-    if static.platform != "gpu":
-        return f"it runs on NVIDIA GPUs, not on {static.platform!r}"
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if problem.dtype == "float32":
         return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
-    if static.weight_layout != "vh":
-        return f"it is written for weight_layout='vh', not for {static.weight_layout!r}"
-    if static.strategy == "stash":
+    if weight_layout != "vh":
+        return f"it is written for weight_layout='vh', not for {weight_layout!r}"
+    if strategy == "stash":
         return "it makes gradients by strategy 'recompute' only"
     for module, package in (("jax_triton", "jax-triton"), ("triton", "Triton")):
         if find_spec(module) is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Static
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
 from onchip.frontend.jax_inputs import as_constant, as_constants, per_token_constant, plain_labels
 from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
@@ -102,11 +102,11 @@ class Outputs(NamedTuple):
     stats: LossStats | None  # [T], if asked for
 
     @staticmethod
-    def of_nothing(static: Static) -> "Outputs":
+    def of_nothing(reduction: str, return_stats: bool) -> "Outputs":
         """Of a call without tokens."""
         none = jnp.zeros(0, jnp.float32)
-        loss = none if static.reduction == "none" else jnp.zeros((), jnp.float32)
-        return Outputs(loss, LossStats(none, none, none, jnp.zeros(0, bool)) if static.return_stats else None)
+        loss = none if reduction == "none" else jnp.zeros((), jnp.float32)
+        return Outputs(loss, LossStats(none, none, none, jnp.zeros(0, bool)) if return_stats else None)
 
     def shaped(self, shape: tuple[int, ...]) -> Any:
         """What a public function returns, for labels of this shape: the loss, or with its statistics."""
@@ -139,25 +139,25 @@ class Constants(NamedTuple):
             as_constant(normalizer),
         )
 
-    def call(self, static: Static, projection: Any, tokens: Tokens) -> "Call":
+    def call(self, reduction: str, source: Any, tokens: Tokens) -> "Call":
         ids = tokens.take(self.labels, IGNORED)
-        reduction = Reduction.of(tokens, ids, self.token_weight, self.normalizer, static.reduction == "mean")
-        return Call(projection, self.transform.by_row(tokens), tokens, ids[:, None], self.loss, reduction)
+        reduced = Reduction.of(tokens, ids, self.token_weight, self.normalizer, reduction == "mean")
+        return Call(source, self.transform.by_row(tokens), tokens, ids[:, None], self.loss, reduced)
 
 
 class Call(NamedTuple):
     """The arrays of a call as a backend takes them, by row."""
 
-    projection: Any  # a `Projection`, or None where backward doesn't read it
+    source: Any  # a `Projection` or `Logits`, or None where backward doesn't read it
     transform: Transform
     tokens: Tokens
-    ids: Array  # [P, 1] int32 in [0, V), IGNORED or OUT_OF_RANGE
-    loss: TokenLoss
-    reduction: Reduction
+    ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE; K is 1 where there is a loss
+    loss: Any = None  # a `TokenLoss`; None where statistics are all that is asked for, as the next
+    reduction: Any = None  # a `Reduction`
 
-    def outputs(self, static: Static, stats: TokenStats) -> Outputs:
+    def outputs(self, reduction: str, stats: TokenStats) -> Outputs:
         spread = self.tokens.spread
-        loss = self.reduction.reduced(self.loss.value(stats), self.tokens, per_token=static.reduction == "none")
+        loss = self.reduction.reduced(self.loss.value(stats), self.tokens, per_token=reduction == "none")
         if stats.entropy is None:
             return Outputs(loss, None)
         correct: Any = stats.argmax == self.ids[:, 0]
@@ -167,9 +167,10 @@ class Call(NamedTuple):
         """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs."""
         row_scale, factor = self.reduction.row_scale(upstream, self.tokens), self.transform.factor()
         row_scale = row_scale if factor is None else row_scale * factor
-        grad_scale = float16_scale(jnp.abs(row_scale), self.projection.hidden.dtype)
+        grad_scale = float16_scale(jnp.abs(row_scale), self.source.hidden.dtype)
         return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
-    def gradient(self, stats: TokenStats, upstream: Array, vocab: int) -> TokenGradient:
+    def gradient(self, stats: TokenStats, upstream: Array) -> TokenGradient:
         """By the final logits, for an upstream gradient [] or [T]."""
-        return self.loss.gradient(stats, self.reduction.row_scale(upstream, self.tokens), vocab)
+        row_scale = self.reduction.row_scale(upstream, self.tokens)
+        return self.loss.gradient(stats, row_scale, self.source.vocab)  # type: ignore[no-any-return]

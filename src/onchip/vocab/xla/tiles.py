@@ -173,8 +173,9 @@ class Projection:
         )
 
     def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
-        """Hidden states of a chunk [C, H], zeros behind the kept tokens."""
-        return self.hidden.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)  # type: ignore[no-any-return]
+        """Hidden states of a chunk [C, H] in the weight's dtype, zeros behind the kept tokens."""
+        rows: Array = self.hidden.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)
+        return rows.astype(self.weight.dtype)
 
     def part(self, columns: Columns) -> "Projection":
         """The layer for a chunk of the vocabulary."""
@@ -186,13 +187,30 @@ class Projection:
         z = product(rows, self.weight, (1, 1 - self.vocab_axis))
         return z if self.bias is None else z + self.bias.astype(jnp.float32)
 
-    def hidden_gradient(self, g: Array) -> Array:
-        """Of g [C, V], the gradient of the logits; float32."""
-        return product(g, self.weight, (1, self.vocab_axis))
+    def zeros(self, needs: "Projection", rows: int, dtype: Any = jnp.float32) -> "Projection":
+        """Gradients to add to: that of so many rows of hidden in float32, those of weight and bias in `dtype`."""
+        return Projection(
+            jnp.zeros((rows, self.hidden.shape[1]), jnp.float32) if needs.hidden else None,
+            jnp.zeros(self.weight.shape, dtype) if needs.weight else None,
+            jnp.zeros(self.vocab, dtype) if needs.bias else None,
+            self.vocab_axis,
+        )
 
-    def weight_gradient(self, g: Array, rows: Array) -> Array:
-        """In the weight's layout; float32."""
-        return product(g, rows, (0, 0)) if self.vocab_axis == 0 else product(rows, g, (0, 0))
+    def accumulate(self, sums: "Projection", g: Array, rows: Array, tokens: Tokens, start: Any) -> "Projection":
+        """The float32 gradients of hidden [P, H], weight and bias, with what a tile's gradient of logits adds to each.
+
+        g: [C, V] float32, of these rows, the chunk that begins at `start`.
+        """
+        hidden, weight, bias = sums.hidden, sums.weight, sums.bias
+        if bias is not None:
+            bias += jnp.sum(g, 0)
+        g = g.astype(rows.dtype)
+        if hidden is not None:
+            part = product(g, self.weight, (1, self.vocab_axis))
+            hidden = write(hidden, cut(hidden, start, len(rows)) + part, start)
+        if weight is not None:
+            weight += product(g, rows, (0, 0)) if self.vocab_axis == 0 else product(rows, g, (0, 0))
+        return replace(sums, hidden=hidden, weight=weight, bias=bias)
 
 
 class Logits(NamedTuple):
@@ -226,9 +244,17 @@ class Logits(NamedTuple):
     def floats(self, rows: Array) -> Array:
         return lax.bitcast_convert_type(rows, self.dtype) if rows.dtype != self.dtype else rows
 
-    def stored(self, rows: Array) -> Array:
-        """Float32 rows as `bits` has them."""
-        return _as_bits(rows.astype(self.dtype))
+    def zeros(self, needs: Any, rows: int) -> Array | None:
+        """The bits of the gradient of nothing."""
+        return jnp.zeros_like(self.bits) if needs else None
+
+    def accumulate(self, made: Array, g: Array, rows: Array, tokens: Tokens, start: Any) -> Array:
+        """The bits of the gradient [T, V], with those of a chunk's tokens written, from g [C, V] float32."""
+        total, token = len(self.bits), cut(tokens.source, start, len(rows))
+        # Rows behind the kept tokens are written nowhere: each has a place of its own beyond the end.
+        place = jnp.where(token < total, token, total + start + jnp.arange(len(rows), dtype=jnp.int32))
+        at = made.at[place]
+        return at.set(_as_bits(g.astype(self.dtype)), mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
 def _as_bits(x: Array) -> Array:

@@ -1,12 +1,12 @@
 """The walks over the [tokens, vocab] matrix in plain JAX, tile by tile, on any device; and the 'xla' backend.
 
-`statistics` has no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `stash` makes
-statistics and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
+`statistics` has no gradients.  `gradients` recomputes the logits, chunk by chunk of the vocabulary; `by_rows` makes
+numbers of tokens and gradients together, chunk by chunk of tokens.  The tokens that are not ignored are moved to the
 front (as a list of row numbers; no tensor is copied for it), and the loops end after them.
 
 A backend of linear_cross_entropy is a module with these functions and flags::
 
-    refusal(static, problem)       why it can't serve a call, or None
+    refusal(problem, platform, weight_layout, strategy)     why it can't serve a call, or None
     plan(problem, strategy, budget)     hashable, with a field `strategy`; raises ValueError
     select(plan, labels)           the rows that tokens are put in
     forward(plan, wanted, needs, call) -> (TokenStats, saved)
@@ -17,13 +17,13 @@ A backend of linear_cross_entropy is a module with these functions and flags::
 ignored tokens are exact zeros.  Both functions run under jit, vmap and scan; T, H and V are at least 1.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from onchip.frontend.jax_call import Static
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
@@ -36,7 +36,6 @@ from onchip.vocab.xla.tiles import (
     TokenGradient,
     Tokens,
     TokenStats,
-    Transform,
     Wanted,
     cut,
     cut_rows,
@@ -57,7 +56,7 @@ SEQUENTIAL = False
 # ------------------------------------------------------------------------------------------------------- the backend
 
 
-def refusal(static: Static, problem: Problem) -> str | None:
+def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) -> str | None:
     """Why this backend can't serve the call: it always can."""
     return None
 
@@ -75,7 +74,7 @@ def forward(plan: Config, wanted: Wanted, needs: Projection, call: Call) -> tupl
     """With 'stash' the gradients are saved, else what they are made from."""
     if plan.strategy == "stash":
         return stash(plan.token_chunk, wanted, needs, call)
-    stats = statistics(plan, wanted, call.projection, call.transform, call.tokens, call.ids)
+    stats = statistics(plan, wanted, call)
     return stats, None if plan.strategy == "forward" else (call, TokenStats(stats.lse, stats.log_prob))
 
 
@@ -84,47 +83,43 @@ def backward(plan: Config, needs: Projection, saved: Any, upstream: Array) -> Pr
     if plan.strategy == "stash":
         return saved.scaled(upstream.astype(jnp.float32))  # type: ignore[no-any-return]
     call, stats = saved
-    gradient = call.gradient(stats, upstream, call.projection.vocab)
-    return gradients(plan, needs, call.projection, call.transform, call.tokens, call.ids, stats, gradient)
+    return gradients(plan, needs, call, stats, call.gradient(stats, upstream))
 
 
 # --------------------------------------------------------------------------------------------------------- the walks
 
 
-def statistics(
-    plan: Config, wanted: Wanted, source: Projection | Logits, transform: Transform, tokens: Tokens, ids: Array
-) -> TokenStats:
+def statistics(plan: Config, wanted: Wanted, call: Call) -> TokenStats:
     """Of every row, for its ids [P, K]; one product."""
+    source, ids = call.source, call.ids
 
     def step(start: Any, made: TokenStats) -> TokenStats:
-        rows, own = source.rows(tokens, start, plan.token_chunk), cut(ids, start, plan.token_chunk)
-        of_chunk = transform.of_chunk(start, plan.token_chunk)
+        rows, own = source.rows(call.tokens, start, plan.token_chunk), cut(ids, start, plan.token_chunk)
+        transform = call.transform.of_chunk(start, plan.token_chunk)
 
         def absorb(columns: Columns, softmax: Softmax) -> Softmax:
-            z, _ = of_chunk.apply(source.part(columns).logits(rows))
+            z, _ = transform.apply(source.part(columns).logits(rows))
             return softmax.absorb(z, columns, own)
 
         softmax = over_vocab(source.vocab, plan.vocab_chunk, absorb, Softmax.empty(own, wanted), own)
         return write_rows(made, softmax.complete(own, source.vocab), start)  # type: ignore[no-any-return]
 
-    return over_tokens(tokens, plan.token_chunk, step, TokenStats.empty(ids, wanted))  # type: ignore[no-any-return]
+    return over_tokens(call.tokens, plan.token_chunk, step, TokenStats.empty(ids, wanted))  # type: ignore[no-any-return]
 
 
 def gradients(
     plan: Config,
     needs: Projection,
-    projection: Projection,
-    transform: Transform,
-    tokens: Tokens,
-    ids: Array,  # [P, K]
+    call: Call,
     stats: TokenStats,
     gradient: TokenGradient,  # by the final logits
 ) -> Projection:
     """The gradients of hidden, weight and bias, chunk by chunk of the vocabulary, with logits recomputed."""
-    dtype, axis, chunk = projection.hidden.dtype, projection.vocab_axis, plan.token_chunk
+    projection, transform, tokens = call.source, call.transform, call.tokens
+    dtype, chunk = projection.hidden.dtype, plan.token_chunk
     gradient = gradient.times(transform.factor())
     grad_scale = float16_scale(gradient.size(), dtype)
-    of_rows = (stats, gradient.times(grad_scale), ids)
+    of_rows = (stats, gradient.times(grad_scale), call.ids)
 
     def put(x: Array, part: Array, columns: Columns, axis: int = 0) -> Array:
         part = unscaled(part, grad_scale).astype(dtype)
@@ -133,53 +128,54 @@ def gradients(
             part += cut(x, columns.start, columns.size, axis)
         return write(x, part, columns.start, axis)
 
-    def step(columns: Columns, carry: Any) -> Any:
-        grad_hidden, grad_weight, grad_bias = carry
+    def step(columns: Columns, made: Projection) -> Projection:
         part = projection.part(columns)
 
-        def tile(start: Any, carry: Any) -> Any:
+        def tile(start: Any, sums: Projection) -> Projection:
             """Add what the tokens from `start` on give."""
             rows = projection.rows(tokens, start, chunk)
             z, slope = transform.of_chunk(start, chunk).apply(part.logits(rows))
             known, upstream, own = cut_rows(of_rows, start, chunk)
             g = logits_gradient(z, slope, known, upstream, own, columns)
-            return accumulate(carry, part, g, rows, start, chunk)
+            return part.accumulate(sums, g, rows, tokens, start)  # type: ignore[no-any-return]
 
-        zeros = (grad_hidden, *_zeros(needs, part, 0, jnp.float32)[1:])
-        grad_hidden, weight_part, bias_part = over_tokens(tokens, chunk, tile, zeros)
-        if needs.weight:
-            grad_weight = put(grad_weight, weight_part, columns, axis)
-        if needs.bias:
-            grad_bias = put(grad_bias, bias_part, columns)
-        return grad_hidden, grad_weight, grad_bias
+        zeros = replace(part.zeros(replace(needs, hidden=False), 0), hidden=made.hidden)
+        sums: Projection = over_tokens(tokens, chunk, tile, zeros)
+        weight = put(made.weight, sums.weight, columns, projection.vocab_axis) if needs.weight else None
+        bias = put(made.bias, sums.bias, columns) if needs.bias else None
+        return replace(sums, weight=weight, bias=bias)
 
-    carry = _zeros(needs, projection, len(ids), dtype)
-    grad_hidden, grad_weight, grad_bias = over_vocab(projection.vocab, plan.vocab_chunk, step, carry, tokens.number)
-    if grad_hidden is not None:
-        grad_hidden = tokens.spread(unscaled(grad_hidden, grad_scale))
-    return Projection(grad_hidden, grad_weight, grad_bias, axis)
+    zeros = projection.zeros(needs, len(call.ids), dtype)
+    made: Projection = over_vocab(projection.vocab, plan.vocab_chunk, step, zeros, tokens.number)
+    hidden = None if made.hidden is None else tokens.spread(unscaled(made.hidden, grad_scale))
+    return replace(made, hidden=hidden)
 
 
-def _zeros(needs: Projection, projection: Projection, rows: int, dtype: Any) -> tuple[Array | None, ...]:
-    """Gradients to add to, in float32 of so many rows of hidden, and of weight and bias."""
-    return (
-        jnp.zeros((rows, projection.hidden.shape[1]), jnp.float32) if needs.hidden else None,
-        jnp.zeros(projection.weight.shape, dtype) if needs.weight else None,
-        jnp.zeros(projection.vocab, dtype) if needs.bias else None,
-    )
+def by_rows(
+    chunk: int,
+    tokens: Tokens,
+    sources: Sequence[Projection | Logits],
+    needs: Sequence[Any],  # of each source: for a `Projection` which gradients, for `Logits` whether
+    empty: Any,
+    step: Callable[..., tuple[Any, Sequence[Any]]],
+) -> tuple[Any, list[Any]]:
+    """Numbers of the rows, and the gradients of the sources, chunk by chunk of tokens.
 
+    step(start, *z) has a chunk's logits of each source, and returns the numbers of its rows and, for each source, its
+    logits' gradient.  The numbers are written to a tree like `empty`.  Gradients are those of `accumulate`.
+    """
 
-def accumulate(sums: Any, projection: Projection, g: Array, rows: Array, start: Any, chunk: int) -> Any:
-    """The float32 gradients of hidden [P, H], weight and bias, with what a tile's gradient of logits adds to each."""
-    grad_hidden, grad_weight, grad_bias = sums
-    if grad_bias is not None:
-        grad_bias += jnp.sum(g, 0)
-    g = g.astype(rows.dtype)
-    if grad_hidden is not None:
-        grad_hidden = write(grad_hidden, cut(grad_hidden, start, chunk) + projection.hidden_gradient(g), start)
-    if grad_weight is not None:
-        grad_weight += projection.weight_gradient(g, rows)
-    return grad_hidden, grad_weight, grad_bias
+    def body(start: Any, carry: Any) -> Any:
+        made, sums = carry
+        rows = [source.rows(tokens, start, chunk) for source in sources]
+        numbers, by_logits = step(start, *(x.logits(own) for x, own in zip(sources, rows, strict=True)))
+        for k, source in enumerate(sources):
+            if jax.tree.leaves(sums[k]):
+                sums[k] = source.accumulate(sums[k], by_logits[k], rows[k], tokens, start)
+        return write_rows(made, numbers, start), sums
+
+    zeros = [x.zeros(need, len(tokens.source)) for x, need in zip(sources, needs, strict=True)]
+    return over_tokens(tokens, chunk, body, (empty, zeros))  # type: ignore[no-any-return]
 
 
 class Stashed(NamedTuple):
@@ -203,25 +199,20 @@ class Stashed(NamedTuple):
 
 def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Stashed]:
     """The statistics, and the gradients for an upstream gradient of 1, chunk by chunk of tokens."""
-    projection, tokens, vocab = call.projection, call.tokens, call.projection.vocab
+    vocab = call.source.vocab
     row_scale, grad_scale = call.scaled_rows(jnp.ones((), jnp.float32))
     columns = Columns(0, vocab)
 
-    def step(start: Any, carry: Any) -> Any:
-        made, sums = carry
-        rows = projection.rows(tokens, start, chunk)
+    def step(start: Any, z: Array) -> tuple[TokenStats, list[Array]]:
         own, row = cut_rows((call.ids, row_scale), start, chunk)
-        z, slope = call.transform.of_chunk(start, chunk).apply(projection.logits(rows))
+        z, slope = call.transform.of_chunk(start, chunk).apply(z)
         softmax = Softmax.empty(own, wanted).absorb(z, columns, own)
         stats = softmax.complete(own, vocab)
         gradient = call.loss.gradient(stats, row, vocab)
         # The exponentials are those of the softmax: no second ones are computed.
         relative = gradient._replace(factor=gradient.factor / softmax.total)
-        g = logits_gradient(z, slope, stats._replace(lse=softmax.max), relative, own, columns)
-        return write_rows(made, stats, start), accumulate(sums, projection, g, rows, start, chunk)
+        return stats, [logits_gradient(z, slope, stats._replace(lse=softmax.max), relative, own, columns)]
 
-    carry = (TokenStats.empty(call.ids, wanted), _zeros(needs, projection, len(call.ids), jnp.float32))
-    stats, sums = over_tokens(tokens, chunk, step, carry)
-    grad_hidden, grad_weight, grad_bias = sums
-    made = Projection(grad_hidden, grad_weight, grad_bias, projection.vocab_axis)
-    return stats, Stashed(made, grad_scale, tokens)
+    empty = TokenStats.empty(call.ids, wanted)
+    stats, (sums,) = by_rows(chunk, call.tokens, [call.source], [needs], empty, step)
+    return stats, Stashed(sums, grad_scale, call.tokens)
