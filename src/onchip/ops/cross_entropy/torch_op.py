@@ -141,9 +141,9 @@ def cross_entropy(
 class CrossEntropyLoss(torch.nn.Module):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
-    Takes the options of `cross_entropy` once: `normalizer`, `backend` and the fields of `Options`.  What changes from
-    call to call goes to `forward`.  Unlike with `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension,
-    class weights and targets of probabilities are not supported, and the mean of no tokens is 0, not NaN.
+    Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
+    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights and targets of probabilities are
+    not supported, and the mean of no tokens is 0, not NaN.
 
     Example:
         >>> import torch
@@ -153,9 +153,37 @@ class CrossEntropyLoss(torch.nn.Module):
         >>> loss.backward()
     """
 
-    def __init__(self, *, normalizer: float | Tensor | None = None, backend: str = "auto", **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        normalizer: float | Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: float = 1.0,
+        check_inputs: bool = False,
+        return_stats: bool = False,
+        inplace_backward: bool = False,
+        backend: str = "auto",
+        scratch_bytes: int | None = None,
+    ) -> None:
         super().__init__()
-        self.options = Options(**options)
+        self.options = Options(
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            check_inputs=check_inputs,
+            return_stats=return_stats,
+            inplace_backward=inplace_backward,
+            scratch_bytes=scratch_bytes,
+        )
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):

@@ -210,8 +210,7 @@ def linear_cross_entropy(
 class LinearCrossEntropyLoss(torch.nn.Module):
     """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
 
-    Takes the options of `linear_cross_entropy` once: `normalizer`, `backend` and the fields of `Options`.  What changes
-    from call to call goes to `forward`.
+    Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
 
     Example:
         >>> import torch
@@ -222,9 +221,39 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         >>> loss.backward()
     """
 
-    def __init__(self, *, normalizer: float | Tensor | None = None, backend: str = "auto", **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        normalizer: float | Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: float = 1.0,
+        check_inputs: bool = False,
+        scratch_bytes: int | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        return_stats: bool = False,
+        precision: str = "full",
+    ) -> None:
         super().__init__()
-        self.options = Options(**options)
+        self.options = Options(
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            check_inputs=check_inputs,
+            scratch_bytes=scratch_bytes,
+            strategy=strategy,
+            return_stats=return_stats,
+            precision=precision,
+        )
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         self.backend = backend
         if normalizer is not None and not isinstance(normalizer, Tensor):
