@@ -208,7 +208,8 @@ def mixed_plan(**more):
     """
 
     def plan(problem, *_):
-        return triton_memory.TritonPlan(problem.tokens, 512, 256, kept_in_gradient=128, kept_in_scratch=128, **more)
+        in_gradient = min(128, triton_memory.capacity(problem))
+        return triton_memory.TritonPlan(problem.tokens, 512, 256, in_gradient, 128, **more)
 
     return mock.patch.object(triton_memory, "plan", side_effect=plan)
 

@@ -68,7 +68,8 @@ def capture(run):
     """A graph of it, and what a replay overwrites."""
     aside(run)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # What other libraries' threads do in this process has nothing to do with the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = run()
     return graph, captured
 

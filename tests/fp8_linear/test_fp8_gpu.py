@@ -378,9 +378,10 @@ def test_a_capture_inside_of_a_context_makes_copies_of_its_own():
 
 def test_a_context_that_is_entered_in_a_capture_is_left_in_it():
     model, _, xs = twins()
-    model(xs[0])  # compiles
+    with torch.no_grad(), weights_unchanged(model):
+        model(xs[0])  # compiles
     graph, context = torch.cuda.CUDAGraph(), weights_unchanged(model)
-    with torch.cuda.graph(graph), torch.no_grad():
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
         context.__enter__()
         model(xs[0])
     with pytest.raises(RuntimeError, match="entered in the capture of a CUDA graph and left after it"):

@@ -71,8 +71,9 @@ def cross_entropy(
         logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
             hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        ignore_index, reduction, normalizer, token_weight, label_smoothing, z_loss, softcap, logit_scale, temperature,
-            check_inputs, return_stats: as of `linear_cross_entropy`.
+        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `label_smoothing`, `z_loss`, `softcap`,
+            `logit_scale`, `temperature` (a number or [...]), `check_inputs` and `return_stats`: as of
+            `linear_cross_entropy`.
         inplace_backward: let backward write the gradient over the logits: **after it they are gone**.  The logits must
             be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
