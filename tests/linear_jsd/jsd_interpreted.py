@@ -102,11 +102,11 @@ def weights_whose_columns_lie_in_rows():
     assert_close([p.T if p.ndim > 1 and p.shape[1] == 304 else p for p in made], expected)
 
 
-@check("computed again", "held in scratch", "all")
+@check("recomputed", "held in scratch", "all")
 def places(name):
-    """Gradients kept in the weight's memory, in scratch, and computed again, in two chunks of tokens and vocabulary."""
+    """Gradients kept in the weight's memory, in scratch, and recomputed, in two chunks of tokens and vocabulary."""
     how = {
-        "computed again": ((4, 131, 600), (128, 0, 512, 256)),
+        "recomputed": ((4, 131, 600), (128, 0, 512, 256)),
         "held in scratch": ((132, 72, 300), (128, 256, 512, 256)),  # 72 columns have no room for a block of tokens
         "all": ((132, 136, 300), (128, 128, 256, 256)),
     }

@@ -67,7 +67,7 @@ def _triton_refusal(device: torch.device) -> str | None:
 
 
 class Fp8Call(NamedTuple):
-    """What the operator is told."""
+    """The arguments of the operator."""
 
     call: Call
     copies: WeightCopies
@@ -105,11 +105,11 @@ class Kept(NamedTuple):
     reduction: str
 
 
-def _forward(told: Fp8Call) -> Fp8Outputs:
-    call, options = told.call, told.call.options
+def _forward(arguments: Fp8Call) -> Fp8Outputs:
+    call, options = arguments.call, arguments.call.options
     shape = call.target.shape
     # Of the inputs' own dtypes, whatever autocast's.
-    problem = replace(call.problem("cuda" if told.backend == "triton" else "cpu"), dtype=DTYPES[call.hidden.dtype])
+    problem = replace(call.problem("cuda" if arguments.backend == "triton" else "cpu"), dtype=DTYPES[call.hidden.dtype])
     if options.check_inputs or not call.hidden.is_cuda:
         call.tokens(check_values=True)
     softmax = Softmax.empty(call.target.numel(), call.hidden, stats=options.return_stats)
@@ -120,7 +120,7 @@ def _forward(told: Fp8Call) -> Fp8Outputs:
         call.divisor(call.target != options.ignore_index),
         options,
     )
-    kept = _walk(told, logits_call, fp8_spec.plan(problem, call.budget), softmax)
+    kept = _walk(arguments, logits_call, fp8_spec.plan(problem, call.budget), softmax)
     out = Outputs(
         softmax.loss.view(shape) if options.reduction == "none" else softmax.loss.sum() / logits_call.divisor,
         softmax.lse.view(shape),
@@ -131,8 +131,8 @@ def _forward(told: Fp8Call) -> Fp8Outputs:
     return Fp8Outputs(out, kept)
 
 
-def _fake(told: Fp8Call) -> Fp8Outputs:
-    return Fp8Outputs(empty_outputs(told.call), _empty_parts(told.call))
+def _fake(arguments: Fp8Call) -> Fp8Outputs:
+    return Fp8Outputs(empty_outputs(arguments.call), _empty_parts(arguments.call))
 
 
 def _empty_parts(call: Call) -> Parts:
@@ -159,16 +159,22 @@ def _backend(name: str, device: torch.device) -> tuple[Any, Any, Callable[..., T
     return triton_launches, launches, product
 
 
-def _walk(told: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softmax) -> Parts:
+def _walk(arguments: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softmax) -> Parts:
     """Fill `softmax`, chunk by chunk, and return what backward needs."""
-    a = told.call
+    a = arguments.call
     tokens, (vocab, size) = a.target.numel(), a.weight.shape
-    quantize, softmaxes, product = _backend(told.backend, a.hidden.device)
+    quantize, softmaxes, product = _backend(arguments.backend, a.hidden.device)
     kept = _empty_parts(a)
     grad_hidden, columns, column_scales, grad_bias = kept
     wanted = any(a.grads)
     weight, transposed = weight_operands(
-        OP, a.weight, told.copies, SCALE, quantize.quantize_weight, transposed=a.grads[0], check=a.options.check_inputs
+        OP,
+        a.weight,
+        arguments.copies,
+        SCALE,
+        quantize.quantize_weight,
+        transposed=a.grads[0],
+        check=a.options.check_inputs,
     )
     bias = None if a.bias is None else a.bias.to(LOGITS).contiguous()  # as kernels take it
     hidden = a.hidden.reshape(-1, size)
@@ -200,15 +206,15 @@ def _walk(told: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softm
     return kept
 
 
-def _save(told: Fp8Call, made: Fp8Outputs) -> Kept:
-    call, options = told.call, told.call.options
+def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
+    call, options = arguments.call, arguments.call.options
     return Kept(
         made.parts,
         call.hidden if call.grads[1] else None,
         call.target,
         call.weight_grad_out,
         *call.dtypes,
-        told.backend,
+        arguments.backend,
         options.ignore_index,
         options.reduction,
     )
@@ -273,8 +279,8 @@ LOSS = register(
 )
 
 
-def told(call: Call, quantized: QuantizedWeight | None, backend: str) -> Fp8Call:
-    """What the operator is told of a call."""
+def arguments_of(call: Call, quantized: QuantizedWeight | None, backend: str) -> Fp8Call:
+    """The arguments of the operator, of a call."""
     check_options(call.options, grad_bias=call.grads[2])
     copies = WeightCopies(None, None, None, None) if quantized is None else WeightCopies(*quantized[1:5])
     return Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device)))

@@ -189,7 +189,7 @@ def linear_cross_entropy(
     if chosen == "fp8":
         if quantized is not None:
             check_quantized(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
-        operator, arguments = fp8_op.LOSS, fp8_op.told(call, quantized, backend)
+        operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, quantized, backend)
     elif chosen == "triton":
         operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
     else:

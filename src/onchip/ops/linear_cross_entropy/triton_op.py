@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 
 
 class TritonCall(NamedTuple):
-    """What the operator is told."""
+    """The arguments of the operator."""
 
     call: Call
     compiled: bool
@@ -56,21 +56,21 @@ class TritonOutputs(NamedTuple):
 class Kept(NamedTuple):
     """What backward is given."""
 
-    told: TritonCall
+    arguments: TritonCall
     lse: Tensor
     log_prob: Tensor
     saved: Saved
 
 
-def _forward(told: TritonCall) -> TritonOutputs:
+def _forward(arguments: TritonCall) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
-    call, config, options = told.call, told.config, told.call.options
+    call, config, options = arguments.call, arguments.config, arguments.call.options
     shape = call.target.shape
     if options.check_inputs:
         call.tokens(check_values=True)
-    run, saved = told.run(), setup.make_saved(call, config)
-    out, vectors = walks.forward(run, call, config, told.ids, saved, stats=options.return_stats)
+    run, saved = arguments.run(), setup.make_saved(call, config)
+    out, vectors = walks.forward(run, call, config, arguments.ids, saved, stats=options.return_stats)
     losses, correct = walks.losses(run, vectors, out, setup.flat(call.token_weight))
     loss = losses.view(shape)
     if options.reduction != "none":
@@ -87,21 +87,21 @@ def _forward(told: TritonCall) -> TritonOutputs:
     )
 
 
-def _fake(told: TritonCall) -> TritonOutputs:
-    return TritonOutputs(empty_outputs(told.call), setup.make_saved(told.call, told.config, fake=True))
+def _fake(arguments: TritonCall) -> TritonOutputs:
+    return TritonOutputs(empty_outputs(arguments.call), setup.make_saved(arguments.call, arguments.config, fake=True))
 
 
-def _save(told: TritonCall, made: TritonOutputs) -> Kept:
-    return Kept(told, made.out.lse, made.out.log_prob, made.saved)
+def _save(arguments: TritonCall, made: TritonOutputs) -> Kept:
+    return Kept(arguments, made.out.lse, made.out.log_prob, made.saved)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's if there is any."""
     from onchip.vocab.triton import launches, walks
 
-    told, call, (grad_loss,) = kept.told, kept.told.call, upstream
+    arguments, call, (grad_loss,) = kept.arguments, kept.arguments.call, upstream
     assert grad_loss is not None
-    run, vectors = told.run(), launches.Vectors.unpack(kept.saved.vectors, call.target.numel())
+    run, vectors = arguments.run(), launches.Vectors.unpack(kept.saved.vectors, call.target.numel())
     grad = grad_loss.reshape(-1).float()
     if call.options.reduction != "none":
         grad = (grad / call.divisor(vectors.number)).expand(call.target.numel())
@@ -111,13 +111,22 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     by_output = walks.loss_gradients(run, known, grad)
     return walks.backward(
-        run, call, told.config, told.ids, kept.saved, vectors, known, by_output, wanted, add_to=call.weight_grad_out
+        run,
+        call,
+        arguments.config,
+        arguments.ids,
+        kept.saved,
+        vectors,
+        known,
+        by_output,
+        wanted,
+        add_to=call.weight_grad_out,
     )
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
-    return kept.told.call.empty_gradients((False, new_weight, wanted[2]))
+    return kept.arguments.call.empty_gradients((False, new_weight, wanted[2]))
 
 
 LOSS = register(

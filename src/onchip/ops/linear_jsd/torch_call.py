@@ -84,7 +84,7 @@ class Layer(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the operators of every backend are told."""
+    """The arguments of every backend's operators."""
 
     student: Model
     teacher: Model  # empty where the teacher is a top-k

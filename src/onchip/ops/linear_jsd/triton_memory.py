@@ -1,7 +1,7 @@
 """How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
 
 docs/ops/linear_jsd.md says what is kept where.  Tokens whose gradient by the logits fits neither in the memory of the
-weight's gradient nor in scratch have their logits computed again in backward, in chunks of the vocabulary.
+weight's gradient nor in scratch have their logits recomputed in backward, in chunks of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def scratch_parts(p: Problem, c: JsdPlan) -> dict[str, int]:
         "hidden rows": kept,
         "one more chunk of the weight's gradient": more,
         "logits' gradient in scratch": in_scratch,
-        "logits of a chunk, or sums and what is computed again in backward": max(forward, backward),
+        "logits of a chunk, or sums and what is recomputed in backward": max(forward, backward),
     }
 
 

@@ -120,7 +120,7 @@ def linear_log_probs(
         >>> grads[1].shape
         (100, 16)
 
-    Sources: logits that are computed again in backward from their log-sum-exp are those of Cut Cross-Entropy
+    Sources: logits that are recomputed in backward from their log-sum-exp are those of Cut Cross-Entropy
     (arXiv:2411.09009), without its gradient filter; the running softmax is that of Milakov and Gimelshein
     (arXiv:1805.02867).
     """

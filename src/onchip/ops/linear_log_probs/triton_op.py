@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 
 
 class TritonCall(NamedTuple):
-    """What the operator is told."""
+    """The arguments of the operator."""
 
     call: Call
     compiled: bool
@@ -60,22 +60,22 @@ class TritonOutputs(NamedTuple):
 class Kept(NamedTuple):
     """What backward is given."""
 
-    told: TritonCall
+    arguments: TritonCall
     log_prob: Tensor
     entropy: Tensor | None
     lse: Tensor
     saved: Saved
 
 
-def _forward(told: TritonCall) -> TritonOutputs:
+def _forward(arguments: TritonCall) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
-    call, config = told.call, told.config
+    call, config = arguments.call, arguments.config
     shape = call.hidden.shape[:-1]
     if call.options.check_inputs:
         call.tokens(check_values=True)
-    run, saved = told.run(), setup.make_saved(call, config)
-    out, vectors = walks.forward(run, call, config, told.ids, saved, stats=told.stats)
+    run, saved = arguments.run(), setup.make_saved(call, config)
+    out, vectors = walks.forward(run, call, config, arguments.ids, saved, stats=arguments.stats)
     return TritonOutputs(
         Outputs(
             out.log_prob.view(call.ids.shape),
@@ -87,30 +87,32 @@ def _forward(told: TritonCall) -> TritonOutputs:
     )
 
 
-def _fake(told: TritonCall) -> TritonOutputs:
-    return TritonOutputs(empty_outputs(told.call, told.stats), setup.make_saved(told.call, told.config, fake=True))
+def _fake(arguments: TritonCall) -> TritonOutputs:
+    return TritonOutputs(
+        empty_outputs(arguments.call, arguments.stats), setup.make_saved(arguments.call, arguments.config, fake=True)
+    )
 
 
-def _save(told: TritonCall, made: TritonOutputs) -> Kept:
-    return Kept(told, made.out.log_prob, made.out.entropy, made.out.lse, made.saved)
+def _save(arguments: TritonCall, made: TritonOutputs) -> Kept:
+    return Kept(arguments, made.out.log_prob, made.out.entropy, made.out.lse, made.saved)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
     from onchip.vocab.triton import launches, walks
 
-    told, call, ids = kept.told, kept.told.call, kept.told.ids
+    arguments, call, ids = kept.arguments, kept.arguments.call, kept.arguments.ids
     log_prob, entropy, lse = (setup.flat(x) for x in upstream)
     return walks.backward(
-        told.run(),
+        arguments.run(),
         call,
-        told.config,
+        arguments.config,
         ids,
         kept.saved,
         launches.Vectors.unpack(kept.saved.vectors, call.number),
         launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(ids.shape), setup.flat(kept.entropy)),
         walks.OutputGradients(
-            None if log_prob is None else log_prob.view(ids.shape), lse, entropy if told.stats else None
+            None if log_prob is None else log_prob.view(ids.shape), lse, entropy if arguments.stats else None
         ),
         wanted,
     )
@@ -118,7 +120,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
-    return kept.told.call.empty_gradients((False, new_weight, wanted[2]))
+    return kept.arguments.call.empty_gradients((False, new_weight, wanted[2]))
 
 
 LOG_PROBS = register(

@@ -1,7 +1,7 @@
 """The walk over the [tokens, vocab] matrix with PyTorch's own matrix products, tile by tile, on CPU and CUDA.
 
 `forward` makes each token's statistics; `stash` with them the gradients, for upstream gradients known before; and
-`recompute` the gradients, of logits computed again.  A walk holds one tile of logits at a time and works in it in
+`recompute` the gradients, of recomputed logits.  A walk holds one tile of logits at a time and works in it in
 place.  Nothing here synchronises a GPU.
 """
 

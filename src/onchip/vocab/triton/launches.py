@@ -114,7 +114,7 @@ class Run:
 
     @cached_property
     def known(self) -> dict[str, Any]:
-        """What kernels are told of the head; the weight by pointer."""
+        """The head's arguments of kernels; the weight by pointer."""
         head = self.head
         return {
             "weight": head.weight,

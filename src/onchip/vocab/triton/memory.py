@@ -2,7 +2,7 @@
 
 The weight's gradient is V * H elements that exist anyway: until they are computed, their memory holds the exponentials
 of up to H tokens (two H where a float32 gradient meets 16-bit operands).  More tokens can be kept in scratch, and those
-that aren't have their logits computed again: so between three products and four there is a plan for every budget.
+that aren't have their logits recomputed: so between three products and four there is a plan for every budget.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class TritonPlan:
     token_chunk: int
     """Tokens whose logits are taken at a time in forward: all of them, unless no gradient is wanted."""
     vocab_chunk: int = 0
-    """Columns of the logits' gradient that are computed again at a time, a multiple of 256."""
+    """Columns of the logits' gradient that are recomputed at a time, a multiple of 256."""
     weight_chunk: int = 0
     """Rows of the weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
     kept_in_gradient: int = 0
@@ -117,7 +117,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
         "hidden rows": 0 if p.grad_hidden else element * p.tokens * p.hidden,
         "one more chunk of the weight's gradient": DTYPE_BYTES[p.weight_dtype] * more * p.hidden,
         "exponentials in scratch": element * VOCAB_TILE * tiles * c.kept_in_scratch,
-        "logits' gradient made again": again,
+        "logits' gradient, recomputed": again,
         "hidden gradient in float32": hidden_sums,
         "softmax of each tile": max(0, softmax - later),
         **ids,

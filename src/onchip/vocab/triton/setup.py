@@ -176,7 +176,7 @@ def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor
 
 def collect(kept: Any, made: Made, wanted: Wanted) -> Made:
     """The gradients, with those that backward made in what forward left: `kept.saved`."""
-    return *in_memory(kept.saved, kept.told.call.weight, made[1]), made[2]
+    return *in_memory(kept.saved, kept.arguments.call.weight, made[1]), made[2]
 
 
 def clone(memory: Tensor) -> Tensor:
