@@ -127,7 +127,7 @@ def test_a_plan_fits_its_budget_and_the_problem(name, data, budget):
     planner, problems, strategies = PLANNERS[name]
     p, strategy = data.draw(problems), data.draw(st.sampled_from(strategies))
     least = planner.least(p, strategy)
-    if budget < least:
+    if budget < least and p.tokens:  # nothing at all may take less than a chunk
         with pytest.raises(ValueError, match=rf"^{p.op}: scratch_bytes={budget} is too small for T=.* {least} bytes; "):
             planner.plan(p, strategy, budget)
     for given_budget in (max(budget, least), least, None):

@@ -173,7 +173,7 @@ def choose_strategy(
     p: Problem,
     requested: str = "auto",
     budget: int | None = None,
-    at_least: Callable[[Problem, str, tuple[int, int]], int] = scratch_at_least,
+    at_least: Callable[..., int] = scratch_at_least,
 ) -> str:
     """The strategy that will run: 'forward' without gradients, else 'stash' or 'recompute'.
 
@@ -193,7 +193,7 @@ def choose_strategy(
         candidates = ["stash", "recompute"] if stash <= max(bound, recompute) else ["recompute", "stash"]
     if budget is None:
         return candidates[0]
-    needs = {s: at_least(p, s, SMALLEST) for s in candidates}
+    needs = {s: at_least(p, s) for s in candidates}
     for strategy, need in needs.items():
         if need <= budget:
             return strategy

@@ -5,6 +5,7 @@ The formulas are of what XLA allocates for a jitted step beyond its arguments an
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.vocab import chunks, memory
@@ -56,8 +57,12 @@ def _config(p: Problem, strategy: str, tokens: int, vocab: int) -> Config:
     return Config(strategy, even_chunk(p.tokens, tokens), even_chunk(p.vocab, vocab))
 
 
-def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
+def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] | None = None) -> int:
     """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all."""
+    if sizes is None:
+        # A single chunk has no padding and copies no rows of the weight, and may take less than small ones.
+        tokens, vocab = {SMALLEST[0], min(p.tokens, LARGEST_TOKENS[p.device])}, {SMALLEST[1], p.vocab}
+        return min(scratch_bytes(p, _config(p, strategy, max(1, t), v)) for t, v in product(tokens, vocab))
     if p.ids:
         return scratch_bytes(p, Config(strategy, max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])))
     return scratch_bytes(p, _config(p, strategy, *sizes))
