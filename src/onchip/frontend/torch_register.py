@@ -7,7 +7,8 @@ needs, in another such object, and `gradients(kept, upstream, wanted)` computes 
 dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's functions directly and attaches autograd
 to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
-A public function ends as `Operator.__call__` does, so that it alone is on the stack when `forward` runs.
+`linear_cross_entropy` ends as `Operator.__call__` does, so that it alone is on the stack when `forward` runs; the other
+ops call the operator.
 """
 
 import contextlib
@@ -127,7 +128,7 @@ class Operator(Generic[C, O]):
         """The outputs of a call, connected to its tensors by autograd."""
         if not self.is_plain(call):
             return self.registered(call)
-        with alone(_first(self.call.tensors_of(call))):
+        with inside_operator(_first(self.call.tensors_of(call))):
             made = self.forward(call)
         return self.attach(call, made)
 
@@ -151,14 +152,14 @@ class Operator(Generic[C, O]):
     # What the registered operators run: the op's functions on unpacked arguments.
 
     def _forward(self, *args: Any) -> Any:
-        with alone(_first(args)):
+        with inside_operator(_first(args)):
             return _filled((*self.outputs.tensors_of(self.forward(self.call.unpack(args))), None), args)
 
     def _fake(self, *args: Any) -> Any:
         return _filled((*self.outputs.tensors_of(self.fake(self.call.unpack(args))), None), args)
 
     def _gradients(self, *args: Any) -> Any:
-        with alone(_first(args)):
+        with inside_operator(_first(args)):
             return _filled(self.gradients(*self._unpack_gradients(args)), args)
 
     def _fake_gradients(self, *args: Any) -> Any:
@@ -217,7 +218,7 @@ class Operator(Generic[C, O]):
             with torch.no_grad():
                 made = self.gradients(kept, given, wanted)
         elif plain:
-            with alone(_first(given)):
+            with inside_operator(_first(given)):
                 made = self.gradients(kept, given, wanted)
             for i, memory in theirs.items():
                 if wanted[i]:  # nobody saw that it was written to
@@ -264,7 +265,7 @@ class _Node(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def alone(x: Tensor) -> Iterator[None]:
+def inside_operator(x: Tensor) -> Iterator[None]:
     """Where an op's functions run: below autograd, outside of autocast, and on the device of `x`.
 
     Below autograd, as operators run, or the caller couldn't change an output that is a view in place.  They run below

@@ -256,7 +256,7 @@ def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) ->
     """Steps of a function that knows no ignored tokens and, if `turned`, takes the weight as [H, V]."""
     hidden, weight, labels = problem.arrays
     if bool((labels == IGNORED).any()):
-        raise NotImplementedError("it has no tokens that don't count")
+        raise NotImplementedError("it has no ignore_index")
     return JAX.plain_steps(replace(problem, arrays=(hidden, weight.T if turned else weight, labels)), loss)
 
 

@@ -23,7 +23,7 @@ from onchip.frontend.torch_inputs import (
     copied_weight,
     temperature_tensor,
 )
-from onchip.frontend.torch_register import Made, Operator, Wanted, alone, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed, register
 from onchip.ops.linear_cross_entropy import fp8_op, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tensors, empty_outputs
@@ -199,7 +199,7 @@ def linear_cross_entropy(
         operator, arguments = STASHED if strategy == "stash" else RECOMPUTED, call
     # `operator(arguments)`, with one function less on the stack.
     if operator.is_plain(arguments):
-        with alone(hidden):
+        with inside_operator(hidden):
             made: Any = operator.forward(arguments)
         out = operator.attach(arguments, made).out
     else:

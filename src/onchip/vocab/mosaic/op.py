@@ -24,12 +24,12 @@ from onchip.vocab.mosaic.positions import (
     Positions,
     Upstream,
     after,
-    alone,
     bias_gradient,
     gradient_of_first,
     gradient_with_last,
     joined,
     stored_tiles,
+    unfused,
 )
 from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted
@@ -134,7 +134,7 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
         rooms[i] = part, buffer, run_state(move)(kept)
     kept = rooms[0][2]
     in_scratch = rooms[1][2].spare if len(rooms) > 1 else None
-    return stats, Saved(call, _few(stats), *alone((base, kept.in_weight_grad, kept.spare, in_scratch)))
+    return stats, Saved(call, _few(stats), *unfused((base, kept.in_weight_grad, kept.spare, in_scratch)))
 
 
 def _few(stats: TokenStats) -> TokenStats:
@@ -183,7 +183,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     from onchip.vocab.mosaic.blocks import LogitBuffer
 
     at, tiles = Positions.of(saved.call), _tiles(saved.call)
-    in_weight_grad, spare, in_scratch = alone((saved.in_weight_grad, saved.spare, saved.in_scratch))
+    in_weight_grad, spare, in_scratch = unfused((saved.in_weight_grad, saved.spare, saved.in_scratch))
     above = Upstream.of(at, saved.stats, grad_loss)
     layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
     kept, padded, major = plan.kept, at.label.shape[0], layer.vocab_axis == 0
@@ -281,7 +281,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         else:
             grad_hidden = gradient_with_last(grad_hidden, at, above, sums)
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
-    grad_hidden, grad_weight, grad_bias = alone((grad_hidden, state.get("out"), grad_bias))
+    grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
     return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
 
 

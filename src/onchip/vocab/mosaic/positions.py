@@ -157,7 +157,7 @@ def after(x: Any, *what: Any) -> Any:
     return lax.optimization_barrier((x, *what))[0]
 
 
-def alone(arrays: Any) -> Any:
+def unfused(arrays: Any) -> Any:
     """The arrays, so that XLA doesn't make one operation of a kernel that writes to them in place and a slice that they
     come from or go to, as in a scan: it then wrote elsewhere (jaxlib 0.11.2, dynamic slice fusion).
     """

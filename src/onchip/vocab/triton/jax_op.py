@@ -23,11 +23,11 @@ from onchip.vocab.mosaic.positions import (
     Positions,
     Upstream,
     after,
-    alone,
     bias_gradient,
     gradient_of_first,
     joined,
     stored_tiles,
+    unfused,
 )
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.xla.loss import Call
@@ -143,5 +143,5 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         state = step(0, state) if group.times == 1 else lax.fori_loop(0, group.times, step, state)
     grad_hidden = gradient_of_first(at, above, state["sums"], targets=False) if needs.hidden else None
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
-    grad_hidden, grad_weight, grad_bias = alone((grad_hidden, state.get("out"), grad_bias))
+    grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
     return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
