@@ -21,7 +21,7 @@ from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
 from onchip.bench.run import benchmark_of, run_bench
-from onchip.cli import CHECKED
+from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import cases as lce_cases
 from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
@@ -282,7 +282,7 @@ def test_options_are_for_no_bench_case(framework):
 
 
 def test_cases_of_the_bench():
-    for op in CHECKED:
+    for op in OPS:
         target = benchmark_of(op, "torch")
         assert all(name in target.CASES for names in target.DEFAULT_CASES.values() for name in names)
         assert all(case.name == name for name, case in target.CASES.items())
@@ -336,8 +336,8 @@ def test_a_named_backend_says_why_it_does_not_run(monkeypatch):
 def test_nothing_is_imported_before_it_is_asked_for(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
     code = (
-        "import sys; from onchip.bench import harness, run; from onchip.cli import CHECKED;"
-        f"ops = [run.benchmark_of(op, '{framework}') for op in CHECKED];"
+        "import sys; from onchip.bench import harness, run; from onchip.ops import OPS;"
+        f"ops = [run.benchmark_of(op, '{framework}') for op in OPS];"
         "print([m for m in ('torch', 'jax', 'matplotlib', 'jinja2') if m in sys.modules]);"
         "names = [impl.name for op in ops for impl in op.IMPLEMENTATIONS];"
         "run.environment._busy_cores = lambda: 0;"

@@ -17,6 +17,7 @@ from onchip import check, cli
 from onchip.core import machine
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.kernels.triton import launch as triton_calls
+from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import checks, jax_op
 from onchip.oracle.checks import Check, Checker
 from shared_jax import quick_compilation  # noqa: F401
@@ -94,7 +95,7 @@ def test_info():
         ("jax", "xla", "cpu"), *(("jax", backend, "cuda") for backend in jax_op.BACKENDS["gpu"]),
     }  # fmt: skip
     assert {(b["framework"], b["op"]) for b in document["backends"]} == {
-        (framework, op) for framework in ("torch", "jax") for op in cli.CHECKED
+        (framework, op) for framework in ("torch", "jax") for op in OPS
     }
     assert all(b["why"] for b in document["backends"])
     assert all(b["usable"] for b in document["backends"] if b["device"] == "cpu")
@@ -201,7 +202,7 @@ def pretended(monkeypatch):
             [lambda: ran.append((framework, op)) or [Check("case", "float32", "torch", "loss", 0.0, 1e-6)]] * number
         )
 
-    for op in cli.CHECKED:
+    for op in OPS:
         monkeypatch.setattr(import_module(f"onchip.ops.{op}.checks"), "planned_checks", planned(op, 62))
     return ran
 
@@ -209,7 +210,7 @@ def pretended(monkeypatch):
 def test_check_runs_a_sample_of_every_op_in_every_framework(pretended):
     document = json.loads(run("check", "--framework", "all", "--json").stdout)
     assert document["ok"]
-    assert {(r["framework"], r["op"]) for r in document["rows"]} == set(product(("torch", "jax"), cli.CHECKED))
+    assert {(r["framework"], r["op"]) for r in document["rows"]} == set(product(("torch", "jax"), OPS))
     counts = Counter(pretended)
     assert set(counts.values()) == {6, 3}  # one in 11 of PyTorch's, one in 29 of JAX's
 
@@ -219,7 +220,7 @@ def test_check_of_some_ops(pretended):
     assert Counter(pretended) == {("torch", "cross_entropy"): 62, ("torch", "linear_jsd"): 62}
 
 
-@pytest.mark.parametrize("op", cli.CHECKED)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_sample_of_the_checks_has_all_dtypes(framework, op):
     planned = import_module(f"onchip.ops.{op}.checks").planned_checks("cpu", framework)

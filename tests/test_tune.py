@@ -375,7 +375,8 @@ def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path, monkey
     assert toy.problems == 0
     # `onchip info` notes it, and a module that can't be imported.
     monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    tuned = tuned_configs({"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}, ["toy9"])
+    monkeypatch.setattr(run, "TUNINGS", {"torch": {"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}})
+    tuned = tuned_configs({"torch": ["toy9"]})
     assert tuned["notes"][0] == "gone: ModuleNotFoundError: No module named 'onchip.ops.no_such_op'"
     assert tuned["notes"][1].startswith(f"toy: ValueError: {path} is not a file of tuned configs")
 
@@ -391,7 +392,7 @@ def run_cli(*arguments: object) -> Any:
 def toy_gpu(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
     """The command line with one op, the toy, and one device whose work the CPU does."""
     monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    monkeypatch.setattr(cli, "TUNINGS", {"torch": {"toy": "toy_tuning"}, "jax": {}})
+    monkeypatch.setattr(run, "TUNINGS", {"torch": {"toy": "toy_tuning"}, "jax": {}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -427,7 +428,7 @@ def test_command_says_what_is_wrong(toy_gpu: Toy, monkeypatch: pytest.MonkeyPatc
         assert result.exit_code == 2
         assert message in result.stderr
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(cli.TUNINGS, "jax", {"toy": "toy_tuning"})
+    monkeypatch.setitem(run.TUNINGS, "jax", {"toy": "toy_tuning"})
     for framework, name in (("torch", "PyTorch"), ("jax", "JAX")):
         result = run_cli("tune", "toy", "--framework", framework)
         assert result.exit_code == 2

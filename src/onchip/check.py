@@ -10,7 +10,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from onchip.core.machine import FRAMEWORKS, resolve_device
+from onchip.core.machine import (
+    FRAMEWORKS,
+    choose_framework,
+    installed_frameworks,
+    require_packages,
+    resolve_device,
+)
+from onchip.core.names import known_op
+from onchip.fuzz.run import run_fuzz
+from onchip.ops import OPS
 
 # Without `full`, one check in so many, backwards from the last: compiling takes JAX seconds for each.  These are prime,
 # so that a case, a dtype and a variant each get their turn.
@@ -18,15 +27,45 @@ _ONE_IN = {"torch": 11, "jax": 29}
 
 
 def run_check(
-    frameworks: Sequence[str], ops: Sequence[str], device: str, console: Console, *, full: bool = False
+    ops: Sequence[str] | None,
+    *,
+    framework: str | None,
+    device: str,
+    full: bool,
+    fuzz: float | None,
+    calls: int | None,
+    seed: int | None,
+    console: Console,
 ) -> dict[str, Any]:
-    """Run the ops' checks in each framework, show tables and return all of it as a document.  Without `full`, a sample
-    of each op's, the same one every time.
+    """Run the ops' checks in each framework, or random calls of the ops.
 
-    A table has a row per case, dtype and implementation: the quantity that comes nearest its bound.
+    Options are those of the command, see `onchip.cli.check`.
+
+    Returns:
+        What the tables show, as a document; see also `run_fuzz`.
 
     Raises:
-        ValueError: `device` is not "cpu", "cuda" or "auto", or is "cuda" where a framework sees none.
+        ImportError: the framework is not installed.
+        ValueError: an option that can't be served, such as "cuda" where a framework sees no such device.
+    """
+    for op in ops or ():
+        known_op(op, OPS)
+    frameworks = list(FRAMEWORKS) if framework == "all" else [choose_framework(framework)]
+    if framework is None:
+        frameworks = installed_frameworks() or frameworks
+    for name in frameworks:
+        require_packages("check", (name,), name)
+    chosen = [op for op in OPS if op in (ops or OPS)]
+    if fuzz is not None:
+        return run_fuzz(frameworks, chosen, device, console, seconds=fuzz, most=calls, seed=seed)
+    return _run_cases(frameworks, chosen, device, console, full=full)
+
+
+def _run_cases(
+    frameworks: Sequence[str], ops: Sequence[str], device: str, console: Console, *, full: bool
+) -> dict[str, Any]:
+    """A table for each framework and op, with a row per case, dtype and implementation: the quantity that comes nearest
+    its bound.  Without `full`, of a sample of each op's cases, the same one every time.
     """
     rows: list[dict[str, Any]] = []
     devices = {framework: resolve_device(device, framework) for framework in frameworks}

@@ -54,7 +54,7 @@ def test_candidates_run_and_are_right(kernel, tmp_path, monkeypatch):
     """All that fit; those that spill too, for time is what they cost."""
     monkeypatch.setattr(tuning, "CASES", {"small": {"m": 1024, "n": 640, "k": 768}})
     how = {"cases": ["small"], "kernels": [kernel], "out": tmp_path, "console": Console(file=StringIO())}
-    (row,) = run_tune("fp8_linear", tuning.__name__, "torch", **how)["rows"]
+    (row,) = run_tune("fp8_linear", "torch", **how)["rows"]
     assert row["status"] == "tuned"
     assert set(row["outcomes"]) <= {"right", "shared memory"}, row["outcomes"]
     (entry,) = read_entries(tmp_path, "fp8_linear", next(tmp_path.iterdir()).name)

@@ -5,13 +5,13 @@ import os
 import platform
 import re
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import onchip
 from onchip.bench.harness import adapter
 from onchip.core import configs
+from onchip.core.machine import package_version
 
 
 def describe(device: str, framework: str = "torch") -> dict[str, Any]:
@@ -25,7 +25,7 @@ def describe(device: str, framework: str = "torch") -> dict[str, Any]:
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "framework": framework,
-        **{name: _version(name) for name in fw.PACKAGES},
+        **{name: package_version(name) for name in fw.PACKAGES},
         "os": platform.platform(),
         "cpu": _cpu_model(),
         "cores": _cores(),
@@ -62,13 +62,6 @@ def _busy_cores() -> float:
 
     percent: float = psutil.cpu_percent(interval=0.5)
     return round(percent / 100 * (os.cpu_count() or 1), 2)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu(framework: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from onchip.bench import environment, harness, report
 from onchip.core import files
-from onchip.core.machine import require_packages, resolve_device
-from onchip.core.names import matching
+from onchip.core.machine import choose_framework, require_packages, resolve_device
+from onchip.core.names import known_op, matching
+from onchip.ops import OPS
 
 
 class _Document(TypedDict):
@@ -24,6 +25,7 @@ class _Document(TypedDict):
 
 
 def benchmark_of(op: str, framework: str) -> harness.Op:
+    known_op(op, OPS)
     made: harness.Op = resolve_name(f"onchip.bench.ops.{op}:{framework.upper()}")
     return made
 
@@ -33,7 +35,7 @@ _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 def run_bench(
     op: str,
-    framework: str,
+    framework: str | None,
     *,
     cases: Sequence[str] | None,
     device: str,
@@ -58,6 +60,7 @@ def run_bench(
         KeyboardInterrupt: the user's.  What was measured is written, and `add` continues from there; where nothing was,
             an existing file stays as it is.
     """
+    framework = choose_framework(framework)
     require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
     device = resolve_device(device, framework)
     if repeats < 1:

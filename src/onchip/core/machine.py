@@ -1,6 +1,7 @@
 """What is here: installed packages and devices.  Commands ask before they start work."""
 
 from collections.abc import Sequence
+from importlib import metadata
 from importlib.util import find_spec
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
@@ -14,6 +15,14 @@ def require_packages(command: str, packages: Sequence[str], extras: str) -> None
             raise ImportError(
                 f"onchip {command} needs {package}, which is not installed; pip install 'onchip[{extras}]'"
             )
+
+
+def package_version(package: str) -> str | None:
+    """Its version; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def installed_frameworks() -> list[str]:

@@ -1,6 +1,6 @@
 """Names that a user gives on the command line."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 
@@ -15,3 +15,9 @@ def matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{option} {pattern!r} matches nothing; there is: {', '.join(names)}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def known_op(op: str, known: Collection[str]) -> None:
+    """Raise ValueError for an op that is not among those `known`."""
+    if op not in known:
+        raise ValueError(f"no op {op!r}; there is: {', '.join(known)}")

@@ -1,0 +1,130 @@
+"""`onchip info`: versions, devices, which backends are usable here and why the others are not, and tuned configs."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import onchip
+from onchip.core.configs import device_slug
+from onchip.core.machine import FRAMEWORKS, package_version
+from onchip.ops import OPS
+from onchip.tune.run import tuned_configs
+
+
+def run_info(console: Console) -> dict[str, Any]:
+    """Show what is here, and return it as a document."""
+    packages = ("torch", "triton", "jax", "jaxlib", "numpy")
+    versions = {"python": platform.python_version(), **{name: package_version(name) for name in packages}}
+    machine = {"system": platform.platform(), "processor": platform.processor() or platform.machine()}
+    # By framework: why it is not here, why it has no CUDA device, and the names of those that it has.
+    missing = {name: f"{FRAMEWORKS[name]} is not installed; pip install 'onchip[{name}]'" for name in FRAMEWORKS}
+    missing = {name: reason for name, reason in missing.items() if versions[name] is None}
+    no_cuda, devices = dict(missing), {name: list[str]() for name in FRAMEWORKS}
+    if versions["torch"] is not None:
+        import torch
+
+        machine["threads"] = str(torch.get_num_threads())
+        if torch.version.cuda is None:
+            no_cuda["torch"] = f"torch {torch.__version__} is built without CUDA"
+        elif not torch.cuda.is_available():
+            no_cuda["torch"] = "PyTorch sees no CUDA device"
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            machine[f"cuda:{i}"] = f"{p.name}, {p.total_memory / 2**30:.0f} GiB, compute {p.major}.{p.minor}"
+            devices["torch"] += [device_slug(p.name)] if "torch" not in no_cuda else []
+    if versions["jax"] is not None:
+        import jax
+
+        machine |= {f"jax {d.platform}:{d.id}": d.device_kind for d in jax.devices()}
+        devices["jax"] = [device_slug(d.device_kind) for d in jax.devices() if d.platform == "gpu"]
+        if not devices["jax"]:
+            no_cuda["jax"] = f"JAX sees no CUDA device (jaxlib {versions['jaxlib']})"
+    tuned = tuned_configs(devices)
+    if not any(devices.values()):
+        tuned["notes"] = [f"none apply, as there is no CUDA device here ({no_cuda.get('torch')})"]
+    document = {
+        "onchip": onchip.__version__,
+        "versions": versions,
+        "machine": machine,
+        "backends": [
+            row
+            for name in FRAMEWORKS
+            for op in OPS
+            for row in _backends(name, op, missing.get(name), no_cuda.get(name))
+        ],
+        "tuned": tuned,
+    }
+    _show(document, console)
+    return document
+
+
+def _show(document: Mapping[str, Any], console: Console) -> None:
+    table = Table(title=f"onchip {onchip.__version__}", show_header=False)
+    for name, value in {**document["versions"], **document["machine"]}.items():
+        table.add_row(name, value or "[dim]not installed[/]")
+    console.print(table)
+    backends = [
+        {**row, "usable": "[green]yes[/]" if row["usable"] else "[red]no[/]", "why": escape(row["why"])}
+        for row in document["backends"]
+    ]
+    _print_grouped(backends, ("framework", "backend", "device", "usable", "why"), "op", "backends", console)
+    tuned = document["tuned"]
+    if tuned["rows"]:
+        columns = ("device", "op", "kernel", "case", "how", "source")
+        _print_grouped(tuned["rows"], columns, "dtype", "tuned configs", console)
+    for note in tuned["notes"]:
+        console.print(f"tuned configs: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_grouped(
+    rows: Sequence[Mapping[str, str]], columns: Sequence[str], last: str, title: str, console: Console
+) -> None:
+    """A table with one line for all rows that agree in all columns but the last, whose values are listed."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in columns), []).append(row[last])
+    table = Table(*columns, f"{last}s", title=title)
+    for key, names in groups.items():
+        table.add_row(*key, "all" if len(names) == len(OPS) else ", ".join(names))
+    console.print(table)
+
+
+_BACKENDS = {
+    "torch": "the framework's own operations",
+    "xla": "matrix products and loops of XLA",
+    "dequantize": "the framework's own operations, in float32",
+    "scaled_mm": "cuBLAS's blockwise FP8 products",
+}
+
+
+def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None) -> list[dict[str, Any]]:
+    """The backends that can run a plain call in bfloat16 on the CPU, and all of those for a CUDA device."""
+    on_cpu: Mapping[str, str | None]
+    on_gpu: Mapping[str, str | None]
+    if missing is not None:
+        plain = {"torch": "torch", "jax": "xla"}[framework]
+        on_cpu = on_gpu = {plain: missing}
+    else:
+        refusals = import_module(f"onchip.ops.{op}.checks").plain_refusals
+        asked = refusals("cpu", "bfloat16", framework)
+        on_cpu = {backend: reason for backend, reason in asked.items() if reason is None}
+        # PyTorch can't be asked about a device that isn't there.
+        asked = asked if framework == "torch" and no_cuda else refusals("cuda", "bfloat16", framework)
+        on_gpu = {backend: no_cuda or reason for backend, reason in asked.items()}
+    return [
+        {
+            "op": op,
+            "framework": framework,
+            "backend": backend,
+            "device": device,
+            "usable": reason is None,
+            "why": reason or _BACKENDS.get(backend, "kernels for this device"),
+        }
+        for device, reasons in (("cpu", on_cpu), ("cuda", on_gpu))
+        for backend, reason in reasons.items()
+    ]
