@@ -7,7 +7,7 @@ precision='fp8' a pass.  All rows are made of what a backend's planner says.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -15,7 +15,9 @@ from rich.table import Table
 
 from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
+from onchip.core.names import known_op
 from onchip.core.sizes import DTYPE_BYTES, MIB
+from onchip.ops import LOSSES
 from onchip.ops.cross_entropy import spec as cross_entropy
 from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_jsd import memory as jsd_memory
@@ -61,8 +63,7 @@ class Call:
         return Problem(**sizes | options, grad_hidden=grad, grad_weight=grad)
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way to run an op: a strategy of linear_cross_entropy, or a pass of the others."""
 
     name: str
@@ -70,39 +71,41 @@ class Way:
     """Matrix products of tokens x hidden x vocab."""
     planner: Planner[Any]
     problem: Any
-    strategy: str = ""
+    plan: Callable[[int | None], Any]
+    """The plan in a budget; raises ValueError where it is too small."""
     products_again: int = 0
     """How many more there are where the logits of all tokens are recomputed."""
-    choose: Callable[[int | None], Any] | None = None
-    """The plan for a budget, where it isn't simply the planner's."""
-
-    def plan(self, budget: int | None) -> Any:
-        """Raises ValueError where the budget is too small."""
-        return self.choose(budget) if self.choose else self.planner.plan(self.problem, self.strategy, budget)
 
 
-def plan_document(
-    op: str = spec.OP,
+def run_plan(
+    op: str,
     *,
     tokens: int,
     hidden: int | None,
     vocab: int | None,
-    teacher_hidden: int | None = None,
+    teacher_hidden: int | None,
     model: str | None,
     dtype: str,
     weight_dtype: str | None,
     device: str,
-    backend: str = "auto",
-    framework: str = "torch",
-    precision: str = "full",
+    framework: str,
+    backend: str,
+    precision: str,
     scratch_mib: Sequence[int] | None,
+    console: Console,
 ) -> dict[str, Any]:
-    """The plan of a forward and backward with all gradients, for the default budget and some others, as a document.
+    """Show the plan of a forward and backward with all gradients, for the default budget and some others.
+
+    Options are those of the command, see `onchip.cli.plan`.
+
+    Returns:
+        What the tables show, as a document.
 
     Raises:
         ValueError: a size below 1, an unknown model, dtype, device, framework, precision or backend, a backend that
             can't run it, too little said, or what there is no plan of.
     """
+    known_op(op, LOSSES)
     choose_framework(framework)  # raises for another word
     if framework != "torch" and op != spec.OP:
         raise ValueError(
@@ -149,15 +152,17 @@ def plan_document(
         "logits_bytes": {"float32": 4 * number, dtype: number * DTYPE_BYTES[dtype]},
     }
     if op == spec.OP and precision == "full":
-        return document | _strategies(call, chosen, scratch_mib)
-    others = [name for name, reason in refusals.items() if reason is None and backend == "auto" and name != chosen]
-    rows = (
-        {"backend": name, "pass": way.name} | _row(way, call, budget)
-        for name in [chosen, *others]
-        for _, budget in _budgets(scratch_mib)
-        for way in _PASSES[op, precision](call, name)
-    )
-    return document | {"plans": list(rows)}
+        document |= _strategies(call, chosen, scratch_mib)
+    else:
+        served = [name for name, reason in refusals.items() if reason is None and backend == "auto" and name != chosen]
+        document["plans"] = [
+            {"backend": name, "pass": way.name} | _row(way, call, *budget)
+            for name in [chosen, *served]
+            for budget in _budgets(scratch_mib)
+            for way in _PASSES[op, precision](call, name)
+        ]
+    _show(document, console)
+    return document
 
 
 def _refusals(op: str, call: Call) -> dict[str, str | None]:
@@ -191,9 +196,10 @@ def in_mib(size: int) -> str:
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-def _row(way: Way, call: Call, budget: int | None) -> dict[str, Any]:
-    """The plan of one way in one budget; without sizes where the budget is too small."""
-    row: dict[str, Any] = {"products": way.products, "budget_bytes": budget}
+def _row(way: Way, call: Call, name: str, budget: int | None) -> dict[str, Any]:
+    """The plan of one way in one budget, called `name`; without sizes where the budget is too small."""
+    bound = None if budget == NO_BOUND else budget
+    row: dict[str, Any] = {"products": way.products, "budget": name, "budget_bytes": bound}
     try:
         c = way.plan(budget)
     except ValueError as error:
@@ -242,29 +248,23 @@ _CHOICES = {"torch": memory.choose_strategy, "xla": xla_memory.choose_strategy}
 
 def _strategies(call: Call, backend: str, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
     """The part of the document that is the backend's."""
-    planner, p = _PLANNERS[backend], call.problem()
+    planner, p, kernels = _PLANNERS[backend], call.problem(), backend in _PRODUCT
     flops = 2 * p.tokens * p.hidden * p.vocab
-    if backend in _PRODUCT:
-        ways = [Way(s, 3, planner, p, s, products_again=1) for s in spec.STRATEGIES]
-        budgets = _budgets(scratch_mib, p)
-    else:
-        ways = [Way("stash", 3, planner, p, "stash"), Way("recompute", 4, planner, p, "recompute")]
-        budgets = _budgets(scratch_mib)
+    products = dict.fromkeys(spec.STRATEGIES, 3) if kernels else {"stash": 3, "recompute": 4}
+    ways = [Way(s, number, planner, p, partial(planner.plan, p, s), 1) for s, number in products.items()]
     rows = []
-    for name, budget in budgets:
+    for name, budget in _budgets(scratch_mib, p if kernels else None):
         for way in ways:
-            row = {"strategy": way.name, **_row(way, call, budget)}
-            row["smallest_scratch_bytes"] = planner.least(p, way.strategy)
-            row["flops"] = round(flops * row["products"])
-            if backend not in _PRODUCT:
-                row |= _of_products(backend, way, budget) if row["fits"] else {"auto": False}
-            elif row["fits"]:
+            row = {"strategy": way.name, **_row(way, call, name, budget)}
+            row |= {"smallest_scratch_bytes": planner.least(p, way.name), "flops": round(flops * row["products"])}
+            if row["fits"] and kernels:
                 row |= {**_sizes(c := way.plan(budget)), "predicted_ms": planner.cost(p, c)}
-            if backend in _PRODUCT:
-                row |= {"budget": name, "budget_bytes": None if budget == NO_BOUND else budget}
+            elif not kernels:
+                row["auto"] = row["fits"] and _CHOICES[backend](p, "auto", budget) == way.name
+                row |= _of_products(backend, p, way.plan(budget)) if row["fits"] else {}
             rows.append(row)
-    document = {"default_scratch_bytes": {w.name: planner.default(p, w.strategy) for w in ways}, "plans": rows}
-    if backend not in _PRODUCT:
+    document = {"default_scratch_bytes": {s: planner.default(p, s) for s in products}, "plans": rows}
+    if not kernels:
         return document
     product_ms = flops / _PRODUCT[backend] / 1e9
     alone = replace(p, grad_hidden=False, grad_weight=False)
@@ -280,15 +280,10 @@ def _strategies(call: Call, backend: str, scratch_mib: Sequence[int] | None) -> 
     return document | {"rates_of": RATES_OF, "three_products_ms": 3 * product_ms, "forward": forward}
 
 
-def _of_products(backend: str, way: Way, budget: int | None) -> dict[str, Any]:
+def _of_products(backend: str, p: Problem, c: Config) -> dict[str, Any]:
     """What a row of the framework's own products has beside the others."""
-    c, p = way.plan(budget), way.problem
-    row = {
-        "auto": _CHOICES[backend](p, "auto", budget) == way.strategy,
-        "token_chunk": c.token_chunk,
-        "vocab_chunk": c.vocab_chunk,
-        "chunks": -(-p.tokens // c.token_chunk) * (-(-p.vocab // c.vocab_chunk)),
-    }
+    chunks = -(-p.tokens // c.token_chunk) * (-(-p.vocab // c.vocab_chunk))
+    row = {"token_chunk": c.token_chunk, "vocab_chunk": c.vocab_chunk, "chunks": chunks}
     # XLA decides what it writes.
     return row | ({"written_per_chunk": written_per_chunk(p, c)} if backend == "torch" else {})
 
@@ -308,22 +303,22 @@ def written_per_chunk(p: Problem, c: Config) -> dict[str, int]:
 
 def _cross_entropy_passes(call: Call, backend: str) -> list[Way]:
     p = row_memory.Problem(call.tokens, call.vocab, call.dtype, call.device, triton=backend == "triton")
-    return [Way("forward, and backward", 0, row_memory.PLANNER, p)]
+    return [Way("forward, and backward", 0, row_memory.PLANNER, p, partial(row_memory.PLANNER.plan, p, ""))]
 
 
 def _log_probs_passes(call: Call, backend: str) -> list[Way]:
     ways = []
     for stats in (False, True):
         problem = partial(call.problem, stats=stats, op=linear_log_probs.OP, ids=1)
-        entropy = ", entropy" if stats else ""
+        alone, p, entropy = problem(grad=False), problem(), ", entropy" if stats else ""
         if backend == "triton":
-            planner: Planner[Any] = triton_memory.PLANNER
-            ways.append(Way(f"forward{entropy}", 1, planner, problem(grad=False), "auto"))
-            ways.append(Way(f"both passes{entropy}", 3, planner, problem(), "auto", products_again=1))
+            planner = triton_memory.PLANNER
+            ways.append(Way(f"forward{entropy}", 1, planner, alone, partial(planner.plan, alone, "auto")))
+            ways.append(Way(f"both passes{entropy}", 3, planner, p, partial(planner.plan, p, "auto"), 1))
         else:
-            forward = partial(_log_probs_forward, problem())
-            ways.append(Way(f"forward{entropy}", 1, memory.PLANNER, problem(), choose=forward))
-            ways.append(Way(f"backward{entropy}", 3, memory.PLANNER, problem(), "recompute"))
+            backward = partial(memory.plan, p, "recompute")
+            ways.append(Way(f"forward{entropy}", 1, memory.PLANNER, p, partial(_log_probs_forward, p)))
+            ways.append(Way(f"backward{entropy}", 3, memory.PLANNER, p, backward))
     return ways
 
 
@@ -343,7 +338,7 @@ def _jsd_passes(call: Call, backend: str) -> list[Way]:
         teacher = jsd_memory.Head(call.teacher_hidden, call.vocab, *dtypes)
         stash = grad and not triton
         p = jsd_memory.Problem(call.tokens, call.vocab, student, teacher, device=call.device, stash=stash)
-        ways.append(Way(name, products, planner, p, products_again=2))
+        ways.append(Way(name, products, planner, p, partial(planner.plan, p, ""), 2))
     return ways
 
 
@@ -351,7 +346,7 @@ def _fp8_passes(call: Call, backend: str) -> list[Way]:
     # The framework's own products take what they take on the CPU.
     problem = partial(call.problem, device="cuda" if backend == "triton" else "cpu")
     return [
-        Way(name, products, fp8_memory.PLANNER, p, choose=partial(fp8_memory.plan, p))
+        Way(name, products, fp8_memory.PLANNER, p, partial(fp8_memory.plan, p))
         for name, products, p in (("forward", 1, problem(grad=False)), ("both passes", 3, problem()))
     ]
 
@@ -385,7 +380,7 @@ _LEGEND = {
 }
 
 
-def show_plan(document: Mapping[str, Any], console: Console) -> None:
+def _show(document: Mapping[str, Any], console: Console) -> None:
     """Print the document: what was asked for, a table for each backend, and what its columns mean."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     rows = document["plans"]
@@ -413,7 +408,7 @@ def show_plan(document: Mapping[str, Any], console: Console) -> None:
             parts = "".join(f"\n  {name}: {in_mib(size)}" for name, size in largest["scratch_parts"].items() if size)
             say(f"scratch in the default budget, {largest['pass']}:{parts}")
     say("\nBudgets, scratch and what is written in MiB.")
-    if any(row.get("budget", "").endswith("*") for row in rows):
+    if any(row["budget"].endswith("*") for row in rows):
         say("Budgets with *: 64 MiB and 4TH bytes; with **: an eighth of the float32 logits.")
     for column, words in _LEGEND.items():
         if column in filled and (column != "strategy" or "auto" in rows[0]):
@@ -444,12 +439,11 @@ def _show_table(rows: Sequence[Mapping[str, Any]], tokens: int, console: Console
 
 def _cells(row: Mapping[str, Any], tokens: int) -> dict[str, str]:
     """A row's cells, by column."""
-    budget, products = row["budget_bytes"], row["products"]
+    products = row["products"]
     name = {column: row[column] for column in _LEFT if column in row}
     if row.get("auto"):
         name = {"strategy": f"[bold]{row['strategy']} *[/]"}
-    default = "default" if budget is None else in_mib(budget)
-    cells = {"budget": row.get("budget", default), **name}
+    cells = {"budget": row["budget"], **name}
     if not row["fits"]:
         if "smallest_scratch_bytes" not in row:
             return cells | {"scratch": "[dim]too small[/]"}
