@@ -38,13 +38,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"steps": 4, "vocab": 300, "tokens": 2 * SEQUENCE, "device": "cpu", "seed": 3}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(data.platformdirs, "user_cache_path", lambda name: folder / name)
-    return folder / "onchip"
-
-
 def quiet():
     return Console(file=io.StringIO(), width=120)
 
@@ -68,7 +61,6 @@ def tiny_runs(tmp_path_factory):
         folder = tmp_path_factory.mktemp("demo")
         console = quiet()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(data.platformdirs, "user_cache_path", lambda name: folder / "cache" / name)
             make_short(patch)
             document = run.run_demo(**TINY, framework=framework, out=folder / "new" / "out", console=console)
         return document, folder / "new" / "out", console.file.getvalue()
@@ -89,7 +81,7 @@ def load_text():
 def make_short(patch):
     text = load_text()
     patch.setattr(data, "load_text", lambda: text)
-    patch.setattr(run, "SAMPLE_TOKENS", 20)
+    patch.setattr(train, "SAMPLE_TOKENS", 20)
     patch.setattr(train, "MEASURE_REPEATS", 2)
 
 
@@ -102,43 +94,14 @@ def trainer_of(framework, vocab, seed=0, tokens=SEQUENCE):
 
 
 def test_tokenizer_round_trip(text):
-    tokenizer = data.load_tokenizer(text, 512)
+    tokenizer = data.train_tokenizer(text, 512)
     assert tokenizer.get_vocab_size() == 512
     for sample in (text[:5000], "unseen: \x00 \t ünïcödé 漢字 🙂\n"):
         assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
 
 
-def test_tokenizer_is_cached(text, cache, monkeypatch):
-    first = data.load_tokenizer(text, 300)
-    [path] = cache.iterdir()  # no temporary file is left
-
-    def never(*_):
-        raise AssertionError("trained although the cache has it")
-
-    monkeypatch.setattr(data, "_train_tokenizer", never)
-    assert data.load_tokenizer(text, 300).to_str() == first.to_str() == path.read_text(encoding="utf-8")
-    for other in ((text, 301), (text + "more", 300)):
-        with pytest.raises(AssertionError, match="trained although"):
-            data.load_tokenizer(*other)
-
-
-@pytest.mark.parametrize("broken", [b'{"version": "1.0"}', b"\xff\xfe\x00", None])
-def test_broken_cache_is_made_again(text, cache, broken):
-    good = data.load_tokenizer(text, 300)
-    [path] = cache.iterdir()
-    # Of one with more entries, ids would be past the model's rows.
-    path.write_bytes(broken or data._train_tokenizer(text, 400).to_str().encode())
-    assert data.load_tokenizer(text, 300).to_str() == good.to_str() == path.read_text(encoding="utf-8")
-
-
-def test_cache_that_cannot_be_written_is_no_error(text, cache):
-    cache.parent.mkdir(parents=True)
-    cache.write_text("a file where the folder should be")
-    assert data.load_tokenizer(text, 256).get_vocab_size() == 256
-
-
 def test_tokenizer_may_fall_short_of_the_vocabulary():
-    assert 256 <= data.load_tokenizer("to be or not to be", 1000).get_vocab_size() < 1000
+    assert 256 <= data.train_tokenizer("to be or not to be", 1000).get_vocab_size() < 1000
 
 
 def test_batches():
@@ -217,7 +180,7 @@ def test_the_learning_rate_does_not_compile_anew():
 
 
 def test_sample_draws_no_id_without_a_token(text):
-    tokenizer = data.load_tokenizer(text, 256)
+    tokenizer = data.train_tokenizer(text, 256)
     trainer = trainer_of("torch", 4096)  # 3840 rows are as likely as the rest, were they drawn from
     options = {"prompt": "The", "tokens": 20, "temperature": 1.0}
     first, again, other = (train.sample_text(trainer, tokenizer, **options, seed=seed) for seed in (1, 1, 2))
@@ -300,7 +263,7 @@ def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):
     assert fp8["held_out"] == document["held_out_loss"]["fp8"] - document["held_out_loss"]["onchip"]
     # Not equal, or nothing was converted; near, since quantising costs little.
     assert 0 < fp8["largest"] < 0.05
-    verdict = report._fp8_verdict(document)
+    verdict = report._fp8_verdict(fp8)
     page = (tmp_path / "out" / "demo.html").read_text(encoding="utf-8")
     assert verdict in page.replace("&#43;", "+")
     assert "--seed 3 --fp8" in page
@@ -357,7 +320,7 @@ def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
 
     described = {"cores": 4, "busy_cores": busy, "threads": 4}
     monkeypatch.setattr(environment, "describe", lambda *_: dict(described))
-    monkeypatch.setattr(run, "_train_and_measure", stop)
+    monkeypatch.setattr(train, "train_and_measure", stop)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
@@ -385,12 +348,11 @@ def test_busy_cores_are_left_alone(busy, threads, tmp_path, monkeypatch):
         ("framework", "mxnet", "--framework must be torch or jax; got 'mxnet'"),
     ],
 )
-def test_wrong_options_raise_before_any_work(option, value, message, tmp_path, cache):
+def test_wrong_options_raise_before_any_work(option, value, message, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=message):
         run.run_demo(**{**TINY, option: value}, out=out, console=quiet())
     assert not out.exists()
-    assert not cache.exists()
 
 
 @pytest.mark.parametrize(("framework", "other"), [("torch", "jax"), ("jax", "torch")])
@@ -400,12 +362,11 @@ def test_one_framework_does_not_load_the_other(framework, other):
 
 
 @pytest.mark.parametrize("below", ["", "folder"])
-def test_out_is_a_file(below, tmp_path, cache):
+def test_out_is_a_file(below, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match=r"--out .*file"):
         run.run_demo(**TINY, out=tmp_path / "file" / below, console=quiet())
     assert (tmp_path / "file").read_text() == "mine"
-    assert not cache.exists()
 
 
 @pytest.mark.parametrize("package", ["torch", "jax", "optax", "tokenizers", "matplotlib", "jinja2", "psutil"])

@@ -1,18 +1,12 @@
 """The corpus (the standard library's language reference), a tokenizer trained on it, and batches of token ids."""
 
-import contextlib
-import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import platformdirs
-import tokenizers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from onchip.core import files
 from onchip.demo import SEQUENCE
 
 Ids = NDArray[np.int64]
@@ -21,8 +15,7 @@ HELD_OUT = 0.05
 """The last part of the corpus that is kept for the validation loss."""
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Token ids of the two parts of the corpus."""
 
     train: Ids
@@ -36,31 +29,11 @@ def load_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def load_tokenizer(text: str, vocab: int) -> Tokenizer:
-    """The tokenizer for `text`, from the cache if a usable one is there.
+def train_tokenizer(text: str, vocab: int) -> Tokenizer:
+    """The tokenizer for `text`, in half a second.
 
     It may have fewer entries than `vocab`: the trainer stops when no pair of tokens occurs twice.
     """
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    name = f"demo-bpe-{vocab}-{digest}-tokenizers{tokenizers.__version__}.json"
-    path = platformdirs.user_cache_path("onchip") / name
-    tokenizer = _read_tokenizer(path, vocab)
-    if tokenizer is None:
-        tokenizer = _train_tokenizer(text, vocab)
-        with contextlib.suppress(OSError):  # without a cache, the next run trains again
-            files.replace(path, tokenizer.to_str())
-    return tokenizer
-
-
-def _read_tokenizer(path: Path, vocab: int) -> Tokenizer | None:
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception:  # no file, a broken one (tokenizers raises plain Exception): train again
-        return None
-    return tokenizer if tokenizer.get_vocab_size() <= vocab else None
-
-
-def _train_tokenizer(text: str, vocab: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

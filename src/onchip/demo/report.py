@@ -2,16 +2,17 @@
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from onchip.bench.units import format_bytes, format_ms
+from onchip.bench.units import format_bytes, format_ms, format_ratio
 from onchip.demo import EXTRAS
 
 if TYPE_CHECKING:
@@ -33,21 +34,17 @@ _STYLE: Any = {
 
 def _measured_rows(document: Document) -> list[tuple[str, ...]]:
     """The texts of `COLUMNS`."""
-    plain, onchip = (document["head_and_loss"][name] for name in ("plain", "onchip"))
-    return [
-        ("peak extra memory", *_pair(format_bytes, plain["extra_bytes"], onchip["extra_bytes"])),
-        ("time, median", *_pair(format_ms, plain["median_ms"], onchip["median_ms"])),
-        (
-            "time, 10th – 90th percentile",
-            *(f"{format_ms(cost['p10_ms'])} – {format_ms(cost['p90_ms'])}" for cost in (plain, onchip)),
-            "",
-        ),
-    ]
-
-
-def _pair(show: Any, plain: float, onchip: float) -> tuple[str, str, str]:
-    # Sizes as small as a test's may leave the resident set where it was.
-    return show(plain), show(onchip), f"{onchip / plain:.2f}" if plain else "–"
+    costs = [document["head_and_loss"][name] for name in ("plain", "onchip")]
+    rows: list[tuple[str, ...]] = []
+    for name, key, show in (
+        ("peak extra memory", "extra_bytes", format_bytes),
+        ("time, median", "median_ms", format_ms),
+    ):
+        plain, onchip = (cost[key] for cost in costs)
+        # Sizes as small as a test's may leave the resident set where it was.
+        rows.append((name, show(plain), show(onchip), format_ratio(onchip / plain if plain else None)))
+    spreads = (f"{format_ms(cost['p10_ms'])} – {format_ms(cost['p90_ms'])}" for cost in costs)
+    return [*rows, ("time, 10th – 90th percentile", *spreads, "")]
 
 
 def _loss_rows(document: Document) -> list[tuple[str, ...]]:
@@ -74,34 +71,30 @@ def _verdict(document: Document) -> str:
     )
 
 
-def _fp8_verdict(document: Document) -> str | None:
-    """What training in FP8 did to the loss; None if it wasn't asked for."""
-    fp8 = document["fp8"]
-    if fp8 is None:
-        return None
-    name = fp8["baseline"]
+def _fp8_verdict(fp8: Mapping[str, Any]) -> str:
+    """What training in FP8 did to the loss."""
     return (
-        f"With the linear layers in FP8 the loss is {fp8['mean_of_last_steps']:+.4f} from that of {name} in the mean "
-        f"of the last {fp8['last_steps']} steps, {fp8['held_out']:+.4f} on held-out text, and at most "
+        f"With the linear layers in FP8 the loss is {fp8['mean_of_last_steps']:+.4f} from that of {fp8['baseline']} in "
+        f"the mean of the last {fp8['last_steps']} steps, {fp8['held_out']:+.4f} on held-out text, and at most "
         f"{fp8['largest']:.4f} away on any step."
     )
 
 
 def print_report(document: Document, console: Console) -> None:
     """Both losses, the measurements, and the sample."""
-    losses = Table("training", *document["losses"], title_justify="left")
-    for row in _loss_rows(document):
-        losses.add_row(*row)
-    measured = Table(*COLUMNS)
-    for row in _measured_rows(document):
-        measured.add_row(*row)
-    for table in (losses, measured):
+    for columns, rows in (
+        (("training", *document["losses"]), _loss_rows(document)),
+        (COLUMNS, _measured_rows(document)),
+    ):
+        table = Table(*columns)
         for column in table.columns[1:]:
             column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
     console.print(Text(_verdict(document), style="green" if document["difference"]["within_bound"] else "bold red"))
-    if (verdict := _fp8_verdict(document)) is not None:
-        console.print(verdict, highlight=False)
+    if fp8 := document["fp8"]:
+        console.print(_fp8_verdict(fp8), highlight=False)
     sample = document["sample"]
     title = f"text by the model trained with onchip (temperature {sample['temperature']})"
     console.print(Panel(Text(sample["text"]), title=title, title_align="left"))
@@ -123,24 +116,14 @@ def picture_png(document: Document) -> bytes:
         _draw_losses(axes["losses"], document)
         _draw_difference(axes["difference"], document)
         costs = document["head_and_loss"]
-        _draw_bars(
-            axes["memory"],
-            {name: cost["extra_bytes"] / 2**20 for name, cost in costs.items()},
-            [format_bytes(cost["extra_bytes"]) for cost in costs.values()],
-            title="Peak extra memory of head + loss",
-            label="MiB above inputs and gradients",
+        sizes, times, low, high = (
+            [cost[key] for cost in costs.values()] for key in ("extra_bytes", "median_ms", "p10_ms", "p90_ms")
         )
-        _draw_bars(
-            axes["time"],
-            {name: cost["median_ms"] for name, cost in costs.items()},
-            [format_ms(cost["median_ms"]) for cost in costs.values()],
-            title="Time of head + loss",
-            label="ms, forward + backward",
-            spread=[
-                [cost["median_ms"] - cost["p10_ms"] for cost in costs.values()],
-                [cost["p90_ms"] - cost["median_ms"] for cost in costs.values()],
-            ],
-        )
+        _draw_bars(axes["memory"], costs, [size / 2**20 for size in sizes], map(format_bytes, sizes))
+        axes["memory"].set(title="Peak extra memory of head + loss", ylabel="MiB above inputs and gradients")
+        spread = [np.subtract(times, low), np.subtract(high, times)]
+        _draw_bars(axes["time"], costs, times, map(format_ms, times), yerr=spread, capsize=4)
+        axes["time"].set(title="Time of head + loss", ylabel="ms, forward + backward")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -169,7 +152,7 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     axes.set_yscale("log")
     if shown:
         axes.plot(*zip(*shown, strict=True), "o", markersize=3, color="#374151")
-    if (fp8 := document["fp8"]) is not None:
+    if fp8 := document["fp8"]:
         away = [abs(d) for d in fp8["per_step"]]
         label = f"|fp8 − {fp8['baseline']}|"
         axes.plot(range(1, len(away) + 1), away, "x", markersize=3, color=_COLORS["fp8"], label=label)
@@ -182,23 +165,11 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-def _draw_bars(
-    axes: "Axes",
-    values: Mapping[str, float],
-    texts: Sequence[str],
-    *,
-    title: str,
-    label: str,
-    spread: list[list[float]] | None = None,
-) -> None:
-    bars = axes.bar(
-        list(values), list(values.values()), color=[_COLORS[name] for name in values], width=0.6, yerr=spread, capsize=4
-    )
-    axes.bar_label(bars, labels=texts, padding=4)
+def _draw_bars(axes: "Axes", names: Iterable[str], heights: list[float], texts: Iterable[str], **how: Any) -> None:
+    bars = axes.bar(list(names), heights, color=[_COLORS[name] for name in names], width=0.6, **how)
+    axes.bar_label(bars, labels=list(texts), padding=4)
     axes.margins(y=0.18)
     axes.grid(visible=False, axis="x")
-    axes.set_title(title)
-    axes.set_ylabel(label)
 
 
 def html_page(document: Document, picture: bytes) -> str:
@@ -208,29 +179,14 @@ def html_page(document: Document, picture: bytes) -> str:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         files("onchip.demo").joinpath("demo.html.jinja").read_text(encoding="utf-8")
     )
-    settings = document["settings"]
-    command = "onchip demo " + " ".join(
-        f"--{name} {value}"
-        for name, value in {
-            "framework": settings["framework"],
-            "steps": settings["steps"],
-            "vocab": settings["model"]["vocab"],
-            "tokens": settings["tokens"],
-            "device": settings["device"],
-            "seed": settings["seed"],
-        }.items()
-    )
-    if document["fp8"] is not None:
-        command += " --fp8"
     return template.render(
         document=document,
         picture=base64.b64encode(picture).decode(),
         verdict=_verdict(document),
-        fp8_verdict=_fp8_verdict(document),
+        fp8_verdict=document["fp8"] and _fp8_verdict(document["fp8"]),
         columns=COLUMNS,
         measured=_measured_rows(document),
         losses=_loss_rows(document),
         logits=format_bytes(document["logits_bytes"]),
-        command=command,
-        extras=EXTRAS[settings["framework"]],
+        extras=EXTRAS[document["settings"]["framework"]],
     )

@@ -2,20 +2,32 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from onchip.bench.harness import adapter
-from onchip.demo import SEQUENCE
-from onchip.demo.data import Corpus, Ids, batches_in_order, random_batch
+from onchip.demo import SEQUENCE, data
+from onchip.demo.data import Corpus, Ids
+from onchip.demo.model import ModelConfig
 
 BETAS = (0.9, 0.95)
 MEASURE_REPEATS = 9
+COMPARED = ("plain", "onchip")
+COMPARED_STEPS = 100
+BOUND = 1e-3
+"""In float32 the losses of the two trainings differ by less than this over the first `COMPARED_STEPS` steps."""
+LAST_STEPS = 20
+"""The losses of a training in FP8 and of its baseline are compared over so many, since each step's is noisy."""
+PROMPT = "The"
+TEMPERATURE = 0.8
+SAMPLE_TOKENS = 120
 
 
 @dataclass(frozen=True)
@@ -48,25 +60,78 @@ class Trainer(Protocol):
         """The model's hidden states, the head's weight, and the targets."""
 
 
-@dataclass
-class Run:
-    """One of the trainings, which differ in nothing but the loss."""
+def train_and_measure(
+    framework: str, made: Any, model: ModelConfig, config: TrainConfig, console: Console
+) -> dict[str, Any]:
+    """All that takes time, with torch_train.py or jax_train.py for `made`; returns what it adds to the document."""
+    begin = time.perf_counter()
+    text = data.load_text()
+    tokenizer = data.train_tokenizer(text, model.vocab)
+    corpus = data.encode_corpus(tokenizer, text)
+    console.print(
+        f"corpus: {len(text):,} characters, {len(corpus.train) + len(corpus.held_out):,} tokens; "
+        f"tokenizer: {tokenizer.get_vocab_size():,} entries; head: {model.vocab:,} rows",
+        highlight=False,
+    )
+    trainers = made.make_trainers(model, config)
+    losses, seconds = _train(trainers, config, corpus, console)
+    held_out = {name: _held_out_loss(trainer, config, corpus) for name, trainer in trainers.items()}
+    console.print("measuring head and loss ...")
+    batch = data.random_batch(corpus.train, config.tokens, np.random.default_rng(config.seed))
+    costs = measure_head(framework, made.LOSSES, config.device, *trainers["onchip"].loss_arguments(*batch))
+    sample = sample_text(
+        trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
+    )
+    return {
+        "settings": {"framework": framework, **asdict(config), "dtype": "float32", "model": asdict(model)},
+        "corpus": {
+            "name": "pydoc_data.topics",
+            "characters": len(text),
+            "train_tokens": len(corpus.train),
+            "held_out_tokens": len(corpus.held_out),
+            "tokenizer_entries": tokenizer.get_vocab_size(),
+        },
+        "expressions": made.EXPRESSIONS,
+        "losses": losses,
+        "held_out_loss": held_out,
+        "difference": _difference(*(losses[name] for name in COMPARED)),
+        "fp8": _fp8_difference(losses, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
+        "train_seconds": seconds,
+        "head_and_loss": costs,
+        "extra_bytes_are": made.memory_source(config.device),
+        "measure_repeats": MEASURE_REPEATS,
+        "logits_bytes": 4 * config.tokens * model.vocab,
+        "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},
+        "seconds": time.perf_counter() - begin,
+    }
 
-    trainer: Trainer
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
 
-
-def train_in_step(runs: Mapping[str, Run], config: TrainConfig, corpus: Corpus) -> Iterator[None]:
-    """Give every run the same batch, in turn, and yield after each; `Run.losses` grow."""
+def _train(
+    trainers: Mapping[str, Trainer], config: TrainConfig, corpus: Corpus, console: Console
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Give every training the same batches, in turn: the losses of each, and its seconds."""
     rng = np.random.default_rng(config.seed)
-    for step in range(config.steps):
-        inputs, targets = random_batch(corpus.train, config.tokens, rng)
-        for run in runs.values():
-            start = time.perf_counter()
-            run.losses.append(run.trainer.step(inputs, targets, learning_rate(step, config)))
-            run.seconds += time.perf_counter() - start
-        yield
+    losses: dict[str, list[float]] = {name: [] for name in trainers}
+    seconds = dict.fromkeys(trainers, 0.0)
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=config.steps)
+        for step in range(config.steps):
+            inputs, targets = data.random_batch(corpus.train, config.tokens, rng)
+            for name, trainer in trainers.items():
+                start = time.perf_counter()
+                losses[name].append(trainer.step(inputs, targets, learning_rate(step, config)))
+                seconds[name] += time.perf_counter() - start
+            told = "  ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items())
+            plain, onchip = (losses[name][-1] for name in COMPARED)
+            progress.update(task, advance=1, description=f"{told}  difference {abs(plain - onchip):.1e}")
+    return losses, seconds
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -76,10 +141,10 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * warmup * (0.1 + 0.9 * cosine)
 
 
-def held_out_loss(trainer: Trainer, config: TrainConfig, corpus: Corpus) -> float:
+def _held_out_loss(trainer: Trainer, config: TrainConfig, corpus: Corpus) -> float:
     """Mean loss of the part of the corpus that training never saw."""
     total, count = 0.0, 0
-    for inputs, targets in batches_in_order(corpus.held_out, config.tokens):
+    for inputs, targets in data.batches_in_order(corpus.held_out, config.tokens):
         total += trainer.evaluate(inputs, targets) * targets.size
         count += targets.size
     return total / count
@@ -113,3 +178,30 @@ def sample_text(
         logits = trainer.logits(context, len(recent) - 1)[:entries] / temperature
         ids.append(int(np.argmax(logits + rng.gumbel(size=entries))))  # a draw from the softmax
     return str(tokenizer.decode(ids))
+
+
+def _difference(plain: list[float], onchip: list[float]) -> dict[str, Any]:
+    per_step = [abs(a - b) for a, b in zip(plain, onchip, strict=True)]
+    largest = max(per_step[:COMPARED_STEPS])
+    return {
+        "per_step": per_step,
+        "compared_steps": min(COMPARED_STEPS, len(per_step)),
+        "largest_in_compared_steps": largest,
+        "largest": max(per_step),
+        "bound": BOUND,
+        "within_bound": largest < BOUND,
+    }
+
+
+def _fp8_difference(losses: Mapping[str, list[float]], held_out: Mapping[str, float], baseline: str) -> dict[str, Any]:
+    """How far the training in FP8 is from its baseline: signed, above 0 where FP8's loss is the higher one."""
+    per_step = [a - b for a, b in zip(losses["fp8"], losses[baseline], strict=True)]
+    last = per_step[-LAST_STEPS:]
+    return {
+        "baseline": baseline,
+        "per_step": per_step,
+        "largest": max(map(abs, per_step)),
+        "last_steps": len(last),
+        "mean_of_last_steps": sum(last) / len(last),
+        "held_out": held_out["fp8"] - held_out[baseline],
+    }
