@@ -148,7 +148,7 @@ def format_config(config: Mapping[str, int]) -> str:
 
 def clear_cache() -> None:
     """Forget what was read, so that the next use reads the files again."""
-    for cached in (read_entries, _usable_entries, _find_stored):
+    for cached in (_usable_entries, _find_stored):
         cached.cache_clear()
 
 
@@ -160,7 +160,6 @@ def config_path(folder: Path, op: str, device: str) -> Path:
     return folder / device / f"{op}.json"
 
 
-@functools.lru_cache(maxsize=256)
 def read_entries(folder: Path, op: str, device: str) -> tuple[Entry, ...]:
     """What the folder stores, in the file's order; nothing if there is no such file.
 
@@ -185,7 +184,6 @@ def write_entry(folder: Path, op: str, device: str, entry: Entry) -> Path:
         ValueError: the file that is there is broken, or `entry` is not fit to be stored.
         OSError: the file can't be written.
     """
-    read_entries.cache_clear()  # another process may have written since
     kept = [e for e in read_entries(folder, op, device) if not e.is_for(entry.kernel, entry.dtype, entry.sizes)]
     entries = sorted([*kept, entry], key=lambda e: (e.kernel, e.dtype, tuple(e.sizes.items())))
     # One entry a line, so that a changed entry is a changed line.

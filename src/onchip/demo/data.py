@@ -1,7 +1,6 @@
 """The corpus (the standard library's language reference), a tokenizer trained on it, and batches of token ids."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +12,6 @@ Ids = NDArray[np.int64]
 
 HELD_OUT = 0.05
 """The last part of the corpus that is kept for the validation loss."""
-
-
-class Corpus(NamedTuple):
-    """Token ids of the two parts of the corpus."""
-
-    train: Ids
-    held_out: Ids
 
 
 def load_text() -> str:
@@ -47,11 +39,11 @@ def train_tokenizer(text: str, vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def encode_corpus(tokenizer: Tokenizer, text: str) -> Corpus:
-    """Token ids of `text`, the tail held out."""
+def encode(tokenizer: Tokenizer, text: str) -> tuple[Ids, Ids]:
+    """Token ids of `text`: the part to train on, and the tail that is held out."""
     ids = np.array(tokenizer.encode(text).ids, np.int64)
     cut = round(len(ids) * (1 - HELD_OUT))
-    return Corpus(train=ids[:cut], held_out=ids[cut:])
+    return ids[:cut], ids[cut:]
 
 
 def random_batch(ids: Ids, tokens: int, rng: np.random.Generator) -> tuple[Ids, Ids]:

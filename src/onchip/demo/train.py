@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from onchip.bench.harness import adapter
 from onchip.demo import SEQUENCE, data
-from onchip.demo.data import Corpus, Ids
+from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
 
 BETAS = (0.9, 0.95)
@@ -67,17 +67,17 @@ def train_and_measure(
     begin = time.perf_counter()
     text = data.load_text()
     tokenizer = data.train_tokenizer(text, model.vocab)
-    corpus = data.encode_corpus(tokenizer, text)
+    ids, held_out_ids = data.encode(tokenizer, text)
     console.print(
-        f"corpus: {len(text):,} characters, {len(corpus.train) + len(corpus.held_out):,} tokens; "
+        f"corpus: {len(text):,} characters, {len(ids) + len(held_out_ids):,} tokens; "
         f"tokenizer: {tokenizer.get_vocab_size():,} entries; head: {model.vocab:,} rows",
         highlight=False,
     )
     trainers = made.make_trainers(model, config)
-    losses, seconds = _train(trainers, config, corpus, console)
-    held_out = {name: _held_out_loss(trainer, config, corpus) for name, trainer in trainers.items()}
+    losses, seconds = _train(trainers, config, ids, console)
+    held_out = {name: _mean_loss(trainer, config, held_out_ids) for name, trainer in trainers.items()}
     console.print("measuring head and loss ...")
-    batch = data.random_batch(corpus.train, config.tokens, np.random.default_rng(config.seed))
+    batch = data.random_batch(ids, config.tokens, np.random.default_rng(config.seed))
     costs = measure_head(framework, made.LOSSES, config.device, *trainers["onchip"].loss_arguments(*batch))
     sample = sample_text(
         trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
@@ -87,8 +87,8 @@ def train_and_measure(
         "corpus": {
             "name": "pydoc_data.topics",
             "characters": len(text),
-            "train_tokens": len(corpus.train),
-            "held_out_tokens": len(corpus.held_out),
+            "train_tokens": len(ids),
+            "held_out_tokens": len(held_out_ids),
             "tokenizer_entries": tokenizer.get_vocab_size(),
         },
         "expressions": made.EXPRESSIONS,
@@ -107,7 +107,7 @@ def train_and_measure(
 
 
 def _train(
-    trainers: Mapping[str, Trainer], config: TrainConfig, corpus: Corpus, console: Console
+    trainers: Mapping[str, Trainer], config: TrainConfig, ids: Ids, console: Console
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Give every training the same batches, in turn: the losses of each, and its seconds."""
     rng = np.random.default_rng(config.seed)
@@ -123,7 +123,7 @@ def _train(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps)
         for step in range(config.steps):
-            inputs, targets = data.random_batch(corpus.train, config.tokens, rng)
+            inputs, targets = data.random_batch(ids, config.tokens, rng)
             for name, trainer in trainers.items():
                 start = time.perf_counter()
                 losses[name].append(trainer.step(inputs, targets, learning_rate(step, config)))
@@ -141,10 +141,10 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * warmup * (0.1 + 0.9 * cosine)
 
 
-def _held_out_loss(trainer: Trainer, config: TrainConfig, corpus: Corpus) -> float:
-    """Mean loss of the part of the corpus that training never saw."""
+def _mean_loss(trainer: Trainer, config: TrainConfig, ids: Ids) -> float:
+    """Of all of `ids`."""
     total, count = 0.0, 0
-    for inputs, targets in data.batches_in_order(corpus.held_out, config.tokens):
+    for inputs, targets in data.batches_in_order(ids, config.tokens):
         total += trainer.evaluate(inputs, targets) * targets.size
         count += targets.size
     return total / count

@@ -21,6 +21,7 @@ from onchip.tune.vocab_chunk import DTYPES as DTYPES
 from onchip.tune.vocab_chunk import LSE, SHIFT, chunk_of
 from onchip.vocab.torch import tiles as torch_tiles
 from onchip.vocab.triton import memory as triton_spec
+from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
 
 if TYPE_CHECKING:
@@ -92,12 +93,7 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
     vocab = chunk_of(vocab)
     tiles, padded = -(-vocab // VOCAB_TILE), up(tokens, TOKEN_TILE)
     weight = (normal(vocab, hidden) / math.sqrt(hidden)).to(kind)
-    run = launches.Run(
-        torch_tiles.Head(weight, None, 0.0, 0.0, None, 1.0), tokens, {}, *_programs_and_tma(device, hidden)
-    )
-    heuristic = triton_spec.heuristic_tiles(HOPPER_SHARED)
-    run = replace(run, tiles={name: launches.Tiles(**tile) for name, tile in heuristic.items()})
-
+    run = setup.make_run(torch_tiles.Head(weight, None, 0.0, 0.0, None, 1.0), tokens)
     vectors = launches.Vectors.empty(tokens, torch.device(device))
     for by_position in (vectors.position, vectors.order):
         by_position.copy_(torch.arange(tokens, device=device))
@@ -122,17 +118,10 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
     for tile in exponentials:  # one by one, as each takes more memory in float32
         tile.copy_(normal(padded, VOCAB_TILE).exp_())
     memory, nothing = exponentials.view(-1), exponentials.view(-1)[:0]
-    recomputed = kernel == "gradient_tiles"
-    buffer = launches.logit_buffer(
-        nothing if recomputed else memory,
-        0,
-        padded,
-        0 if recomputed else padded,
-        nothing,
-        0,
-        memory if recomputed else nothing,
-        padded if recomputed else 0,
-    )
+    if kernel == "gradient_tiles":
+        buffer = launches.logit_buffer(nothing, 0, padded, 0, nothing, 0, memory, padded)
+    else:
+        buffer = launches.logit_buffer(memory, 0, padded, padded, nothing, 0, nothing, 0)
     return Problem(
         run,
         normal(tokens, hidden).to(kind),
@@ -144,13 +133,6 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
         grad_weight=torch.empty_like(weight),
         sums=torch.empty(tokens, hidden, device=device),
     )
-
-
-def _programs_and_tma(device: str, hidden: int) -> tuple[int, bool]:
-    if device == "cpu":
-        return 4, True
-    p = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return p.multi_processor_count, p.major >= 9 and hidden % 8 == 0
 
 
 def _outputs(kernel: str, p: Problem) -> tuple[Tensor, ...]:
