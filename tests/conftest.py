@@ -3,6 +3,8 @@ import os
 import pytest
 import torch
 
+from onchip.core import configs
+
 # JAX would take three quarters of a GPU's memory at once, which PyTorch's tests and other processes need too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -48,6 +50,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def config_folders(tmp_path, monkeypatch):
+    """Of tuned configs: the user's folder and the shipped one, both empty."""
+    monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "config" / app)
+    monkeypatch.setattr(configs, "SHIPPED_FOLDER", tmp_path / "shipped")
+    configs.clear_cache()
+    yield configs.user_folder(), configs.SHIPPED_FOLDER
+    configs.clear_cache()
 
 
 @pytest.fixture

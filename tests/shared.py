@@ -4,8 +4,15 @@ import re
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from onchip import cli
 from onchip.vocab.torch import tiles as torch_tiles
+
+
+def run_cli(*arguments, columns=200):
+    """By default wide enough that no message is wrapped."""
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [str(a) for a in arguments])
 
 
 def assert_within_bounds(checks):

@@ -10,26 +10,21 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 import onchip
-from onchip import check, cli
+from onchip import check
 from onchip.core import machine
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.kernels.triton import launch as triton_calls
 from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import checks, jax_op
 from onchip.oracle.checks import Check, Checker
+from shared import run_cli
 from shared_jax import quick_compilation  # noqa: F401
 
 
-def run(*arguments):
-    # Wide enough that no message is wrapped.
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(a) for a in arguments])
-
-
 def test_help_lists_the_commands():
-    result = run("--help")
+    result = run_cli("--help")
     assert result.exit_code == 0
     assert all(command in result.stdout for command in ("demo", "plan", "check", "bench", "info"))
 
@@ -49,7 +44,7 @@ def test_help_lists_the_commands():
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
-    result = run(*arguments)
+    result = run_cli(*arguments)
     assert result.exit_code == 2
     assert message in re.sub(r"\s+", " ", result.stderr)
     assert "Traceback" not in result.output
@@ -63,13 +58,13 @@ def test_a_benchmark_that_is_terminated_ends_as_by_ctrl_c(monkeypatch):
 
     monkeypatch.setattr("onchip.bench.run.run_bench", terminated)
     before = signal.getsignal(signal.SIGTERM)
-    assert run("bench", "fp8_linear").exit_code == 130
+    assert run_cli("bench", "fp8_linear").exit_code == 130
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_cuda_that_is_not_there(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = run("check", "--device", "cuda")
+    result = run_cli("check", "--device", "cuda")
     assert result.exit_code == 2
     assert "PyTorch sees no CUDA device here" in result.stderr
 
@@ -77,13 +72,13 @@ def test_cuda_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize("command", [["check"], ["bench", "linear_cross_entropy"]], ids=lambda x: x[0])
 def test_cuda_that_jax_does_not_see(monkeypatch, command):
     monkeypatch.setattr("jax.devices", list)
-    result = run(*command, "--framework", "jax", "--device", "cuda")
+    result = run_cli(*command, "--framework", "jax", "--device", "cuda")
     assert result.exit_code == 2
     assert "JAX sees no CUDA device here" in result.stderr
 
 
 def test_info():
-    document = json.loads(run("info", "--json").stdout)
+    document = json.loads(run_cli("info", "--json").stdout)
     assert document["onchip"] == onchip.__version__
     assert document["versions"]["torch"]
     assert document["versions"]["jax"]
@@ -99,7 +94,7 @@ def test_info():
     }
     assert all(b["why"] for b in document["backends"])
     assert all(b["usable"] for b in document["backends"] if b["device"] == "cpu")
-    assert onchip.__version__ in run("info").stdout
+    assert onchip.__version__ in run_cli("info").stdout
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_info():
 def test_info_on_the_jax_backends_of_a_gpu(monkeypatch, capability, usable, why):
     gpu = SimpleNamespace(platform="gpu", id=0, device_kind="NVIDIA X100", compute_capability=capability)
     monkeypatch.setattr("jax.devices", lambda: [gpu])
-    document = json.loads(run("info", "--json").stdout)
+    document = json.loads(run_cli("info", "--json").stdout)
     assert document["machine"]["jax gpu:0"] == "NVIDIA X100"
     rows = {
         b["backend"]: b
@@ -137,7 +132,7 @@ def test_info_on_the_triton_backend(monkeypatch, capability, installed, usable, 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index=None: capability)
     monkeypatch.setattr(triton_calls, "find_spec", lambda name: object() if installed else None)
-    rows = json.loads(run("info", "--json").stdout)["backends"]
+    rows = json.loads(run_cli("info", "--json").stdout)["backends"]
     wanted = ("torch", "triton", "cuda", "linear_cross_entropy")
     (row,) = (r for r in rows if (r["framework"], r["backend"], r["device"], r["op"]) == wanted)
     assert (row["usable"], row["why"]) == (usable, why)
@@ -155,12 +150,12 @@ def test_info_without_a_framework_says_what_to_install(monkeypatch, framework):
         return version(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    document = json.loads(run("info", "--json").stdout)
+    document = json.loads(run_cli("info", "--json").stdout)
     assert document["versions"][framework] is None
     rows = [b for b in document["backends"] if b["framework"] == framework]
     assert rows
     assert all(not b["usable"] and f"pip install 'onchip[{framework}]'" in b["why"] for b in rows)
-    assert f"pip install 'onchip[{framework}]'" in run("info").stdout
+    assert f"pip install 'onchip[{framework}]'" in run_cli("info").stdout
 
 
 @pytest.fixture
@@ -172,7 +167,7 @@ QUANTITIES = {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "g
 
 
 def test_check_of_a_sample_in_both_frameworks(few_cases):
-    result = run("check", "linear_cross_entropy", "--device", "cpu", "--json")
+    result = run_cli("check", "linear_cross_entropy", "--device", "cpu", "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert document["ok"]
@@ -185,7 +180,7 @@ def test_check_of_a_sample_in_both_frameworks(few_cases):
 
 def test_check_of_all_dtypes_and_strategies(few_cases):
     options = ("--full", "--framework", "torch", "--device", "cpu", "--json")
-    document = json.loads(run("check", "linear_cross_entropy", *options).stdout)
+    document = json.loads(run_cli("check", "linear_cross_entropy", *options).stdout)
     assert document["ok"]
     assert {(r["framework"], r["dtype"], r["implementation"]) for r in document["rows"]} == {
         ("torch", dtype, f"torch {strategy}") for dtype in DTYPE_BYTES for strategy in ("stash", "recompute")
@@ -208,7 +203,7 @@ def pretended(monkeypatch):
 
 
 def test_check_runs_a_sample_of_every_op_in_every_framework(pretended):
-    document = json.loads(run("check", "--framework", "all", "--json").stdout)
+    document = json.loads(run_cli("check", "--framework", "all", "--json").stdout)
     assert document["ok"]
     assert {(r["framework"], r["op"]) for r in document["rows"]} == set(product(("torch", "jax"), OPS))
     counts = Counter(pretended)
@@ -216,7 +211,7 @@ def test_check_runs_a_sample_of_every_op_in_every_framework(pretended):
 
 
 def test_check_of_some_ops(pretended):
-    run("check", "cross_entropy", "linear_jsd", "--framework", "torch", "--full")
+    run_cli("check", "cross_entropy", "linear_jsd", "--framework", "torch", "--full")
     assert Counter(pretended) == {("torch", "cross_entropy"): 62, ("torch", "linear_jsd"): 62}
 
 
@@ -232,9 +227,9 @@ def test_a_sample_of_the_checks_has_all_dtypes(framework, op):
 
 def test_check_takes_the_frameworks_that_are_installed(pretended, monkeypatch):
     monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == "torch" else name)
-    document = json.loads(run("check", "--json").stdout)
+    document = json.loads(run_cli("check", "--json").stdout)
     assert {r["framework"] for r in document["rows"]} == {"jax"}
-    result = run("check", "--framework", "all")
+    result = run_cli("check", "--framework", "all")
     assert result.exit_code == 2
     assert "pip install 'onchip[torch]'" in result.stderr
 
@@ -250,7 +245,7 @@ def test_the_default_framework_is_the_first_that_is_installed(monkeypatch):
 def test_check_that_fails_ends_with_1(few_cases, monkeypatch, framework, title):
     wrong = Check("case", "float32", "stash", "loss", float("nan"), 1e-6)
     monkeypatch.setattr(Checker, "check_case", lambda *args, **how: [wrong])
-    result = run("check", "linear_cross_entropy", "--framework", framework, "--device", "cpu")
+    result = run_cli("check", "linear_cross_entropy", "--framework", framework, "--device", "cpu")
     assert result.exit_code == 1
     assert "WRONG" in result.stdout
     assert f"linear_cross_entropy in {title} on cpu" in result.stdout

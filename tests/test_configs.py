@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,8 @@ def entry(block: int, sizes: Mapping[str, int] = SIZES, kernel: str = "forward",
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """The user's folder and the shipped one, both empty."""
-    user, shipped = tmp_path / "config" / "onchip" / "configs", tmp_path / "shipped"
-    monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "config" / app)
-    monkeypatch.setattr(configs, "SHIPPED_FOLDER", shipped)
-    configs.clear_cache()
-    yield user, shipped
-    configs.clear_cache()
+def folders(config_folders: tuple[Path, Path]) -> tuple[Path, Path]:
+    return config_folders
 
 
 def find(

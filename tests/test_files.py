@@ -3,10 +3,9 @@
 import errno
 
 import pytest
-from typer.testing import CliRunner
 
-from onchip import cli
 from onchip.core import files
+from shared import run_cli
 
 
 @pytest.mark.parametrize("command", ["bench cross_entropy --device cpu", "demo --device cpu"])
@@ -20,7 +19,7 @@ def test_out_is_refused_in_a_line_before_any_work(command, below, tmp_path, monk
         monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
     monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)
     monkeypatch.setattr("onchip.bench.harness.run_cases", lambda *_, **__: pytest.fail("it ran"))
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, [*command.split(), "--out", str(tmp_path / below)])
+    result = run_cli(*command.split(), "--out", tmp_path / below, columns=400)
     assert result.exit_code == 2, result.output
     reason = "Read-only file system" if below.startswith("nothing") else "a file is in its place"
     (line,) = result.output.strip().splitlines()

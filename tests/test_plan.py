@@ -5,9 +5,7 @@ import json
 from importlib import import_module
 
 import pytest
-from typer.testing import CliRunner
 
-from onchip import cli
 from onchip.ops.linear_cross_entropy import fp8_op, jax_op
 from onchip.ops.linear_jsd import memory as jsd_spec
 from onchip.ops.linear_jsd import triton_memory as jsd_triton
@@ -17,17 +15,21 @@ from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.xla import memory as jax_spec
+from shared import run_cli
 
 LLAMA = ["plan", "--tokens", "16384", "--hidden", "4096", "--vocab", "128256", "--dtype", "bfloat16"]
 
 
-def run(*arguments, columns=200):
-    """By default wide enough that no message is wrapped."""
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, arguments)
-
-
 def plan_json(*arguments):
-    return json.loads(run(*LLAMA, *arguments, "--json").stdout)
+    """The document of a command; what fits is within its budget, and what doesn't is refused."""
+    document = json.loads(run_cli(*arguments, "--json").stdout)
+    for plan in document["plans"]:
+        if plan["fits"]:
+            assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
+            assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
+        else:
+            assert f"scratch_bytes={plan['budget_bytes']} is too small" in plan["why"]
+    return document
 
 
 DEEPSEEK = ("--tokens", "131072", "--model", "deepseek-v3")
@@ -52,7 +54,7 @@ SMALL_AND_LARGE = ("--scratch-mib", "1", "--scratch-mib", "4096")
     ids=lambda x: " ".join(x) if isinstance(x, tuple | list) else "",
 )
 def test_plan_prints_a_table_that_fits_a_narrow_terminal(arguments, said):
-    result = run("plan", *arguments, columns=80)
+    result = run_cli("plan", *arguments, columns=80)
     assert result.exit_code == 0
     assert all(text in result.stdout for text in said)
     assert "…" not in result.stdout
@@ -66,9 +68,9 @@ PLANNERS = {"torch": memory, "xla": jax_spec, "triton": triton_spec, "mosaic_gpu
 @pytest.mark.parametrize("where", [(), ("--dtype", "float32"), ("--device", "cpu")], ids=" ".join)
 def test_plan_json_is_what_a_backend_of_matrix_products_will_do(framework, where):
     backend = "torch" if framework == "torch" else "xla"
-    document = plan_json("--scratch-mib", "1024", "--framework", framework, "--backend", backend, *where)
-    planner, dtype = PLANNERS[backend], document["dtype"]
-    problem = memory.Problem(16384, 4096, 128256, dtype=dtype, device=document["device"])
+    document = plan_json(*LLAMA, "--scratch-mib", "1024", "--framework", framework, "--backend", backend, *where)
+    planner = PLANNERS[backend]
+    problem = memory.Problem(16384, 4096, 128256, dtype=document["dtype"], device=document["device"])
     assert document["logits_bytes"]["float32"] == 4 * 16384 * 128256
     assert [(p["strategy"], p["budget_bytes"]) for p in document["plans"]] == [
         ("stash", None), ("recompute", None), ("stash", 1 << 30), ("recompute", 1 << 30),
@@ -78,20 +80,17 @@ def test_plan_json_is_what_a_backend_of_matrix_products_will_do(framework, where
         assert plan["products"] == {"stash": 3, "recompute": 4}[strategy]
         assert document["default_scratch_bytes"][strategy] == planner.default_scratch(problem, strategy)
         if not plan["fits"]:
-            with pytest.raises(ValueError, match=f"{plan['smallest_scratch_bytes']} bytes for strategy"):
-                planner.choose_strategy(problem, strategy, budget)
+            assert f"{plan['smallest_scratch_bytes']} bytes" in plan["why"]
             continue
         config = planner.plan(problem, strategy, budget)
         assert plan["auto"] == (planner.choose_strategy(problem, "auto", budget) == strategy)
         assert (plan["token_chunk"], plan["vocab_chunk"]) == (config.token_chunk, config.vocab_chunk)
         assert plan["scratch_parts"] == planner.scratch_parts(problem, config)
-        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
-        assert budget is None or plan["scratch_bytes"] <= budget
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_plan_json_is_what_the_kernels_will_do(framework):
-    document = plan_json("--framework", framework)
+    document = plan_json(*LLAMA, "--framework", framework)
     assert document["backend"] == {"torch": "triton", "jax": "mosaic_gpu"}[framework]
     planner = PLANNERS[document["backend"]]
     problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device="cuda")
@@ -102,11 +101,10 @@ def test_plan_json_is_what_the_kernels_will_do(framework):
     for strategy, size in document["default_scratch_bytes"].items():
         assert size == planner.default_scratch(problem, strategy)
     for plan in document["plans"]:
-        budget = 1 << 62 if plan["budget"] == "no bound" else plan["budget_bytes"]
         if not plan["fits"]:
-            with pytest.raises(ValueError, match=f"needs {plan['smallest_scratch_bytes']} bytes"):
-                planner.plan(problem, plan["strategy"], budget)
+            assert f"needs {plan['smallest_scratch_bytes']} bytes" in plan["why"]
             continue
+        budget = 1 << 62 if plan["budget"] == "no bound" else plan["budget_bytes"]
         config = planner.plan(problem, plan["strategy"], budget)
         chunks = (
             (config.recompute_chunks * config.chunk, config.chunk)
@@ -117,8 +115,6 @@ def test_plan_json_is_what_the_kernels_will_do(framework):
         kept = config.kept_in_gradient, config.kept_in_scratch
         assert (plan["stashed"], plan["overflow"], plan["halves"]) == (*kept, config.halves)
         assert plan["scratch_parts"] == planner.scratch_parts(problem, config)
-        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
-        assert budget is None or plan["scratch_bytes"] <= budget
         assert plan["products"] == 3 + (16384 - config.kept) / 16384
         assert plan["flops"] == 2 * 16384 * 4096 * 128256 * plan["products"]
         assert plan["predicted_ms"] == planner.predict(problem, config) > document["three_products_ms"]
@@ -133,13 +129,13 @@ def test_plan_json_is_what_the_kernels_will_do(framework):
 
 
 def test_plan_knows_the_backends_of_jax_in_their_order():
-    wrong = run(*LLAMA, "--framework", "jax", "--backend", "none").stderr
+    wrong = run_cli(*LLAMA, "--framework", "jax", "--backend", "none").stderr
     assert "'auto', 'mosaic_gpu', 'xla'; got" in wrong
     assert jax_op.BACKENDS["gpu"][:2] == ("mosaic_gpu", "xla")
 
 
 def test_plan_json_is_what_precision_fp8_will_do():
-    document = plan_json("--precision", "fp8", "--scratch-mib", "1", "--scratch-mib", "4096")
+    document = plan_json(*LLAMA, "--precision", "fp8", *SMALL_AND_LARGE)
     assert (document["precision"], document["backend"]) == ("fp8", "triton")
     for plan in document["plans"]:
         grad = plan["pass"] == "both passes"
@@ -147,21 +143,16 @@ def test_plan_json_is_what_precision_fp8_will_do():
         gradients = {"grad_hidden": grad, "grad_weight": grad}
         problem = memory.Problem(16384, 4096, 128256, dtype="bfloat16", device=device, **gradients)
         assert plan["products"] == (3 if grad else 1)
-        if not plan["fits"]:
-            assert (plan["budget_bytes"], "the smallest chunk needs" in plan["why"]) == (1 << 20, True)
-            continue
-        chunk = fp8_spec.plan(problem, plan["budget_bytes"])
-        assert plan["chunk"] == {"tokens": chunk, "vocab": 128256}
-        assert plan["scratch_parts"] == fp8_spec.scratch_parts(problem, chunk)
-        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
-        assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
-    backends = [plan["backend"] for plan in document["plans"]]
-    assert tuple(dict.fromkeys(backends)) == fp8_op.BACKENDS
-    assert {plan["fits"] for plan in document["plans"]} == {True, False}
+        assert plan["fits"] == (plan["budget_bytes"] != 1 << 20)
+        if plan["fits"]:
+            chunk = fp8_spec.plan(problem, plan["budget_bytes"])
+            assert plan["chunk"] == {"tokens": chunk, "vocab": 128256}
+            assert plan["scratch_parts"] == fp8_spec.scratch_parts(problem, chunk)
+    assert tuple(dict.fromkeys(plan["backend"] for plan in document["plans"])) == fp8_op.BACKENDS
 
 
 def test_plan_with_bounds_of_ones_own():
-    plans = plan_json("--scratch-mib", "300", "--scratch-mib", "500")["plans"]
+    plans = plan_json(*LLAMA, "--scratch-mib", "300", "--scratch-mib", "500")["plans"]
     assert [(p["budget"], p["budget_bytes"]) for p in plans[::3]] == [
         ("default", None), ("300", 300 << 20), ("500", 500 << 20),
     ]  # fmt: skip
@@ -186,45 +177,32 @@ def test_plan_with_bounds_of_ones_own():
     ids=" ".join,
 )
 def test_plan_is_of_the_backend_that_the_op_takes(arguments, backend):
-    assert plan_json(*arguments)["backend"] == backend
+    assert plan_json(*LLAMA, *arguments)["backend"] == backend
 
 
 def test_plan_by_model():
-    by_model, by_size = (
-        json.loads(run(*args, "--json").stdout)
-        for args in (["plan", "--tokens", "16384", "--model", "llama3.1-8b"], LLAMA)
-    )
-    assert by_model == by_size
+    assert plan_json("plan", "--tokens", "16384", "--model", "llama3.1-8b") == plan_json(*LLAMA)
 
 
 @pytest.mark.parametrize("op", ["cross_entropy", "linear_log_probs", "linear_jsd"])
 def test_plan_of_the_other_ops(op):
     arguments = ["plan", op, "--tokens", "8192", "--model", "llama3.1-8b", *SMALL_AND_LARGE]
-    document = json.loads(run(*arguments, "--json").stdout)
-    assert document["op"] == op
-    backends = import_module(f"onchip.ops.{op}.torch_op").BACKENDS
-    assert tuple(dict.fromkeys(plan["backend"] for plan in document["plans"])) == backends
-    assert document["backend"] == "triton"
+    document = plan_json(*arguments)
+    assert (document["op"], document["backend"]) == (op, "triton")
+    plans = {}
     for plan in document["plans"]:
-        if not plan["fits"]:
-            assert (plan["budget_bytes"], "is too small" in plan["why"]) == (1 << 20, True)
-            continue
-        assert plan["scratch_bytes"] == sum(plan["scratch_parts"].values())
-        assert plan["budget_bytes"] is None or plan["scratch_bytes"] <= plan["budget_bytes"]
+        plans.setdefault(plan["backend"], []).append(plan)
+    assert tuple(plans) == import_module(f"onchip.ops.{op}.torch_op").BACKENDS
     assert {plan["fits"] for plan in document["plans"] if plan["budget_bytes"] == 4096 << 20} == {True}
-    for backend in ("torch", "triton"):
-        named = json.loads(run(*arguments, "--backend", backend, "--json").stdout)
-        assert named == document | {
-            "backend": backend,
-            "plans": [p for p in document["plans"] if p["backend"] == backend],
-        }
+    for backend in plans:
+        assert plan_json(*arguments, "--backend", backend) == document | {"backend": backend, "plans": plans[backend]}
 
 
 @pytest.mark.parametrize("where", [("--device", "cpu"), ("--dtype", "float32")], ids=" ".join)
 def test_plan_of_the_other_ops_where_the_kernels_do_not_run(where):
-    document = json.loads(run("plan", "linear_jsd", *LLAMA[1:], *where, "--json").stdout)
+    document = plan_json("plan", "linear_jsd", *LLAMA[1:], *where)
     assert {plan["backend"] for plan in document["plans"]} == {"torch"}
-    result = run("plan", "linear_jsd", *LLAMA[1:], *where, "--backend", "triton")
+    result = run_cli("plan", "linear_jsd", *LLAMA[1:], *where, "--backend", "triton")
     assert (result.exit_code, "its kernels don't run in" in result.stderr) == (2, True)
 
 
@@ -233,11 +211,8 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
 
     def plans(op, backend, *more):
         """By the pass, in the default budget and in 1 GiB."""
-        document = json.loads(run("plan", op, *sizes, *more, "--backend", backend, "--json").stdout)
-        default, bounded = (
-            {p["pass"]: p for p in document["plans"] if p["budget_bytes"] == b} for b in (None, 1 << 30)
-        )
-        return default, bounded
+        plans = plan_json("plan", op, *sizes, *more, "--backend", backend)["plans"]
+        return [{p["pass"]: p for p in plans if p["budget_bytes"] == b} for b in (None, 1 << 30)]
 
     def first(op, *more):
         return next(iter(plans(op, "torch", *more)[0].values()))["chunk"]["tokens"]
@@ -279,12 +254,7 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
         (["plan", "softmax", "--tokens", "8", "--vocab", "8"], "no op 'softmax'; there is: linear_cross_entropy, "),
         (["plan", "cross_entropy", "--tokens", "8"], "give --hidden and --vocab, or --model"),
         (["plan", "linear_jsd", *LLAMA[1:], "--teacher-hidden", "0"], "--teacher-hidden must be 1 or more; got 0"),
-        (
-            ["plan", "cross_entropy", *LLAMA[1:], "--backend", "cuda"],
-            "backend must be one of 'auto', 'triton', 'torch'",
-        ),
         (["plan", "--tokens", "0", "--model", "llama3.1-8b"], "--tokens must be 1 or more; got 0"),
-        (["plan", "--tokens", "8"], "give --hidden and --vocab, or --model"),
         (["plan", "--tokens", "8", "--hidden", "8"], "give --hidden and --vocab, or --model"),
         (["plan", "--tokens", "8", "--model", "gpt-9"], "no model 'gpt-9'; there is: llama3.1-8b"),
         (["plan", "--tokens", "8", "--hidden", "8", "--vocab", "-1"], "--vocab must be 1 or more"),
@@ -299,7 +269,6 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
             "--precision fp8 is for linear_cross_entropy in PyTorch alone; leave it out",
         ),
         (["plan", "linear_jsd", *LLAMA[1:], "--precision", "fp8"], "in PyTorch alone; leave it out"),
-        ([*LLAMA, "--precision", "fp8", "--device", "cpu", "--backend", "triton"], "its kernels don't run in"),
         ([*LLAMA, "--framework", "numpy"], "--framework must be torch or jax; got 'numpy'"),
         (
             ["plan", "linear_jsd", *LLAMA[1:], "--framework", "jax"],
@@ -323,6 +292,6 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
-    result = run(*arguments)
+    result = run_cli(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr

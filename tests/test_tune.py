@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,9 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
-from typer.testing import CliRunner
 
-from onchip import cli
 from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import format_config, read_entries
@@ -28,6 +26,7 @@ from onchip.tune import linear_cross_entropy as tuning
 from onchip.tune.harness import Config, Machine
 from onchip.tune.run import tune_op, tuned_configs
 from onchip.vocab.triton import memory as triton_spec
+from shared import run_cli
 
 ROUGH, FINAL = 2 + harness.ROUGH_REPEATS, 2 + harness.FINAL_REPEATS
 MACHINE = Machine("cpu", "toy9", shared_bytes=1000)
@@ -111,13 +110,8 @@ def toy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "home" / app)
-    monkeypatch.setattr(configs, "SHIPPED_FOLDER", tmp_path / "shipped")
+def stored_versions(config_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_versions", lambda framework: VERSIONS)
-    configs.clear_cache()
-    yield
-    configs.clear_cache()
 
 
 def tune(toy: Toy, folder: Path | None, text: StringIO | None = None, **options: Any) -> dict[str, Any]:
@@ -382,10 +376,6 @@ def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path, monkey
 
 
 # ------------------------------------------------------------------------------------------------------ commands
-
-
-def run_cli(*arguments: object) -> Any:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(a) for a in arguments])
 
 
 @pytest.fixture

@@ -22,16 +22,7 @@ from onchip.tune.run import tune_op, tuned_configs
 
 HEURISTIC = ProductConfig()
 STORED = ProductConfig(rows=256, columns=64, stages=3)
-
-
-@pytest.fixture(autouse=True)
-def no_configs(tmp_path, monkeypatch):
-    """The user's folder and the shipped one, both empty."""
-    monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "home" / app)
-    monkeypatch.setattr(configs, "SHIPPED_FOLDER", tmp_path / "shipped")
-    configs.clear_cache()
-    yield
-    configs.clear_cache()
+pytestmark = pytest.mark.usefixtures("config_folders")
 
 
 def store(kernel, sizes, config=STORED):
