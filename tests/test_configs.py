@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -120,18 +119,6 @@ def test_files_are_read_once(folders: tuple[Path, Path]) -> None:
     assert find()[1] == "heuristic"
 
 
-def test_found_from_many_threads(folders: tuple[Path, Path]) -> None:
-    write_entry(folders[1], "toy", "h100", entry(128))
-    found: list[tuple[int, str, str]] = []
-    threads = [threading.Thread(target=lambda: found.append(find())) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {f[:2] for f in found} == {(128, "exact")}
-    assert len(found) == 16
-
-
 # ----------------------------------------------------------------------------------------------------------- the files
 
 
@@ -196,7 +183,6 @@ def document(**changes: Any) -> str:
     ("text", "message"),
     [
         ("{", "Input data was truncated"),
-        ("[]", "Expected `object`, got `array`"),
         ("[" * 100_000, "Expected `object`, got `array`"),
         (
             json.dumps({"op": "other", "device": "h100", "entries": []}),
@@ -204,21 +190,12 @@ def document(**changes: Any) -> str:
         ),
         (json.dumps({"op": "toy", "device": "a100", "entries": []}), "it is for 'toy' on 'a100'"),
         (json.dumps({"op": "toy", "device": "h100"}), "missing required field `entries`"),
-        (
-            json.dumps({"op": "toy", "device": "h100", "entries": [3]}),
-            "got `int` - at `$.entries[0]`",
-        ),
         (document(kernel=None, ms=None), "missing required field `kernel` - at `$.entries[1]`"),
         (document(note="mine"), "unknown field `note`"),
-        (document(dtype=16), "got `int` - at `$.entries[1].dtype`"),
-        (document(sizes=[1]), "got `array` - at `$.entries[1].sizes`"),
         (document(sizes={"tokens": 0}), "Expected `int` >= 1"),
         (document(sizes={"tokens": 10**400}), "Expected `int` <= "),
         (document(config={"block": True}), "Expected `int`, got `bool`"),
-        (document(config={"block": 1.5}), "Expected `int`, got `float`"),
-        (document(config={"block": {"x": [[[1]]]}}), "Expected `int`, got `object`"),
         (document(config={"block": -1}), "Expected `int` >= 0"),
-        (document(versions={"triton": 3}), "Expected `str`, got `int`"),
         (document(ms="fast"), "Expected `float`, got `str` - at `$.entries[1].ms`"),
         (document(ms=-1), "Expected `float` >= 0"),
         (document(ms=float("nan")), "JSON is malformed"),

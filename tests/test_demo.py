@@ -361,14 +361,6 @@ def test_one_framework_does_not_load_the_other(framework, other):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("below", ["", "folder"])
-def test_out_is_a_file(below, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match=r"--out .*file"):
-        run.run_demo(**TINY, out=tmp_path / "file" / below, console=quiet())
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.parametrize("package", ["torch", "jax", "optax", "tokenizers", "matplotlib", "jinja2", "psutil"])
 def test_missing_package(package, tmp_path, monkeypatch):
     monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == package else name)

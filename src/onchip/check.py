@@ -10,13 +10,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from onchip.core.machine import (
-    FRAMEWORKS,
-    choose_framework,
-    installed_frameworks,
-    require_packages,
-    resolve_device,
-)
+from onchip.core.machine import FRAMEWORKS, choose_framework, installed_frameworks, require_packages, resolve_device
 from onchip.core.names import known_op
 from onchip.fuzz.run import run_fuzz
 from onchip.ops import OPS
@@ -37,12 +31,14 @@ def run_check(
     seed: int | None,
     console: Console,
 ) -> dict[str, Any]:
-    """Run the ops' checks in each framework, or random calls of the ops.
+    """Run a sample of the ops' checks in each framework, the same one every time, or with `full` all of them.
 
-    Options are those of the command, see `onchip.cli.check`.
+    A table for each framework and op has a row per case, dtype and implementation: the quantity that comes nearest its
+    bound.  With `fuzz` they are random calls instead, see `run_fuzz`.  Options are those of the command, see
+    `onchip.cli.check`.
 
     Returns:
-        What the tables show, as a document; see also `run_fuzz`.
+        All comparisons, as a document.
 
     Raises:
         ImportError: the framework is not installed.
@@ -58,18 +54,9 @@ def run_check(
     chosen = [op for op in OPS if op in (ops or OPS)]
     if fuzz is not None:
         return run_fuzz(frameworks, chosen, device, console, seconds=fuzz, most=calls, seed=seed)
-    return _run_cases(frameworks, chosen, device, console, full=full)
-
-
-def _run_cases(
-    frameworks: Sequence[str], ops: Sequence[str], device: str, console: Console, *, full: bool
-) -> dict[str, Any]:
-    """A table for each framework and op, with a row per case, dtype and implementation: the quantity that comes nearest
-    its bound.  Without `full`, of a sample of each op's cases, the same one every time.
-    """
     rows: list[dict[str, Any]] = []
     devices = {framework: resolve_device(device, framework) for framework in frameworks}
-    for framework, op in product(frameworks, ops):
+    for framework, op in product(frameworks, chosen):
         device, name = devices[framework], FRAMEWORKS[framework]
         checks = import_module(f"onchip.ops.{op}.checks")
         table = Table(title=f"{op} in {name} on {device}, against the float64 oracle")

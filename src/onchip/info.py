@@ -104,18 +104,19 @@ _BACKENDS = {
 
 def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None) -> list[dict[str, Any]]:
     """The backends that can run a plain call in bfloat16 on the CPU, and all of those for a CUDA device."""
-    on_cpu: Mapping[str, str | None]
-    on_gpu: Mapping[str, str | None]
+    reasons: dict[str, Mapping[str, str | None]]
     if missing is not None:
-        plain = {"torch": "torch", "jax": "xla"}[framework]
-        on_cpu = on_gpu = {plain: missing}
+        plain = {"torch" if framework == "torch" else "xla": missing}
+        reasons = {"cpu": plain, "cuda": plain}
     else:
         refusals = import_module(f"onchip.ops.{op}.checks").plain_refusals
-        asked = refusals("cpu", "bfloat16", framework)
-        on_cpu = {backend: reason for backend, reason in asked.items() if reason is None}
+        on_cpu = refusals("cpu", "bfloat16", framework)
         # PyTorch can't be asked about a device that isn't there.
-        asked = asked if framework == "torch" and no_cuda else refusals("cuda", "bfloat16", framework)
-        on_gpu = {backend: no_cuda or reason for backend, reason in asked.items()}
+        on_gpu = on_cpu if framework == "torch" and no_cuda else refusals("cuda", "bfloat16", framework)
+        reasons = {
+            "cpu": {backend: None for backend, reason in on_cpu.items() if reason is None},
+            "cuda": {backend: no_cuda or reason for backend, reason in on_gpu.items()},
+        }
     return [
         {
             "op": op,
@@ -125,6 +126,6 @@ def _backends(framework: str, op: str, missing: str | None, no_cuda: str | None)
             "usable": reason is None,
             "why": reason or _BACKENDS.get(backend, "kernels for this device"),
         }
-        for device, reasons in (("cpu", on_cpu), ("cuda", on_gpu))
-        for backend, reason in reasons.items()
+        for device, by_backend in reasons.items()
+        for backend, reason in by_backend.items()
     ]

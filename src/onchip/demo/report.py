@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 Document = Mapping[str, Any]
 
 COLUMNS = ("head + loss, forward + backward", "plain", "onchip", "onchip / plain")
-_COLORS = {"plain": "#c2772b", "onchip": "#0b5fd6", "bf16": "#6b7280", "fp8": "#15803d"}
+_LOOKS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"color": "#c2772b", "linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
+    "onchip": {"color": "#0b5fd6", "linewidth": 1.4},
+    "bf16": {"color": "#6b7280", "linewidth": 1.4},
+    "fp8": {"color": "#15803d", "linewidth": 1.2, "linestyle": "--"},
+}
 _STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -132,14 +137,8 @@ def picture_png(document: Document) -> bytes:
 def _draw_losses(axes: "Axes", document: Document) -> None:
     settings = document["settings"]
     steps = range(1, settings["steps"] + 1)
-    looks: Mapping[str, Mapping[str, Any]] = {
-        "plain": {"linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
-        "onchip": {"linewidth": 1.4},
-        "bf16": {"linewidth": 1.4},
-        "fp8": {"linewidth": 1.2, "linestyle": "--"},
-    }
     for name, losses in document["losses"].items():
-        axes.plot(steps, losses, color=_COLORS[name], label=name, **looks[name])
+        axes.plot(steps, losses, label=name, **_LOOKS[name])
     axes.set_title(f"Training loss: {settings['tokens']} tokens a step, vocabulary {settings['model']['vocab']}")
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False)
@@ -155,7 +154,7 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     if fp8 := document["fp8"]:
         away = [abs(d) for d in fp8["per_step"]]
         label = f"|fp8 − {fp8['baseline']}|"
-        axes.plot(range(1, len(away) + 1), away, "x", markersize=3, color=_COLORS["fp8"], label=label)
+        axes.plot(range(1, len(away) + 1), away, "x", markersize=3, color=_LOOKS["fp8"]["color"], label=label)
     compared = difference["compared_steps"]
     bound = f"bound for the first {compared} steps"
     axes.plot([1, compared], [difference["bound"]] * 2, color="#be123c", linestyle="--", linewidth=1.2, label=bound)
@@ -166,7 +165,7 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
 
 
 def _draw_bars(axes: "Axes", names: Iterable[str], heights: list[float], texts: Iterable[str], **how: Any) -> None:
-    bars = axes.bar(list(names), heights, color=[_COLORS[name] for name in names], width=0.6, **how)
+    bars = axes.bar(list(names), heights, color=[_LOOKS[name]["color"] for name in names], width=0.6, **how)
     axes.bar_label(bars, labels=list(texts), padding=4)
     axes.margins(y=0.18)
     axes.grid(visible=False, axis="x")

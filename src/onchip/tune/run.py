@@ -35,12 +35,10 @@ def run_tune(op: str, framework: str | None, *, console: Console, **options: Any
     framework = choose_framework(framework)
     known_op(op, TUNINGS[framework])
     require_packages("tune", (framework,), framework)
-    try:
-        resolve_device("cuda", framework)
-    except ValueError as e:
+    if resolve_device("auto", framework) != "cuda":
         raise ValueError(
             f"tune needs a CUDA device, and {FRAMEWORKS[framework]} sees none here; `onchip info` says more"
-        ) from e
+        )
     return tune_op(op, _module(framework, op), _machine(framework), console=console, **options)
 
 
