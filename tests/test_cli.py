@@ -56,7 +56,7 @@ def test_a_benchmark_that_is_terminated_ends_as_by_ctrl_c(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onchip.bench.run.run_bench", terminated)
+    monkeypatch.setattr("onchip.bench.run.choose_framework", terminated)
     before = signal.getsignal(signal.SIGTERM)
     assert run_cli("bench", "fp8_linear").exit_code == 130
     assert signal.getsignal(signal.SIGTERM) == before

@@ -24,12 +24,11 @@ from onchip.core.configs import format_config, read_entries
 from onchip.tune import harness, run
 from onchip.tune import linear_cross_entropy as tuning
 from onchip.tune.harness import Config, Machine
-from onchip.tune.run import tune_op, tuned_configs
+from onchip.tune.run import run_tune, tuned_configs
 from onchip.vocab.triton import memory as triton_spec
 from shared import run_cli
 
 ROUGH, FINAL = 2 + harness.ROUGH_REPEATS, 2 + harness.FINAL_REPEATS
-MACHINE = Machine("cpu", "toy9", shared_bytes=1000)
 VERSIONS = {"triton": "3.6.0", "torch": "2.11.0"}
 # What a config does is in its "kind"; its "time" and 1 ms more are what the clock says.
 RIGHT, WRONG, NAN, RAISES, TIRES = range(5)
@@ -110,13 +109,25 @@ def toy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def stored_versions(config_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def toy_gpu(toy: Toy, config_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One op is tuned, the toy, on a device whose work the CPU does; there are two of its kind."""
+    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
+    monkeypatch.setattr(run, "TUNINGS", {"torch": {"toy": "toy_tuning"}, "jax": {}})
     monkeypatch.setattr(run, "_versions", lambda framework: VERSIONS)
+    monkeypatch.setattr(run, "Machine", lambda device, *rest: Machine("cpu", *rest))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    properties = SimpleNamespace(
+        name="NVIDIA Toy9 80GB HBM3", total_memory=1 << 30, major=9, minor=0, shared_memory_per_block_optin=1000
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
 
 
 def tune(toy: Toy, folder: Path | None, text: StringIO | None = None, **options: Any) -> dict[str, Any]:
     options = {"cases": ["small"], "kernels": ["forward"], "out": folder} | options
-    return tune_op("toy", toy, MACHINE, console=Console(file=text or StringIO(), width=200), **options)
+    return run_tune("toy", console=Console(file=text or StringIO(), width=200), **options)
 
 
 def only_row(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,7 +379,6 @@ def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path, monkey
         tune(toy, None)
     assert toy.problems == 0
     # `onchip info` notes it, and a module that can't be imported.
-    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
     monkeypatch.setattr(run, "TUNINGS", {"torch": {"gone": "onchip.ops.no_such_op.tuning", "toy": "toy_tuning"}})
     tuned = tuned_configs({"torch": ["toy9"]})
     assert tuned["notes"][0] == "gone: ModuleNotFoundError: No module named 'onchip.ops.no_such_op'"
@@ -378,24 +388,7 @@ def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path, monkey
 # ------------------------------------------------------------------------------------------------------ commands
 
 
-@pytest.fixture
-def toy_gpu(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    """The command line with one op, the toy, and one device whose work the CPU does."""
-    monkeypatch.setitem(sys.modules, "toy_tuning", toy)
-    monkeypatch.setattr(run, "TUNINGS", {"torch": {"toy": "toy_tuning"}, "jax": {}})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    properties = SimpleNamespace(
-        name="NVIDIA Toy9 80GB HBM3", total_memory=1 << 30, major=9, minor=0, shared_memory_per_block_optin=1000
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
-    monkeypatch.setattr(run, "Machine", lambda device, *rest: Machine("cpu", *rest))
-    return toy
-
-
-def test_command(toy_gpu: Toy, tmp_path: Path) -> None:
+def test_command(toy: Toy, tmp_path: Path) -> None:
     result = run_cli("tune", "toy", "--case", "small", "--case", "b*o", "--kernel", "f*", "--out", tmp_path, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
@@ -403,13 +396,13 @@ def test_command(toy_gpu: Toy, tmp_path: Path) -> None:
     assert document["device"] == "toy9"
     assert document["versions"] == VERSIONS
     assert len(read_entries(tmp_path, "toy", "toy9")) == 2
-    toy_gpu.all_candidates = [config(0, WRONG)]
+    toy.all_candidates = [config(0, WRONG)]
     result = run_cli("tune", "toy", "--case", "small", "--again", "--out", tmp_path)
     assert result.exit_code == 1
     assert "no candidate is right" in result.stdout
 
 
-def test_command_says_what_is_wrong(toy_gpu: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         (["softmax"], "no op 'softmax'; there is: toy"),
         (["toy", "--case", "nope"], "--case 'nope' matches nothing; there is: small, big, big-too"),
@@ -433,8 +426,8 @@ def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(run._versions("jax")) == {"jax", "jaxlib"}
 
 
-def test_info_tells_which_configs_are_tuned(toy_gpu: Toy) -> None:
-    tune(toy_gpu, None, kernels=["forward"])
+def test_info_tells_which_configs_are_tuned(toy: Toy) -> None:
+    tune(toy, None, kernels=["forward"])
     tuned = json.loads(run_cli("info", "--json").stdout)["tuned"]
     assert tuned["notes"] == []
     assert len(tuned["rows"]) == 8  # two kernels, cases and dtypes; of the two equal devices, one

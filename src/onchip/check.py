@@ -1,17 +1,17 @@
 """`onchip check`: every op's correctness cases on this machine, against the float64 oracle."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from onchip.core.machine import FRAMEWORKS, choose_framework, installed_frameworks, require_packages, resolve_device
-from onchip.core.names import known_op
+from onchip.core.names import Device, known_op
 from onchip.fuzz.run import run_fuzz
 from onchip.ops import OPS
 
@@ -21,21 +21,25 @@ _ONE_IN = {"torch": 11, "jax": 29}
 
 
 def run_check(
-    ops: Sequence[str] | None,
+    ops: Annotated[list[str] | None, typer.Argument(help=f"Of: {', '.join(OPS)}. Default: all.")] = None,
     *,
-    framework: str | None,
-    device: str,
-    full: bool,
-    fuzz: float | None,
-    calls: int | None,
-    seed: int | None,
+    framework: Annotated[
+        str | None, typer.Option(help="torch, jax, or all. Default: those that are installed.")
+    ] = None,
+    device: Device = "auto",
+    full: Annotated[bool, typer.Option("--full", help="All cases in all dtypes: minutes instead of one.")] = False,
+    fuzz: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Random calls for so long, instead of the cases.")
+    ] = None,
+    calls: Annotated[int | None, typer.Option(help="Stop after so many random calls.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random calls. Default: a random one.")] = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Run a sample of the ops' checks in each framework, the same one every time, or with `full` all of them.
+    """Run the ops' correctness cases on this machine against float64 oracles.
 
-    A table for each framework and op has a row per case, dtype and implementation: the quantity that comes nearest its
-    bound.  With `fuzz` they are random calls instead, see `run_fuzz`.  Options are those of the command, see
-    `onchip.cli.check`.
+    It is a sample of each op's cases, the same one every time, or with `full` all of them; with `fuzz` random calls
+    instead, see `run_fuzz`.  A table for each framework and op has a row per case, dtype and implementation: the
+    quantity that comes nearest its bound.
 
     Returns:
         All comparisons, as a document.

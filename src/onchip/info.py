@@ -1,4 +1,4 @@
-"""`onchip info`: versions, devices, which backends are usable here and why the others are not, and tuned configs."""
+"""`onchip info`: what is here."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from onchip.tune.run import tuned_configs
 
 
 def run_info(console: Console) -> dict[str, Any]:
-    """Show what is here, and return it as a document."""
+    """Versions, devices, which backends are usable here and why the others are not, and which configs are tuned."""
     packages = ("torch", "triton", "jax", "jaxlib", "numpy")
     versions = {"python": platform.python_version(), **{name: package_version(name) for name in packages}}
     machine = {"system": platform.platform(), "processor": platform.processor() or platform.machine()}

@@ -7,8 +7,9 @@ precision='fp8' a pass.  All rows are made of what a backend's planner says.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -78,25 +79,35 @@ class Way(NamedTuple):
 
 
 def run_plan(
-    op: str,
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(LOSSES)}.")] = LOSSES[0],
     *,
-    tokens: int,
-    hidden: int | None,
-    vocab: int | None,
-    teacher_hidden: int | None,
-    model: str | None,
-    dtype: str,
-    weight_dtype: str | None,
-    device: str,
-    framework: str,
-    backend: str,
-    precision: str,
-    scratch_mib: Sequence[int] | None,
+    tokens: Annotated[int, typer.Option(help="Tokens in a batch: all leading dimensions multiplied.")],
+    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
+    teacher_hidden: Annotated[
+        int | None, typer.Option(help="The teacher's hidden size, of linear_jsd. Default: as --hidden.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name instead of --hidden and --vocab.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    weight_dtype: Annotated[str | None, typer.Option(help="The weight's dtype, if autocast casts it.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu: what to plan for, not what is here.")] = "cuda",
+    framework: Annotated[
+        str, typer.Option(help="torch, or of linear_cross_entropy jax: what to plan for, not what is here.")
+    ] = "torch",
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="triton or torch, in JAX mosaic_gpu or xla; or auto: what the op would take, and for most ops the "
+            "other one too."
+        ),
+    ] = "auto",
+    precision: Annotated[str, typer.Option(help="full, or of linear_cross_entropy in PyTorch fp8.")] = "full",
+    scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Show the plan of a forward and backward with all gradients, for the default budget and some others.
+    """Tell what an op costs before it runs: scratch, products and chunks per strategy and budget.
 
-    Options are those of the command, see `onchip.cli.plan`.
+    It is the plan of a forward and backward with all gradients, for the default budget and some others.
 
     Returns:
         What the tables show, as a document.

@@ -18,7 +18,7 @@ from onchip.fp8.triton_tiles import ProductConfig
 from onchip.tune import fp8_linear as tuning
 from onchip.tune import harness, run
 from onchip.tune.harness import Machine
-from onchip.tune.run import tune_op, tuned_configs
+from onchip.tune.run import run_tune, tuned_configs
 
 HEURISTIC = ProductConfig()
 STORED = ProductConfig(rows=256, columns=64, stages=3)
@@ -129,12 +129,12 @@ def made_up(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", tuning.KERNELS)
-def test_tuning(kernel, made_up, tmp_path):
+def test_tuning(kernel, made_up, tmp_path, monkeypatch):
     # With less shared memory than Hopper's: five stages of 128x128 do not fit.
-    machine = Machine("cpu", "h100", shared_bytes=200_000)
-
+    monkeypatch.setattr(run, "_machine", lambda framework: Machine("cpu", "h100", shared_bytes=200_000))
+    monkeypatch.setattr(run, "resolve_device", lambda device, framework: "cuda")
     how = {"cases": ["small"], "kernels": [kernel], "out": tmp_path, "console": Console(file=StringIO())}
-    (row,) = tune_op("fp8_linear", tuning, machine, **how)["rows"]
+    (row,) = run_tune("fp8_linear", **how)["rows"]
     assert row["status"] == "tuned"
     assert row["outcomes"]["shared memory"] > 0
     assert row["outcomes"]["wrong"] > 0

@@ -1,18 +1,19 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
+import typer
 from rich.console import Console
 
 from onchip.bench import environment, harness, report
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
-from onchip.core.names import known_op, matching
+from onchip.core.names import Cases, Device, Framework, known_op, matching
 from onchip.ops import OPS
 
 
@@ -34,22 +35,24 @@ _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def run_bench(
-    op: str,
-    framework: str | None,
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(OPS)}.")],
+    framework: Framework = None,
     *,
-    cases: Sequence[str] | None,
-    device: str,
-    dtype: str | None,
-    repeats: int,
-    impls: Sequence[str] | None,
-    out: Path,
+    cases: Cases = None,
+    suite: Annotated[str | None, typer.Option(help="A named set of cases, such as fp8_linear's primus.")] = None,
+    impls: Annotated[list[str] | None, typer.Option("--impl", help="Implementation name or pattern; likewise.")] = None,
+    device: Device = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Default: float32 on the CPU, bfloat16 on a GPU.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
+    add: Annotated[bool, typer.Option("--add", help="Keep what an earlier run of the day found of others.")] = False,
     console: Console,
-    add: bool = False,
-    suite: str | None = None,
 ) -> dict[str, Any]:
-    """Benchmark an op and write `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`) over those of the same day.
+    """Time an op beside its competitors, after checking that each is right.
 
-    Options are those of the command, see `onchip.cli.bench`; `cases` and `impls` hold patterns.
+    It writes `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`) over those of the same day.
+
+    `cases` and `impls` hold patterns.
 
     Returns:
         What the JSON file holds.

@@ -1,7 +1,14 @@
-"""Names that a user gives on the command line."""
+"""What several commands let a user choose, and names that are looked up."""
 
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Annotated
+
+import typer
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Framework = Annotated[str | None, typer.Option(help="torch or jax. Default: torch where it is installed.")]
+Cases = Annotated[list[str] | None, typer.Option("--case", help="Case name or pattern; may be given several times.")]
 
 
 def matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list[str]:

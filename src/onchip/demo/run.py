@@ -4,30 +4,34 @@ import importlib
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
-from onchip.demo import EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
+from onchip.core.names import Device, Framework
+from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB, EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
 
 
 def run_demo(
     *,
-    steps: int,
-    vocab: int,
-    tokens: int,
-    device: str,
-    out: Path,
-    seed: int,
-    framework: str | None = None,
-    fp8: bool = False,
+    steps: Annotated[int, typer.Option(help="Training steps of each of the two runs.")] = DEFAULT_STEPS,
+    vocab: Annotated[int, typer.Option(help="Entries of the byte-pair tokenizer.")] = DEFAULT_VOCAB,
+    tokens: Annotated[int, typer.Option(help="Tokens per step.")] = DEFAULT_TOKENS,
+    device: Device = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for demo.json, demo.png and demo.html.")] = Path("onchip-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,
+    framework: Framework = None,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Train once more, with the linear layers in blockwise FP8 (torch).")
+    ] = False,
     console: Console,
 ) -> dict[str, Any]:
-    """Train the same model twice, with the plain loss and with onchip's, and write what came of it into `out`.
+    """Train a small language model on real English twice, with the framework's loss and with onchip's.
 
-    Options are those of the command, see `onchip.cli.demo`.  The tokenizer may have fewer entries than `vocab` on this
+    What came of it is written into `out`.  The tokenizer may have fewer entries than `vocab` on this
     corpus; the rest of the head's rows are then padding, which no target names.
 
     Returns:

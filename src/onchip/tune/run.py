@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -20,17 +21,45 @@ from onchip.core import configs
 from onchip.core.configs import format_config
 from onchip.core.files import check_writable
 from onchip.core.machine import FRAMEWORKS, choose_framework, package_version, require_packages, resolve_device
-from onchip.core.names import known_op, matching
+from onchip.core.names import Cases, Framework, known_op, matching
 from onchip.tune import TUNINGS
 from onchip.tune.harness import Machine, Op, Row, Search
 
 
-def run_tune(op: str, framework: str | None, *, console: Console, **options: Any) -> dict[str, Any]:
-    """Tune the op called `op` on this machine's current CUDA device; `options` are those of `tune_op`.
+def run_tune(
+    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(TUNINGS['torch'])}.")],
+    framework: Framework = None,
+    *,
+    cases: Cases = None,
+    kernels: Annotated[list[str] | None, typer.Option("--kernel", help="Kernel name or pattern; likewise.")] = None,
+    dtype: Annotated[str, typer.Option(help="The inputs' dtype.")] = "bfloat16",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of configs. Default: the user's own, which goes before the shipped one.")
+    ] = None,
+    limit_seconds: Annotated[
+        float | None, typer.Option(help="Start nothing new after so long; the same command goes on from there.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what is stored or was measured before.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Only time what is stored against the heuristic's config.")
+    ] = False,
+    console: Console,
+) -> dict[str, Any]:
+    """Find the fastest block sizes of an op's kernels on this GPU and store them for later runs.
+
+    Winners go to `<out>/<device>/<op>.json`, each as soon as it is known, and what was measured to `<op>.tune.jsonl`
+    beside that file; a later run with the same versions goes on from there, and leaves alone what has a winner.
+
+    With `compare` and without `cases`, the config that a launch would get is timed against the heuristic's on the
+    problem of each config that is stored, whatever its dtype.
+
+    Returns:
+        Machine, versions, path, and a row for each kernel and case.  "ok" is False if one has no right candidate.
 
     Raises:
         ImportError: the framework is missing, or something that the op's kernels need.
-        ValueError: there is no CUDA device, or an option can't be served.
+        ValueError: there is no CUDA device, an option can't be served, a file of configs is broken, or a candidate
+            broke the device (`DeviceLostError`).
     """
     framework = choose_framework(framework)
     known_op(op, TUNINGS[framework])
@@ -39,7 +68,50 @@ def run_tune(op: str, framework: str | None, *, console: Console, **options: Any
         raise ValueError(
             f"tune needs a CUDA device, and {FRAMEWORKS[framework]} sees none here; `onchip info` says more"
         )
-    return tune_op(op, _module(framework, op), _machine(framework), console=console, **options)
+    tuning, machine = _module(framework, op), _machine(framework)
+    if dtype not in tuning.DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(tuning.DTYPES)}; got {dtype!r}")
+    if limit_seconds is not None and limit_seconds <= 0:
+        raise ValueError(f"--limit-seconds must be above 0; got {limit_seconds:g}")
+    folder = out or configs.user_folder()
+    path = configs.config_path(folder, op, machine.slug)
+    log = path.with_suffix(".tune.jsonl")
+    chosen_kernels = matching("--kernel", kernels, tuning.KERNELS) if kernels else list(tuning.KERNELS)
+    chosen_cases = matching("--case", cases, tuning.CASES) if cases else list(tuning.DEFAULT_CASES)
+    rows = [Row(kernel, case, dtype, tuning.CASES[case]) for kernel in chosen_kernels for case in chosen_cases]
+    if compare and not cases:
+        stored = {(e.kernel, e.dtype, format_config(e.sizes)): e for e in _stored(op, machine.slug)}
+        rows = [Row(k, name, d, e.sizes) for (k, d, name), e in stored.items() if k in chosen_kernels]
+    # Hours of work must not end in a file that can't be read or a folder that can't be written.
+    configs.read_entries(folder, op, machine.slug)
+    if not compare:
+        check_writable("--out", path, log)
+    deadline = time.monotonic() + (limit_seconds or math.inf)
+    versions = _versions(machine.framework)
+    # No refreshing thread: it would take time from the steps.
+    with Progress(console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=len(rows))
+        for row in rows:
+
+            def tick(doing: str, where: str = f"{row.kernel}, {row.case}") -> None:
+                progress.update(task, description=f"{where}: {doing}", refresh=True)
+
+            search = Search(tuning, machine, row, versions, deadline, tick, None if compare else log)
+            if compare:
+                _compare(search, op)
+            else:
+                _tune(search, op, folder, again=again)
+            progress.update(task, advance=1, refresh=True)
+    _print_rows(rows, console)
+    console.print(f"configs: {path}", highlight=False, soft_wrap=True)
+    return {
+        "op": op,
+        "device": machine.slug,
+        "versions": versions,
+        "path": str(path),
+        "ok": not any(row.status == "failed" for row in rows),
+        "rows": [asdict(row) for row in rows],
+    }
 
 
 def _module(framework: str, op: str) -> Op:
@@ -59,80 +131,6 @@ def _machine(framework: str) -> Machine:
         device = jax.devices("gpu")[0]
         name = device.device_kind
     return Machine("cuda", configs.device_slug(name), device.shared_memory_per_block_optin, framework)
-
-
-def tune_op(
-    name: str,
-    op: Op,
-    machine: Machine,
-    *,
-    cases: Sequence[str] | None = None,
-    kernels: Sequence[str] | None = None,
-    dtype: str = "bfloat16",
-    out: Path | None = None,
-    limit_seconds: float | None = None,
-    again: bool = False,
-    compare: bool = False,
-    console: Console,
-) -> dict[str, Any]:
-    """Tune kernels on cases and write the winners to `<out>/<device>/<name>.json`, each as soon as it is known.
-
-    What was measured goes to `<name>.tune.jsonl` beside that file; a later run with the same versions goes on from
-    there, and leaves alone what has a winner.
-
-    Options are those of the command, see `onchip.cli.tune`.  With `compare` and without `cases`, the config that a
-    launch would get is timed against the heuristic's on the problem of each config that is stored, whatever its dtype.
-
-    Returns:
-        Machine, versions, path, and a row for each kernel and case.  "ok" is False if one has no right candidate.
-
-    Raises:
-        ValueError: an option that can't be served, a broken file of configs, or a candidate that broke the device
-            (`DeviceLostError`).
-    """
-    if dtype not in op.DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(op.DTYPES)}; got {dtype!r}")
-    if limit_seconds is not None and limit_seconds <= 0:
-        raise ValueError(f"--limit-seconds must be above 0; got {limit_seconds:g}")
-    folder = out or configs.user_folder()
-    path = configs.config_path(folder, name, machine.slug)
-    log = path.with_suffix(".tune.jsonl")
-    chosen_kernels = matching("--kernel", kernels, op.KERNELS) if kernels else list(op.KERNELS)
-    chosen_cases = matching("--case", cases, op.CASES) if cases else list(op.DEFAULT_CASES)
-    rows = [Row(kernel, case, dtype, op.CASES[case]) for kernel in chosen_kernels for case in chosen_cases]
-    if compare and not cases:
-        stored = {(e.kernel, e.dtype, format_config(e.sizes)): e for e in _stored(name, machine.slug)}
-        rows = [Row(k, name, d, e.sizes) for (k, d, name), e in stored.items() if k in chosen_kernels]
-    # Hours of work must not end in a file that can't be read or a folder that can't be written.
-    configs.read_entries(folder, name, machine.slug)
-    if not compare:
-        check_writable("--out", path, log)
-    deadline = time.monotonic() + (limit_seconds or math.inf)
-    versions = _versions(machine.framework)
-    # No refreshing thread: it would take time from the steps.
-    with Progress(console=console, auto_refresh=False) as progress:
-        task = progress.add_task("", total=len(rows))
-        for row in rows:
-
-            def tick(doing: str, where: str = f"{row.kernel}, {row.case}") -> None:
-                progress.update(task, description=f"{where}: {doing}", refresh=True)
-
-            search = Search(op, machine, row, versions, deadline, tick, None if compare else log)
-            if compare:
-                _compare(search, name)
-            else:
-                _tune(search, name, folder, again=again)
-            progress.update(task, advance=1, refresh=True)
-    _print_rows(rows, console)
-    console.print(f"configs: {path}", highlight=False, soft_wrap=True)
-    return {
-        "op": name,
-        "device": machine.slug,
-        "versions": versions,
-        "path": str(path),
-        "ok": not any(row.status == "failed" for row in rows),
-        "rows": [asdict(row) for row in rows],
-    }
 
 
 def _stored(name: str, device: str) -> list[configs.Entry]:
