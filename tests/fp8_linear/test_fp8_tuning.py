@@ -11,9 +11,10 @@ from rich.console import Console
 from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import Entry, format_config, read_entries, write_entry
-from onchip.fp8 import torch_quantize, triton_configs, triton_launches
+from onchip.fp8 import triton_configs, triton_launches
 from onchip.fp8 import triton_tiles as triton_spec
 from onchip.fp8.torch_products import dequantized_product
+from onchip.fp8.torch_quantize import quantize
 from onchip.fp8.triton_tiles import ProductConfig
 from onchip.tune import fp8_linear as tuning
 from onchip.tune import harness, run
@@ -75,10 +76,7 @@ def test_a_launch_takes_the_stored_config_and_one_that_is_given_before_it(by_blo
     monkeypatch.setattr(triton_launches, "_device", lambda index: ("h100", 90, 132, 232448))
     monkeypatch.setattr(triton_launches, "_run", lambda x, launch: launched.append(launch.arguments))
     x = torch.randn(256, 130)
-    a, _ = torch_quantize.quantize_activation(x, "e4m3", "float32", rows=True, columns=False)
-    b = a
-    if by_block:
-        b, _ = torch_quantize.quantize_weight(x, "float32", rows=True, transposed=False)
+    a, b = (quantize(x, "e4m3", "float32", by_block=blocks, turned=False)[0] for blocks in (False, by_block))
     product = partial(triton_launches.product, a, b, by_block, None, torch.bfloat16, None)
     product()
     # [256, 256] of sums over 256; of a weight's gradient they are over the tokens.

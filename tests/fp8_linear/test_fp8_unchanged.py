@@ -26,10 +26,14 @@ WEIGHTS = torch.randn(3, 136, 144, generator=torch.Generator().manual_seed(1))
 def quantised(monkeypatch):
     """For each time that a weight was quantised, whether it was transposed too."""
     times = []
-    right = torch_quantize.quantize_weight
-    monkeypatch.setattr(
-        torch_quantize, "quantize_weight", lambda *a, **k: times.append(k["transposed"]) or right(*a, **k)
-    )
+    right = torch_quantize.quantize
+
+    def counted(*arguments, by_block=False, turned=True, **wanted):
+        if by_block:
+            times.append(turned)
+        return right(*arguments, by_block=by_block, turned=turned, **wanted)
+
+    monkeypatch.setattr(torch_quantize, "quantize", counted)
     return times
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
-from onchip.fp8.torch_quantize import empty_rows
+from onchip.fp8.torch_quantize import empty
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_cross_entropy.spec import Options
 from onchip.vocab.fp8 import launches as fp8_launches
@@ -30,8 +30,8 @@ def compiled(vocab=4096, rows=True, sums=False, **options):
     tokens = 512
     call = make_call(tokens, **options)
     into = Gradient(
-        empty_rows(tokens, vocab, "e4m3", LIKE) if rows else None,
-        empty_rows(vocab, 2 * tokens, "e4m3", LIKE),
+        empty(tokens, vocab, "e4m3", LIKE) if rows else None,
+        empty(vocab, 2 * tokens, "e4m3", LIKE),
         torch.empty(tokens // 128, vocab) if sums else None,
     )
     logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)

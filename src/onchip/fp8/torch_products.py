@@ -1,5 +1,7 @@
 """The products of the backends 'dequantize' and 'scaled_mm', A B^T of quantised operands, and what each refuses."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,15 @@ from onchip.kernels.triton.launch import constant_to_compiler, device_refusal
 _CHUNK = 1 << 24
 # What cuBLAS wants the sizes of an FP8 product to be multiples of.
 _CUBLAS_MULTIPLE = 16
+
+
+def product_of(backend: str) -> Callable[..., Tensor]:
+    """The function that multiplies quantised operands."""
+    if backend == "triton":
+        from onchip.fp8 import triton_launches
+
+        return triton_launches.product
+    return scaled_mm_product if backend == "scaled_mm" else dequantized_product
 
 
 def dequantized_product(

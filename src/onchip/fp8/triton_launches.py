@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[impo
 from onchip.core.configs import device_slug
 from onchip.fp8 import triton_configs
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
-from onchip.fp8.torch_quantize import Quantized, empty_blocks, empty_rows
+from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.fp8.triton_kernels import scaled_product
 from onchip.fp8.triton_tiles import ProductConfig, heuristic_product
 from onchip.fp8.triton_words import quantize_words
@@ -29,27 +29,16 @@ _LONGEST_ROW, _MOST_BLOCKS = 1 << 24, 65535
 _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
-def quantize_activation(
-    x: Tensor, fmt: str, scale: str, *, rows: bool, columns: bool
+def quantize(
+    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x [R, C] and x^T with 1x128 scales, as `torch_quantize.quantize_activation`, in one launch."""
+    """As `torch_quantize.quantize`, in one launch."""
     height, width = x.shape
-    by_row = empty_rows(height, width, fmt, x) if rows else None
-    by_column = empty_rows(width, height, fmt, x) if columns else None
-    if x.numel() > 0 and (rows or columns):
-        _run(x, quantize_launch(x, by_row, by_column, fmt, scale))
-    return by_row, by_column
-
-
-def quantize_weight(
-    w: Tensor, scale: str, *, rows: bool, transposed: bool
-) -> tuple[Quantized | None, Quantized | None]:
-    """w [N, K] and w^T with 128x128 scales, as `torch_quantize.quantize_weight`, in one launch."""
-    height, width = w.shape
-    plain = empty_blocks(height, width, "e4m3", w) if rows else None
-    turned = empty_blocks(width, height, "e4m3", w) if transposed else None
-    _run(w, quantize_launch(w, plain, turned, "e4m3", scale, by_block=True))
-    return plain, turned
+    plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
+    other = empty(width, height, fmt, x, by_block=by_block) if turned else None
+    if x.numel() > 0:
+        _run(x, quantize_launch(x, plain, other, fmt, scale, by_block=by_block))
+    return plain, other
 
 
 def product(

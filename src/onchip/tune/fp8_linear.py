@@ -92,11 +92,8 @@ def make_problem(kernel: str, device: str, dtype: str, *, m: int, n: int, k: int
     def normal(height: int) -> Tensor:
         return torch.randn(height, depth, generator=rng, device=device, dtype=torch.bfloat16)
 
-    a, _ = torch_quantize.quantize_activation(normal(rows), "e4m3", "float32", rows=True, columns=False)
-    if by_block:
-        b, _ = torch_quantize.quantize_weight(normal(columns), "float32", rows=True, transposed=False)
-    else:
-        b, _ = torch_quantize.quantize_activation(normal(columns), "e4m3", "float32", rows=True, columns=False)
+    a, _ = torch_quantize.quantize(normal(rows), "e4m3", "float32", turned=False)
+    b, _ = torch_quantize.quantize(normal(columns), "e4m3", "float32", by_block=by_block, turned=False)
     assert a is not None
     assert b is not None
     half = _CHECKED_ROWS // 2

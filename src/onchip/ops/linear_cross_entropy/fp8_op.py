@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.fp8 import torch_quantize
 from onchip.fp8.numbers import blocks
-from onchip.fp8.torch_operands import QuantizedWeight, WeightCopies, weight_operands
+from onchip.fp8.torch_operands import (
+    Copies,
+    QuantizedWeight,
+    check_quantized,
+    check_unchanged,
+    quantized_copies,
+    quantizer,
+)
 from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.fp8.torch_quantize import Quantized, empty_rows
+from onchip.fp8.torch_quantize import Quantized, empty, nothing, operand
 from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.kernels.triton.launch import device_refusal
@@ -34,6 +40,8 @@ from onchip.vocab.torch.tiles import spans
 
 # What "auto" tries first.
 BACKENDS = ("triton", "torch")
+# Of fp8_linear's backends the one that quantises alike.
+QUANTIZERS = {"triton": "triton", "torch": "dequantize"}
 SCALE = "float32"
 # What the logits of a chunk are stored in.
 LOGITS = torch.bfloat16
@@ -70,7 +78,8 @@ class Fp8Call(NamedTuple):
     """The arguments of the operator."""
 
     call: Call
-    copies: WeightCopies
+    copies: Copies  # of the weight
+    check_weight: bool  # compare the copies, which the caller made, with it
     backend: str
 
 
@@ -139,7 +148,7 @@ def _empty_parts(call: Call) -> Parts:
     """Memory for what backward needs."""
     vocab, hidden = call.weight.shape[0], call.hidden
     grad_hidden, grad_weight, grad_bias = call.grads
-    columns = empty_rows(vocab, call.target.numel(), "e4m3", hidden) if grad_weight else torch_quantize.nothing(hidden)
+    columns = empty(vocab, call.target.numel(), "e4m3", hidden) if grad_weight else nothing(hidden)
     return Parts(
         hidden.new_empty(hidden.shape if grad_hidden else 0, dtype=torch.float32),
         *columns,
@@ -147,16 +156,15 @@ def _empty_parts(call: Call) -> Parts:
     )
 
 
-def _backend(name: str, device: torch.device) -> tuple[Any, Any, Callable[..., Tensor]]:
+def _backend(name: str, device: torch.device) -> tuple[Callable[..., Any], Any, Callable[..., Tensor]]:
     """What quantises, what takes the softmax of a chunk's logits, and the product of quantised operands."""
-    # Triton's interpreter, on the CPU, has no cuBLAS beside it.
-    product = scaled_mm_product if name == "triton" and device.type == "cuda" else dequantized_product
+    quantize = quantizer(QUANTIZERS[name])
     if name == "torch":
-        return torch_quantize, fp8_torch, product
-    from onchip.fp8 import triton_launches
+        return quantize, fp8_torch, dequantized_product
     from onchip.vocab.fp8 import launches
 
-    return triton_launches, launches, product
+    # Triton's interpreter, on the CPU, has no cuBLAS beside it.
+    return quantize, launches, scaled_mm_product if device.type == "cuda" else dequantized_product
 
 
 def _walk(arguments: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softmax) -> Parts:
@@ -167,15 +175,10 @@ def _walk(arguments: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: 
     kept = _empty_parts(a)
     grad_hidden, columns, column_scales, grad_bias = kept
     wanted = any(a.grads)
-    weight, transposed = weight_operands(
-        OP,
-        a.weight,
-        arguments.copies,
-        SCALE,
-        quantize.quantize_weight,
-        transposed=a.grads[0],
-        check=a.options.check_inputs,
-    )
+    if arguments.check_weight:
+        check_unchanged(OP, a.weight, arguments.copies, SCALE, QUANTIZERS[arguments.backend])
+    weight = Quantized(arguments.copies.rows, arguments.copies.row_scales)
+    transposed = operand(arguments.copies.turned, arguments.copies.turned_scales)
     bias = None if a.bias is None else a.bias.to(LOGITS).contiguous()  # as kernels take it
     hidden = a.hidden.reshape(-1, size)
     ignored = (logits_call.target == a.options.ignore_index)[:, None]
@@ -185,12 +188,12 @@ def _walk(arguments: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: 
         n = stop - start
         # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
         h = hidden[start:stop].masked_fill(ignored[start:stop], 0).contiguous()
-        rows, _ = quantize.quantize_activation(h, "e4m3", SCALE, rows=True, columns=False)
+        rows, _ = quantize(h, "e4m3", SCALE, turned=False)
         logits = product(rows, weight, True, bias, LOGITS, None)
         of_targets = softmaxes.target_logits(h, a.weight, bias, logits_call.target[start:stop])
         del h, rows
         into = Gradient(
-            empty_rows(n, vocab, "e4m3", a.hidden) if a.grads[0] else None,
+            empty(n, vocab, "e4m3", a.hidden) if a.grads[0] else None,
             Quantized(columns, column_scales) if a.grads[1] else None,
             grad_bias.new_empty(blocks(n), vocab) if a.grads[2] else None,
         )
@@ -242,7 +245,8 @@ def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
         if len(h) == 0:
             grad_weight = grad_loss.new_zeros((len(kept.parts.columns), h.shape[1]), dtype=kept.weight_dtype)
         else:
-            _, turned = quantize.quantize_weight(h, SCALE, rows=False, transposed=True)
+            _, turned = quantize(h, "e4m3", SCALE, by_block=True, rows=False)
+            assert turned is not None
             if kept.reduction != "none":
                 turned.scales.mul_(upstream)
             columns = Quantized(kept.parts.columns, kept.parts.column_scales)
@@ -267,7 +271,7 @@ def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
 
 
 LOSS = register(
-    "linear_cross_entropy_fp8_loss",
+    "linear_cross_entropy_fp8",
     op=OP,
     forward=_forward,
     fake=_fake,
@@ -282,5 +286,10 @@ LOSS = register(
 def arguments_of(call: Call, quantized: QuantizedWeight | None, backend: str) -> Fp8Call:
     """The arguments of the operator, of a call."""
     check_options(call.options, grad_bias=call.grads[2])
-    copies = WeightCopies(None, None, None, None) if quantized is None else WeightCopies(*quantized[1:5])
-    return Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device)))
+    chosen = choose_backend(OP, backend, refusals(call.hidden.device))
+    if quantized is None:
+        copies = quantized_copies(call.weight, SCALE, QUANTIZERS[chosen], by_block=True, turned=call.grads[0])
+        return Fp8Call(call, copies, False, chosen)
+    check_quantized(OP, quantized, SCALE, wanted="hidden" if call.grads[0] else None)
+    checked = call.options.check_inputs or not call.weight.is_cuda
+    return Fp8Call(call, Copies(*quantized[1:5]), checked, chosen)

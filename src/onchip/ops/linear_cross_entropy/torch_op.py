@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.fp8.torch_operands import QuantizedWeight, check_quantized
+from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend.options import require_positive
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -187,8 +187,6 @@ def linear_cross_entropy(
     operator: Operator[Any, Any]
     arguments: Any
     if chosen == "fp8":
-        if quantized is not None:
-            check_quantized(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, quantized, backend)
     elif chosen == "triton":
         operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())

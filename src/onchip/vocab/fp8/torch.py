@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, blocks
-from onchip.fp8.torch_quantize import Quantized, quantize_activation
+from onchip.fp8.torch_quantize import Quantized, quantize
 from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import Running
 from onchip.vocab.torch.tiles import Tokens, Transform, apply
@@ -120,9 +120,7 @@ def softmax_of_chunk(
     row, _ = scaled_rows(tokens, transform, tokens.inverse_count, torch.float32)
     gradient = loss_gradient(loss, row, running.lse, running.log_prob, vocab)
     g = gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope)
-    rows, columns = quantize_activation(
-        g, "e4m3", "float32", rows=into.rows is not None, columns=into.columns is not None
-    )
+    rows, columns = quantize(g, "e4m3", "float32", rows=into.rows is not None, turned=into.columns is not None)
     if into.rows is not None and rows is not None:
         _copy(into.rows, rows)
     if into.columns is not None and columns is not None:
