@@ -9,8 +9,7 @@ import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.core.configs import SHIPPED_FOLDER
-from onchip.fp8 import triton_launches
-from onchip.fp8 import triton_tiles as triton_spec
+from onchip.fp8 import triton_launches, triton_tiles
 from onchip.fp8.numbers import OP
 from onchip.fp8.torch_quantize import empty
 from onchip.fp8.triton_tiles import ProductConfig
@@ -32,7 +31,7 @@ def product(by_block, config, fmt="e4m3", dtype=torch.bfloat16, add=False, bias=
 
 
 # What the op launches where nothing was tuned, and the shapes of tile that are worth trying.
-HEURISTIC = triton_spec.heuristic_product(SHARED)
+HEURISTIC = triton_tiles.heuristic_product(SHARED)
 TRIED = (
     ProductConfig(),
     ProductConfig(columns=64, warps=4, stages=3, per_processor=2),
@@ -59,7 +58,7 @@ def test_products(options):
     assert len(instructions) == 4 * options["config"].rows // (64 * options["config"].warps // 4)
     assert "cp.async.bulk.tensor" in found.ptx
     assert found.stack == 0
-    assert found.shared <= triton_spec.product_shared_bytes(
+    assert found.shared <= triton_tiles.product_shared_bytes(
         options["config"], options.get("dtype", torch.bfloat16).itemsize
     )
 

@@ -35,7 +35,7 @@ def compiled(vocab=4096, rows=True, sums=False, **options):
         torch.empty(tokens // 128, vocab) if sums else None,
     )
     logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
-    launch = fp8_launches.gradient_launch(call, logits, torch.empty(5, tokens), tokens, into, fp8_launches.CONFIG)
+    launch = fp8_launches.gradient_launch(call, logits, torch.empty(5, tokens), tokens, into)
     (found,) = compile_all([launch], HOPPER)
     assert found.shared <= SHARED
     assert "cvt.rn.satfinite.e4m3x2.f32" in found.ptx

@@ -88,20 +88,6 @@ def four_bytes(a, b, c, d, FP8: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(x, stride_r, stride_c, r, c, R, C):
-    """x[r, c] in float32, 0 outside of x."""
-    at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-    return tl.load(x + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_rows(rows, rows_stride, v, scale, r, c, R, FP8: tl.constexpr):
-    """Some rows in FP8."""
-    q = (v * inverse(scale)[:, None]).to(FP8)
-    tl.store(rows + r.to(tl.int64)[:, None] * rows_stride + c[None, :], q, mask=(r < R)[:, None])
-
-
-@triton.jit
 def load_operand(x, stride, row, k, rows, R: tl.constexpr, TMA: tl.constexpr):
     """Step k of R rows of an operand, from `row` on.  What rows beyond the last one hold is never stored."""
     if TMA:

@@ -13,11 +13,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
 from onchip.core.configs import device_slug
-from onchip.fp8 import triton_configs
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
 from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.fp8.triton_kernels import scaled_product
-from onchip.fp8.triton_tiles import ProductConfig, heuristic_product
+from onchip.fp8.triton_tiles import ProductConfig, heuristic_product, product_sizes, stored_product
 from onchip.fp8.triton_words import quantize_words
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.kernels.triton.launch import Launch, device_of
@@ -54,9 +53,9 @@ def product(
     out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     device, capability, processors, shared = _device(out.device.index)
     if config is None:
-        sizes = triton_configs.product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
+        sizes = product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
         heuristic = heuristic_product(shared)
-        config = triton_configs.stored_product(device, by_block, sizes, dtype_name(out.dtype), heuristic)
+        config = stored_product(device, by_block, sizes, dtype_name(out.dtype), heuristic)
     add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))
     return out

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, load_numbers, magnitude_bits, store_rows, to_scale
+from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, magnitude_bits, to_scale
 from onchip.kernels.triton.maths import LOG2E, gradient_terms, tanh
 
 FP8_MAX = tl.constexpr(448.0)
@@ -120,7 +120,8 @@ def _gradient(logits, r, c, n, V, SMOOTHING: tl.constexpr, RAGGED: tl.constexpr)
     lse2 = tl.load(logits.terms + n + r, mask=there, other=float("inf"))
     factor = tl.load(logits.terms + 2 * n + r, mask=there, other=0.0)
     at_target = tl.load(logits.terms + 4 * n + r, mask=there, other=0.0)
-    x = load_numbers(logits.data, logits.stride, 1, r, c, n, V)
+    at = r.to(tl.int64)[:, None] * logits.stride + c.to(tl.int64)[None, :]
+    x = tl.load(logits.data + at, mask=there[:, None] & (c < V)[None, :], other=0.0).to(tl.float32)
     if logits.inner_scale is not None:
         x = tanh(x * logits.inner_scale)
     g = tl.exp2(x * k2[:, None] - lse2[:, None]) * factor[:, None]
@@ -171,7 +172,8 @@ def softmax_gradient(
             total += g
         if rows is not None:
             scale = to_scale(tl.max(bits, 1), FP8_MAX, False)
-            store_rows(rows, rows_stride, g, scale, r, c, n, tl.float8e4nv)
+            q = (g * inverse(scale)[:, None]).to(tl.float8e4nv)
+            tl.store(rows + r.to(tl.int64)[:, None] * rows_stride + c[None, :], q, mask=(r < n)[:, None])
             tl.store(row_scales + tl.cast(j, tl.int64) * n + r, scale, mask=r < n)
     if columns is not None:
         scale = to_scale(tl.max(largest, 0), FP8_MAX, False)

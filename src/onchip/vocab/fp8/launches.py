@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, blocks
-from onchip.fp8.triton_tiles import QuantizeConfig
 from onchip.kernels.triton.launch import Launch, device_of
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
 from onchip.vocab.fp8.torch import Call, Gradient, Softmax
 from onchip.vocab.rows.launches import launch_rows, transform_scales
 
-# Two programs on a multiprocessor, with a few registers spilled: 0.64 ms for 2048 x 128256 logits on an H100, 0.95 with
-# one program and none.
-CONFIG = QuantizeConfig(registers=128)
+# Of a gradient's program.  Two on a multiprocessor, with a few registers spilled, take 0.64 ms for 2048 x 128256 logits
+# on an H100; one, with none spilled, takes 0.95.
+WARPS, REGISTERS = 8, 128
 
 
 def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ def softmax_of_chunk(
         if into is not None:
             terms = of_targets.new_empty(TERMS, len(logits))
             terms_launch(part, logits.shape[1], of_targets, mine, terms).run()
-            gradient_launch(part, logits, terms, first, into, CONFIG).run()
+            gradient_launch(part, logits, terms, first, into).run()
 
 
 def terms_launch(part: Call, vocab: int, of_targets: Tensor, softmax: Softmax, terms: Tensor) -> Launch:
@@ -88,7 +87,6 @@ def gradient_launch(
     terms: Tensor,  # [5, n] float32
     first: int,
     into: Gradient,
-    config: QuantizeConfig,
 ) -> Launch:
     """The gradient of a chunk's tokens."""
     n, vocab = logits.shape
@@ -109,5 +107,5 @@ def gradient_launch(
         "RAGGED": vocab % BLOCK > 0,
     }
     # Rows that are not aligned take more, one number at a time, and so do sums.
-    registers = config.registers if vocab % 16 == 0 and into.sums is None else None
-    return Launch(kernels.softmax_gradient, (blocks(n), blocks(vocab)), arguments, config.warps, registers=registers)
+    registers = REGISTERS if vocab % 16 == 0 and into.sums is None else None
+    return Launch(kernels.softmax_gradient, (blocks(n), blocks(vocab)), arguments, WARPS, registers=registers)
