@@ -118,7 +118,7 @@ def check_unchanged(op: str, weight: Tensor, copies: Copies, scale: str, backend
 
 
 def _copies(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> Copies:
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     rows, other = quantizer(backend)(flat, "e4m3", scale, by_block=by_block, turned=turned)
     assert rows is not None
     turned_data, turned_scales = other or (None, None)

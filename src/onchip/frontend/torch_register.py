@@ -265,8 +265,10 @@ def are_plain(*tensors: Tensor | None) -> bool:
     """Whether nothing watches operators: no compiler, dispatch mode or subclass; plain tensors with storage."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    plain = (Tensor, Parameter)
-    return all(x is None or (type(x) in plain and not x.is_meta) for x in tensors)
+    for x in tensors:  # noqa: SIM110 - half the time of all()
+        if x is not None and (type(x) not in (Tensor, Parameter) or x.is_meta):
+            return False
+    return True
 
 
 @contextlib.contextmanager

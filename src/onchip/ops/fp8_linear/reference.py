@@ -80,10 +80,6 @@ class Quantized(NamedTuple):
         with np.errstate(invalid="ignore"):
             return decode(self.data, self.fmt) * self.scale.astype(np.float64)
 
-    @property
-    def T(self) -> "Quantized":
-        return Quantized(self.data.T, self.scale.T, self.fmt)
-
 
 def to_scale(amax: Float32, fmt: str = "e4m3", scale: str = "float32") -> Float32:
     """The scale of a group whose largest magnitude is `amax`: amax / 448 (57344 for E5M2), and 1 where that is 0.
