@@ -38,9 +38,7 @@ from onchip.vocab.fp8.torch import Gradient, Softmax
 from onchip.vocab.rows.launches import flat
 from onchip.vocab.torch.tiles import spans
 
-# What "auto" tries first.
-BACKENDS = ("triton", "torch")
-# Of fp8_linear's backends the one that quantises alike.
+# What "auto" tries first, and which backend of fp8_linear quantises as it does.
 QUANTIZERS = {"triton": "triton", "torch": "dequantize"}
 SCALE = "float32"
 # What the logits of a chunk are stored in.
@@ -63,12 +61,8 @@ def check_options(options: Options, *, grad_bias: bool) -> None:
 
 def refusals(device: torch.device) -> dict[str, str | None]:
     """Why each backend can't serve a call on this device, or None; in the order in which "auto" tries them."""
-    reasons = {"triton": _triton_refusal(device)}
-    return {name: reasons.get(name) for name in BACKENDS}
-
-
-def _triton_refusal(device: torch.device) -> str | None:
-    return scaled_mm_refusal(device) or device_refusal(device.type, device.index, torch.bfloat16)
+    triton = scaled_mm_refusal(device) or device_refusal(device.type, device.index, torch.bfloat16)
+    return {"triton": triton, "torch": None}
 
 
 # ------------------------------------------------------------------------------------------------ registered operator
@@ -134,8 +128,7 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
         softmax.loss.view(shape) if options.reduction == "none" else softmax.loss.sum() / logits_call.divisor,
         softmax.lse.view(shape),
         softmax.log_prob.view(shape),
-        None if softmax.entropy is None else softmax.entropy.view(shape),
-        None if softmax.correct is None else softmax.correct.view(shape),
+        *(None if x is None else x.view(shape) for x in (softmax.entropy, softmax.correct)),
     )
     return Fp8Outputs(out, kept)
 
