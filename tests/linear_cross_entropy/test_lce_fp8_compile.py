@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
-from onchip.fp8.torch_quantize import empty
+from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_cross_entropy.spec import Options
 from onchip.vocab.fp8 import launches as fp8_launches
@@ -28,14 +28,14 @@ def make_call(tokens, **options):
 
 def compiled(vocab=4096, rows=True, sums=False, **options):
     tokens = 512
-    call = make_call(tokens, **options)
+    call, kept = make_call(tokens, **options), empty(vocab, 2 * tokens, "e4m3", LIKE)
     into = Gradient(
         empty(tokens, vocab, "e4m3", LIKE) if rows else None,
-        empty(vocab, 2 * tokens, "e4m3", LIKE),
+        Quantized(kept.data[:, tokens:], kept.scales[tokens // 128 :]),
         torch.empty(tokens // 128, vocab) if sums else None,
     )
     logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
-    launch = fp8_launches.gradient_launch(call, logits, torch.empty(5, tokens), tokens, into)
+    launch = fp8_launches.gradient_launch(call, logits, torch.empty(5, tokens), into)
     (found,) = compile_all([launch], HOPPER)
     assert found.shared <= SHARED
     assert "cvt.rn.satfinite.e4m3x2.f32" in found.ptx
@@ -56,7 +56,7 @@ def test_the_statistics_and_the_targets_logits():
     call, softmax, found = make_call(256), Softmax.empty(256, LIKE, stats=False), []
     with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
         targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
-        fp8_launches.softmax_of_chunk(call, logits, targets, 0, softmax, None)
+        fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, None))
     made = {k.kernel: k for k in compile_all(found, HOPPER)}
     assert set(made) == {"target_logits", "losses"}
     assert made["losses"].constants["target_logit"]

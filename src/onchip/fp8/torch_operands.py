@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onchip.fp8 import torch_quantize
 from onchip.fp8.numbers import SCALE_MULTIPLE, blocks, up
-from onchip.fp8.torch_quantize import FP8, Quantized, empty, nothing, operand
+from onchip.fp8.torch_quantize import FP8, Quantized, empty
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_register import are_plain
 
@@ -90,6 +90,11 @@ class Copies(NamedTuple):
     turned: Tensor | None
     turned_scales: Tensor | None
 
+    @property
+    def operand(self) -> Quantized:
+        """The matrix."""
+        return Quantized(self.rows, self.row_scales)
+
 
 def quantizer(backend: str) -> Callable[..., tuple[Quantized | None, Quantized | None]]:
     """`torch_quantize.quantize` or the kernel's: both make the same bits; the kernel reads a matrix once."""
@@ -100,45 +105,54 @@ def quantizer(backend: str) -> Callable[..., tuple[Quantized | None, Quantized |
     return triton_launches.quantize
 
 
-def quantized_copies(x: Tensor, scale: str, backend: str, *, by_block: bool, turned: bool) -> Copies:
-    """x [..., C] in E4M3, with the scales of a weight or of an activation."""
-    x = x.detach()
-    if are_plain(x):
-        return _copies(x, scale, backend, by_block, turned)
-    rows, row_scales, turned_data, turned_scales = _quantize_op(x, scale, backend, by_block, turned)
-    return Copies(rows, row_scales, *((turned_data, turned_scales) if turned else (None, None)))
+def copies_of(
+    op: str,
+    given: Tensor | QuantizedActivation | QuantizedWeight,
+    scale: str,
+    backend: str,
+    *,
+    by_block: bool,
+    wanted: str | None,
+) -> Copies:
+    """A tensor [..., C] in E4M3, with the scales of a weight or of an activation; or what was quantised before.
+
+    The transpose is for the gradient of the input named `wanted`; None: none is needed.
+    """
+    if not isinstance(given, Tensor):
+        check_quantized(op, given, scale, wanted=wanted)
+        return Copies(*given[1:5])
+    x, turned = given.detach(), wanted is not None
+    made = (_quantize if are_plain(x) else _quantize_op)(x, scale, backend, by_block, turned)
+    return Copies(*made[:2], *(made[2:] if turned else (None, None)))
 
 
 def check_unchanged(op: str, weight: Tensor, copies: Copies, scale: str, backend: str) -> None:
     """Raise unless these copies are what quantising the weight makes."""
-    again = _copies(weight.detach(), scale, backend, True, copies.turned is not None)
+    again = _quantize(weight.detach(), scale, backend, True, copies.turned is not None)
     for p, q in zip(again, copies, strict=True):
-        if p is not None and q is not None and not torch.equal(p.view(torch.uint8), q.view(torch.uint8)):
+        if q is not None and not torch.equal(p.view(torch.uint8), q.view(torch.uint8)):
             raise RuntimeError(f"{op}: weight changed after it was quantised; quantise it again")
 
 
-def _copies(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> Copies:
+def _quantize(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:
+    """The fields of `Copies`; without `turned` the last two are empty."""
     flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     rows, other = quantizer(backend)(flat, "e4m3", scale, by_block=by_block, turned=turned)
     assert rows is not None
-    turned_data, turned_scales = other or (None, None)
-    return Copies(rows.data, rows.scales, turned_data, turned_scales)
+    return (*rows, *(other or torch_quantize.nothing(x)))
 
 
-@torch.library.custom_op(
+_quantize_op = torch.library.custom_op(
     "onchip::fp8_quantize",
+    _quantize,
     mutates_args=(),
-    schema="(Tensor x, str scale, str backend, bool by_block, bool both) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor x, str scale, str backend, bool by_block, bool turned) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _quantize_op(x: Tensor, scale: str, backend: str, by_block: bool, both: bool) -> tuple[Tensor, ...]:
-    """The fields of `Copies`; without `both` the last two are empty."""
-    made = _copies(x, scale, backend, by_block, both)
-    return (made.rows, made.row_scales, *(operand(made.turned, made.turned_scales) or nothing(x)))
 
 
 @_quantize_op.register_fake
-def _(x: Tensor, scale: str, backend: str, by_block: bool, both: bool) -> tuple[Tensor, ...]:
+def _(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:
     k = x.shape[-1]
     m = x.numel() // k
-    turned = empty(k, m, "e4m3", x, by_block=by_block) if both else nothing(x)
-    return (*empty(m, k, "e4m3", x, by_block=by_block), *turned)
+    other = empty(k, m, "e4m3", x, by_block=by_block) if turned else torch_quantize.nothing(x)
+    return (*empty(m, k, "e4m3", x, by_block=by_block), *other)

@@ -41,15 +41,15 @@ def quantize(
 
 
 def product(
-    a: Quantized,  # [M, C], 1x128 scales
-    b: Quantized,  # [N, C]
-    by_block: bool,  # b's scales are 128x128, else 1x128
-    bias: Tensor | None,  # [N]
+    a: Quantized,
+    b: Quantized,
+    by_block: bool,
+    bias: Tensor | None,
     dtype: torch.dtype,
-    add_to: Tensor | None,  # [M, N] float32
+    add_to: Tensor | None,
     config: ProductConfig | None = None,
 ) -> Tensor:
-    """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it."""
+    """As `torch_products.multiply`, in one launch."""
     out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     device, capability, processors, shared = _device(out.device.index)
     if config is None:

@@ -18,13 +18,12 @@ from onchip.fp8.torch_operands import (
     Copies,
     QuantizedActivation,
     QuantizedWeight,
-    check_quantized,
     check_unchanged,
-    quantized_copies,
+    copies_of,
     quantizer,
 )
-from onchip.fp8.torch_products import product_of, scaled_mm_refusal, triton_refusal
-from onchip.fp8.torch_quantize import Quantized, operand
+from onchip.fp8.torch_products import multiply, scaled_mm_refusal, triton_refusal
+from onchip.fp8.torch_quantize import operand
 from onchip.frontend.options import require_bool, require_one_of
 from onchip.frontend.torch_inputs import DTYPES, check_kinds, check_weight_grad_out, dtype_name, require_tensors
 from onchip.frontend.torch_register import Made, Wanted, needed, register
@@ -101,27 +100,17 @@ def fp8_linear(
     """
     options = Options(grad_dtype, scale)
     require_bool(OP, "check_inputs", check_inputs)
-    shared = x if isinstance(x, QuantizedActivation) else None
-    given: Tensor = x if shared is None else shared.x  # type: ignore[assignment]
-    quantized = weight if isinstance(weight, QuantizedWeight) else None
-    matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
+    given = x.x if isinstance(x, QuantizedActivation) else x
+    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     check_kinds(OP, require_tensors(OP, {"x": given, "weight": matrix, "bias": bias}, ("bias",)), integers=())
     spec.check_shapes(given.shape, matrix.shape, None if bias is None else bias.shape)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = needed(given, matrix, bias)
     dtype = _result_dtype(given)
-    if shared is None:
-        of_x = quantized_copies(given, scale, chosen, by_block=False, turned=grads[1])
-    else:
-        check_quantized(OP, shared, scale, wanted="weight" if grads[1] else None)
-        of_x = Copies(*shared[1:5])
-    if quantized is None:
-        of_weight = quantized_copies(matrix, scale, chosen, by_block=True, turned=grads[0])
-    else:
-        check_quantized(OP, quantized, scale, wanted="x" if grads[0] else None)
-        of_weight = Copies(*quantized[1:5])
-    check = quantized is not None and (check_inputs or not matrix.is_cuda)
+    of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted="weight" if grads[1] else None)
+    of_weight = copies_of(OP, weight, scale, chosen, by_block=True, wanted="x" if grads[0] else None)
+    check = weight is not matrix and (check_inputs or not matrix.is_cuda)
     call = Call(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check, grads)
     return OPERATOR(call).out
 
@@ -160,8 +149,8 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
     check_kinds(name, require_tensors(name, {"x": x}, ()), integers=())
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
-    chosen, both = _choose(name, backend, x), torch.is_grad_enabled()
-    return QuantizedActivation(x, *quantized_copies(x, scale, chosen, by_block=False, turned=both), scale)
+    chosen, wanted = _choose(name, backend, x), "weight" if torch.is_grad_enabled() else None
+    return QuantizedActivation(x, *copies_of(name, x, scale, chosen, by_block=False, wanted=wanted), scale)
 
 
 def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "auto") -> QuantizedWeight:
@@ -198,8 +187,8 @@ def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "a
     check_kinds(name, require_tensors(name, {"weight": weight}, ()), integers=())
     if weight.ndim != 2 or weight.numel() == 0:
         raise ValueError(f"{name}: weight must be [N, K] with N, K >= 1; got shape {list(weight.shape)}")
-    chosen, both = _choose(name, backend, weight), torch.is_grad_enabled()
-    return QuantizedWeight(weight, *quantized_copies(weight, scale, chosen, by_block=True, turned=both), scale)
+    chosen, wanted = _choose(name, backend, weight), "x" if torch.is_grad_enabled() else None
+    return QuantizedWeight(weight, *copies_of(name, weight, scale, chosen, by_block=True, wanted=wanted), scale)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
@@ -225,24 +214,6 @@ def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | 
 
 def _choose(op: str, backend: str, x: Tensor, grad_dtype: str = "e4m3") -> str:
     return choose_backend(op, backend, refusals(x.device, grad_dtype))
-
-
-def _multiply(
-    backend: str,
-    a: Quantized | None,  # [M, C]
-    b: Quantized | None,  # [N, C]
-    *,
-    by_block: bool,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    add_to: Tensor | None = None,
-) -> Tensor:
-    """A B^T + bias as [M, N] of `dtype`; or added to `add_to`, which is returned."""
-    assert a is not None
-    assert b is not None
-    if 0 in (len(a.data), a.data.shape[1]):  # no rows, or a weight's gradient of none
-        return a.data.new_zeros((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
-    return product_of(backend)(a, b, by_block, bias, dtype, add_to)
 
 
 # ------------------------------------------------------------------------------------------------ registered operator
@@ -288,9 +259,9 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> Outputs:
     if call.check_weight:
         check_unchanged(OP, call.weight, call.of_weight, call.options.scale, call.backend)
-    rows, weight = (Quantized(copies.rows, copies.row_scales) for copies in (call.of_x, call.of_weight))
     bias = None if call.bias is None else call.bias.contiguous()  # as kernels take it
-    out = _multiply(call.backend, rows, weight, by_block=True, dtype=call.dtype, bias=bias)
+    x, weight = call.of_x.operand, call.of_weight.operand
+    out = multiply(call.backend, x, weight, by_block=True, dtype=call.dtype, bias=bias)
     return Outputs(out.view(*call.x.shape[:-1], len(call.weight)))
 
 
@@ -325,11 +296,11 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         rows, columns = quantize(flat, options.grad_dtype, options.scale, rows=by_x, turned=by_weight)
     if by_x:
         weight = operand(kept.transposed, kept.transposed_scales)
-        grad_x = _multiply(kept.backend, rows, weight, by_block=True, dtype=kept.x_dtype)
+        grad_x = multiply(kept.backend, rows, weight, by_block=True, dtype=kept.x_dtype)
         grad_x = grad_x.view(*grad_out.shape[:-1], grad_x.shape[1])
     if by_weight:
         x, out = operand(kept.columns, kept.column_scales), kept.weight_grad_out
-        made = _multiply(kept.backend, columns, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
+        made = multiply(kept.backend, columns, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
         grad_weight = made if out is None else None
     return grad_x, grad_weight, grad_bias
 

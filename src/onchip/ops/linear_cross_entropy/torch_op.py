@@ -158,10 +158,9 @@ def linear_cross_entropy(
         return_stats=return_stats,
         precision=precision,
     )
-    quantized = weight if isinstance(weight, QuantizedWeight) else None
-    if quantized is not None and precision != "fp8":
+    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
+    if matrix is not weight and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
-    matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
     constants = {"token_weight": token_weight, "temperature": per_token_temperature}
     dtype = check_tensors({"hidden": hidden, "weight": matrix, "target": target, "bias": bias} | constants)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
@@ -187,7 +186,7 @@ def linear_cross_entropy(
     operator: Operator[Any, Any]
     arguments: Any
     if chosen == "fp8":
-        operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, quantized, backend)
+        operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":
         operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
     else:

@@ -140,12 +140,11 @@ def softmax_gradient(
     logits,  # ChunkLogits
     rows,  # [n, up(V)] E4M3 out
     row_scales,  # [V / 128, n] float32 out
-    columns,  # [V, up(T) / 4] int32 out: the same transposed, four numbers each, of tokens from `first` on
-    column_scales,  # [T / 128, V] float32 out
+    columns,  # [V, up(n) / 4] int32 out: the same transposed, four numbers each
+    column_scales,  # [n / 128, V] float32 out
     sums,  # [n / 128, V] float32 out: of the gradient over 128 tokens
     rows_stride,
     columns_stride,
-    first,  # a multiple of 128
     n_16,  # n + 16 and V + 16: see `quantize` of fp8_linear
     V_16,
     SMOOTHING: tl.constexpr,
@@ -183,8 +182,8 @@ def softmax_gradient(
         g2 = _gradient(logits, token + 2, c, n, V, SMOOTHING, RAGGED)
         g3 = _gradient(logits, token + 3, c, n, V, SMOOTHING, RAGGED)
         turned = four_bytes(g0 * f, g1 * f, g2 * f, g3 * f, tl.float8e4nv).T
-        r = (first + i * BLOCK) // 4 + tl.arange(0, BLOCK // 4)
+        r = i * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         tl.store(columns + c.to(tl.int64)[:, None] * columns_stride + r[None, :], turned, mask=(c < V)[:, None])
-        tl.store(column_scales + tl.cast(first // BLOCK + i, tl.int64) * V + c, scale, mask=c < V)
+        tl.store(column_scales + tl.cast(i, tl.int64) * V + c, scale, mask=c < V)
     if sums is not None:
         tl.store(sums + tl.cast(i, tl.int64) * V + c, tl.sum(total, 0), mask=c < V)

@@ -38,20 +38,17 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     return out
 
 
-def softmax_of_chunk(
-    call: Call, logits: Tensor, of_targets: Tensor, first: int, out: Softmax, into: Gradient | None
-) -> None:
+def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softmax, into: Gradient) -> None:
     """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
-    part, mine = call.part(first, first + len(logits)), out.part(first, first + len(logits))
     with device_of(logits):
         launch_rows(
-            "losses", logits, None, part.target, part.token_weight, part.temperature, call.options, **mine._asdict(),
-            divisor=call.divisor, target_logit=of_targets,
+            "losses", logits, None, part.target, part.token_weight, part.temperature, part.options, **out._asdict(),
+            divisor=part.divisor, target_logit=of_targets,
         )  # fmt: skip
-        if into is not None:
+        if into.wanted:
             terms = of_targets.new_empty(TERMS, len(logits))
-            terms_launch(part, logits.shape[1], of_targets, mine, terms).run()
-            gradient_launch(part, logits, terms, first, into).run()
+            terms_launch(part, logits.shape[1], of_targets, out, terms).run()
+            gradient_launch(part, logits, terms, into).run()
 
 
 def terms_launch(part: Call, vocab: int, of_targets: Tensor, softmax: Softmax, terms: Tensor) -> Launch:
@@ -85,7 +82,6 @@ def gradient_launch(
     part: Call,
     logits: Tensor,  # [n, V]
     terms: Tensor,  # [5, n] float32
-    first: int,
     into: Gradient,
 ) -> Launch:
     """The gradient of a chunk's tokens."""
@@ -100,7 +96,6 @@ def gradient_launch(
         "sums": into.sums,
         "rows_stride": 0 if into.rows is None else into.rows.data.stride(0),
         "columns_stride": 0 if into.columns is None else into.columns.data.stride(0) // 4,
-        "first": first,
         "n_16": n + 16,
         "V_16": vocab + 16,
         "SMOOTHING": bool(part.options.label_smoothing > 0),
