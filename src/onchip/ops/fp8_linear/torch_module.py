@@ -138,8 +138,8 @@ class Fp8Linear(torch.nn.Linear):
             return weight, False
         if kept.parameter is not None and (weight is not kept.parameter or weight._version != kept.version):
             raise RuntimeError(
-                f"weights_unchanged: the weight of layer {kept.name!r} changed inside; leave the context before weights "
-                "are changed"
+                f"weights_unchanged: the weight of layer {kept.name!r} changed inside; leave the context before "
+                "weights are changed"
             )
         return QuantizedWeight(weight, *kept.copies), kept.check_inputs  # type: ignore[arg-type]
 
