@@ -50,14 +50,16 @@ def test_it_fits(options):
     assert 2 * found.shared <= SHARED
 
 
-def test_the_statistics_and_the_targets_logits():
+@pytest.mark.parametrize("options", [{}, ALL], ids=str)
+def test_the_statistics_and_the_targets_logits(options):
     hidden, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (256, 128256))
     logits = torch.empty(256, 128256, dtype=torch.bfloat16)  # never touched, so it costs nothing
-    call, softmax, found = make_call(256), Softmax.empty(256, LIKE, stats=False), []
+    call, softmax, found = make_call(256, **options), Softmax.empty(256, LIKE, stats=False), []
     with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
         targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
-        fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, None))
+        fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, torch.empty(2, 128256)))
     made = {k.kernel: k for k in compile_all(found, HOPPER)}
+    assert made.pop("softmax_gradient")
     assert set(made) == {"target_logits", "losses"}
     assert made["losses"].constants["target_logit"]
     for k in made.values():

@@ -11,7 +11,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, magnitude_bits, to_scale
-from onchip.kernels.triton.maths import LOG2E, gradient_terms, tanh
+from onchip.kernels.triton.maths import tanh
 
 FP8_MAX = tl.constexpr(448.0)
 
@@ -47,67 +47,13 @@ def target_logits(
     tl.store(logits + t, z)
 
 
-@triton.jit
-def token_terms(
-    target,  # [n] int64
-    of_targets,  # [n] float32: what stands for the target's logit
-    token_weight,  # [n] float32
-    temperature,  # [n] float32
-    divisor,  # [] float32: what the reduced loss is divided by
-    lse,  # [n] float32
-    log_prob,  # [n] float32
-    terms,  # [5, n] float32 out: k2, lse2, factor, even and at_target of `_gradient`
-    n,
-    V,
-    ignore_index,
-    inner_scale,  # of the logits before tanh, with a softcap
-    outer_scale,  # of what comes after, but for the temperature
-    logit_scale,
-    label_smoothing,
-    z_loss,
-    SMOOTHING: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """What the gradient of a token's logits is made with, for an upstream gradient of 1."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    there = t < n
-    label = tl.load(target + t, mask=there, other=ignore_index)
-    kept = label != ignore_index
-    good = (label >= 0) & (label < V)
-    k2 = tl.full((BLOCK_T,), 1.0, tl.float32) * (outer_scale * LOG2E)
-    row_factor = tl.full((BLOCK_T,), 1.0, tl.float32) * (logit_scale / tl.load(divisor))
-    if temperature is not None:
-        tau = tl.load(temperature + t, mask=kept, other=1.0)
-        k2 = k2 / tau
-        row_factor = row_factor / tau
-    if token_weight is not None:
-        row_factor *= tl.load(token_weight + t, mask=kept, other=0.0)
-    row_factor = tl.where(kept, tl.where(good, row_factor, float("nan")), 0.0)
-    row_lse = tl.load(lse + t, mask=there, other=0.0)
-    row_log_prob = tl.load(log_prob + t, mask=there, other=0.0)
-    lse2, factor, even, at_target = gradient_terms(
-        row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
-    )
-    if inner_scale is not None:
-        x = tanh(tl.load(of_targets + t, mask=kept, other=0.0) * inner_scale)
-        at_target *= 1 - x * x
-    # exp2(z - inf) is 0 for ignored tokens, without a mask for each of their logits.
-    lse2 = tl.where(kept, lse2, float("inf"))
-    out = terms + t
-    tl.store(out, k2, mask=there)
-    tl.store(out + n, lse2, mask=there)
-    tl.store(out + 2 * n, factor, mask=there)
-    tl.store(out + 3 * n, even, mask=there)
-    tl.store(out + 4 * n, at_target, mask=there)
-
-
 class ChunkLogits(NamedTuple):
     """A chunk's logits, and what their gradient is made with."""
 
     data: Any  # [n, V]: products and bias, before scale, softcap and temperature; of ignored tokens finite or -inf
     stride: Any
     target: Any  # [n] int64
-    terms: Any  # [5, n] float32: of `token_terms`
+    terms: Any  # [5, n] float32: of `losses` of vocab.rows.triton
     inner_scale: Any  # of the logits before tanh, with a softcap
 
 

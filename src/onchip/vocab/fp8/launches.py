@@ -40,42 +40,14 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
 
 def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softmax, into: Gradient) -> None:
     """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
+    terms = of_targets.new_empty(TERMS, len(logits)) if into.wanted else None
     with device_of(logits):
         launch_rows(
             "losses", logits, None, part.target, part.token_weight, part.temperature, part.options, **out._asdict(),
-            divisor=part.divisor, target_logit=of_targets,
+            divisor=part.divisor, target_logit=of_targets, terms_out=terms,
         )  # fmt: skip
-        if into.wanted:
-            terms = of_targets.new_empty(TERMS, len(logits))
-            terms_launch(part, logits.shape[1], of_targets, out, terms).run()
+        if terms is not None:
             gradient_launch(part, logits, terms, into).run()
-
-
-def terms_launch(part: Call, vocab: int, of_targets: Tensor, softmax: Softmax, terms: Tensor) -> Launch:
-    """What the gradients of a chunk's tokens are made with, of which `part` and `softmax` are."""
-    options, n = part.options, len(of_targets)
-    scale, outer_scale, inner_scale = transform_scales(options)
-    arguments = {
-        "target": part.target,
-        "of_targets": of_targets,
-        "token_weight": part.token_weight,
-        "temperature": part.temperature,
-        "divisor": part.divisor,
-        "lse": softmax.lse,
-        "log_prob": softmax.log_prob,
-        "terms": terms,
-        "n": n,
-        "V": vocab,
-        "ignore_index": int(options.ignore_index),
-        "inner_scale": inner_scale,
-        "outer_scale": outer_scale,
-        "logit_scale": scale,
-        "label_smoothing": float(options.label_smoothing),
-        "z_loss": float(options.z_loss),
-        "SMOOTHING": bool(options.label_smoothing > 0),
-        "BLOCK_T": BLOCK,
-    }
-    return Launch(kernels.token_terms, (blocks(n),), arguments)
 
 
 def gradient_launch(
