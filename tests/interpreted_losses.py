@@ -241,7 +241,7 @@ def tanh_at_any_size():
 def in_fp8(name):
     """The same as PyTorch's operations make of the same problem, in chunks of 128 tokens."""
     (case,) = (c for c in fp8_cases.CASES if c.name == name)
-    with mock.patch.object(fp8_op.fp8_spec, "DEFAULT_CHUNK", 128):
+    with mock.patch.object(fp8_op.memory, "DEFAULT_CHUNK", 128):
         made, right = (fp8_cases.results(case, torch.float32, backend=b)[0] for b in ("triton", "torch"))
     # A number that is nearly between two of E4M3 may come out as the one or the other.
     fp8_cases.assert_alike(made, right, 1e-5, 2e-3)
@@ -276,6 +276,6 @@ if __name__ == "__main__":
     with (
         # (Not a Mock: torch.compile looks into it.)
         mock.patch.object(fp8_op, "refusals", every_backend),
-        mock.patch.object(fp8_op, "LOGITS", torch.float32),
+        mock.patch.object(fp8_op.walk, "LOGITS", torch.float32),
     ):
         main(CHECKS, sys.argv[1:])

@@ -36,9 +36,7 @@ def awkward(rows, columns, seed=0):
 
 def quantize(x, by_block, fmt="e4m3", scale="float32", by=torch_quantize, rows=True, columns=True):
     """x and x^T with 1x128 scales, or as a weight."""
-    if by_block:
-        return by.quantize_weight(x, scale, rows=rows, transposed=columns)
-    return by.quantize_activation(x, fmt, scale, rows=rows, columns=columns)
+    return by.quantize(x, fmt, scale, by_block=by_block, rows=rows, turned=columns)
 
 
 def operands(m, n, k, by_block, fmt="e4m3", device="cpu"):

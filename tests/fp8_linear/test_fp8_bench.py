@@ -18,8 +18,9 @@ from rich.console import Console
 from onchip.bench import jax_steps, plots, torch_steps
 from onchip.bench.ops import fp8_linear as module
 from onchip.bench.run import run_bench
-from onchip.fp8 import numbers
-from onchip.ops.fp8_linear import cases, torch_op
+from onchip.fp8 import numbers, torch_quantize
+from onchip.fp8.torch_products import dequantized_product
+from onchip.ops.fp8_linear import cases
 from onchip.oracle.checks import adapter_of
 from shared_jax import quick_compilation  # noqa: F401
 
@@ -148,20 +149,21 @@ def test_tf32_is_off_for_the_reference_alone(monkeypatch):
 
 def test_every_step_quantises_the_weight_once_or_it_was_before(monkeypatch):
     made = []
-    quantize = torch_op.torch_quantize.quantize_weight
+    quantize = torch_quantize.quantize
 
-    def counted(w, scale, **wanted):
-        made.append(wanted)
-        return quantize(w, scale, **wanted)
+    def counted(*arguments, by_block=False, turned=True, **wanted):
+        if by_block:
+            made.append(turned)
+        return quantize(*arguments, by_block=by_block, turned=turned, **wanted)
 
-    monkeypatch.setattr(torch_op.torch_quantize, "quantize_weight", counted)
+    monkeypatch.setattr(torch_quantize, "quantize", counted)
     problem = TORCH.make_problem(SMALL, "cpu", "float32")
     steps = TORCH.steps(problem, own_of(TORCH))
     for mode, both in zip(module.LAYER, (False, True), strict=True):
         made.clear()
         for _ in range(3):
             steps[mode]()
-        assert made == [{"rows": True, "transposed": both}] * 3
+        assert made == [both] * 3
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))  # where copies aren't checked
     before = TORCH.steps(problem, implementation(TORCH, module.QUANTIZED_BEFORE))
     assert tuple(before) == tuple(module.LAYER)
@@ -323,7 +325,7 @@ def test_a_product_is_that_of_the_backend_and_of_operands_made_before():
     problem = TORCH.make_problem(SMALL, "cpu", "float32")
     assert [o.by_block for o in problem.operands.values()] == [True, True, False]
     assert problem.operands is problem.operands
-    product = torch_op._backend("dequantize").product
-    steps = TORCH.steps(problem, dataclasses.replace(implementation(TORCH, module.SCALED_MM), load=lambda: product))
+    scaled_mm = dataclasses.replace(implementation(TORCH, module.SCALED_MM), load=lambda: dequantized_product)
+    steps = TORCH.steps(problem, scaled_mm)
     assert tuple(steps) == module.PRODUCTS
     assert_right(problem, steps)

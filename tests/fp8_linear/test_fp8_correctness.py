@@ -175,13 +175,15 @@ def test_the_formula_of_a_weights_copies():
 def test_a_case_that_is_wrong_is_seen():
     """The bounds are tight: a scale of the wrong block fails them."""
     case = Case("wrong", 130, 260, 264)
-    right = torch_quantize.quantize_weight
+    right = torch_quantize.quantize
 
-    def swapped(*arguments, **wanted):
-        made = right(*arguments, **wanted)
+    def swapped(*arguments, by_block=False, **wanted):
+        made = right(*arguments, by_block=by_block, **wanted)
+        if not by_block:
+            return made
         return tuple(None if q is None else q._replace(scales=q.scales.roll(1, 0)) for q in made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_quantize, "quantize_weight", swapped)
+        patch.setattr(torch_quantize, "quantize", swapped)
         with pytest.raises(AssertionError, match="grad_x unquantised"):
             assert_right(case)

@@ -12,7 +12,6 @@ from fp8_common import assert_equal, assert_right, assert_same, assert_same_bits
 from onchip.bench.measure import peak_extra_bytes
 from onchip.fp8 import numbers, torch_products
 from onchip.fp8.triton_tiles import ProductConfig
-from onchip.ops.fp8_linear import torch_op
 from onchip.ops.fp8_linear.cases import CHECK_CASES
 from onchip.ops.fp8_linear.checks import TENSOR_CORE_ERROR, plain_refusals
 from onchip.ops.fp8_linear.reference import snr_db
@@ -193,7 +192,7 @@ def test_weight_grad_out_accumulates(k, backend):
 def test_a_product_is_added_as_it_is_made(backend, by_block):
     """With no second matrix of float32, and as precisely as by an addition after it."""
     a, b = operands(3008, 4096, 2000, by_block, device="cuda")
-    product = torch_op._backend(backend).product
+    product = torch_products.product_of(backend)
     made = product(a, b, by_block, None, torch.float32, None)
     total = torch.full_like(made, 0.5)
     assert product(a, b, by_block, None, torch.bfloat16, total) is total

@@ -15,7 +15,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.fp8 import jax_products, mosaic_kernels, numbers
-from onchip.fp8.jax_quantize import Scaled, quantize, scaled_rows
+from onchip.fp8.jax_quantize import Quantized, operand, quantize
 from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
 from onchip.fp8.numbers import COLUMN, ROW, SQUARE, Options, up
 from onchip.jax import fp8_linear
@@ -152,7 +152,7 @@ def lower(f, *shapes):
 
 def scaled(rows, columns, by_block=False, dtype=E4M3):
     shapes = ((rows, columns), dtype), ((columns // 128, up(rows) // 128 if by_block else rows), jnp.float32)
-    return Scaled(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    return Quantized(*(jax.ShapeDtypeStruct(*s) for s in shapes))
 
 
 @BY_BLOCK
@@ -232,7 +232,7 @@ def test_product():
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((rows, K)) * np.exp2(rng.uniform(-3, 3, (rows, 1))) for rows in (M, N))
     bias = rng.standard_normal(N).astype(np.float32)
-    left, right = scaled_rows(a, "e5m2", "float32"), scaled_rows(b, "e4m3", "float32")
+    left, right = operand(a, "e5m2", "float32"), operand(b, "e4m3", "float32")
     config = replace(SMALL, tile_n=256, split="n", in_flight=1)
     made = scaled_product(left, right, bias, by_block=False, dtype=jnp.float32, config=config, interpret=INTERPRETER)
     expected = reference.quantize(a, ROW, "e5m2").value @ reference.quantize(b, ROW).value.T + bias

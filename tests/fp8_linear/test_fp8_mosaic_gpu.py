@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_fp8_jax import BY_BLOCK, CONFIGS, GROUPS, assert_right, assert_the_oracles_bits
 
-from onchip.fp8.jax_quantize import scaled_rows, scaled_squares
+from onchip.fp8.jax_quantize import operand
 from onchip.fp8.mosaic_kernels import scaled_product
 from onchip.fp8.numbers import FP8_MAX, ROW, SCALES, SQUARE
 from onchip.jax import fp8_linear
@@ -44,9 +44,9 @@ def test_quantised_bits_are_the_oracles(group, dtype, fmt, scale):
 def test_configs(config, by_block):
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((rows, 1032)).astype(np.float32) for rows in (520, 648))
-    right = scaled_squares(b, "float32", turned=False) if by_block else scaled_rows(b, "e4m3", "float32")
+    left, right = operand(a, "e4m3", "float32"), operand(b, "e4m3", "float32", by_block=by_block)
     run = partial(scaled_product, by_block=by_block, dtype=jnp.float32, config=config)
-    made = jax.jit(run)(scaled_rows(a, "e4m3", "float32"), right)[:520, :648]
+    made = jax.jit(run)(left, right)[:520, :648]
     expected = reference.quantize(a, ROW).value @ reference.quantize(b, SQUARE if by_block else ROW).value.T
     # WGMMA's own sums of FP8 products are that far off.
     assert np.linalg.norm(made - expected) < 5e-4 * np.linalg.norm(expected)

@@ -9,9 +9,9 @@ import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.core.configs import SHIPPED_FOLDER
-from onchip.fp8 import torch_quantize, triton_launches
-from onchip.fp8 import triton_tiles as triton_spec
+from onchip.fp8 import triton_launches, triton_tiles
 from onchip.fp8.numbers import OP
+from onchip.fp8.torch_quantize import empty
 from onchip.fp8.triton_tiles import ProductConfig
 
 HOPPER, SHARED = 90, 232448
@@ -25,14 +25,13 @@ def compiled(launch):
 
 
 def product(by_block, config, fmt="e4m3", dtype=torch.bfloat16, add=False, bias=False, tma=True, n=4096):
-    empty_b = torch_quantize.empty_blocks if by_block else torch_quantize.empty_rows
-    a, b = torch_quantize.empty_rows(4096, 512, fmt, LIKE), empty_b(n, 512, "e4m3", LIKE)
+    a, b = empty(4096, 512, fmt, LIKE), empty(n, 512, "e4m3", LIKE, by_block=by_block)
     out, added = torch.empty(4096, n, dtype=dtype), torch.empty(n, dtype=dtype) if bias else None
     return triton_launches.product_launch(a, b, by_block, added, out, add, config, 132, tma=tma)
 
 
 # What the op launches where nothing was tuned, and the shapes of tile that are worth trying.
-HEURISTIC = triton_spec.heuristic_product(SHARED)
+HEURISTIC = triton_tiles.heuristic_product(SHARED)
 TRIED = (
     ProductConfig(),
     ProductConfig(columns=64, warps=4, stages=3, per_processor=2),
@@ -59,7 +58,7 @@ def test_products(options):
     assert len(instructions) == 4 * options["config"].rows // (64 * options["config"].warps // 4)
     assert "cp.async.bulk.tensor" in found.ptx
     assert found.stack == 0
-    assert found.shared <= triton_spec.product_shared_bytes(
+    assert found.shared <= triton_tiles.product_shared_bytes(
         options["config"], options.get("dtype", torch.bfloat16).itemsize
     )
 
@@ -97,8 +96,7 @@ def test_pointers():
 
 
 def quantizer(x, fmt, by_block):
-    empty = torch_quantize.empty_blocks if by_block else torch_quantize.empty_rows
-    outs = empty(*x.shape, fmt, x), empty(*x.shape[::-1], fmt, x)
+    outs = [empty(*shape, fmt, x, by_block=by_block) for shape in (x.shape, x.shape[::-1])]
     launch = triton_launches.quantize_launch(x, *outs, fmt, "float32", by_block=by_block)
     assert set(launch.arguments) == {p.name for p in launch.kernel.params}
     found = compiled(launch)
@@ -160,7 +158,7 @@ def test_quantizers_of_pairs_that_begin_anywhere(by_block, dtype):
     ids=lambda value: f"{list(value.shape)} {list(value.stride())}" if isinstance(value, torch.Tensor) else None,
 )
 def test_how_matrices_are_read(x, aligned):
-    outs = torch_quantize.empty_rows(*x.shape, "e4m3", x), torch_quantize.empty_rows(*x.shape[::-1], "e4m3", x)
+    outs = empty(*x.shape, "e4m3", x), empty(*x.shape[::-1], "e4m3", x)
     arguments = triton_launches.quantize_launch(x, *outs, "e4m3", "float32").arguments
     assert arguments["ALIGNED"] is aligned
     assert arguments["x"].stride(1) == 1

@@ -11,9 +11,9 @@ from rich.console import Console
 from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import Entry, format_config, read_entries, write_entry
-from onchip.fp8 import torch_quantize, triton_configs, triton_launches
-from onchip.fp8 import triton_tiles as triton_spec
+from onchip.fp8 import triton_launches, triton_tiles
 from onchip.fp8.torch_products import dequantized_product
+from onchip.fp8.torch_quantize import quantize
 from onchip.fp8.triton_tiles import ProductConfig
 from onchip.tune import fp8_linear as tuning
 from onchip.tune import harness, run
@@ -32,13 +32,13 @@ def store(kernel, sizes, config=STORED):
 
 def test_bucket():
     buckets = {0: 1, 1: 1, 2: 2, 3: 4, 128: 128, 4096: 4096, 4097: 8192, 8191: 8192}
-    assert {m: triton_configs.bucket(m) for m in buckets} == buckets
+    assert {m: triton_tiles.bucket(m) for m in buckets} == buckets
 
 
 def test_what_a_product_is_found_by():
-    assert triton_configs.product_sizes(True, 5000, 28672, 4096) == {"m": 8192, "n": 28672, "k": 4096}
+    assert triton_tiles.product_sizes(True, 5000, 28672, 4096) == {"m": 8192, "n": 28672, "k": 4096}
     # The weight's gradient [28672, 4096] of 5000 tokens, padded to whole blocks.
-    assert triton_configs.product_sizes(False, 28672, 4096, 5120) == {"m": 8192, "n": 28672, "k": 4096}
+    assert triton_tiles.product_sizes(False, 28672, 4096, 5120) == {"m": 8192, "n": 28672, "k": 4096}
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_what_a_product_is_found_by():
 )
 def test_a_stored_config_serves_sizes_near_it(rows, columns, depth, found):
     store("product", {"m": 8192, "n": 4096, "k": 4096})
-    sizes = triton_configs.product_sizes(True, rows, columns, depth)
-    assert triton_configs.stored_product("h100", True, sizes, "bfloat16", HEURISTIC) == found
+    sizes = triton_tiles.product_sizes(True, rows, columns, depth)
+    assert triton_tiles.stored_product("h100", True, sizes, "bfloat16", HEURISTIC) == found
     for device, by_block, dtype in (("h200", True, "bfloat16"), ("h100", False, "bfloat16"), ("h100", True, "float32")):
-        assert triton_configs.stored_product(device, by_block, sizes, dtype, HEURISTIC) == HEURISTIC
+        assert triton_tiles.stored_product(device, by_block, sizes, dtype, HEURISTIC) == HEURISTIC
 
 
 @pytest.mark.parametrize("by_block", [True, False])
@@ -66,24 +66,21 @@ def test_a_launch_takes_the_stored_config_and_one_that_is_given_before_it(by_blo
     monkeypatch.setattr(triton_launches, "_device", lambda index: ("h100", 90, 132, 232448))
     monkeypatch.setattr(triton_launches, "_run", lambda x, launch: launched.append(launch.arguments))
     x = torch.randn(256, 130)
-    a, _ = torch_quantize.quantize_activation(x, "e4m3", "float32", rows=True, columns=False)
-    b = a
-    if by_block:
-        b, _ = torch_quantize.quantize_weight(x, "float32", rows=True, transposed=False)
+    a, b = (quantize(x, "e4m3", "float32", by_block=blocks, turned=False)[0] for blocks in (False, by_block))
     product = partial(triton_launches.product, a, b, by_block, None, torch.bfloat16, None)
     product()
     # [256, 256] of sums over 256; of a weight's gradient they are over the tokens.
-    store(triton_configs.KERNELS[by_block], {"m": 256, "n": 256, "k": 256})
+    store(triton_tiles.KERNELS[by_block], {"m": 256, "n": 256, "k": 256})
     product()
     product(config=ProductConfig(columns=64, warps=4))
     tiles = [(arguments["BLOCK_M"], arguments["BLOCK_N"]) for arguments in launched]
-    first = triton_spec.heuristic_product(232448)
+    first = triton_tiles.heuristic_product(232448)
     assert tiles == [(first.rows, first.columns), (256, 64), (128, 64)]
 
 
 def test_candidates():
     tried = tuning.candidates(tuning.KERNELS[0])
-    assert ProductConfig(**tried[0]) == triton_spec.heuristic_product(tuning.HOPPER_SHARED)
+    assert ProductConfig(**tried[0]) == triton_tiles.heuristic_product(tuning.HOPPER_SHARED)
     assert len({format_config(c) for c in tried}) == len(tried) <= 40
     for dtype in tuning.DTYPES:
         needed = [tuning.shared_bytes(tuning.KERNELS[0], c, dtype) for c in tried]
@@ -95,7 +92,7 @@ def test_candidates():
 def test_cases():
     assert set(tuning.DEFAULT_CASES) <= set(tuning.CASES)
     assert {"m8192-n28672-k4096", "m8192-n4096-k28672"} <= set(tuning.DEFAULT_CASES)  # its dgrad too
-    assert all(triton_configs.bucket(sizes["m"]) == sizes["m"] for sizes in tuning.CASES.values())
+    assert all(triton_tiles.bucket(sizes["m"]) == sizes["m"] for sizes in tuning.CASES.values())
 
 
 def test_info_lists_them_without_a_device():

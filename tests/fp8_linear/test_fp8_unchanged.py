@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from onchip.fp8 import torch_quantize
-from onchip.ops.fp8_linear import torch_unchanged
+from onchip.ops.fp8_linear import torch_module
 from onchip.torch import Fp8Linear, fp8_linear, linear_cross_entropy, quantize_weight, weights_unchanged
 
 CHANGED = r"fp8_linear: weight changed after it was quantised; quantise it again"
@@ -26,10 +26,14 @@ WEIGHTS = torch.randn(3, 136, 144, generator=torch.Generator().manual_seed(1))
 def quantised(monkeypatch):
     """For each time that a weight was quantised, whether it was transposed too."""
     times = []
-    right = torch_quantize.quantize_weight
-    monkeypatch.setattr(
-        torch_quantize, "quantize_weight", lambda *a, **k: times.append(k["transposed"]) or right(*a, **k)
-    )
+    right = torch_quantize.quantize
+
+    def counted(*arguments, by_block=False, turned=True, **wanted):
+        if by_block:
+            times.append(turned)
+        return right(*arguments, by_block=by_block, turned=turned, **wanted)
+
+    monkeypatch.setattr(torch_quantize, "quantize", counted)
     return times
 
 
@@ -37,7 +41,7 @@ def quantised(monkeypatch):
 def as_on_a_gpu(monkeypatch):
     """No copies are checked that nobody asked to check."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))
-    monkeypatch.setattr(torch_unchanged, "_where", lambda t: (torch_unchanged._capturing(), 0))
+    monkeypatch.setattr(torch_module, "_where", lambda t: (torch_module._capturing(), 0))
 
 
 def make_model(kind="plain"):
@@ -228,7 +232,7 @@ def test_copies_go_with_the_context(how, quantised):
     quantised.clear()
     step(model, x)
     assert len(quantised) == 2
-    assert torch_unchanged._OPEN == []
+    assert torch_module._OPEN == []
 
 
 def replaced(layer):
@@ -284,7 +288,7 @@ def test_weights_that_are_not_there_are_left_alone():
 def test_copies_are_used_in_the_capture_that_they_were_made_in_alone(captured, quantised, monkeypatch):
     model, (x, _, _) = make_model(), small_problem()
     now = [captured]
-    monkeypatch.setattr(torch_unchanged, "_capturing", lambda: now[0])
+    monkeypatch.setattr(torch_module, "_capturing", lambda: now[0])
     context = weights_unchanged(model)
     context.__enter__()
     for now[0], times in ((captured, 2), (not captured, 4), (captured, 4)):
@@ -317,4 +321,4 @@ def test_four_threads():
         for thread in threads:
             thread.join()
     assert wrong == [False] * 40
-    assert torch_unchanged._OPEN == []
+    assert torch_module._OPEN == []

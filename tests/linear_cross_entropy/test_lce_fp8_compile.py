@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
-from onchip.fp8.torch_quantize import empty_rows
+from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_cross_entropy.spec import Options
 from onchip.vocab.fp8 import launches as fp8_launches
@@ -28,14 +28,14 @@ def make_call(tokens, **options):
 
 def compiled(vocab=4096, rows=True, sums=False, **options):
     tokens = 512
-    call = make_call(tokens, **options)
+    call, kept = make_call(tokens, **options), empty(vocab, 2 * tokens, "e4m3", LIKE)
     into = Gradient(
-        empty_rows(tokens, vocab, "e4m3", LIKE) if rows else None,
-        empty_rows(vocab, 2 * tokens, "e4m3", LIKE),
+        empty(tokens, vocab, "e4m3", LIKE) if rows else None,
+        Quantized(kept.data[:, tokens:], kept.scales[tokens // 128 :]),
         torch.empty(tokens // 128, vocab) if sums else None,
     )
     logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
-    launch = fp8_launches.gradient_launch(call, logits, torch.empty(5, tokens), tokens, into, fp8_launches.CONFIG)
+    launch = fp8_launches.gradient_launch(call, logits, torch.empty(5, tokens), into)
     (found,) = compile_all([launch], HOPPER)
     assert found.shared <= SHARED
     assert "cvt.rn.satfinite.e4m3x2.f32" in found.ptx
@@ -50,14 +50,16 @@ def test_it_fits(options):
     assert 2 * found.shared <= SHARED
 
 
-def test_the_statistics_and_the_targets_logits():
+@pytest.mark.parametrize("options", [{}, ALL], ids=str)
+def test_the_statistics_and_the_targets_logits(options):
     hidden, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (256, 128256))
     logits = torch.empty(256, 128256, dtype=torch.bfloat16)  # never touched, so it costs nothing
-    call, softmax, found = make_call(256), Softmax.empty(256, LIKE, stats=False), []
+    call, softmax, found = make_call(256, **options), Softmax.empty(256, LIKE, stats=False), []
     with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
         targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
-        fp8_launches.softmax_of_chunk(call, logits, targets, 0, softmax, None)
+        fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, torch.empty(2, 128256)))
     made = {k.kernel: k for k in compile_all(found, HOPPER)}
+    assert made.pop("softmax_gradient")
     assert set(made) == {"target_logits", "losses"}
     assert made["losses"].constants["target_logit"]
     for k in made.values():

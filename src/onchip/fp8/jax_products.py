@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.fp8.jax_quantize import Scaled, dequantize, scaled_columns, scaled_rows, scaled_squares
+from onchip.fp8.jax_quantize import Quantized, dequantize, operand
 from onchip.fp8.numbers import Options
 
 # The first version of JAX whose products may be of one operand in E4M3 and another in E5M2, as far as it was tried.
@@ -27,31 +27,31 @@ def mosaic_refusal(platform: str, options: Options) -> str | None:
     return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
 
 
-def forward(backend: str, options: Options, layout: str, x: Any, weight: Any, bias: Any) -> tuple[Any, Scaled]:
+def forward(backend: str, options: Options, layout: str, x: Any, weight: Any, bias: Any) -> tuple[Any, Quantized]:
     """Of x [M, K], the weight and bias [N] the output [M, N], and x as backward needs it."""
     n = weight.shape[0 if layout == "nk" else 1]
     wide = None if bias is None else bias.astype(jnp.float32)
-    w = scaled_squares(weight, options.scale, turned=layout == "kn")
-    out = _product(backend, scaled_rows(x, "e4m3", options.scale), w, wide, by_block=True, dtype=x.dtype)
-    return out[: len(x), :n], scaled_columns(x, "e4m3", options.scale)
+    w = operand(weight, "e4m3", options.scale, turned=layout == "kn", by_block=True)
+    out = _product(backend, operand(x, "e4m3", options.scale), w, wide, by_block=True, dtype=x.dtype)
+    return out[: len(x), :n], operand(x, "e4m3", options.scale, turned=True)
 
 
 def backward(
-    backend: str, options: Options, layout: str, x_dtype: Any, kept: Scaled, weight: Any, g: Any
+    backend: str, options: Options, layout: str, x_dtype: Any, kept: Quantized, weight: Any, g: Any
 ) -> tuple[Any, Any]:
     """The gradients of x, in its dtype, and of the weight."""
     fmt, scale = options.grad_dtype, options.scale
     k = weight.shape[1 if layout == "nk" else 0]
-    w = scaled_squares(weight, scale, turned=layout == "nk")
-    grad_x = _product(backend, scaled_rows(g, fmt, scale), w, by_block=True, dtype=x_dtype)
-    a, b = scaled_columns(g, fmt, scale), kept
+    w = operand(weight, "e4m3", scale, turned=layout == "nk", by_block=True)
+    grad_x = _product(backend, operand(g, fmt, scale), w, by_block=True, dtype=x_dtype)
+    a, b = operand(g, fmt, scale, turned=True), kept
     if layout == "kn":
         a, b = b, a
     grad_w = _product(backend, a, b, by_block=False, dtype=weight.dtype)
     return grad_x[: len(g), :k], grad_w[: weight.shape[0], : weight.shape[1]]
 
 
-def _product(backend: str, a: Scaled, b: Scaled, bias: Any = None, *, by_block: bool, dtype: Any) -> Any:
+def _product(backend: str, a: Quantized, b: Quantized, bias: Any = None, *, by_block: bool, dtype: Any) -> Any:
     """A B^T + bias with the padding of both, each element rounded once; by_block: b has scales of 128x128."""
     if backend == "mosaic_gpu":
         from onchip.fp8.mosaic_kernels import scaled_product  # Pallas takes a second to import

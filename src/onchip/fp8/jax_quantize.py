@@ -15,10 +15,10 @@ ROWS = 8
 
 
 class Quantized(NamedTuple):
-    """FP8 numbers, and the scales of groups of them."""
+    """FP8 numbers, and the scales of groups of them; as an operand of a product, rows along the sum."""
 
-    data: jax.Array  # [R, C], up to whole groups and 0 there
-    scales: jax.Array  # float32 [R / rows of a group, C / columns of a group]
+    data: jax.Array  # [R, C], up to whole groups and 0 there; of an operand R is a multiple of ROWS and C of 128
+    scales: jax.Array  # float32 [R / rows of a group, C / columns of a group]; of an operand the other way round
 
 
 def quantize(
@@ -33,37 +33,17 @@ def quantize(
     return Quantized(data, scales[:, 0, :, 0])
 
 
-class Scaled(NamedTuple):
-    """An operand of a product: rows of FP8 numbers along the sum, and the scales of 128 of them."""
-
-    data: jax.Array  # [R, C], R a multiple of ROWS and C of 128
-    scales: jax.Array  # float32 [C / 128, R]; of 128x128 blocks [C / 128, R / 128]
-
-
-def scaled_rows(x: Any, fmt: str, scale: str) -> Scaled:
-    """x [R, C] with scales of 1x128."""
-    q = quantize(_at_least_one_row(x), ROW, fmt, scale, (ROWS, 1))
-    return Scaled(q.data, q.scales.T)
-
-
-def scaled_columns(x: Any, fmt: str, scale: str) -> Scaled:
-    """The transpose of x [R, C] with scales of 1x128."""
+def operand(x: Any, fmt: str, scale: str, *, turned: bool = False, by_block: bool = False) -> Quantized:
+    """x [R, C], or its transpose, for a product along the rows: with scales of 1x128, or `by_block` of 128x128."""
+    if len(x) == 0:
+        x = jnp.zeros((1, x.shape[1]), x.dtype)
     # Transposed before, in its own dtype, there would be another copy.
-    q = quantize(_at_least_one_row(x), COLUMN, fmt, scale, (1, ROWS))
-    return Scaled(q.data.T, q.scales)
+    group, multiple = (COLUMN, (1, ROWS)) if turned else (ROW, (ROWS, 1))
+    q = quantize(x, SQUARE if by_block else group, fmt, scale, multiple)
+    return Quantized(q.data.T, q.scales) if turned else Quantized(q.data, q.scales.T)
 
 
-def scaled_squares(w: Any, scale: str, *, turned: bool) -> Scaled:
-    """w, or its transpose, with scales of 128x128."""
-    q = quantize(w, SQUARE, "e4m3", scale)
-    return Scaled(q.data.T, q.scales) if turned else Scaled(q.data, q.scales.T)
-
-
-def _at_least_one_row(x: Any) -> Any:
-    return x if len(x) else jnp.zeros((1, x.shape[1]), x.dtype)
-
-
-def dequantize(q: Scaled, *, by_block: bool) -> Any:
+def dequantize(q: Quantized, *, by_block: bool) -> Any:
     """The numbers in float32, with the zeros that pad them."""
     # Without a barrier XLA leaves out both conversions on a GPU (xla_allow_excess_precision), and nothing is in FP8.
     data = lax.optimization_barrier(q.data).astype(jnp.float32)

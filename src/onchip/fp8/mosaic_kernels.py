@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.fp8.jax_quantize import ROWS, Scaled
+from onchip.fp8.jax_quantize import ROWS, Quantized
 from onchip.fp8.numbers import BLOCK, up
 from onchip.kernels.mosaic.product import (
     BOX,
@@ -42,8 +42,8 @@ _CONFIGS = {True: replace(CONFIG, in_flight=1), False: CONFIG}
 
 
 def scaled_product(
-    a: Scaled,  # [M, K]
-    b: Scaled,  # [N, K]
+    a: Quantized,  # [M, K]
+    b: Quantized,  # [N, K]
     bias: Array | None = None,  # [N] float32
     *,
     by_block: bool,  # b has scales of 128x128 blocks

@@ -1,4 +1,4 @@
-"""Activations and weights in FP8 that callers pass on, their checks, and a weight's operands in an operator."""
+"""Activations and weights in FP8: those that callers pass on and their checks, and how operators take them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.fp8 import torch_quantize
 from onchip.fp8.numbers import SCALE_MULTIPLE, blocks, up
-from onchip.fp8.torch_quantize import FP8, Quantized, operand
+from onchip.fp8.torch_quantize import FP8, Quantized, empty
 from onchip.frontend.torch_inputs import dtype_name
+from onchip.frontend.torch_register import are_plain
 
 
 class QuantizedActivation(NamedTuple):
@@ -48,7 +50,7 @@ class QuantizedWeight(NamedTuple):
 def check_quantized(op: str, made: QuantizedActivation | QuantizedWeight, scale: str, *, wanted: str | None) -> None:
     """Raise unless `made` serves a call with this scale; for the gradient of the input named `wanted`, too.
 
-    Kernels rely on the layout, which is that of `torch_quantize.empty_rows` and `empty_blocks`.
+    Kernels rely on the layout, which is that of `torch_quantize.empty`.
     """
     of_weight = isinstance(made, QuantizedWeight)
     name, maker = ("weight", "quantize_weight") if of_weight else ("x", "quantize_activation")
@@ -80,37 +82,77 @@ def check_quantized(op: str, made: QuantizedActivation | QuantizedWeight, scale:
         check("transposed" if of_weight else "columns", turned, turned_scales, width, height)
 
 
-class WeightCopies(NamedTuple):
-    """The copies of a `QuantizedWeight` as an operator takes them; all None where the call makes its own."""
+class Copies(NamedTuple):
+    """A matrix in FP8, and its transpose where a gradient needs that, as operators take them."""
 
-    weight_rows: Tensor | None = None
-    weight_row_scales: Tensor | None = None
-    transposed: Tensor | None = None
-    transposed_scales: Tensor | None = None
+    rows: Tensor
+    row_scales: Tensor
+    turned: Tensor | None
+    turned_scales: Tensor | None
+
+    @property
+    def operand(self) -> Quantized:
+        """The matrix."""
+        return Quantized(self.rows, self.row_scales)
 
 
-def weight_operands(
+def quantizer(backend: str) -> Callable[..., tuple[Quantized | None, Quantized | None]]:
+    """`torch_quantize.quantize` or the kernel's: both make the same bits; the kernel reads a matrix once."""
+    if backend == "dequantize":
+        return torch_quantize.quantize
+    from onchip.fp8 import triton_launches
+
+    return triton_launches.quantize
+
+
+def copies_of(
     op: str,
-    weight: Tensor,  # [N, K]
-    given: WeightCopies,
+    given: Tensor | QuantizedActivation | QuantizedWeight,
     scale: str,
-    quantize: Callable[..., tuple[Quantized | None, Quantized | None]],
+    backend: str,
     *,
-    transposed: bool,
-    check: bool,
-) -> tuple[Quantized | None, Quantized | None]:
-    """The weight in FP8, and its transpose: those given, or made by `quantize`, the transpose where it is asked for.
+    by_block: bool,
+    wanted: str | None,
+) -> Copies:
+    """A tensor [..., C] in E4M3, with the scales of a weight or of an activation; or what was quantised before.
 
-    On the CPU, and with `check` on the GPU, those given must be what `quantize` makes.
+    The transpose is for the gradient of the input named `wanted`; None: none is needed.
     """
-    rows = operand(given.weight_rows, given.weight_row_scales)
-    turned = operand(given.transposed, given.transposed_scales)
-    if rows is None:
-        return quantize(weight.detach(), scale, rows=True, transposed=transposed)
-    if check or not weight.is_cuda:
-        again = quantize(weight.detach(), scale, rows=True, transposed=turned is not None)
-        made = [t for q in again if q is not None for t in q]
-        there = [t for t in given if t is not None]
-        if not all(torch.equal(p.view(torch.uint8), q.view(torch.uint8)) for p, q in zip(made, there, strict=True)):
+    if not isinstance(given, Tensor):
+        check_quantized(op, given, scale, wanted=wanted)
+        return Copies(*given[1:5])
+    x, turned = given.detach(), wanted is not None
+    made = (_quantize if are_plain(x) else _quantize_op)(x, scale, backend, by_block, turned)
+    return Copies(*made[:2], *(made[2:] if turned else (None, None)))
+
+
+def check_unchanged(op: str, weight: Tensor, copies: Copies, scale: str, backend: str) -> None:
+    """Raise unless these copies are what quantising the weight makes."""
+    again = _quantize(weight.detach(), scale, backend, True, copies.turned is not None)
+    for p, q in zip(again, copies, strict=True):
+        if q is not None and not torch.equal(p.view(torch.uint8), q.view(torch.uint8)):
             raise RuntimeError(f"{op}: weight changed after it was quantised; quantise it again")
-    return rows, turned
+
+
+def _quantize(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:
+    """The fields of `Copies`; without `turned` the last two are empty."""
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    rows, other = quantizer(backend)(flat, "e4m3", scale, by_block=by_block, turned=turned)
+    assert rows is not None
+    return (*rows, *(other or torch_quantize.nothing(x)))
+
+
+_quantize_op = torch.library.custom_op(
+    "onchip::fp8_quantize",
+    _quantize,
+    mutates_args=(),
+    schema="(Tensor x, str scale, str backend, bool by_block, bool turned) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@_quantize_op.register_fake
+def _(x: Tensor, scale: str, backend: str, by_block: bool, turned: bool) -> tuple[Tensor, ...]:
+    k = x.shape[-1]
+    m = x.numel() // k
+    other = empty(k, m, "e4m3", x, by_block=by_block) if turned else torch_quantize.nothing(x)
+    return (*empty(m, k, "e4m3", x, by_block=by_block), *other)

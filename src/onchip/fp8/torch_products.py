@@ -1,5 +1,7 @@
 """The products of the backends 'dequantize' and 'scaled_mm', A B^T of quantised operands, and what each refuses."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,18 +17,37 @@ _CHUNK = 1 << 24
 _CUBLAS_MULTIPLE = 16
 
 
-def dequantized_product(
-    a: Quantized,  # [M, C], 1x128 scales
-    b: Quantized,  # [N, C]
-    by_block: bool,  # b's scales are 128x128, else 1x128
-    bias: Tensor | None,  # [N]
-    dtype: torch.dtype,
-    add_to: Tensor | None,  # [M, N] float32
-) -> Tensor:
-    """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it.
+def product_of(backend: str) -> Callable[..., Tensor]:
+    """The function that multiplies quantised operands which aren't empty."""
+    if backend == "triton":
+        from onchip.fp8 import triton_launches
 
-    Of float32 copies of the operands, a chunk of rows of each at a time.
-    """
+        return triton_launches.product
+    return scaled_mm_product if backend == "scaled_mm" else dequantized_product
+
+
+def multiply(
+    backend: str,
+    a: Quantized | None,  # [M, C], 1x128 scales
+    b: Quantized | None,  # [N, C]
+    *,
+    by_block: bool,  # b's scales are 128x128, else 1x128
+    dtype: torch.dtype,
+    bias: Tensor | None = None,  # [N]
+    add_to: Tensor | None = None,  # [M, N] float32
+) -> Tensor:
+    """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it, by a backend's product."""
+    assert a is not None
+    assert b is not None
+    if 0 in (len(a.data), a.data.shape[1]):  # no rows, or a weight's gradient of none
+        return a.data.new_zeros((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
+    return product_of(backend)(a, b, by_block, bias, dtype, add_to)
+
+
+def dequantized_product(
+    a: Quantized, b: Quantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
+) -> Tensor:
+    """As `multiply`, of float32 copies of the operands, a chunk of rows of each at a time."""
     out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     depth = a.data.shape[1]
     step = max(1, _CHUNK // max(1, depth) // BLOCK) * BLOCK
@@ -75,14 +96,9 @@ def triton_refusal(device: torch.device) -> str | None:
 
 
 def scaled_mm_product(
-    a: Quantized,  # [M, C], 1x128 scales
-    b: Quantized,  # [N, C]
-    by_block: bool,
-    bias: Tensor | None,  # [N]
-    dtype: torch.dtype,
-    add_to: Tensor | None,  # [M, N] float32
+    a: Quantized, b: Quantized, by_block: bool, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
-    """The same by cuBLAS.  Ragged sizes are padded with rows of zeros, and what they make is cut off."""
+    """As `multiply`, by cuBLAS.  Ragged sizes are padded with rows of zeros, and what they make is cut off."""
     if add_to is not None and cublas.added(a, b, by_block, add_to):
         return add_to
     rows, columns = len(a.data), len(b.data)

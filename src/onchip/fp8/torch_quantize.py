@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.fp8.numbers import BLOCK, FP8_MAX, LEAST_SCALE, SCALE_MULTIPLE, blocks, up
+from onchip.fp8.numbers import BLOCK, COLUMN, FP8_MAX, LEAST_SCALE, ROW, SCALE_MULTIPLE, SQUARE, blocks, up
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Elements of a chunk in float32: 16 MiB.
@@ -30,22 +30,14 @@ def operand(data: Tensor | None, scales: Tensor | None) -> Quantized | None:
     return None if data is None or scales is None else Quantized(data, scales)
 
 
-def empty_rows(rows: int, columns: int, fmt: str, like: Tensor) -> Quantized:
-    """Memory for a matrix [rows, columns] with 1x128 scales."""
-    return Quantized(
-        like.new_empty((rows, up(columns)), dtype=FP8[fmt]),
-        like.new_empty((blocks(columns), rows), dtype=torch.float32),
-    )
-
-
-def empty_blocks(rows: int, columns: int, fmt: str, like: Tensor) -> Quantized:
-    """Memory for a matrix [rows, columns] with 128x128 scales."""
+def empty(rows: int, columns: int, fmt: str, like: Tensor, *, by_block: bool = False) -> Quantized:
+    """Memory for a matrix [rows, columns] with 1x128 scales, or `by_block` with 128x128 ones."""
+    data = like.new_empty((rows, up(columns)), dtype=FP8[fmt])
+    if not by_block:
+        return Quantized(data, like.new_empty((blocks(columns), rows), dtype=torch.float32))
     wide = up(blocks(columns), SCALE_MULTIPLE)
     new = like.new_empty if wide == blocks(columns) else like.new_ones  # what pads them is never written
-    return Quantized(
-        like.new_empty((rows, up(columns)), dtype=FP8[fmt]),
-        new((blocks(rows), wide), dtype=torch.float32),
-    )
+    return Quantized(data, new((blocks(rows), wide), dtype=torch.float32))
 
 
 def nothing(like: Tensor) -> Quantized:
@@ -53,44 +45,32 @@ def nothing(like: Tensor) -> Quantized:
     return Quantized(like.new_empty(0, dtype=FP8["e4m3"]), like.new_empty(0, dtype=torch.float32))
 
 
-def quantize_activation(
-    x: Tensor, fmt: str, scale: str, *, rows: bool, columns: bool
+def quantize(
+    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x [R, C] with 1x128 scales, and x^T with 1x128 scales; None for what isn't asked for."""
+    """x [R, C] and x^T, each with 1x128 scales or both with the same 128x128 ones; None for what isn't asked for."""
     height, width = x.shape
-    by_row = empty_rows(height, width, fmt, x) if rows else None
-    by_column = empty_rows(width, height, fmt, x) if columns else None
+    plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
+    other = empty(width, height, fmt, x, by_block=by_block) if turned else None
     for start, v in _chunks(x):
         end = min(height, start + len(v))
-        if by_row is not None:
-            q, s = _quantized(v[: end - start], (1, BLOCK), fmt, scale)
-            by_row.data[start:end] = q
-            by_row.scales[:, start:end] = s.T
-        if by_column is not None:
-            q, s = _quantized(v[:, :width], (BLOCK, 1), fmt, scale)
-            by_column.data[:, start : start + len(v)] = q.T
-            by_column.scales[start // BLOCK : blocks(end)] = s
-    return by_row, by_column
-
-
-def quantize_weight(
-    w: Tensor, scale: str, *, rows: bool, transposed: bool
-) -> tuple[Quantized | None, Quantized | None]:
-    """w [N, K] and w^T in E4M3 with 128x128 scales, the same numbers; None for what isn't asked for."""
-    height, width = w.shape
-    plain = empty_blocks(height, width, "e4m3", w) if rows else None
-    turned = empty_blocks(width, height, "e4m3", w) if transposed else None
-    for start, v in _chunks(w):
-        end = min(height, start + len(v))
-        q, s = _quantized(v, (BLOCK, BLOCK), "e4m3", scale)
         block = slice(start // BLOCK, blocks(end))
+        squares = _quantized(v, SQUARE, fmt, scale) if by_block else None
         if plain is not None:
+            q, s = squares or _quantized(v[: end - start], ROW, fmt, scale)
             plain.data[start:end] = q[: end - start]
-            plain.scales[block, : blocks(width)] = s
-        if turned is not None:
-            turned.data[:, start : start + len(v)] = q[:, :width].T
-            turned.scales[:, block] = s.T
-    return plain, turned
+            if by_block:
+                plain.scales[block, : blocks(width)] = s
+            else:
+                plain.scales[:, start:end] = s.T
+        if other is not None:
+            q, s = squares or _quantized(v[:, :width], COLUMN, fmt, scale)
+            other.data[:, start : start + len(v)] = q[:, :width].T
+            if by_block:
+                other.scales[:, block] = s.T
+            else:
+                other.scales[block] = s
+    return plain, other
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -88,20 +88,6 @@ def four_bytes(a, b, c, d, FP8: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(x, stride_r, stride_c, r, c, R, C):
-    """x[r, c] in float32, 0 outside of x."""
-    at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-    return tl.load(x + at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_rows(rows, rows_stride, v, scale, r, c, R, FP8: tl.constexpr):
-    """Some rows in FP8."""
-    q = (v * inverse(scale)[:, None]).to(FP8)
-    tl.store(rows + r.to(tl.int64)[:, None] * rows_stride + c[None, :], q, mask=(r < R)[:, None])
-
-
-@triton.jit
 def load_operand(x, stride, row, k, rows, R: tl.constexpr, TMA: tl.constexpr):
     """Step k of R rows of an operand, from `row` on.  What rows beyond the last one hold is never stored."""
     if TMA:
@@ -120,15 +106,12 @@ def scaled_product(
     b_scales,  # BY_BLOCK: [N / 128, b_scale_stride] float32, else [depth / 128, N]
     bias,  # [N]
     out,  # [M, N] out, or added to
-    a_stride,
-    b_stride,
     b_scale_stride,
     out_stride,
     M,
     N,
     depth,  # a multiple of 128
     BY_BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -151,18 +134,18 @@ def scaled_product(
         for k in range(steps):
             # Scales are fetched before the product is waited for: after it, each step would wait for them, too.
             a_scale = tl.load(a_scales + tl.cast(k, tl.int64) * M + m, mask=m < M, other=0.0)
-            x = load_operand(a, a_stride, m0, k, M, BLOCK_M, TMA)
+            x = load_operand(a, depth, m0, k, M, BLOCK_M, TMA)
             if BY_BLOCK:
                 of_block = b_scales + tl.cast(n0 // BLOCK, tl.int64) * b_scale_stride + k
                 scale = a_scale * tl.load(of_block, mask=n0 < N, other=0.0)
-                y = load_operand(b, b_stride, n0, k, N, BLOCK_N, TMA)
+                y = load_operand(b, depth, n0, k, N, BLOCK_N, TMA)
                 acc += tl.dot(x, y.T) * scale[:, None]
             else:
                 n = n0 + tl.arange(0, BLOCK_N)  # here: made before the loop, it took up to 35 registers more
                 b_scale = tl.load(b_scales + tl.cast(k, tl.int64) * N + n, mask=n < N, other=0.0)
-                y = load_operand(b, b_stride, n0, k, N, BLOCK_N, TMA)
+                y = load_operand(b, depth, n0, k, N, BLOCK_N, TMA)
                 acc += tl.dot(x, y.T) * a_scale[:, None] * b_scale[None, :]
-        if BIAS:
+        if bias is not None:
             n = n0 + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if ADD:

@@ -13,11 +13,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
 from onchip.core.configs import device_slug
-from onchip.fp8 import triton_configs
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
-from onchip.fp8.torch_quantize import Quantized, empty_blocks, empty_rows
+from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.fp8.triton_kernels import scaled_product
-from onchip.fp8.triton_tiles import ProductConfig, heuristic_product
+from onchip.fp8.triton_tiles import ProductConfig, heuristic_product, product_sizes, stored_product
 from onchip.fp8.triton_words import quantize_words
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.kernels.triton.launch import Launch, device_of
@@ -29,45 +28,34 @@ _LONGEST_ROW, _MOST_BLOCKS = 1 << 24, 65535
 _TYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
-def quantize_activation(
-    x: Tensor, fmt: str, scale: str, *, rows: bool, columns: bool
+def quantize(
+    x: Tensor, fmt: str, scale: str, *, by_block: bool = False, rows: bool = True, turned: bool = True
 ) -> tuple[Quantized | None, Quantized | None]:
-    """x [R, C] and x^T with 1x128 scales, as `torch_quantize.quantize_activation`, in one launch."""
+    """As `torch_quantize.quantize`, in one launch."""
     height, width = x.shape
-    by_row = empty_rows(height, width, fmt, x) if rows else None
-    by_column = empty_rows(width, height, fmt, x) if columns else None
-    if x.numel() > 0 and (rows or columns):
-        _run(x, quantize_launch(x, by_row, by_column, fmt, scale))
-    return by_row, by_column
-
-
-def quantize_weight(
-    w: Tensor, scale: str, *, rows: bool, transposed: bool
-) -> tuple[Quantized | None, Quantized | None]:
-    """w [N, K] and w^T with 128x128 scales, as `torch_quantize.quantize_weight`, in one launch."""
-    height, width = w.shape
-    plain = empty_blocks(height, width, "e4m3", w) if rows else None
-    turned = empty_blocks(width, height, "e4m3", w) if transposed else None
-    _run(w, quantize_launch(w, plain, turned, "e4m3", scale, by_block=True))
-    return plain, turned
+    plain = empty(height, width, fmt, x, by_block=by_block) if rows else None
+    other = empty(width, height, fmt, x, by_block=by_block) if turned else None
+    if x.numel() > 0:
+        _run(x, quantize_launch(x, plain, other, fmt, scale, by_block=by_block))
+    return plain, other
 
 
 def product(
-    a: Quantized,  # [M, C], 1x128 scales
-    b: Quantized,  # [N, C]
-    by_block: bool,  # b's scales are 128x128, else 1x128
-    bias: Tensor | None,  # [N]
+    a: Quantized,
+    b: Quantized,
+    by_block: bool,
+    bias: Tensor | None,
     dtype: torch.dtype,
-    add_to: Tensor | None,  # [M, N] float32
+    add_to: Tensor | None,
     config: ProductConfig | None = None,
 ) -> Tensor:
-    """A B^T + bias as [M, N] of `dtype`, or `add_to` after adding A B^T to it."""
+    """As `torch_products.multiply`, in one launch."""
     out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
     device, capability, processors, shared = _device(out.device.index)
     if config is None:
-        sizes = triton_configs.product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
+        sizes = product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
         heuristic = heuristic_product(shared)
-        config = triton_configs.stored_product(device, by_block, sizes, dtype_name(out.dtype), heuristic)
+        config = stored_product(device, by_block, sizes, dtype_name(out.dtype), heuristic)
     add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))
     return out
@@ -109,8 +97,6 @@ def quantize_launch(
         "columns_scale_stride": 0 if columns is None else columns.scales.stride(0),
         "R_16": height + 16,
         "C_16": width + 16,
-        "ROWS": rows is not None,
-        "COLUMNS": columns is not None,
         "BY_BLOCK": by_block,
         "FP8": _TYPES[fmt],
         "FP8_MAX": FP8_MAX[fmt],
@@ -147,15 +133,12 @@ def product_launch(
         "b_scales": b.scales,
         "bias": bias,
         "out": _operand(out, config.rows, config.columns // config.parts, tma_out),
-        "a_stride": a.data.stride(0),
-        "b_stride": b.data.stride(0),
         "b_scale_stride": b.scales.stride(0),
         "out_stride": out.stride(0),
         "M": m,
         "N": n,
         "depth": depth,
         "BY_BLOCK": by_block,
-        "BIAS": bias is not None,
         "ADD": add,
         "BLOCK_M": config.rows,
         "BLOCK_N": config.columns,

@@ -1,8 +1,18 @@
-"""How fp8_linear's Triton kernels are cut, and the shared memory that they take.  No framework."""
+"""How fp8_linear's products in Triton are cut: a config that `onchip tune` stored for such sizes, or the heuristic's.
 
-from dataclasses import dataclass
+A layer's three products are stored as what they are, A B^T of so many rows, columns and numbers in each sum.  What
+counts the tokens, and so is another number in every run, is rounded up to a power of two first: the rows, of a weight's
+gradient the length of its sums.  No framework.
+"""
 
-from onchip.fp8.numbers import BLOCK
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from onchip.core.configs import find_config
+from onchip.fp8.numbers import BLOCK, OP
+
+# By whether B has 128x128 scales: the output's and x's gradient's product, and the weight's gradient's.
+KERNELS = {True: "product", False: "wgrad_product"}
 
 
 @dataclass(frozen=True)
@@ -28,15 +38,6 @@ class ProductConfig:
             raise ValueError(f"a stored tile has {self.columns} columns; {BLOCK} is the most")
 
 
-@dataclass(frozen=True)
-class QuantizeConfig:
-    """How a program quantises its block of 128x128."""
-
-    warps: int = 8
-    registers: int | None = None
-    """The most that a thread may have, for more programs at once; None is what was fastest for the matrix."""
-
-
 def heuristic_product(shared: int) -> ProductConfig:
     """The config of a product where nothing was tuned, by the device's shared memory per block in bytes."""
     if shared >= 227 * 1024:
@@ -49,3 +50,22 @@ def product_shared_bytes(c: ProductConfig, element_bytes: int) -> int:
     """Bytes of shared memory of a product's program: operands of all stages, a piece of the result, barriers."""
     operands = c.stages * (c.rows + c.columns) * BLOCK
     return operands + c.rows * c.columns * element_bytes // c.parts + 2048
+
+
+def bucket(tokens: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+def product_sizes(by_block: bool, rows: int, columns: int, depth: int) -> dict[str, int]:
+    """What a config is stored and found by; n and k are exact."""
+    m, n, k = (rows, columns, depth) if by_block else (depth, rows, columns)
+    return {"m": bucket(m), "n": n, "k": k}
+
+
+def stored_product(
+    device: str, by_block: bool, sizes: Mapping[str, int], dtype: str, heuristic: ProductConfig
+) -> ProductConfig:
+    """The config of a product whose result has this dtype, on what `configs.device_slug` names."""
+    found = find_config(OP, KERNELS[by_block], device, dtype, sizes, asdict(heuristic))
+    return heuristic if found.how == "heuristic" else ProductConfig(**found.config)

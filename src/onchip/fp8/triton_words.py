@@ -181,7 +181,7 @@ def four_rows(v, FP8: tl.constexpr, EACH: tl.constexpr):
 @triton.jit
 def quantize_words(
     x,  # [R, C] of 32 or 16 bits, rows contiguous
-    rows,  # [R, up(C)] FP8 out
+    rows,  # [R, up(C)] FP8 out; None: not wanted, and so of columns
     row_scales,  # float32 out: [C / 128, R], or BY_BLOCK [R / 128, rows_scale_stride]
     columns,  # [C, up(R) / 4] int32 out: x^T in FP8, four numbers each
     column_scales,  # float32 out: [R / 128, C], or BY_BLOCK [C / 128, columns_scale_stride]
@@ -192,8 +192,6 @@ def quantize_words(
     columns_scale_stride,
     R_16,  # R + 16 and C + 16: of a size of 1 Triton makes a constant, of what is outside then a load that is never
     C_16,  # taken, and ptxas of that numbers other than 0
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -233,16 +231,16 @@ def quantize_words(
         even_factor = row_factor
         odd_factor = row_factor
         one = tl.arange(0, 1)
-        if ROWS:
+        if rows is not None:
             tl.store(row_scales + tl.cast(i, tl.int64) * rows_scale_stride + j + one, scale)
-        if COLUMNS:
+        if columns is not None:
             tl.store(column_scales + tl.cast(j, tl.int64) * columns_scale_stride + i + one, scale)
     else:
-        if ROWS:
+        if rows is not None:
             scale = to_scale(largest_of_rows(p, DTYPE, EACH), FP8_MAX, POWER_OF_TWO)
             tl.store(row_scales + tl.cast(j, tl.int64) * R + m, scale, mask=None if WHOLE else m < R)
             row_factor = tl.gather(inverse(scale), r, 0)[:, None]
-        if COLUMNS:
+        if columns is not None:
             scale = to_scale(largest_of_columns(p, DTYPE, EACH), FP8_MAX, POWER_OF_TWO)
             tl.store(column_scales + tl.cast(i, tl.int64) * C + n, scale, mask=None if WHOLE else n < C)
             column_factor = tl.gather(inverse(scale), t, 0)
@@ -253,7 +251,7 @@ def quantize_words(
     a = left(p, DTYPE)
     if PAIRS:
         b = right(p, DTYPE)
-    if ROWS:
+    if rows is not None:
         rows += tl.cast(i, tl.int64) * BLOCK * rows_stride + j * BLOCK
         # As wide as what a thread loaded: else Triton makes it 16 bytes, through shared memory.
         at = tl.max_contiguous(r[:, None] * (rows_stride // NUMBERS) + c[None, :], [1, 4])
@@ -262,7 +260,7 @@ def quantize_words(
             tl.store(rows.to(tl.pointer_type(tl.int16)) + at, q, mask=of_rows)
         else:
             tl.store(rows + at, (a * row_factor).to(FP8), mask=of_rows)
-    if COLUMNS:
+    if columns is not None:
         if PAIRS:
             even = four_rows(a * even_factor, FP8, EACH)
             odd = four_rows(b * odd_factor, FP8, EACH)

@@ -133,11 +133,8 @@ class Operator(Generic[C, O]):
         return self.attach(call, made)
 
     def is_plain(self, call: C) -> bool:
-        """Whether nothing watches operators: no compiler, dispatch mode or subclass; plain tensors with storage."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return False
-        plain = (Tensor, Parameter)
-        return all(x is None or (type(x) in plain and not x.is_meta) for x in self.call.tensors_of(call))
+        """Whether a call may run the op's functions directly."""
+        return are_plain(*self.call.tensors_of(call))
 
     def registered(self, call: C) -> O:
         """The outputs by the registered operator, which knows its derivative."""
@@ -262,6 +259,16 @@ class _Node(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------- what both ways share
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether nothing watches operators: no compiler, dispatch mode or subclass; plain tensors with storage."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    for x in tensors:  # noqa: SIM110 - half the time of all()
+        if x is not None and (type(x) not in (Tensor, Parameter) or x.is_meta):
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -2,9 +2,8 @@
 
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, CrossEntropyStats, cross_entropy
-from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears
+from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears, weights_unchanged
 from onchip.ops.fp8_linear.torch_op import fp8_linear, quantize_activation, quantize_weight
-from onchip.ops.fp8_linear.torch_unchanged import weights_unchanged
 from onchip.ops.linear_cross_entropy.torch_op import (
     LinearCrossEntropyLoss,
     LinearCrossEntropyStats,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.fp8 import torch_quantize, triton_configs
-from onchip.fp8 import triton_tiles as triton_spec
+from onchip.fp8 import torch_quantize, triton_tiles
 from onchip.fp8.torch_products import dequantized_product
 from onchip.fp8.torch_quantize import Quantized
 from onchip.fp8.triton_tiles import ProductConfig
@@ -24,14 +23,14 @@ from onchip.tune.harness import worst_error
 
 # The shared memory per block of the devices that the kernels are written for, in bytes.
 HOPPER_SHARED = 232448
-KERNELS = tuple(triton_configs.KERNELS.values())
+KERNELS = tuple(triton_tiles.KERNELS.values())
 # Of the results; a float32 one is a main gradient, or of float32 inputs.
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _both_ways(cases: Iterable[tuple[int, int, int]]) -> dict[str, dict[str, int]]:
     """The sizes of each product by its name, those of equal sizes once; m is a power of two already."""
-    both = [(triton_configs.bucket(m), *nk) for m, n, k in cases for nk in ((n, k), (k, n))]
+    both = [(triton_tiles.bucket(m), *nk) for m, n, k in cases for nk in ((n, k), (k, n))]
     return {f"m{m}-n{n}-k{k}": {"m": m, "n": n, "k": k} for m, n, k in both}
 
 
@@ -48,7 +47,7 @@ _CHECKED_ROWS = 128
 
 def candidates(kernel: str) -> list[dict[str, int]]:
     """The configs to try, Hopper's heuristic one first."""
-    first = triton_spec.heuristic_product(HOPPER_SHARED)
+    first = triton_tiles.heuristic_product(HOPPER_SHARED)
     groups = (4, 8, 16)
     # Two programs to a multiprocessor: one multiplies while the other scales.
     tried = [
@@ -70,7 +69,7 @@ def candidates(kernel: str) -> list[dict[str, int]]:
 def shared_bytes(kernel: str, config: Mapping[str, int], dtype: str) -> int:
     """Shared memory in bytes of the programs that a multiprocessor runs at once."""
     c = ProductConfig(**config)
-    return c.per_processor * triton_spec.product_shared_bytes(c, DTYPE_BYTES[dtype])
+    return c.per_processor * triton_tiles.product_shared_bytes(c, DTYPE_BYTES[dtype])
 
 
 class Problem(NamedTuple):
@@ -86,17 +85,14 @@ class Problem(NamedTuple):
 def make_problem(kernel: str, device: str, dtype: str, *, m: int, n: int, k: int) -> Problem:
     """Seeded operands on the device."""
     rng = torch.Generator(device).manual_seed(0)
-    by_block = kernel == triton_configs.KERNELS[True]
+    by_block = kernel == triton_tiles.KERNELS[True]
     rows, columns, depth = (m, n, k) if by_block else (n, k, m)
 
     def normal(height: int) -> Tensor:
         return torch.randn(height, depth, generator=rng, device=device, dtype=torch.bfloat16)
 
-    a, _ = torch_quantize.quantize_activation(normal(rows), "e4m3", "float32", rows=True, columns=False)
-    if by_block:
-        b, _ = torch_quantize.quantize_weight(normal(columns), "float32", rows=True, transposed=False)
-    else:
-        b, _ = torch_quantize.quantize_activation(normal(columns), "e4m3", "float32", rows=True, columns=False)
+    a, _ = torch_quantize.quantize(normal(rows), "e4m3", "float32", turned=False)
+    b, _ = torch_quantize.quantize(normal(columns), "e4m3", "float32", by_block=by_block, turned=False)
     assert a is not None
     assert b is not None
     half = _CHECKED_ROWS // 2

@@ -77,14 +77,13 @@ class Problem:
     @cached_property
     def operands(self) -> dict[str, Operands]:
         """What each product in PyTorch multiplies.  All quantisers make the same bits; a kernel takes less time."""
+        from onchip.fp8.torch_operands import quantizer
         from onchip.fp8.torch_products import triton_refusal
-        from onchip.ops.fp8_linear import torch_op
 
-        kernels = triton_refusal(self.x.device) is None
-        backend = torch_op._backend("triton" if kernels else "dequantize")
-        x, x_turned = backend.quantize_activation(self.x.detach(), "e4m3", "float32", rows=True, columns=True)
-        g, g_turned = backend.quantize_activation(self.grad_out, "e4m3", "float32", rows=True, columns=True)
-        w, w_turned = backend.quantize_weight(self.weight.detach(), "float32", rows=True, transposed=True)
+        quantize = quantizer("triton" if triton_refusal(self.x.device) is None else "dequantize")
+        x, x_turned = quantize(self.x.detach(), "e4m3", "float32")
+        g, g_turned = quantize(self.grad_out, "e4m3", "float32")
+        w, w_turned = quantize(self.weight.detach(), "e4m3", "float32", by_block=True)
         made = (Operands(x, w, True), Operands(g, w_turned, True), Operands(g_turned, x_turned, False))
         return dict(zip(PRODUCTS, made, strict=True))
 
@@ -260,9 +259,9 @@ def _chosen(impl: Implementation, problem: Problem, mode: str = "") -> dict[str,
 
 
 def _own_steps(impl: Implementation, problem: Problem, layer: Layer) -> Mapping[str, Step]:
-    from onchip.ops.fp8_linear import torch_op
+    from onchip.fp8.torch_products import product_of
 
-    product = torch_op._backend(_chosen(impl, problem)["backend"]).product
+    product = product_of(_chosen(impl, problem)["backend"])
     return {**TORCH.plain_steps(problem, layer), **_product_steps(problem, product)}
 
 

@@ -1,28 +1,29 @@
 """fp8_linear for PyTorch: the public functions and their operators.
 
-Read from the top: a public function checks its inputs, chooses a backend and calls one operator.  `_forward` quantises
-x and the weight, unless they come quantised, and leaves the transposed copies of both for backward; `_gradients`
-quantises the output's gradient.  Each backend is a quantiser and a product: see `_backend`.  The maths is in the
-package's docstring.
+Read from the top: a public function checks its inputs, chooses a backend, quantises x and the weight unless they come
+quantised, and calls one operator on the copies.  `_forward` multiplies them, and the transposed ones are kept for
+backward; `_gradients` quantises the output's gradient.  Each backend is a quantiser and a product: `quantizer` and
+`product_of` of `onchip.fp8`.  The maths is in the package's docstring.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.fp8 import numbers, torch_quantize
+from onchip.fp8 import numbers
 from onchip.fp8.numbers import OP, Options
 from onchip.fp8.torch_operands import (
+    Copies,
     QuantizedActivation,
     QuantizedWeight,
-    WeightCopies,
-    check_quantized,
-    weight_operands,
+    check_unchanged,
+    copies_of,
+    quantizer,
 )
-from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal, triton_refusal
-from onchip.fp8.torch_quantize import Quantized, operand
+from onchip.fp8.torch_products import multiply, scaled_mm_refusal, triton_refusal
+from onchip.fp8.torch_quantize import operand
 from onchip.frontend.options import require_bool, require_one_of
 from onchip.frontend.torch_inputs import DTYPES, check_kinds, check_weight_grad_out, dtype_name, require_tensors
 from onchip.frontend.torch_register import Made, Wanted, needed, register
@@ -99,24 +100,18 @@ def fp8_linear(
     """
     options = Options(grad_dtype, scale)
     require_bool(OP, "check_inputs", check_inputs)
-    shared = x if isinstance(x, QuantizedActivation) else None
-    given: Tensor = x if shared is None else shared.x  # type: ignore[assignment]
-    quantized = weight if isinstance(weight, QuantizedWeight) else None
-    matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
+    given = x.x if isinstance(x, QuantizedActivation) else x
+    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     check_kinds(OP, require_tensors(OP, {"x": given, "weight": matrix, "bias": bias}, ("bias",)), integers=())
     spec.check_shapes(given.shape, matrix.shape, None if bias is None else bias.shape)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = needed(given, matrix, bias)
-    of_x, of_weight = ActivationCopies(), WeightCopies()
-    if shared is not None:
-        check_quantized(OP, shared, scale, wanted="weight" if grads[1] else None)
-        of_x = ActivationCopies(*shared[1:5])
-    if quantized is not None:
-        check_quantized(OP, quantized, scale, wanted="x" if grads[0] else None)
-        of_weight = WeightCopies(*quantized[1:5])
     dtype = _result_dtype(given)
-    call = Call(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check_inputs, grads)
+    of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted="weight" if grads[1] else None)
+    of_weight = copies_of(OP, weight, scale, chosen, by_block=True, wanted="x" if grads[0] else None)
+    check = weight is not matrix and (check_inputs or not matrix.is_cuda)
+    call = Call(given, matrix, bias, of_x, of_weight, weight_grad_out, dtype, options, chosen, check, grads)
     return OPERATOR(call).out
 
 
@@ -154,7 +149,8 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
     check_kinds(name, require_tensors(name, {"x": x}, ()), integers=())
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"{name}: x must be [..., K] with K >= 1; got shape {list(x.shape)}")
-    return QuantizedActivation(x, *_quantized(x, scale, _choose(name, backend, x), by_block=False), scale)
+    chosen, wanted = _choose(name, backend, x), "weight" if torch.is_grad_enabled() else None
+    return QuantizedActivation(x, *copies_of(name, x, scale, chosen, by_block=False, wanted=wanted), scale)
 
 
 def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "auto") -> QuantizedWeight:
@@ -191,16 +187,8 @@ def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "a
     check_kinds(name, require_tensors(name, {"weight": weight}, ()), integers=())
     if weight.ndim != 2 or weight.numel() == 0:
         raise ValueError(f"{name}: weight must be [N, K] with N, K >= 1; got shape {list(weight.shape)}")
-    return QuantizedWeight(weight, *_quantized(weight, scale, _choose(name, backend, weight), by_block=True), scale)
-
-
-def _quantized(
-    x: Tensor, scale: str, backend: str, *, by_block: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The copy in rows and its scales, and where gradients are on the transposed one's, else None."""
-    both = torch.is_grad_enabled()
-    rows, row_scales, turned, turned_scales = _quantize_op(x.detach(), scale, backend, by_block, both)
-    return (rows, row_scales, turned, turned_scales) if both else (rows, row_scales, None, None)
+    chosen, wanted = _choose(name, backend, weight), "x" if torch.is_grad_enabled() else None
+    return QuantizedWeight(weight, *copies_of(name, weight, scale, chosen, by_block=True, wanted=wanted), scale)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
@@ -228,88 +216,7 @@ def _choose(op: str, backend: str, x: Tensor, grad_dtype: str = "e4m3") -> str:
     return choose_backend(op, backend, refusals(x.device, grad_dtype))
 
 
-# --------------------------------------------------------------------------------------------------- what a backend is
-
-
-class _Backend(NamedTuple):
-    """How operands are quantised, and how they are multiplied."""
-
-    quantize_activation: Any
-    quantize_weight: Any
-    product: Any
-
-
-def _backend(name: str) -> _Backend:
-    """Both quantisers make the same bits; Triton's reads a matrix once."""
-    if name == "dequantize":
-        return _Backend(torch_quantize.quantize_activation, torch_quantize.quantize_weight, dequantized_product)
-    from onchip.fp8 import triton_launches as kernels
-
-    product = kernels.product if name == "triton" else scaled_mm_product
-    return _Backend(kernels.quantize_activation, kernels.quantize_weight, product)
-
-
-def _multiply(
-    backend: _Backend,
-    a: Quantized | None,  # [M, C]
-    b: Quantized | None,  # [N, C]
-    *,
-    by_block: bool,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    add_to: Tensor | None = None,
-) -> Tensor:
-    """A B^T + bias as [M, N] of `dtype`; or added to `add_to`, which is returned."""
-    assert a is not None
-    assert b is not None
-    if 0 in (len(a.data), a.data.shape[1]):  # no rows, or a weight's gradient of none
-        return a.data.new_zeros((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
-    made: Tensor = backend.product(a, b, by_block, bias, dtype, add_to)
-    return made
-
-
-# ------------------------------------------------------------------------------------------------ registered operators
-
-
-@torch.library.custom_op(
-    "onchip::fp8_quantize",
-    mutates_args=(),
-    schema="(Tensor x, str scale, str backend, bool by_block, bool both) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _quantize_op(x: Tensor, scale: str, backend: str, by_block: bool, both: bool) -> tuple[Tensor, ...]:
-    """The copies of a `QuantizedWeight`, or of a `QuantizedActivation`; without `both` the last two are empty."""
-    of, flat = _backend(backend), x.reshape(-1, x.shape[-1])
-    if by_block:
-        made = of.quantize_weight(flat, scale, rows=True, transposed=both)
-    else:
-        made = of.quantize_activation(flat, "e4m3", scale, rows=True, columns=both)
-    return (*made[0], *(made[1] or torch_quantize.nothing(x)))
-
-
-@_quantize_op.register_fake
-def _(x: Tensor, scale: str, backend: str, by_block: bool, both: bool) -> tuple[Tensor, ...]:
-    k = x.shape[-1]
-    m = x.numel() // k
-    empty = torch_quantize.empty_blocks if by_block else torch_quantize.empty_rows
-    return (*empty(m, k, "e4m3", x), *(empty(k, m, "e4m3", x) if both else torch_quantize.nothing(x)))
-
-
-class ActivationCopies(NamedTuple):
-    """The copies of a `QuantizedActivation`; all None where the call makes its own."""
-
-    rows: Tensor | None = None
-    row_scales: Tensor | None = None
-    columns: Tensor | None = None
-    column_scales: Tensor | None = None
-
-
-class Turned(NamedTuple):
-    """The transposed copies for backward; None where its gradient isn't needed."""
-
-    columns: Tensor | None = None  # [K, M] of x, and its scales: for the weight's gradient
-    column_scales: Tensor | None = None
-    transposed: Tensor | None = None  # [K, N] of the weight, and its scales: for x's
-    transposed_scales: Tensor | None = None
+# ------------------------------------------------------------------------------------------------ registered operator
 
 
 class Call(NamedTuple):
@@ -318,37 +225,29 @@ class Call(NamedTuple):
     x: Tensor  # [..., K]
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
-    of_x: ActivationCopies
-    of_weight: WeightCopies
+    of_x: Copies
+    of_weight: Copies
     weight_grad_out: Tensor | None  # [N, K] float32; used in backward
     dtype: torch.dtype
     options: Options
     backend: str
-    check_inputs: bool
+    check_weight: bool  # compare its copies, which the caller made, with it
     grads: tuple[bool, ...]  # of x, weight, bias
-
-    @property
-    def makes_columns(self) -> bool:
-        """Whether x's transposed copy is made here for backward."""
-        return self.grads[1] and self.of_x.rows is None
-
-    @property
-    def makes_transposed(self) -> bool:
-        """Whether the weight's transposed copy is."""
-        return self.grads[0] and self.of_weight.weight_rows is None
 
 
 class Outputs(NamedTuple):
-    """The operator's results."""
+    """The operator's result."""
 
     out: Tensor  # [..., N]
-    made: Turned  # what was not given
 
 
 class Kept(NamedTuple):
     """What backward is given: neither x nor the weight, of which it multiplies the copies."""
 
-    turned: Turned
+    columns: Tensor | None  # [K, M]: x^T, for the weight's gradient
+    column_scales: Tensor | None
+    transposed: Tensor | None  # [K, N]: the weight's, for x's
+    transposed_scales: Tensor | None
     weight_grad_out: Tensor | None
     x_dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -358,46 +257,23 @@ class Kept(NamedTuple):
 
 
 def _forward(call: Call) -> Outputs:
-    backend, scale = _backend(call.backend), call.options.scale
-    rows, columns = operand(call.of_x.rows, call.of_x.row_scales), None
-    if rows is None:
-        flat = call.x.reshape(-1, call.x.shape[-1])
-        rows, columns = backend.quantize_activation(flat, "e4m3", scale, rows=True, columns=call.makes_columns)
-    weight, transposed = weight_operands(
-        OP,
-        call.weight,
-        call.of_weight,
-        scale,
-        backend.quantize_weight,
-        transposed=call.makes_transposed,
-        check=call.check_inputs,
-    )
+    if call.check_weight:
+        check_unchanged(OP, call.weight, call.of_weight, call.options.scale, call.backend)
     bias = None if call.bias is None else call.bias.contiguous()  # as kernels take it
-    out = _multiply(backend, rows, weight, by_block=True, dtype=call.dtype, bias=bias)
-    made = _turned(columns, transposed if call.makes_transposed else None)
-    return Outputs(out.view(*call.x.shape[:-1], len(call.weight)), made)
+    x, weight = call.of_x.operand, call.of_weight.operand
+    out = multiply(call.backend, x, weight, by_block=True, dtype=call.dtype, bias=bias)
+    return Outputs(out.view(*call.x.shape[:-1], len(call.weight)))
 
 
 def _fake(call: Call) -> Outputs:
-    (n, k), x = call.weight.shape, call.x
-    columns = torch_quantize.empty_rows(k, x.numel() // k, "e4m3", x) if call.makes_columns else None
-    transposed = torch_quantize.empty_blocks(k, n, "e4m3", x) if call.makes_transposed else None
-    return Outputs(x.new_empty((*x.shape[:-1], n), dtype=call.dtype), _turned(columns, transposed))
-
-
-def _turned(columns: Quantized | None, transposed: Quantized | None) -> Turned:
-    return Turned(*(columns or (None, None)), *(transposed or (None, None)))
+    return Outputs(call.x.new_empty((*call.x.shape[:-1], len(call.weight)), dtype=call.dtype))
 
 
 def _save(call: Call, outputs: Outputs) -> Kept:
-    # What wasn't made, and so isn't given on, is empty where it comes from the registered operator.
-    of_x = outputs.made if call.makes_columns else call.of_x
-    of_weight = outputs.made if call.makes_transposed else call.of_weight
+    nothing = (None, None)
     return Kept(
-        _turned(
-            operand(of_x.columns, of_x.column_scales) if call.grads[1] else None,
-            operand(of_weight.transposed, of_weight.transposed_scales) if call.grads[0] else None,
-        ),
+        *(call.of_x[2:] if call.grads[1] else nothing),
+        *(call.of_weight[2:] if call.grads[0] else nothing),
         call.weight_grad_out,
         call.x.dtype,
         call.weight.dtype,
@@ -411,20 +287,20 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
     by_x, by_weight, by_bias = wanted
-    flat, backend = grad_out.reshape(-1, grad_out.shape[-1]), _backend(kept.backend)
+    flat, options = grad_out.reshape(-1, grad_out.shape[-1]), kept.options
     grad_x = grad_weight = grad_bias = None
     if by_bias:
         grad_bias = flat.sum(0, dtype=torch.float32).to(kept.bias_dtype)
     if by_x or by_weight:
-        o = kept.options
-        rows, columns = backend.quantize_activation(flat, o.grad_dtype, o.scale, rows=by_x, columns=by_weight)
+        quantize = quantizer(kept.backend)
+        rows, columns = quantize(flat, options.grad_dtype, options.scale, rows=by_x, turned=by_weight)
     if by_x:
-        weight = operand(kept.turned.transposed, kept.turned.transposed_scales)
-        grad_x = _multiply(backend, rows, weight, by_block=True, dtype=kept.x_dtype)
+        weight = operand(kept.transposed, kept.transposed_scales)
+        grad_x = multiply(kept.backend, rows, weight, by_block=True, dtype=kept.x_dtype)
         grad_x = grad_x.view(*grad_out.shape[:-1], grad_x.shape[1])
     if by_weight:
-        x, out = operand(kept.turned.columns, kept.turned.column_scales), kept.weight_grad_out
-        made = _multiply(backend, columns, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
+        x, out = operand(kept.columns, kept.column_scales), kept.weight_grad_out
+        made = multiply(kept.backend, columns, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
         grad_weight = made if out is None else None
     return grad_x, grad_weight, grad_bias
 
@@ -432,17 +308,17 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
-    n, (columns, _, transposed, _) = grad_out.shape[-1], kept.turned
+    n = grad_out.shape[-1]
     grad_x = grad_weight = None
-    if wanted[0] and transposed is not None:
-        grad_x = grad_out.new_empty((*grad_out.shape[:-1], len(transposed)), dtype=kept.x_dtype)
-    if wanted[1] and columns is not None and kept.weight_grad_out is None:
-        grad_weight = grad_out.new_empty((n, len(columns)), dtype=kept.weight_dtype)
+    if wanted[0] and kept.transposed is not None:
+        grad_x = grad_out.new_empty((*grad_out.shape[:-1], len(kept.transposed)), dtype=kept.x_dtype)
+    if wanted[1] and kept.columns is not None and kept.weight_grad_out is None:
+        grad_weight = grad_out.new_empty((n, len(kept.columns)), dtype=kept.weight_dtype)
     return grad_x, grad_weight, grad_out.new_empty(n, dtype=kept.bias_dtype) if wanted[2] else None
 
 
 OPERATOR = register(
-    "fp8_linear",
+    "fp8_linear_of_copies",
     op=OP,
     forward=_forward,
     fake=_fake,

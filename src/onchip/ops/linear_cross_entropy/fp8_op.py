@@ -1,42 +1,29 @@
-"""linear_cross_entropy with precision='fp8': its operators and autograd.
+"""linear_cross_entropy with precision='fp8': its operator and autograd.
 
-The three products are those of fp8_linear: hidden states and the logits' gradient with 1x128 scales along what is
-summed, the weight with 128x128.  For the weight's gradient it is the hidden states that have 128x128 scales.  Forward
-takes chunks of tokens: the logits of a chunk, their softmax, its gradient in FP8, hidden's gradient.  The target's own
-logit, on which the loss depends most, is made of numbers that are not quantised.  The transposed FP8 gradient of all
-tokens is kept, and backward makes the weight's gradient of it in one product, whose scales carry the upstream gradient:
-so it is rounded once.
+Forward makes hidden's gradient and keeps the logits' in FP8, both for an upstream gradient of 1.  Backward multiplies
+with the upstream gradient and makes the weight's.  The walk is `vocab.fp8.walk`.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.fp8 import torch_quantize
-from onchip.fp8.numbers import blocks
-from onchip.fp8.torch_operands import QuantizedWeight, WeightCopies, weight_operands
-from onchip.fp8.torch_products import dequantized_product, scaled_mm_product, scaled_mm_refusal
-from onchip.fp8.torch_quantize import Quantized, empty_rows
+from onchip.fp8.torch_operands import Copies, QuantizedWeight, check_unchanged, copies_of, quantizer
+from onchip.fp8.torch_products import multiply, scaled_mm_refusal
+from onchip.fp8.torch_quantize import operand
+from onchip.frontend.torch_autograd import scale_stash
 from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_outputs
-from onchip.vocab.fp8 import memory as fp8_spec
-from onchip.vocab.fp8 import torch as fp8_torch
-from onchip.vocab.fp8.torch import Gradient, Softmax
+from onchip.vocab.fp8 import memory, walk
+from onchip.vocab.fp8.torch import Call as LogitsCall
+from onchip.vocab.fp8.walk import QUANTIZERS, SCALE, Parts, products_of
 from onchip.vocab.rows.launches import flat
-from onchip.vocab.torch.tiles import spans
-
-# What "auto" tries first.
-BACKENDS = ("triton", "torch")
-SCALE = "float32"
-# What the logits of a chunk are stored in.
-LOGITS = torch.bfloat16
 
 
 def check_options(options: Options, *, grad_bias: bool) -> None:
@@ -55,32 +42,17 @@ def check_options(options: Options, *, grad_bias: bool) -> None:
 
 def refusals(device: torch.device) -> dict[str, str | None]:
     """Why each backend can't serve a call on this device, or None; in the order in which "auto" tries them."""
-    reasons = {"triton": _triton_refusal(device)}
-    return {name: reasons.get(name) for name in BACKENDS}
-
-
-def _triton_refusal(device: torch.device) -> str | None:
-    return scaled_mm_refusal(device) or device_refusal(device.type, device.index, torch.bfloat16)
-
-
-# ------------------------------------------------------------------------------------------------ registered operator
+    triton = scaled_mm_refusal(device) or device_refusal(device.type, device.index, torch.bfloat16)
+    return {"triton": triton, "torch": None}
 
 
 class Fp8Call(NamedTuple):
     """The arguments of the operator."""
 
     call: Call
-    copies: WeightCopies
+    copies: Copies  # of the weight
+    check_weight: bool  # compare the copies, which the caller made, with it
     backend: str
-
-
-class Parts(NamedTuple):
-    """Of what the gradients are made, for an upstream gradient of 1; what isn't asked for is empty."""
-
-    grad_hidden: Tensor  # float32
-    columns: Tensor  # the logits' gradient, transposed in FP8
-    column_scales: Tensor
-    grad_bias: Tensor  # float32
 
 
 class Fp8Outputs(NamedTuple):
@@ -97,113 +69,39 @@ class Kept(NamedTuple):
     hidden: Tensor | None  # where weight needs a gradient
     target: Tensor
     weight_grad_out: Tensor | None
-    hidden_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # of hidden, weight and bias
     backend: str
     ignore_index: int
     reduction: str
 
 
 def _forward(arguments: Fp8Call) -> Fp8Outputs:
-    call, options = arguments.call, arguments.call.options
-    shape = call.target.shape
-    # Of the inputs' own dtypes, whatever autocast's.
-    problem = replace(call.problem("cuda" if arguments.backend == "triton" else "cpu"), dtype=DTYPES[call.hidden.dtype])
+    call, options, backend = arguments.call, arguments.call.options, arguments.backend
+    if arguments.check_weight:
+        check_unchanged(OP, call.weight, arguments.copies, SCALE, QUANTIZERS[backend])
     if options.check_inputs or not call.hidden.is_cuda:
         call.tokens(check_values=True)
-    softmax = Softmax.empty(call.target.numel(), call.hidden, stats=options.return_stats)
-    logits_call = fp8_torch.Call(
+    # Of the inputs' own dtypes, whatever autocast's.
+    problem = replace(call.problem("cuda" if backend == "triton" else "cpu"), dtype=DTYPES[call.hidden.dtype])
+    shape = call.target.shape
+    logits_call = LogitsCall(
         call.target.reshape(-1).to(torch.int64).contiguous(),
         None if call.token_weight is None else flat(call.token_weight),
         None if call.token_temperature is None else flat(call.token_temperature.expand(shape)),
         call.divisor(call.target != options.ignore_index),
         options,
     )
-    kept = _walk(arguments, logits_call, fp8_spec.plan(problem, call.budget), softmax)
-    out = Outputs(
-        softmax.loss.view(shape) if options.reduction == "none" else softmax.loss.sum() / logits_call.divisor,
-        softmax.lse.view(shape),
-        softmax.log_prob.view(shape),
-        None if softmax.entropy is None else softmax.entropy.view(shape),
-        None if softmax.correct is None else softmax.correct.view(shape),
-    )
-    return Fp8Outputs(out, kept)
+    layer, chunk = (call.hidden, call.weight, arguments.copies, call.bias), memory.plan(problem, call.budget)
+    softmax, parts = walk.forward(backend, *layer, logits_call, call.grads, chunk)
+    out = Outputs._make(None if x is None else x.view(shape) for x in softmax)
+    if options.reduction != "none":
+        out = out._replace(loss=softmax.loss.sum() / logits_call.divisor)
+    return Fp8Outputs(out, parts)
 
 
 def _fake(arguments: Fp8Call) -> Fp8Outputs:
-    return Fp8Outputs(empty_outputs(arguments.call), _empty_parts(arguments.call))
-
-
-def _empty_parts(call: Call) -> Parts:
-    """Memory for what backward needs."""
-    vocab, hidden = call.weight.shape[0], call.hidden
-    grad_hidden, grad_weight, grad_bias = call.grads
-    columns = empty_rows(vocab, call.target.numel(), "e4m3", hidden) if grad_weight else torch_quantize.nothing(hidden)
-    return Parts(
-        hidden.new_empty(hidden.shape if grad_hidden else 0, dtype=torch.float32),
-        *columns,
-        hidden.new_empty(vocab if grad_bias else 0, dtype=torch.float32),
-    )
-
-
-def _backend(name: str, device: torch.device) -> tuple[Any, Any, Callable[..., Tensor]]:
-    """What quantises, what takes the softmax of a chunk's logits, and the product of quantised operands."""
-    # Triton's interpreter, on the CPU, has no cuBLAS beside it.
-    product = scaled_mm_product if name == "triton" and device.type == "cuda" else dequantized_product
-    if name == "torch":
-        return torch_quantize, fp8_torch, product
-    from onchip.fp8 import triton_launches
-    from onchip.vocab.fp8 import launches
-
-    return triton_launches, launches, product
-
-
-def _walk(arguments: Fp8Call, logits_call: fp8_torch.Call, chunk: int, softmax: Softmax) -> Parts:
-    """Fill `softmax`, chunk by chunk, and return what backward needs."""
-    a = arguments.call
-    tokens, (vocab, size) = a.target.numel(), a.weight.shape
-    quantize, softmaxes, product = _backend(arguments.backend, a.hidden.device)
-    kept = _empty_parts(a)
-    grad_hidden, columns, column_scales, grad_bias = kept
-    wanted = any(a.grads)
-    weight, transposed = weight_operands(
-        OP,
-        a.weight,
-        arguments.copies,
-        SCALE,
-        quantize.quantize_weight,
-        transposed=a.grads[0],
-        check=a.options.check_inputs,
-    )
-    bias = None if a.bias is None else a.bias.to(LOGITS).contiguous()  # as kernels take it
-    hidden = a.hidden.reshape(-1, size)
-    ignored = (logits_call.target == a.options.ignore_index)[:, None]
-    if a.grads[2]:
-        grad_bias.zero_()
-    for start, stop in spans(tokens, chunk):
-        n = stop - start
-        # An ignored token's hidden state may be NaN, and its row of the gradient is 0 times something.
-        h = hidden[start:stop].masked_fill(ignored[start:stop], 0).contiguous()
-        rows, _ = quantize.quantize_activation(h, "e4m3", SCALE, rows=True, columns=False)
-        logits = product(rows, weight, True, bias, LOGITS, None)
-        of_targets = softmaxes.target_logits(h, a.weight, bias, logits_call.target[start:stop])
-        del h, rows
-        into = Gradient(
-            empty_rows(n, vocab, "e4m3", a.hidden) if a.grads[0] else None,
-            Quantized(columns, column_scales) if a.grads[1] else None,
-            grad_bias.new_empty(blocks(n), vocab) if a.grads[2] else None,
-        )
-        softmaxes.softmax_of_chunk(logits_call, logits, of_targets, start, softmax, into if wanted else None)
-        del logits
-        if a.grads[0]:
-            made = product(into.rows, transposed, True, None, torch.float32, None)
-            grad_hidden.view(-1, size)[start:stop] = made
-            del made
-        if into.sums is not None:
-            grad_bias += into.sums.sum(0)
-        del into  # before the next chunk's is made
-    return kept
+    call = arguments.call
+    return Fp8Outputs(empty_outputs(call), Parts.empty(call.hidden, call.weight, call.grads))
 
 
 def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
@@ -213,7 +111,7 @@ def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
         call.hidden if call.grads[1] else None,
         call.target,
         call.weight_grad_out,
-        *call.dtypes,
+        call.dtypes,
         arguments.backend,
         options.ignore_index,
         options.reduction,
@@ -221,53 +119,44 @@ def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:
 
 
 def _gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
-    grad_loss = upstreams[0]
+    (grad_loss,) = upstreams
     assert grad_loss is not None
-    grad_hidden = grad_weight = grad_bias = None
-    counted = kept.target != kept.ignore_index
-    upstream = grad_loss.float()
-    if kept.reduction == "none":
+    counted, upstream, per_token = kept.target != kept.ignore_index, grad_loss.float(), kept.reduction == "none"
+    if per_token:
         upstream = upstream.masked_fill(~counted, 0)[..., None]
-    if wanted[0]:
-        out = torch.empty_like(kept.parts.grad_hidden, dtype=kept.hidden_dtype)
-        grad_hidden = torch.mul(kept.parts.grad_hidden, upstream, out=out)
-    if wanted[1]:
-        assert kept.hidden is not None
-        quantize, _, product = _backend(kept.backend, kept.hidden.device)
-        # Not 0 times it: an ignored token's hidden state may be NaN.
-        h = kept.hidden.masked_fill(~counted[..., None], 0)
-        if kept.reduction == "none":
-            h = h * upstream
-        h = h.reshape(-1, h.shape[-1])
-        if len(h) == 0:
-            grad_weight = grad_loss.new_zeros((len(kept.parts.columns), h.shape[1]), dtype=kept.weight_dtype)
-        else:
-            _, turned = quantize.quantize_weight(h, SCALE, rows=False, transposed=True)
-            if kept.reduction != "none":
-                turned.scales.mul_(upstream)
-            columns = Quantized(kept.parts.columns, kept.parts.column_scales)
-            grad_weight = product(columns, turned, True, None, kept.weight_dtype, kept.weight_grad_out)
-        if kept.weight_grad_out is not None:
-            grad_weight = None
-    if wanted[2]:
-        grad_bias = (kept.parts.grad_bias * upstream).to(kept.bias_dtype)
-    return grad_hidden, grad_weight, grad_bias
+    grad_hidden, grad_bias = (
+        scale_stash(x, upstream, kept.dtypes[i]) if wanted[i] and x is not None else None
+        for i, x in ((0, kept.parts.grad_hidden), (2, kept.parts.grad_bias))
+    )
+    if not wanted[1]:
+        return grad_hidden, None, grad_bias
+    assert kept.hidden is not None
+    # Not 0 times it: an ignored token's hidden state may be NaN.
+    h = kept.hidden.masked_fill(~counted[..., None], 0)
+    if per_token:
+        h = h * upstream
+    h, add_to = h.reshape(-1, h.shape[-1]), kept.weight_grad_out
+    _, turned = quantizer(QUANTIZERS[kept.backend])(h, "e4m3", SCALE, by_block=True, rows=False)
+    if not per_token and turned is not None:
+        turned.scales.mul_(upstream)
+    products, columns = products_of(kept.backend, h), operand(kept.parts.columns, kept.parts.column_scales)
+    made = multiply(products, columns, turned, by_block=True, dtype=kept.dtypes[1], add_to=add_to)
+    return grad_hidden, made if add_to is None else None, grad_bias
 
 
 def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
-    like = kept.target
-    grad_weight = None
-    if wanted[1] and kept.weight_grad_out is None and kept.hidden is not None:
-        grad_weight = like.new_empty((kept.parts.columns.shape[0], kept.hidden.shape[-1]), dtype=kept.weight_dtype)
-    return (
-        like.new_empty(kept.parts.grad_hidden.shape, dtype=kept.hidden_dtype) if wanted[0] else None,
-        grad_weight,
-        like.new_empty(kept.parts.grad_bias.shape, dtype=kept.bias_dtype) if wanted[2] else None,
+    grad_hidden, grad_bias = (
+        torch.empty_like(x, dtype=kept.dtypes[i]) if wanted[i] and x is not None else None
+        for i, x in ((0, kept.parts.grad_hidden), (2, kept.parts.grad_bias))
     )
+    grad_weight, columns = None, kept.parts.columns
+    if wanted[1] and columns is not None and kept.hidden is not None and kept.weight_grad_out is None:
+        grad_weight = kept.hidden.new_empty((len(columns), kept.hidden.shape[-1]), dtype=kept.dtypes[1])
+    return grad_hidden, grad_weight, grad_bias
 
 
 LOSS = register(
-    "linear_cross_entropy_fp8_loss",
+    "linear_cross_entropy_in_fp8",
     op=OP,
     forward=_forward,
     fake=_fake,
@@ -279,8 +168,11 @@ LOSS = register(
 )
 
 
-def arguments_of(call: Call, quantized: QuantizedWeight | None, backend: str) -> Fp8Call:
+def arguments_of(call: Call, weight: Tensor | QuantizedWeight, backend: str) -> Fp8Call:
     """The arguments of the operator, of a call."""
     check_options(call.options, grad_bias=call.grads[2])
-    copies = WeightCopies(None, None, None, None) if quantized is None else WeightCopies(*quantized[1:5])
-    return Fp8Call(call, copies, choose_backend(OP, backend, refusals(call.hidden.device)))
+    chosen = choose_backend(OP, backend, refusals(call.hidden.device))
+    wanted = "hidden" if call.grads[0] else None
+    copies = copies_of(OP, weight, SCALE, QUANTIZERS[chosen], by_block=True, wanted=wanted)
+    check = weight is not call.weight and (call.options.check_inputs or not call.weight.is_cuda)
+    return Fp8Call(call, copies, check, chosen)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
-from onchip.fp8.torch_operands import QuantizedWeight, check_quantized
+from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend.options import require_positive
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -158,10 +158,9 @@ def linear_cross_entropy(
         return_stats=return_stats,
         precision=precision,
     )
-    quantized = weight if isinstance(weight, QuantizedWeight) else None
-    if quantized is not None and precision != "fp8":
+    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
+    if matrix is not weight and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
-    matrix: Tensor = weight if quantized is None else quantized.weight  # type: ignore[assignment]
     constants = {"token_weight": token_weight, "temperature": per_token_temperature}
     dtype = check_tensors({"hidden": hidden, "weight": matrix, "target": target, "bias": bias} | constants)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
@@ -187,9 +186,7 @@ def linear_cross_entropy(
     operator: Operator[Any, Any]
     arguments: Any
     if chosen == "fp8":
-        if quantized is not None:
-            check_quantized(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
-        operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, quantized, backend)
+        operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":
         operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
     else:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, load_numbers, magnitude_bits, store_rows, to_scale
-from onchip.kernels.triton.maths import LOG2E, gradient_terms, tanh
+from onchip.fp8.triton_kernels import BLOCK, four_bytes, inverse, magnitude_bits, to_scale
+from onchip.kernels.triton.maths import tanh
 
 FP8_MAX = tl.constexpr(448.0)
 
@@ -47,67 +47,13 @@ def target_logits(
     tl.store(logits + t, z)
 
 
-@triton.jit
-def token_terms(
-    target,  # [n] int64
-    of_targets,  # [n] float32: what stands for the target's logit
-    token_weight,  # [n] float32
-    temperature,  # [n] float32
-    divisor,  # [] float32: what the reduced loss is divided by
-    lse,  # [n] float32
-    log_prob,  # [n] float32
-    terms,  # [5, n] float32 out: k2, lse2, factor, even and at_target of `_gradient`
-    n,
-    V,
-    ignore_index,
-    inner_scale,  # of the logits before tanh, with a softcap
-    outer_scale,  # of what comes after, but for the temperature
-    logit_scale,
-    label_smoothing,
-    z_loss,
-    SMOOTHING: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """What the gradient of a token's logits is made with, for an upstream gradient of 1."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    there = t < n
-    label = tl.load(target + t, mask=there, other=ignore_index)
-    kept = label != ignore_index
-    good = (label >= 0) & (label < V)
-    k2 = tl.full((BLOCK_T,), 1.0, tl.float32) * (outer_scale * LOG2E)
-    row_factor = tl.full((BLOCK_T,), 1.0, tl.float32) * (logit_scale / tl.load(divisor))
-    if temperature is not None:
-        tau = tl.load(temperature + t, mask=kept, other=1.0)
-        k2 = k2 / tau
-        row_factor = row_factor / tau
-    if token_weight is not None:
-        row_factor *= tl.load(token_weight + t, mask=kept, other=0.0)
-    row_factor = tl.where(kept, tl.where(good, row_factor, float("nan")), 0.0)
-    row_lse = tl.load(lse + t, mask=there, other=0.0)
-    row_log_prob = tl.load(log_prob + t, mask=there, other=0.0)
-    lse2, factor, even, at_target = gradient_terms(
-        row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING
-    )
-    if inner_scale is not None:
-        x = tanh(tl.load(of_targets + t, mask=kept, other=0.0) * inner_scale)
-        at_target *= 1 - x * x
-    # exp2(z - inf) is 0 for ignored tokens, without a mask for each of their logits.
-    lse2 = tl.where(kept, lse2, float("inf"))
-    out = terms + t
-    tl.store(out, k2, mask=there)
-    tl.store(out + n, lse2, mask=there)
-    tl.store(out + 2 * n, factor, mask=there)
-    tl.store(out + 3 * n, even, mask=there)
-    tl.store(out + 4 * n, at_target, mask=there)
-
-
 class ChunkLogits(NamedTuple):
     """A chunk's logits, and what their gradient is made with."""
 
     data: Any  # [n, V]: products and bias, before scale, softcap and temperature; of ignored tokens finite or -inf
     stride: Any
     target: Any  # [n] int64
-    terms: Any  # [5, n] float32: of `token_terms`
+    terms: Any  # [5, n] float32: of `losses` of vocab.rows.triton
     inner_scale: Any  # of the logits before tanh, with a softcap
 
 
@@ -120,7 +66,8 @@ def _gradient(logits, r, c, n, V, SMOOTHING: tl.constexpr, RAGGED: tl.constexpr)
     lse2 = tl.load(logits.terms + n + r, mask=there, other=float("inf"))
     factor = tl.load(logits.terms + 2 * n + r, mask=there, other=0.0)
     at_target = tl.load(logits.terms + 4 * n + r, mask=there, other=0.0)
-    x = load_numbers(logits.data, logits.stride, 1, r, c, n, V)
+    at = r.to(tl.int64)[:, None] * logits.stride + c.to(tl.int64)[None, :]
+    x = tl.load(logits.data + at, mask=there[:, None] & (c < V)[None, :], other=0.0).to(tl.float32)
     if logits.inner_scale is not None:
         x = tanh(x * logits.inner_scale)
     g = tl.exp2(x * k2[:, None] - lse2[:, None]) * factor[:, None]
@@ -139,12 +86,11 @@ def softmax_gradient(
     logits,  # ChunkLogits
     rows,  # [n, up(V)] E4M3 out
     row_scales,  # [V / 128, n] float32 out
-    columns,  # [V, up(T) / 4] int32 out: the same transposed, four numbers each, of tokens from `first` on
-    column_scales,  # [T / 128, V] float32 out
+    columns,  # [V, up(n) / 4] int32 out: the same transposed, four numbers each
+    column_scales,  # [n / 128, V] float32 out
     sums,  # [n / 128, V] float32 out: of the gradient over 128 tokens
     rows_stride,
     columns_stride,
-    first,  # a multiple of 128
     n_16,  # n + 16 and V + 16: see `quantize` of fp8_linear
     V_16,
     SMOOTHING: tl.constexpr,
@@ -171,7 +117,8 @@ def softmax_gradient(
             total += g
         if rows is not None:
             scale = to_scale(tl.max(bits, 1), FP8_MAX, False)
-            store_rows(rows, rows_stride, g, scale, r, c, n, tl.float8e4nv)
+            q = (g * inverse(scale)[:, None]).to(tl.float8e4nv)
+            tl.store(rows + r.to(tl.int64)[:, None] * rows_stride + c[None, :], q, mask=(r < n)[:, None])
             tl.store(row_scales + tl.cast(j, tl.int64) * n + r, scale, mask=r < n)
     if columns is not None:
         scale = to_scale(tl.max(largest, 0), FP8_MAX, False)
@@ -181,8 +128,8 @@ def softmax_gradient(
         g2 = _gradient(logits, token + 2, c, n, V, SMOOTHING, RAGGED)
         g3 = _gradient(logits, token + 3, c, n, V, SMOOTHING, RAGGED)
         turned = four_bytes(g0 * f, g1 * f, g2 * f, g3 * f, tl.float8e4nv).T
-        r = (first + i * BLOCK) // 4 + tl.arange(0, BLOCK // 4)
+        r = i * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         tl.store(columns + c.to(tl.int64)[:, None] * columns_stride + r[None, :], turned, mask=(c < V)[:, None])
-        tl.store(column_scales + tl.cast(first // BLOCK + i, tl.int64) * V + c, scale, mask=c < V)
+        tl.store(column_scales + tl.cast(i, tl.int64) * V + c, scale, mask=c < V)
     if sums is not None:
         tl.store(sums + tl.cast(i, tl.int64) * V + c, tl.sum(total, 0), mask=c < V)

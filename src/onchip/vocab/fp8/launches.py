@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, blocks
-from onchip.fp8.triton_tiles import QuantizeConfig
 from onchip.kernels.triton.launch import Launch, device_of
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
 from onchip.vocab.fp8.torch import Call, Gradient, Softmax
 from onchip.vocab.rows.launches import launch_rows, transform_scales
 
-# Two programs on a multiprocessor, with a few registers spilled: 0.64 ms for 2048 x 128256 logits on an H100, 0.95 with
-# one program and none.
-CONFIG = QuantizeConfig(registers=128)
+# Of a gradient's program.  Two on a multiprocessor, with a few registers spilled, take 0.64 ms for 2048 x 128256 logits
+# on an H100; one, with none spilled, takes 0.95.
+WARPS, REGISTERS = 8, 128
 
 
 def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
@@ -39,56 +38,23 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     return out
 
 
-def softmax_of_chunk(
-    call: Call, logits: Tensor, of_targets: Tensor, first: int, out: Softmax, into: Gradient | None
-) -> None:
+def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softmax, into: Gradient) -> None:
     """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
-    part, mine = call.part(first, first + len(logits)), out.part(first, first + len(logits))
+    terms = of_targets.new_empty(TERMS, len(logits)) if into.wanted else None
     with device_of(logits):
         launch_rows(
-            "losses", logits, None, part.target, part.token_weight, part.temperature, call.options, **mine._asdict(),
-            divisor=call.divisor, target_logit=of_targets,
+            "losses", logits, None, part.target, part.token_weight, part.temperature, part.options, **out._asdict(),
+            divisor=part.divisor, target_logit=of_targets, terms_out=terms,
         )  # fmt: skip
-        if into is not None:
-            terms = of_targets.new_empty(TERMS, len(logits))
-            terms_launch(part, logits.shape[1], of_targets, mine, terms).run()
-            gradient_launch(part, logits, terms, first, into, CONFIG).run()
-
-
-def terms_launch(part: Call, vocab: int, of_targets: Tensor, softmax: Softmax, terms: Tensor) -> Launch:
-    """What the gradients of a chunk's tokens are made with, of which `part` and `softmax` are."""
-    options, n = part.options, len(of_targets)
-    scale, outer_scale, inner_scale = transform_scales(options)
-    arguments = {
-        "target": part.target,
-        "of_targets": of_targets,
-        "token_weight": part.token_weight,
-        "temperature": part.temperature,
-        "divisor": part.divisor,
-        "lse": softmax.lse,
-        "log_prob": softmax.log_prob,
-        "terms": terms,
-        "n": n,
-        "V": vocab,
-        "ignore_index": int(options.ignore_index),
-        "inner_scale": inner_scale,
-        "outer_scale": outer_scale,
-        "logit_scale": scale,
-        "label_smoothing": float(options.label_smoothing),
-        "z_loss": float(options.z_loss),
-        "SMOOTHING": bool(options.label_smoothing > 0),
-        "BLOCK_T": BLOCK,
-    }
-    return Launch(kernels.token_terms, (blocks(n),), arguments)
+        if terms is not None:
+            gradient_launch(part, logits, terms, into).run()
 
 
 def gradient_launch(
     part: Call,
     logits: Tensor,  # [n, V]
     terms: Tensor,  # [5, n] float32
-    first: int,
     into: Gradient,
-    config: QuantizeConfig,
 ) -> Launch:
     """The gradient of a chunk's tokens."""
     n, vocab = logits.shape
@@ -102,12 +68,11 @@ def gradient_launch(
         "sums": into.sums,
         "rows_stride": 0 if into.rows is None else into.rows.data.stride(0),
         "columns_stride": 0 if into.columns is None else into.columns.data.stride(0) // 4,
-        "first": first,
         "n_16": n + 16,
         "V_16": vocab + 16,
         "SMOOTHING": bool(part.options.label_smoothing > 0),
         "RAGGED": vocab % BLOCK > 0,
     }
     # Rows that are not aligned take more, one number at a time, and so do sums.
-    registers = config.registers if vocab % 16 == 0 and into.sums is None else None
-    return Launch(kernels.softmax_gradient, (blocks(n), blocks(vocab)), arguments, config.warps, registers=registers)
+    registers = REGISTERS if vocab % 16 == 0 and into.sums is None else None
+    return Launch(kernels.softmax_gradient, (blocks(n), blocks(vocab)), arguments, WARPS, registers=registers)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.fp8.numbers import BLOCK, blocks
-from onchip.fp8.torch_quantize import Quantized, quantize_activation
+from onchip.fp8.numbers import BLOCK
+from onchip.fp8.torch_quantize import Quantized, quantize
 from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import Running
 from onchip.vocab.torch.tiles import Tokens, Transform, apply
@@ -59,8 +59,13 @@ class Gradient(NamedTuple):
     """Where the gradient of a chunk's n logits goes, in E4M3; None is not wanted."""
 
     rows: Quantized | None  # [n, V], 1x128 scales
-    columns: Quantized | None  # [V, T] of all chunks, 1x128 scales
+    columns: Quantized | None  # [V, n], 1x128 scales; part of what is kept of all chunks
     sums: Tensor | None  # [n / 128, V] float32: of the gradient itself over 128 tokens
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any of it is."""
+        return any(x is not None for x in self)
 
 
 def target_logits(
@@ -75,16 +80,13 @@ def target_logits(
     return z if bias is None else z + bias[y].float()
 
 
-def softmax_of_chunk(
-    call: Call, logits: Tensor, of_targets: Tensor, first: int, out: Softmax, into: Gradient | None
-) -> None:
-    """Fill the chunk's part of `out`, tokens from `first` on, and `into`, for an upstream gradient of 1.
+def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softmax, into: Gradient) -> None:
+    """Fill `out`, and `into` for an upstream gradient of 1.
 
     `logits` [n, V] are products and bias, before scale, softcap and temperature; those of ignored tokens are not NaN.
     `of_targets` [n] stand in for those of the targets.
     """
-    n, vocab = logits.shape
-    part, options = call.part(first, first + n), call.options
+    (n, vocab), options = logits.shape, part.options
     kept = part.target != options.ignore_index
     bad = kept & ((part.target < 0) | (part.target >= vocab))
     weight = torch.ones_like(part.target, dtype=torch.float32) if part.token_weight is None else part.token_weight
@@ -99,7 +101,7 @@ def softmax_of_chunk(
         tau,
         n,
         weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
-        1 / call.divisor,
+        1 / part.divisor,
     )
     loss, transform = Loss(options.label_smoothing, options.z_loss), Transform.of(options)
     z = logits.float().scatter_(1, tokens.ids, of_targets[:, None])
@@ -112,26 +114,18 @@ def softmax_of_chunk(
     made = [token_losses(loss, stats, tokens), stats.lse, stats.log_prob[:, 0]]
     if stats.entropy is not None:
         made += [stats.entropy, stats.is_top1(tokens)]
-    for x, value in zip(out.part(first, first + n), made, strict=False):
+    for x, value in zip(out, made, strict=False):
         assert x is not None
         x.copy_(tokens.mask(value))
-    if into is None:
+    if not into.wanted:
         return
     row, _ = scaled_rows(tokens, transform, tokens.inverse_count, torch.float32)
     gradient = loss_gradient(loss, row, running.lse, running.log_prob, vocab)
     g = gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope)
-    rows, columns = quantize_activation(
-        g, "e4m3", "float32", rows=into.rows is not None, columns=into.columns is not None
-    )
-    if into.rows is not None and rows is not None:
-        _copy(into.rows, rows)
-    if into.columns is not None and columns is not None:
-        at, block = slice(first, first + columns.data.shape[1]), slice(first // BLOCK, first // BLOCK + blocks(n))
-        _copy(Quantized(into.columns.data[:, at], into.columns.scales[block]), columns)
+    both = quantize(g, "e4m3", "float32", rows=into.rows is not None, turned=into.columns is not None)
+    for memory, quantized in zip(into[:2], both, strict=True):
+        if memory is not None and quantized is not None:
+            memory.data.copy_(quantized.data)
+            memory.scales.copy_(quantized.scales)
     if into.sums is not None:
         into.sums.copy_(F.pad(g, (0, 0, 0, -n % BLOCK)).unflatten(0, (-1, BLOCK)).sum(1))
-
-
-def _copy(out: Quantized, made: Quantized) -> None:
-    out.data.copy_(made.data)
-    out.scales.copy_(made.scales)

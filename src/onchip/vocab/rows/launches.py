@@ -44,6 +44,7 @@ def launch_rows(
         "token_weight": None if token_weight is None else flat(token_weight),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "target_logit": None,
+        "terms_out": None,
         "out": out,
         "T": tokens,
         "V_units": vocab // unit,

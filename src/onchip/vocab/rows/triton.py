@@ -164,6 +164,16 @@ def _clear(row, stride, loops, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT:
 
 
 @triton.jit
+def _store_terms(out, T, k2, lse2, factor, even, at_target):
+    """What the gradient of a row's logits is made with, for another kernel; `at_target` is that of the target's own."""
+    tl.store(out, k2)
+    tl.store(out + T, lse2)
+    tl.store(out + 2 * T, factor)
+    tl.store(out + 3 * T, even)
+    tl.store(out + 4 * T, at_target)
+
+
+@triton.jit
 def losses(
     logits,  # [T, V] in rows of any place, the columns of stride logits_stride
     target,  # [T] int64
@@ -177,6 +187,7 @@ def losses(
     entropy,
     correct,  # [T] bool out
     out,  # [T, V] out: gradient of the reduced loss, contiguous
+    terms_out,  # [5, T] float32 out: what the gradient is made with; see `_store_terms`
     T,
     V_units,  # V / UNIT
     loops,  # full tiles before the last one
@@ -217,6 +228,9 @@ def losses(
             if entropy is not None:
                 tl.store(entropy + row, 0.0)
                 tl.store(correct + row, False)
+            if terms_out is not None:
+                # exp2(z - inf) is 0, without a mask for each of the logits.
+                _store_terms(terms_out + row, T, outer_scale * LOG2E, float("inf"), 0.0, 0.0, 0.0)
             if out is not None:
                 _clear(into, 1, loops, V, TILE, LANES, UNIT)
         else:
@@ -289,12 +303,18 @@ def losses(
                 tl.store(entropy + row, log_total - moment / ((rest + own) * LOG2E))
                 tl.store(correct + row, good & (tl.max(better, 0) == 0) & (row_lse == row_lse))
 
-            if out is not None:
+            if (out is not None) or (terms_out is not None):
                 row_factor = weight / tl.load(divisor) * logit_scale
                 if temperature is not None:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
                 terms = gradient_terms(row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING)
+            if terms_out is not None:
+                lse2, factor, even, at_target = terms
+                if inner_scale is not None:
+                    at_target *= 1 - x_y * x_y
+                _store_terms(terms_out + row, T, k2, lse2, factor, even, at_target)
+            if out is not None:
                 if LOOP:
                     # As the other tiles: the registers are needed for them.
                     last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
