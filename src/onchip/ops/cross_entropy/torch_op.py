@@ -26,10 +26,13 @@ from onchip.ops.cross_entropy.torch_inputs import (
     fake_gradients,
     save,
 )
+from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch.loss import Loss, LossStats, values_of
-from onchip.vocab.torch.tiles import Tokens, Transform
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.loss import LossStats
+from onchip.vocab.torch.loss import Outputs as LossOutputs
+from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
@@ -135,8 +138,8 @@ def cross_entropy(
     if inplace_backward:
         check_inplace(logits)
     call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))
-    made = OPERATORS[chosen](call)
-    return (made.loss, CrossEntropyStats(*made[1:5])) if return_stats else made.loss  # type: ignore[arg-type]
+    out = OPERATORS[chosen](call).out
+    return (out.loss, CrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 
 class CrossEntropyLoss(torch.nn.Module):
@@ -222,9 +225,10 @@ class CrossEntropyLoss(torch.nn.Module):
 
 def _forward(call: Call) -> Outputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    transform, loss, chunk = Transform.of(options), Loss.of(options), _chunk(call, tokens)
-    stats = torch_rows.forward(call.logits, transform, loss, tokens, chunk, stats=options.return_stats)
-    return Outputs(*values_of(options, stats, tokens, call.target.shape))
+    rows = torch_rows.Rows(call.logits)
+    config = Config("forward", _chunk(call, tokens), rows.vocab)
+    stats = walk.forward(rows, options, tokens, config, entropy=options.return_stats)
+    return Outputs(LossOutputs.of(options, stats, tokens, call.target.shape))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -236,8 +240,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         grad_loss = tokens.upstream(grad_loss)
     torch_rows.backward(
         call.logits,
-        Transform.of(call.options),
-        Loss.of(call.options),
+        call.options,
         tokens,
         _chunk(call, tokens),
         lse=kept.lse.reshape(-1),

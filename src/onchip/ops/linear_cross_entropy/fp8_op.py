@@ -25,11 +25,12 @@ from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_outputs
+from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.fp8 import memory as fp8_spec
 from onchip.vocab.fp8 import torch as fp8_torch
 from onchip.vocab.fp8.torch import Gradient, Softmax
 from onchip.vocab.rows.launches import flat
+from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.torch.tiles import spans
 
 # What "auto" tries first.
@@ -132,7 +133,7 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
 
 
 def _fake(arguments: Fp8Call) -> Fp8Outputs:
-    return Fp8Outputs(empty_outputs(arguments.call), _empty_parts(arguments.call))
+    return Fp8Outputs(arguments.call.empty_outputs(), _empty_parts(arguments.call))
 
 
 def _empty_parts(call: Call) -> Parts:
@@ -267,7 +268,7 @@ def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
 
 
 LOSS = register(
-    "linear_cross_entropy_fp8_loss",
+    "linear_cross_entropy_in_fp8",
     op=OP,
     forward=_forward,
     fake=_fake,

@@ -26,14 +26,12 @@ from onchip.frontend.torch_inputs import (
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed, register
 from onchip.ops.linear_cross_entropy import fp8_op, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tensors, empty_outputs
+from onchip.ops.linear_cross_entropy.torch_call import Call, check_tensors
 from onchip.vocab import memory
-from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Loss, LossStats, loss_gradient, scaled_rows, values_of
+from onchip.vocab.torch.loss import LossStats, Outputs, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
-from onchip.vocab.torch.tiles import Tokens
-from onchip.vocab.triton import plan as planning
+from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")
 
@@ -168,18 +166,19 @@ def linear_cross_entropy(
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = precision
     if precision == "full":
-        refusal = planning.refusal(hidden.device.type, hidden.device.index, dtype)
+        refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
         hidden=hidden,
         weight=matrix,
         bias=bias,
+        ids=target,
         token_temperature=per_token_temperature,
         dtype=dtype,
         options=options,
         grads=needed(hidden, matrix, bias),
         copied=copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0),
-        target=target,
+        compiled=torch.compiler.is_compiling(),
         token_weight=token_weight,
         normalizer=normalizer,
         weight_grad_out=weight_grad_out,
@@ -191,10 +190,10 @@ def linear_cross_entropy(
             check_quantized(OP, quantized, fp8_op.SCALE, wanted="hidden" if call.grads[0] else None)
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, quantized, backend)
     elif chosen == "triton":
-        operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
+        operator, arguments = triton_op.LOSS, call
     else:
         # Before the targets are read, the worst case.
-        problem = call.problem(call.device, compacted=call.device == "cpu")
+        problem = call.problem(compacted=call.device == "cpu")
         strategy = memory.choose_strategy(problem, options.strategy, call.budget)
         operator, arguments = STASHED if strategy == "stash" else RECOMPUTED, call
     # `operator(arguments)`, with one function less on the stack.
@@ -310,10 +309,6 @@ class TorchOutputs(NamedTuple):
     stash: Stash
 
 
-def _plan(call: Call, strategy: str, tokens: Tokens) -> Config:
-    return memory.plan(call.problem(call.device, compacted=tokens.index is not None), strategy, call.budget)
-
-
 # 'recompute', and 'forward' where nothing needs a gradient.
 
 
@@ -327,19 +322,13 @@ class Kept(NamedTuple):
 
 def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
-    stats = walk.forward(
-        call.layer,
-        call.transform,
-        tokens,
-        _plan(call, "forward", tokens),
-        entropy=call.options.return_stats,
-        uniform=Loss.of(call.options).uniform,
-    )
-    return TorchOutputs(Outputs(*values_of(call.options, stats, tokens, call.target.shape)), Stash())
+    config = call.plan("forward", tokens)
+    stats = walk.forward(call.layer, call.options, tokens, config, entropy=call.options.return_stats)
+    return TorchOutputs(Outputs.of(call.options, stats, tokens, call.target.shape), Stash())
 
 
 def _fake(call: Call) -> TorchOutputs:
-    return TorchOutputs(empty_outputs(call), Stash())
+    return TorchOutputs(call.empty_outputs(), Stash())
 
 
 def _save(call: Call, made: TorchOutputs) -> Kept:
@@ -349,26 +338,17 @@ def _save(call: Call, made: TorchOutputs) -> Kept:
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
     assert grad_loss is not None
-    layer, tokens = call.layer, call.tokens(check_values=False)
+    tokens, vocab = call.tokens(check_values=False), call.weight.shape[0]
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, grad_scale = scaled_rows(tokens, call.transform, each * tokens.inverse_count, call.operand)
+    row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
-    made = walk.recompute(
-        layer,
-        call.transform,
-        tokens,
-        _plan(call, "recompute", tokens),
-        loss_gradient(Loss.of(call.options), row, lse, log_prob[:, None], layer.vocab, tokens.kept),
-        grad_scale=grad_scale,
-        grads=wanted,
-        dtypes=call.dtypes,
-        weight_grad_out=call.weight_grad_out,
-    )
-    return None if made[0] is None else made[0].view(call.hidden.shape), *made[1:]
+    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], vocab, tokens.kept)
+    config = call.plan("recompute", tokens)
+    return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
 
 RECOMPUTED = register(
-    "linear_cross_entropy_recomputed",
+    "linear_cross_entropy_again",
     op=OP,
     forward=_forward,
     fake=_fake,
@@ -395,32 +375,21 @@ class KeptStash(NamedTuple):
 
 
 def _stash(call: Call) -> TorchOutputs:
-    tokens, layer, loss = call.tokens(check_values=call.options.check_inputs), call.layer, Loss.of(call.options)
-    row, grad_scale = scaled_rows(tokens, call.transform, tokens.inverse_count, call.operand)
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
 
     def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
-        return loss_gradient(loss, row[t0:t1], lse, log_prob, layer.vocab)
+        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0])
 
-    stats, (grad_hidden, *others) = walk.stash(
-        layer,
-        call.transform,
-        tokens,
-        _plan(call, "stash", tokens),
-        gradient,
-        grad_scale=grad_scale,
-        grads=call.grads,
-        entropy=call.options.return_stats,
-        uniform=loss.uniform,
-    )
-    grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
-    out = Outputs(*values_of(call.options, stats, tokens, call.target.shape))
-    return TorchOutputs(out, Stash(grad_hidden, *others))
+    config = call.plan("stash", tokens)
+    stats, made = walk.stash(call, tokens, config, gradient, grad_scale=grad_scale, entropy=options.return_stats)
+    return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape), Stash(*made))
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
     pairs = zip((call.hidden, call.weight, call.bias), call.grads, strict=True)
     made = [x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None for x, wanted in pairs]
-    return TorchOutputs(empty_outputs(call), Stash(*made))
+    return TorchOutputs(call.empty_outputs(), Stash(*made))
 
 
 def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
@@ -451,7 +420,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
 
 
 STASHED = register(
-    "linear_cross_entropy_stashed",
+    "linear_cross_entropy_at_once",
     op=OP,
     forward=_stash,
     fake=_fake_stash,

@@ -70,13 +70,13 @@ def terms_launch(part: Call, vocab: int, of_targets: Tensor, softmax: Softmax, t
         "terms": terms,
         "n": n,
         "V": vocab,
-        "ignore_index": int(options.ignore_index),
+        "ignore_index": options.ignore_index,
         "inner_scale": inner_scale,
         "outer_scale": outer_scale,
         "logit_scale": scale,
-        "label_smoothing": float(options.label_smoothing),
-        "z_loss": float(options.z_loss),
-        "SMOOTHING": bool(options.label_smoothing > 0),
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+        "SMOOTHING": options.label_smoothing > 0,
         "BLOCK_T": BLOCK,
     }
     return Launch(kernels.token_terms, (blocks(n),), arguments)
@@ -105,7 +105,7 @@ def gradient_launch(
         "first": first,
         "n_16": n + 16,
         "V_16": vocab + 16,
-        "SMOOTHING": bool(part.options.label_smoothing > 0),
+        "SMOOTHING": part.options.label_smoothing > 0,
         "RAGGED": vocab % BLOCK > 0,
     }
     # Rows that are not aligned take more, one number at a time, and so do sums.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK, blocks
 from onchip.fp8.torch_quantize import Quantized, quantize_activation
-from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
+from onchip.vocab.torch.loss import loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import Running
-from onchip.vocab.torch.tiles import Tokens, Transform, apply
+from onchip.vocab.torch.tiles import Tokens, apply
 
 
 class Call(NamedTuple):
@@ -101,15 +101,15 @@ def softmax_of_chunk(
         weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
         1 / call.divisor,
     )
-    loss, transform = Loss(options.label_smoothing, options.z_loss), Transform.of(options)
     z = logits.float().scatter_(1, tokens.ids, of_targets[:, None])
     slope = None if options.softcap is None else torch.empty_like(z)
-    apply(transform, z, tau, slope)
+    apply(options, z, tau, slope)
     running = Running.empty(tokens.ids)
     spare = torch.empty_like(z) if options.return_stats else None
-    e = running.absorb(z, 0, tokens.ids, uniform=loss.uniform, spare=spare)
-    stats = running.stats(tokens, vocab, entropy=options.return_stats, uniform=loss.uniform)
-    made = [token_losses(loss, stats, tokens), stats.lse, stats.log_prob[:, 0]]
+    uniform = options.label_smoothing > 0
+    e = running.absorb(z, 0, tokens.ids, uniform=uniform, spare=spare)
+    stats = running.stats(tokens, vocab, entropy=options.return_stats, uniform=uniform)
+    made = [token_losses(options, stats, tokens), stats.lse, stats.log_prob[:, 0]]
     if stats.entropy is not None:
         made += [stats.entropy, stats.is_top1(tokens)]
     for x, value in zip(out.part(first, first + n), made, strict=False):
@@ -117,8 +117,8 @@ def softmax_of_chunk(
         x.copy_(tokens.mask(value))
     if into is None:
         return
-    row, _ = scaled_rows(tokens, transform, tokens.inverse_count, torch.float32)
-    gradient = loss_gradient(loss, row, running.lse, running.log_prob, vocab)
+    row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
+    gradient = loss_gradient(options, row, running.lse, running.log_prob, vocab)
     g = gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope)
     rows, columns = quantize_activation(
         g, "e4m3", "float32", rows=into.rows is not None, columns=into.columns is not None

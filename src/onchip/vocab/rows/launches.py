@@ -48,7 +48,7 @@ def launch_rows(
         "T": tokens,
         "V_units": vocab // unit,
         "loops": loops,
-        "ignore_index": int(options.ignore_index),
+        "ignore_index": options.ignore_index,
         "inner": inner,
         "logits_outer": logits_outer,
         "logits_inner": logits_inner,
@@ -59,9 +59,9 @@ def launch_rows(
         "inner_scale": inner_scale,
         "outer_scale": outer,
         "logit_scale": scale,
-        "label_smoothing": float(options.label_smoothing),
-        "z_loss": float(options.z_loss),
-        "SMOOTHING": bool(options.label_smoothing > 0),
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+        "SMOOTHING": options.label_smoothing > 0,
         "LOOP": loops > 0,
         "UNIT": unit,
         "TILE": tiles.tile,
@@ -91,10 +91,9 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, int, int, int, int]:
 
 def transform_scales(options: Any) -> tuple[float, float, float | None]:
     """What logits are multiplied by in all, without a softcap; after tanh, or without one in all; and before tanh."""
-    scale, temperature = float(options.logit_scale), float(options.temperature)
-    if options.softcap is None:
+    scale, softcap, temperature = options.logit_scale, options.softcap, options.temperature
+    if softcap is None:
         return scale / temperature, scale / temperature, None
-    softcap = float(options.softcap)
     return scale / temperature, softcap / temperature, scale / softcap
 
 

@@ -1,4 +1,5 @@
-"""What operators on the Triton kernels have in common: the memory that forward leaves for backward, and the run.
+"""What operators on the Triton kernels have in common: when they can run, their plan, the memory that forward leaves
+for backward, and the run.
 
 Forward leaves what gradients need in the memory that they will take: exponentials of the logits in the weight's, the
 tokens' hidden states in hidden's.  Backward turns these into the gradients, in place; autograd clones them first where
@@ -7,6 +8,7 @@ the graph is retained.
 
 import math
 import mmap
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,10 +16,10 @@ import torch
 from torch import Tensor
 
 from onchip.core import configs
-from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
-from onchip.vocab.torch.tiles import Head
+from onchip.kernels.triton.launch import device_refusal
+from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton.memory import VOCAB_TILE, TritonPlan
 
@@ -40,30 +42,52 @@ def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
+def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
+    reason = device_refusal(device, index, dtype)
+    if reason is None and dtype not in (torch.bfloat16, torch.float16):
+        reason = f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
+    return reason
+
+
+def plan(call: LinearCall, **more: Any) -> TritonPlan:
+    """The plan of a call, of a fake one too, where sizes may be symbols; `more` are fields of the problem.
+
+    What torch.compile made without a budget has a plan that needs no numbers; a budget makes numbers of the symbols,
+    and a graph for each.
+    """
+    problem = call.problem("cuda", **more)
+    if call.compiled and call.budget is None:
+        return triton_spec.plan_for_symbols(problem, call.options.strategy)
+    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
+    return triton_spec.plan(problem, call.options.strategy, call.budget)
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward; see walks.py."""
+    """What forward leaves for backward; see walks.py.  But for the vectors, empty where no gradient is wanted."""
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
     weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
     scratch_memory: Tensor  # more of them
-    vectors: Tensor
+    vectors: Tensor  # `Vectors.packed`
 
 
 def make_saved(call: Any, config: TritonPlan, *, fake: bool = False) -> Saved:
-    """The tensors of `Saved`, not yet filled; empty ones where an op's `call` needs no gradient."""
+    """The tensors of `Saved`, not yet filled, but for zeros in the vectors."""
     hidden: Tensor = call.hidden
     weight: Tensor = call.weight
     vocab, size = weight.shape
     tiles = -(-vocab // VOCAB_TILE)
+    vectors = hidden.new_zeros(triton_spec.vector_elements(hidden.numel() // size), dtype=torch.int32)
 
     def blank() -> Tensor:
         return hidden.new_empty(0, dtype=call.dtype)
 
     if not any(call.grads):
-        return Saved(blank(), blank(), blank(), hidden.new_empty(0, dtype=torch.int32))
+        return Saved(blank(), blank(), blank(), vectors)
     make = empty if fake else aligned
     weight_memory = blank()
     # A number, unless torch.compile made it a symbol: then some tokens may be kept there.
@@ -75,7 +99,7 @@ def make_saved(call: Any, config: TritonPlan, *, fake: bool = False) -> Saved:
         hidden.new_empty(hidden.shape, dtype=hidden.dtype if call.grads[0] else call.dtype),
         weight_memory,
         make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), call.dtype),
-        hidden.new_empty(triton_spec.vector_elements(hidden.numel() // size), dtype=torch.int32),
+        vectors,
     )
 
 
@@ -118,9 +142,6 @@ def logit_buffer(call: Any, config: TritonPlan, saved: Saved, recomputed: int = 
     from onchip.vocab.triton import launches
 
     weight, nothing = call.weight, saved.scratch_memory[:0]
-    # Backward makes its plan anew from the call: one that differed would write outside of this memory.
-    assert (saved.weight_memory.numel() > 0) == (config.kept_in_gradient > 0)
-    assert saved.scratch_memory.numel() == -(-weight.shape[0] // VOCAB_TILE) * VOCAB_TILE * config.kept_in_scratch
     return launches.logit_buffer(
         saved.weight_memory.view(-1).view(call.dtype) if config.kept_in_gradient > 0 else nothing,
         config.weight_chunk // VOCAB_TILE,
@@ -174,14 +195,29 @@ def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor
     return saved.hidden_memory, saved.weight_memory[: weight.shape[0]] if saved.weight_memory.numel() > 0 else made
 
 
-def collect(kept: Any, made: Made, wanted: Wanted) -> Made:
-    """The gradients, with those that backward made in what forward left: `kept.saved`."""
-    return *in_memory(kept.saved, kept.arguments.call.weight, made[1]), made[2]
+def _collect(kept: Any, made: Made, wanted: Wanted) -> Made:
+    return *in_memory(kept.saved, kept.call.weight, made[1]), made[2]
+
+
+def _fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
+    new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
+    made: Made = kept.call.empty_gradients((False, new_weight, wanted[2]))
+    return made
 
 
 def clone(memory: Tensor) -> Tensor:
     """A copy for a backward that uses it up."""
     return aligned(memory, memory.shape, memory.dtype).copy_(memory)
+
+
+# How an op whose kept fields are `call`, `saved` and others registers that gradients are made in place.
+IN_PLACE: dict[str, Any] = {
+    "differentiable": ("hidden", "weight", "bias"),
+    "consumed": ("hidden_memory", "weight_memory"),
+    "fake_gradients": _fake_gradients,
+    "collect": _collect,
+    "clone": clone,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------- run
@@ -199,23 +235,26 @@ def _device(index: int) -> tuple[str, int, int, tuple[int, int]]:
     )
 
 
-def make_run(head: Head, tokens: int, out: Tensor | None = None) -> "launches.Run":
-    """The call as the walks take it: its head, and its kernels' tiles from the stored configs.
+def make_run(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tokens: int, options: Any, out: Tensor | None = None
+) -> "launches.Run":
+    """A linear layer with products in `dtype` as the walks take it, its kernels' tiles from the stored configs.
 
-    `out`: memory of the caller's for the weight's gradient.
+    `options`: those of a loss.  `out`: memory of the caller's for the weight's gradient.
     """
     from onchip.vocab.triton import launches
 
-    weight = head.weight
+    weight = product_weight(weight, dtype)
+    # The bias in the products' dtype first, as F.linear does under autocast.
+    bias = None if bias is None else bias.to(dtype).float()
     slug, programs, shared, capability = _device(weight.device.index) if weight.is_cuda else ("", 4, 232448, (9, 0))
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
-    dtype = DTYPES[weight.dtype]
     tiles = {
-        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, dtype, sizes, default).config)
+        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, DTYPES[dtype], sizes, default).config)
         for kernel, default in triton_spec.heuristic_tiles(shared).items()
     }
-    step = 16 // DTYPE_BYTES[dtype]
-    aligned_rows = all(x % step == 0 for x in (weight.shape[1], max(weight.stride()))) and weight.data_ptr() % 16 == 0
+    rows_at = weight.shape[1], max(weight.stride())
+    aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
-    return launches.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned_rows)
+    return launches.Run(weight, bias, tokens, options, tiles, programs, tma=capability >= (9, 0) and aligned_rows)
