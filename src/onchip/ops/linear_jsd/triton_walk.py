@@ -22,9 +22,10 @@ from torch import Tensor
 from onchip.frontend.options import LossOptions
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Layer
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
+from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
@@ -270,7 +271,7 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], made: M
     heads: dict[int, tuple[Run, Tensor, LogitTiles]] = {}
     buffers: list[LogitBuffer | None] = [None, None]
     for who, side in enumerate(pair.sides):
-        if side.run is not None:
+        if side.run is not None and side.layer is not None:
             rows, buffers[who] = setup.rows_and_buffer(side.layer, side.config, saved[who])
             hard = call.options.hard_weight > 0 and who == 0
             heads[who] = side.run, rows, LogitTiles.empty(side.run, pair.tiles, chunk, sums=True, hard=hard)
@@ -347,6 +348,7 @@ def _chunks_of_vocabulary(
         side = pair.sides[who]
         run, layer, config = side.run, side.layer, side.config
         assert run is not None
+        assert layer is not None
         rows = setup.position_rows(layer, saved[who])
         buffer = setup.logit_buffer(layer, config, saved[who], max(0, up(tokens, TOKEN_TILE) - config.kept))
         row_scales[who], product_scale, inverse = _scales(pair, who, row_scale, rows.dtype)

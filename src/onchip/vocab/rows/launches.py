@@ -41,7 +41,7 @@ def launch_rows(
     arguments = {
         "logits": logits,
         "target": target.reshape(-1).to(torch.int64).contiguous(),
-        "token_weight": None if token_weight is None else flat(token_weight),
+        "token_weight": flat(token_weight),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "target_logit": None,
         "out": out,
@@ -97,9 +97,9 @@ def transform_scales(options: Any) -> tuple[float, float, float | None]:
     return scale / temperature, softcap / temperature, scale / softcap
 
 
-def flat(x: Tensor) -> Tensor:
-    """As the kernels take it: float32, one number after the other."""
-    return x.reshape(-1).to(torch.float32).contiguous()
+def flat(x: Tensor | None) -> Tensor | None:
+    """[...] as kernels take it: [T] float32."""
+    return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
 
 
 def _multiprocessors(x: Tensor) -> int:

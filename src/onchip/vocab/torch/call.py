@@ -15,26 +15,37 @@ from onchip.vocab.torch.tiles import Ids, Projection
 
 
 @dataclass(frozen=True)
-class LinearCall:
-    """The linear layer, the ids that are asked for, and which gradients are wanted; an op adds its own arguments."""
+class Layer:
+    """A linear layer, and which of its gradients are wanted."""
 
     hidden: Tensor  # [..., H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    ids: Tensor  # [...] or [..., K]
-    token_temperature: Tensor | None  # [...] or []
     dtype: torch.dtype  # of the products
-    options: Any  # the op's own
     grads: tuple[bool, ...]  # of hidden, weight, bias
-    copied: int
-    """Bytes of the copies of inputs whose strides don't suit."""
-    compiled: bool
-    """Whether torch.compile made the call: then its sizes may have been symbols."""
 
     @property
     def number(self) -> int:
         """T."""
         return self.hidden.numel() // self.hidden.shape[-1]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """What the gradients of hidden, weight and bias are returned in."""
+        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
+
+
+@dataclass(frozen=True)
+class LinearCall(Layer):
+    """The layer and the ids whose probabilities are asked for; an op adds its own arguments."""
+
+    ids: Tensor  # [...] or [..., K]
+    token_temperature: Tensor | None  # [...] or []
+    options: Any  # the op's own
+    copied: int
+    """Bytes of the copies of inputs whose strides don't suit."""
+    compiled: bool
+    """Whether torch.compile made the call: then its sizes may have been symbols."""
 
     @property
     def several(self) -> int:
@@ -51,11 +62,6 @@ class LinearCall:
         """A number: a plan makes one of a symbol."""
         scratch_bytes = self.options.scratch_bytes
         return None if scratch_bytes is None else int(scratch_bytes)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """What the gradients of hidden, weight and bias are returned in."""
-        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
     @property
     def operand(self) -> torch.dtype:

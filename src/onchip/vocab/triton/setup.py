@@ -19,7 +19,8 @@ from onchip.core import configs
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.kernels.triton.launch import device_refusal
-from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.rows.launches import flat as flat
+from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton.memory import VOCAB_TILE, TritonPlan
 
@@ -28,11 +29,6 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 
 # Stored under the name of the op that was tuned first.
 _CONFIGS = "linear_cross_entropy"
-
-
-def flat(x: Tensor | None) -> Tensor | None:
-    """[...] as [T] float32."""
-    return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
 
 
 def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,18 +71,16 @@ class Saved(NamedTuple):
     vectors: Tensor  # `Vectors.packed`
 
 
-def make_saved(call: Any, config: TritonPlan, *, fake: bool = False) -> Saved:
-    """The tensors of `Saved`, not yet filled, but for zeros in the vectors."""
-    hidden: Tensor = call.hidden
-    weight: Tensor = call.weight
-    vocab, size = weight.shape
-    tiles = -(-vocab // VOCAB_TILE)
-    vectors = hidden.new_zeros(triton_spec.vector_elements(hidden.numel() // size), dtype=torch.int32)
+def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved:
+    """The tensors of `Saved`, not yet filled."""
+    hidden, weight = layer.hidden, layer.weight
+    tiles = -(-weight.shape[0] // VOCAB_TILE)
+    vectors = hidden.new_empty(triton_spec.vector_elements(layer.number), dtype=torch.int32)
 
     def blank() -> Tensor:
-        return hidden.new_empty(0, dtype=call.dtype)
+        return hidden.new_empty(0, dtype=layer.dtype)
 
-    if not any(call.grads):
+    if not any(layer.grads):
         return Saved(blank(), blank(), blank(), vectors)
     make = empty if fake else aligned
     weight_memory = blank()
@@ -94,11 +88,11 @@ def make_saved(call: Any, config: TritonPlan, *, fake: bool = False) -> Saved:
     if not (isinstance(config.kept_in_gradient, int) and config.kept_in_gradient == 0):
         # A chunk more than the gradient takes: each chunk of the gradient overwrites the previous chunk's exponentials
         # while reading its own.
-        weight_memory = make(weight, (tiles * VOCAB_TILE + config.weight_chunk, size), weight.dtype)
+        weight_memory = make(weight, (tiles * VOCAB_TILE + config.weight_chunk, weight.shape[1]), weight.dtype)
     return Saved(
-        hidden.new_empty(hidden.shape, dtype=hidden.dtype if call.grads[0] else call.dtype),
+        hidden.new_empty(hidden.shape, dtype=hidden.dtype if layer.grads[0] else layer.dtype),
         weight_memory,
-        make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), call.dtype),
+        make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), layer.dtype),
         vectors,
     )
 
@@ -131,36 +125,35 @@ def _allocate(like: Tensor, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
 
 
-def position_rows(call: Any, saved: Saved) -> Tensor:
+def position_rows(layer: Layer, saved: Saved) -> Tensor:
     """[T, H] of the products' dtype in the memory of hidden's gradient."""
-    size = call.hidden.shape[-1]
-    return saved.hidden_memory.view(-1).view(call.dtype)[: call.hidden.numel()].view(-1, size)
+    flat_memory = saved.hidden_memory.view(-1).view(layer.dtype)
+    return flat_memory[: layer.hidden.numel()].view(-1, layer.hidden.shape[-1])
 
 
-def logit_buffer(call: Any, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
+def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
     from onchip.vocab.triton import launches
 
-    weight, nothing = call.weight, saved.scratch_memory[:0]
+    weight, nothing = layer.weight, saved.scratch_memory[:0]
     return launches.logit_buffer(
-        saved.weight_memory.view(-1).view(call.dtype) if config.kept_in_gradient > 0 else nothing,
+        saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing,
         config.weight_chunk // VOCAB_TILE,
-        weight.shape[1] * weight.element_size() // call.dtype.itemsize,
+        weight.shape[1] * weight.element_size() // layer.dtype.itemsize,
         config.kept_in_gradient,
         saved.scratch_memory,
         config.kept_in_scratch,
-        aligned(nothing, (recomputed * config.vocab_chunk,), call.dtype) if recomputed else nothing,
+        aligned(nothing, (recomputed * config.vocab_chunk,), layer.dtype) if recomputed else nothing,
         recomputed,
     )
 
 
-def rows_and_buffer(call: Any, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
+def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
     """What forward fills in: hidden states by position, and exponentials, None where none are kept."""
-    if any(call.grads):
-        return position_rows(call, saved), logit_buffer(call, config, saved) if config.kept > 0 else None
-    size = call.hidden.shape[-1]
-    tokens = min(config.token_chunk, call.hidden.numel() // size)
-    return call.hidden.new_empty((tokens, size), dtype=call.dtype), None
+    if any(layer.grads):
+        return position_rows(layer, saved), logit_buffer(layer, config, saved) if config.kept > 0 else None
+    shape = min(config.token_chunk, layer.number), layer.hidden.shape[-1]
+    return layer.hidden.new_empty(shape, dtype=layer.dtype), None
 
 
 class Gradients(NamedTuple):
@@ -172,17 +165,17 @@ class Gradients(NamedTuple):
     bias: Tensor | None  # [V] float32
 
     @staticmethod
-    def of(call: Any, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
-        """Those of `call`, the weight's added to `add_to` if that is given."""
-        (vocab, size), weight, new, bias = call.weight.shape, None, None, None
+    def of(layer: Layer, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
+        """Those of `layer`, the weight's added to `add_to` if that is given."""
+        (vocab, size), weight, new, bias = layer.weight.shape, None, None, None
         if wanted[1]:
             if add_to is None and saved.weight_memory.numel() == 0:
-                new = torch.empty(call.weight.shape, dtype=call.weight.dtype, device=call.weight.device)
+                new = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device=layer.weight.device)
             weight = next(x for x in (add_to, new, saved.weight_memory[:vocab]) if x is not None)
-            if add_to is None and call.hidden.numel() == 0:  # nothing will be launched
+            if add_to is None and layer.hidden.numel() == 0:  # nothing will be launched
                 weight.zero_()
         if wanted[2]:
-            bias = call.weight.new_zeros(vocab, dtype=torch.float32)
+            bias = layer.weight.new_zeros(vocab, dtype=torch.float32)
         return Gradients(saved.hidden_memory.view(-1, size) if wanted[0] else None, weight, new, bias)
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

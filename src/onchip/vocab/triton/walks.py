@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import blocks, gradients, launches, setup, softmax
 from onchip.vocab.triton.launches import (
     BLOCK,
@@ -35,12 +36,8 @@ from onchip.vocab.triton.launches import (
 from onchip.vocab.triton.memory import TritonPlan, up
 from onchip.vocab.triton.setup import Saved
 
-# float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product, and to
-# 1 where they are scaled rows of hidden instead.
-_FLOAT16_ROW = 256.0
 
-
-def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = _FLOAT16_ROW) -> Tensor | None:
+def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
     """What makes the largest of the positions' rows, of these sizes, suit float16; None: they are left."""
     if dtype != torch.float16 or size.numel() == 0:
         return None
@@ -83,7 +80,7 @@ def forward(
         empty() if smoothing else None,
         empty(dtype=torch.int64) if stats else None,
     )
-    vectors = Vectors.unpack(saved.vectors, tokens)
+    vectors = Vectors.unpack(saved.vectors.zero_(), tokens)
     if tokens == 0:
         return made, vectors
     rows, kept = setup.rows_and_buffer(call, config, saved)
