@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
-from onchip.frontend.options import require_positive
 from onchip.frontend.torch_inputs import DTYPES, check_normalizer, choose_torch_backend, temperature_tensor
+from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -142,7 +141,7 @@ def cross_entropy(
     return (out.loss, CrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 
-class CrossEntropyLoss(torch.nn.Module):
+class CrossEntropyLoss(LossModule):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
     Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
@@ -174,8 +173,7 @@ class CrossEntropyLoss(torch.nn.Module):
         backend: str = "auto",
         scratch_bytes: int | None = None,
     ) -> None:
-        super().__init__()
-        self.options = Options(
+        options = Options(
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
@@ -188,11 +186,7 @@ class CrossEntropyLoss(torch.nn.Module):
             inplace_backward=inplace_backward,
             scratch_bytes=scratch_bytes,
         )
-        choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-        self.backend = backend
-        if normalizer is not None and not isinstance(normalizer, Tensor):
-            require_positive(OP, "normalizer", normalizer)
-        self.normalizer = normalizer
+        super().__init__(OP, options, normalizer, backend, BACKENDS)
 
     def forward(
         self,
@@ -204,20 +198,8 @@ class CrossEntropyLoss(torch.nn.Module):
         temperature: float | Tensor | None = None,
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `cross_entropy`, these overriding the module's."""
-        options = vars(self.options) | ({} if temperature is None else {"temperature": temperature})
-        return cross_entropy(
-            logits,
-            target,
-            normalizer=self.normalizer if normalizer is None else normalizer,
-            token_weight=token_weight,
-            backend=self.backend,
-            **options,
-        )
-
-    def extra_repr(self) -> str:
-        """The options that differ from their defaults."""
-        defaults = vars(Options())
-        return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
+        keywords = self.keywords(normalizer=normalizer, token_weight=token_weight, temperature=temperature)
+        return cross_entropy(logits, target, **keywords)
 
 
 # ------------------------------------------------------------------------------------------------------- the operators

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
 from onchip.fp8.torch_operands import QuantizedWeight, check_quantized
-from onchip.frontend.options import require_positive
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
@@ -23,6 +21,7 @@ from onchip.frontend.torch_inputs import (
     copied_weight,
     temperature_tensor,
 )
+from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed, register
 from onchip.ops.linear_cross_entropy import fp8_op, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
@@ -206,7 +205,7 @@ def linear_cross_entropy(
     return (out.loss, LinearCrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 
-class LinearCrossEntropyLoss(torch.nn.Module):
+class LinearCrossEntropyLoss(LossModule):
     """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
 
     Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
@@ -238,8 +237,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return_stats: bool = False,
         precision: str = "full",
     ) -> None:
-        super().__init__()
-        self.options = Options(
+        options = Options(
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
@@ -253,11 +251,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             return_stats=return_stats,
             precision=precision,
         )
-        choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-        self.backend = backend
-        if normalizer is not None and not isinstance(normalizer, Tensor):
-            require_positive(OP, "normalizer", normalizer)
-        self.normalizer = normalizer
+        super().__init__(OP, options, normalizer, backend, BACKENDS)
 
     def forward(
         self,
@@ -272,23 +266,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         weight_grad_out: Tensor | None = None,  # [V, H] float32
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
-        options = vars(self.options) | ({} if temperature is None else {"temperature": temperature})
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias,
-            normalizer=self.normalizer if normalizer is None else normalizer,
-            token_weight=token_weight,
-            backend=self.backend,
-            weight_grad_out=weight_grad_out,
-            **options,
+        keywords = self.keywords(
+            normalizer=normalizer, token_weight=token_weight, temperature=temperature, weight_grad_out=weight_grad_out
         )
-
-    def extra_repr(self) -> str:
-        """The options that differ from their defaults."""
-        defaults = vars(Options())
-        return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
+        return linear_cross_entropy(hidden, weight, target, bias, **keywords)
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
