@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from onchip.torch import linear_cross_entropy
 from onchip.vocab.triton import launches as triton_launches
 from onchip.vocab.triton import memory as triton_spec
-from onchip.vocab.triton import plan as planning
+from onchip.vocab.triton import setup as triton_setup
 
 PRODUCTS = ("softmax_tiles", "gradient_tiles", "weight_gradient", "hidden_gradient")
 _TYPES = {
@@ -60,7 +60,7 @@ def recording(device, *, tiles=None, plan=None):
         return make_run(*arguments, tma=tma and capability >= 90, **more)
 
     with (
-        mock.patch.object(planning, "refusal", return_value=None),
+        mock.patch.object(triton_setup, "refusal", return_value=None),
         mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
         mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else lambda *_, **__: plan),
         mock.patch.object(triton_launches, "Run", run),

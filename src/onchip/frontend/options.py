@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -65,13 +65,14 @@ def require_fraction(op: str, name: str, value: Any) -> None:
 
 
 def check_logit_options(op: str, options: Any) -> None:
-    """Raise for a wrong ignore_index, softcap, logit_scale, temperature or scratch_bytes of `options`."""
+    """Raise for a wrong ignore_index, softcap, logit_scale, temperature or scratch_bytes; make numbers Python's."""
     require_int(op, "ignore_index", options.ignore_index)
     if options.softcap is not None:
         require_positive(op, "softcap", options.softcap, remedy="; pass None for no softcap")
     require_positive(op, "logit_scale", options.logit_scale)
     require_positive(op, "temperature", options.temperature)
     require_positive_int(op, "scratch_bytes", options.scratch_bytes)
+    to_python_numbers(options)
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,19 @@ def check_loss_options(op: str, options: LossOptions) -> None:
     check_logit_options(op, options)
 
 
+_NUMBERS = {
+    **dict.fromkeys(("ignore_index", "vocab", "scratch_bytes"), int),
+    **dict.fromkeys(
+        ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature", "beta", "hard_weight"), float
+    ),
+}
+
+
 def to_python_numbers(options: Any) -> None:
     """Make ints and floats of the numbers of `options`, a checked dataclass: NumPy's, and an int for a float."""
-    for field in fields(options):
-        value = getattr(options, field.name)
-        for kind in (int, float):
-            if value is not None and kind in (field.type, *get_args(field.type)):
-                object.__setattr__(options, field.name, kind(value))
+    for name, value in [*vars(options).items()]:
+        if name in _NUMBERS and value is not None:
+            object.__setattr__(options, name, _NUMBERS[name](value))
 
 
 # ----------------------------------------------------------------------------------------------------------- shapes

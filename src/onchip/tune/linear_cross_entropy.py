@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core.sizes import DTYPE_BYTES
+from onchip.frontend.options import LossOptions
 from onchip.tune.harness import worst_error
 from onchip.tune.vocab_chunk import CASES as CASES
 from onchip.tune.vocab_chunk import DEFAULT_CASES as DEFAULT_CASES
 from onchip.tune.vocab_chunk import DTYPES as DTYPES
 from onchip.tune.vocab_chunk import LSE, SHIFT, chunk_of
-from onchip.vocab.torch import tiles as torch_tiles
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
@@ -93,7 +93,7 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
     vocab = chunk_of(vocab)
     tiles, padded = -(-vocab // VOCAB_TILE), up(tokens, TOKEN_TILE)
     weight = (normal(vocab, hidden) / math.sqrt(hidden)).to(kind)
-    run = setup.make_run(torch_tiles.Head(weight, None, 0.0, 0.0, None, 1.0), tokens)
+    run = setup.make_run(weight, None, kind, tokens, LossOptions())
     vectors = launches.Vectors.empty(tokens, torch.device(device))
     for by_position in (vectors.position, vectors.order):
         by_position.copy_(torch.arange(tokens, device=device))
@@ -178,7 +178,7 @@ def reference(kernel: str, problem: Problem) -> tuple[Tensor, ...]:
     """The kernel's outputs by float32 products of the same operands."""
     p = problem
     padding = len(p.exponentials) * VOCAB_TILE - p.run.vocab
-    rows, weight = p.rows.float(), F.pad(p.run.head.weight.float(), (0, 0, 0, padding))
+    rows, weight = p.rows.float(), F.pad(p.run.weight.float(), (0, 0, 0, padding))
     kept = p.exponentials[:, : p.run.tokens].float().transpose(0, 1).flatten(1)  # [T, V]
     if kernel == "weight_gradient":
         return ((kept.T @ rows)[: p.run.vocab],)

@@ -115,7 +115,7 @@ def _own(
 
 def _torch_plan(problem: Problem, p: memory.Problem, scratch: int | None, strategy: str = "auto") -> dict[str, Any]:
     from onchip.vocab.triton import memory as triton_memory
-    from onchip.vocab.triton.plan import refusal
+    from onchip.vocab.triton.setup import refusal
 
     hidden = problem.arrays[0]
     if refusal(p.device, hidden.device.index, hidden.dtype) is None:

@@ -10,7 +10,7 @@ from onchip.frontend.torch_inputs import check_kinds, per_token_shapes, require_
 from onchip.frontend.torch_register import Made
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
-from onchip.vocab.torch.loss import empty_values
+from onchip.vocab.torch import loss
 from onchip.vocab.torch.tiles import Tokens, targets
 
 
@@ -31,13 +31,9 @@ class Call(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What both backends compute; per token of target's shape."""
+    """What both backends compute."""
 
-    loss: Tensor  # [...] or []
-    lse: Tensor
-    log_prob: Tensor
-    entropy: Tensor | None  # with return_stats alone, and so `correct`
-    correct: Tensor | None
+    out: loss.Outputs
     divisor: Tensor | None = None  # [] float32: what the mean divides by; of backend "triton"
     gradient: Tensor | None = None  # [..., V]: of the loss by the logits, where "triton" makes it in forward
 
@@ -67,11 +63,11 @@ class Kept(NamedTuple):
 
 def fake(call: Call) -> Outputs:
     """Empty outputs, without a gradient."""
-    return Outputs(*empty_values(call.options, call.logits, call.target.shape))
+    return Outputs(loss.Outputs.empty(call.options, call.logits, call.target.shape))
 
 
 def save(call: Call, made: Outputs) -> Kept:
-    return Kept(call, made.lse, made.log_prob, made.divisor, made.gradient)
+    return Kept(call, made.out.lse, made.out.log_prob, made.divisor, made.gradient)
 
 
 def fake_gradients(kept: Kept, upstream: Made, wanted: object) -> Made:

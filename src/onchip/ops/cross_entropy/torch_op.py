@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
-from onchip.frontend.options import require_positive
 from onchip.frontend.torch_inputs import DTYPES, check_normalizer, choose_torch_backend, temperature_tensor
+from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.cross_entropy import triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -26,10 +25,13 @@ from onchip.ops.cross_entropy.torch_inputs import (
     fake_gradients,
     save,
 )
+from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch.loss import Loss, LossStats, values_of
-from onchip.vocab.torch.tiles import Tokens, Transform
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.loss import LossStats
+from onchip.vocab.torch.loss import Outputs as LossOutputs
+from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
@@ -135,11 +137,11 @@ def cross_entropy(
     if inplace_backward:
         check_inplace(logits)
     call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))
-    made = OPERATORS[chosen](call)
-    return (made.loss, CrossEntropyStats(*made[1:5])) if return_stats else made.loss  # type: ignore[arg-type]
+    out = OPERATORS[chosen](call).out
+    return (out.loss, CrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 
-class CrossEntropyLoss(torch.nn.Module):
+class CrossEntropyLoss(LossModule):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
     Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
@@ -171,8 +173,7 @@ class CrossEntropyLoss(torch.nn.Module):
         backend: str = "auto",
         scratch_bytes: int | None = None,
     ) -> None:
-        super().__init__()
-        self.options = Options(
+        options = Options(
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
@@ -185,11 +186,7 @@ class CrossEntropyLoss(torch.nn.Module):
             inplace_backward=inplace_backward,
             scratch_bytes=scratch_bytes,
         )
-        choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-        self.backend = backend
-        if normalizer is not None and not isinstance(normalizer, Tensor):
-            require_positive(OP, "normalizer", normalizer)
-        self.normalizer = normalizer
+        super().__init__(OP, options, normalizer, backend, BACKENDS)
 
     def forward(
         self,
@@ -201,20 +198,8 @@ class CrossEntropyLoss(torch.nn.Module):
         temperature: float | Tensor | None = None,
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `cross_entropy`, these overriding the module's."""
-        options = vars(self.options) | ({} if temperature is None else {"temperature": temperature})
-        return cross_entropy(
-            logits,
-            target,
-            normalizer=self.normalizer if normalizer is None else normalizer,
-            token_weight=token_weight,
-            backend=self.backend,
-            **options,
-        )
-
-    def extra_repr(self) -> str:
-        """The options that differ from their defaults."""
-        defaults = vars(Options())
-        return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
+        keywords = self.keywords(normalizer=normalizer, token_weight=token_weight, temperature=temperature)
+        return cross_entropy(logits, target, **keywords)
 
 
 # ------------------------------------------------------------------------------------------------------- the operators
@@ -222,9 +207,10 @@ class CrossEntropyLoss(torch.nn.Module):
 
 def _forward(call: Call) -> Outputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    transform, loss, chunk = Transform.of(options), Loss.of(options), _chunk(call, tokens)
-    stats = torch_rows.forward(call.logits, transform, loss, tokens, chunk, stats=options.return_stats)
-    return Outputs(*values_of(options, stats, tokens, call.target.shape))
+    rows = torch_rows.Rows(call.logits)
+    config = Config("forward", _chunk(call, tokens), rows.vocab)
+    stats = walk.forward(rows, options, tokens, config, entropy=options.return_stats)
+    return Outputs(LossOutputs.of(options, stats, tokens, call.target.shape))
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -236,8 +222,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         grad_loss = tokens.upstream(grad_loss)
     torch_rows.backward(
         call.logits,
-        Transform.of(call.options),
-        Loss.of(call.options),
+        call.options,
         tokens,
         _chunk(call, tokens),
         lse=kept.lse.reshape(-1),

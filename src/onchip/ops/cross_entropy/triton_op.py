@@ -45,13 +45,14 @@ def forward(call: Call) -> Outputs:
     if options.check_inputs:
         call.tokens(check_values=True)  # for its checks alone
     divisor = torch_tiles.divisor(OP, options.reduction, call.normalizer, call.target != options.ignore_index)
-    made = fake(call)._replace(loss=logits.new_empty(call.target.shape, dtype=torch.float32), divisor=divisor)
+    made, losses = fake(call)._replace(divisor=divisor), logits.new_empty(call.target.shape, dtype=torch.float32)
+    out = made.out._replace(loss=losses)
     if tokens > 0:
-        outputs = {name: x for name, x in made._asdict().items() if name != "gradient"}
         launch_rows(
-            "losses", logits, made.gradient, call.target, call.token_weight, call.token_temperature, options, **outputs
-        )
-    return made if options.reduction == "none" else made._replace(loss=made.loss.sum() / divisor)
+            "losses", logits, made.gradient, call.target, call.token_weight, call.token_temperature, options,
+            **out._asdict(), divisor=divisor,
+        )  # fmt: skip
+    return made._replace(out=out if options.reduction == "none" else out._replace(loss=losses.sum() / divisor))
 
 
 def fake(call: Call) -> Outputs:

@@ -19,7 +19,7 @@ def plain_refusals(
     if framework == "torch":
         import torch
 
-        from onchip.vocab.triton.plan import refusal
+        from onchip.vocab.triton.setup import refusal
 
         return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
     from onchip.ops.linear_cross_entropy.jax_op import refusals

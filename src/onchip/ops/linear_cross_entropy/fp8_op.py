@@ -19,11 +19,12 @@ from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, empty_outputs
+from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.fp8 import memory, walk
 from onchip.vocab.fp8.torch import Call as LogitsCall
 from onchip.vocab.fp8.walk import QUANTIZERS, SCALE, Parts, products_of
 from onchip.vocab.rows.launches import flat
+from onchip.vocab.torch.loss import Outputs
 
 
 def check_options(options: Options, *, grad_bias: bool) -> None:
@@ -101,7 +102,7 @@ def _forward(arguments: Fp8Call) -> Fp8Outputs:
 
 def _fake(arguments: Fp8Call) -> Fp8Outputs:
     call = arguments.call
-    return Fp8Outputs(empty_outputs(call), Parts.empty(call.hidden, call.weight, call.grads))
+    return Fp8Outputs(call.empty_outputs(), Parts.empty(call.hidden, call.weight, call.grads))
 
 
 def _save(arguments: Fp8Call, made: Fp8Outputs) -> Kept:

@@ -1,8 +1,8 @@
-"""Arguments and outputs of every backend in PyTorch."""
+"""Arguments of every backend in PyTorch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,9 @@ from torch import Tensor
 from onchip.frontend.torch_inputs import check_kinds, per_token_shapes, product_dtype, require_tensors
 from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.vocab.memory import Problem
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
-from onchip.vocab.torch.loss import empty_values
+from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.torch.tiles import Tokens
 
 
@@ -21,11 +20,15 @@ from onchip.vocab.torch.tiles import Tokens
 class Call(LinearCall):
     """The arguments of an operator."""
 
-    target: Tensor  # [...]
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
     weight_grad_out: Tensor | None  # [V, H] float32; used in backward
     options: Options
+
+    @property
+    def target(self) -> Tensor:
+        """[...]"""
+        return self.ids
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Which tokens count; values are always checked on the CPU."""
@@ -35,36 +38,23 @@ class Call(LinearCall):
         """0-d float32: what the loss is divided by, given which tokens are kept, or their number."""
         return tiles.divisor(OP, self.options.reduction, self.normalizer, kept)
 
-    def problem(self, device: str, *, compacted: bool = False) -> Problem:
-        """What plans are made for; `device` is 'cpu' or 'cuda'."""
-        return self.layer_problem(
-            device,
-            OP,
-            per_token_loss=self.options.reduction == "none",
-            smoothing=self.options.label_smoothing > 0,
-            stats=self.options.return_stats,
-            weight_grad_out=self.weight_grad_out is not None,
-            compacted=compacted,
-        )
+    @property
+    def of_op(self) -> dict[str, Any]:
+        return {
+            "op": OP,
+            "per_token_loss": self.options.reduction == "none",
+            "smoothing": self.options.label_smoothing > 0,
+            "stats": self.options.return_stats,
+            "weight_grad_out": self.weight_grad_out is not None,
+        }
+
+    def empty_outputs(self) -> Outputs:
+        """Not yet filled."""
+        return Outputs.empty(self.options, self.hidden, self.target.shape)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """One that is added to memory of the caller's is None."""
         return super().empty_gradients((wanted[0], wanted[1] and self.weight_grad_out is None, wanted[2]))
-
-
-class Outputs(NamedTuple):
-    """The first outputs of each operator."""
-
-    loss: Tensor
-    lse: Tensor
-    log_prob: Tensor
-    entropy: Tensor | None
-    correct: Tensor | None
-
-
-def empty_outputs(call: Call) -> Outputs:
-    """Not yet filled."""
-    return Outputs(*empty_values(call.options, call.hidden, call.target.shape))
 
 
 def check_tensors(named: Mapping[str, Tensor | None]) -> torch.dtype:

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.backends import choose_backend
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import require_positive
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
@@ -23,17 +21,16 @@ from onchip.frontend.torch_inputs import (
     copied_weight,
     temperature_tensor,
 )
+from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed, register
 from onchip.ops.linear_cross_entropy import fp8_op, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call, Outputs, check_tensors, empty_outputs
+from onchip.ops.linear_cross_entropy.torch_call import Call, check_tensors
 from onchip.vocab import memory
-from onchip.vocab.chunks import Config
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Loss, LossStats, loss_gradient, scaled_rows, values_of
+from onchip.vocab.torch.loss import LossStats, Outputs, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
-from onchip.vocab.torch.tiles import Tokens
-from onchip.vocab.triton import plan as planning
+from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")
 
@@ -167,18 +164,19 @@ def linear_cross_entropy(
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = precision
     if precision == "full":
-        refusal = planning.refusal(hidden.device.type, hidden.device.index, dtype)
+        refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
         hidden=hidden,
         weight=matrix,
         bias=bias,
+        ids=target,
         token_temperature=per_token_temperature,
         dtype=dtype,
         options=options,
         grads=needed(hidden, matrix, bias),
         copied=copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0),
-        target=target,
+        compiled=torch.compiler.is_compiling(),
         token_weight=token_weight,
         normalizer=normalizer,
         weight_grad_out=weight_grad_out,
@@ -188,10 +186,10 @@ def linear_cross_entropy(
     if chosen == "fp8":
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":
-        operator, arguments = triton_op.LOSS, triton_op.TritonCall(call, torch.compiler.is_compiling())
+        operator, arguments = triton_op.LOSS, call
     else:
         # Before the targets are read, the worst case.
-        problem = call.problem(call.device, compacted=call.device == "cpu")
+        problem = call.problem(compacted=call.device == "cpu")
         strategy = memory.choose_strategy(problem, options.strategy, call.budget)
         operator, arguments = STASHED if strategy == "stash" else RECOMPUTED, call
     # `operator(arguments)`, with one function less on the stack.
@@ -204,7 +202,7 @@ def linear_cross_entropy(
     return (out.loss, LinearCrossEntropyStats._make(out[1:])) if return_stats else out.loss
 
 
-class LinearCrossEntropyLoss(torch.nn.Module):
+class LinearCrossEntropyLoss(LossModule):
     """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
 
     Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
@@ -236,8 +234,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return_stats: bool = False,
         precision: str = "full",
     ) -> None:
-        super().__init__()
-        self.options = Options(
+        options = Options(
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
@@ -251,11 +248,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             return_stats=return_stats,
             precision=precision,
         )
-        choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-        self.backend = backend
-        if normalizer is not None and not isinstance(normalizer, Tensor):
-            require_positive(OP, "normalizer", normalizer)
-        self.normalizer = normalizer
+        super().__init__(OP, options, normalizer, backend, BACKENDS)
 
     def forward(
         self,
@@ -270,23 +263,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         weight_grad_out: Tensor | None = None,  # [V, H] float32
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
-        options = vars(self.options) | ({} if temperature is None else {"temperature": temperature})
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias,
-            normalizer=self.normalizer if normalizer is None else normalizer,
-            token_weight=token_weight,
-            backend=self.backend,
-            weight_grad_out=weight_grad_out,
-            **options,
+        keywords = self.keywords(
+            normalizer=normalizer, token_weight=token_weight, temperature=temperature, weight_grad_out=weight_grad_out
         )
-
-    def extra_repr(self) -> str:
-        """The options that differ from their defaults."""
-        defaults = vars(Options())
-        return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
+        return linear_cross_entropy(hidden, weight, target, bias, **keywords)
 
 
 # ------------------------------------------------------------------------------------------------ registered operators
@@ -307,10 +287,6 @@ class TorchOutputs(NamedTuple):
     stash: Stash
 
 
-def _plan(call: Call, strategy: str, tokens: Tokens) -> Config:
-    return memory.plan(call.problem(call.device, compacted=tokens.index is not None), strategy, call.budget)
-
-
 # 'recompute', and 'forward' where nothing needs a gradient.
 
 
@@ -324,19 +300,13 @@ class Kept(NamedTuple):
 
 def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
-    stats = walk.forward(
-        call.layer,
-        call.transform,
-        tokens,
-        _plan(call, "forward", tokens),
-        entropy=call.options.return_stats,
-        uniform=Loss.of(call.options).uniform,
-    )
-    return TorchOutputs(Outputs(*values_of(call.options, stats, tokens, call.target.shape)), Stash())
+    config = call.plan("forward", tokens)
+    stats = walk.forward(call.layer, call.options, tokens, config, entropy=call.options.return_stats)
+    return TorchOutputs(Outputs.of(call.options, stats, tokens, call.target.shape), Stash())
 
 
 def _fake(call: Call) -> TorchOutputs:
-    return TorchOutputs(empty_outputs(call), Stash())
+    return TorchOutputs(call.empty_outputs(), Stash())
 
 
 def _save(call: Call, made: TorchOutputs) -> Kept:
@@ -346,26 +316,17 @@ def _save(call: Call, made: TorchOutputs) -> Kept:
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = replace(kept.call, grads=tuple(wanted)), upstream
     assert grad_loss is not None
-    layer, tokens = call.layer, call.tokens(check_values=False)
+    tokens, vocab = call.tokens(check_values=False), call.weight.shape[0]
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    row, grad_scale = scaled_rows(tokens, call.transform, each * tokens.inverse_count, call.operand)
+    row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
-    made = walk.recompute(
-        layer,
-        call.transform,
-        tokens,
-        _plan(call, "recompute", tokens),
-        loss_gradient(Loss.of(call.options), row, lse, log_prob[:, None], layer.vocab, tokens.kept),
-        grad_scale=grad_scale,
-        grads=wanted,
-        dtypes=call.dtypes,
-        weight_grad_out=call.weight_grad_out,
-    )
-    return None if made[0] is None else made[0].view(call.hidden.shape), *made[1:]
+    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], vocab, tokens.kept)
+    config = call.plan("recompute", tokens)
+    return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
 
 RECOMPUTED = register(
-    "linear_cross_entropy_recomputed",
+    "linear_cross_entropy_again",
     op=OP,
     forward=_forward,
     fake=_fake,
@@ -392,32 +353,21 @@ class KeptStash(NamedTuple):
 
 
 def _stash(call: Call) -> TorchOutputs:
-    tokens, layer, loss = call.tokens(check_values=call.options.check_inputs), call.layer, Loss.of(call.options)
-    row, grad_scale = scaled_rows(tokens, call.transform, tokens.inverse_count, call.operand)
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
 
     def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
-        return loss_gradient(loss, row[t0:t1], lse, log_prob, layer.vocab)
+        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0])
 
-    stats, (grad_hidden, *others) = walk.stash(
-        layer,
-        call.transform,
-        tokens,
-        _plan(call, "stash", tokens),
-        gradient,
-        grad_scale=grad_scale,
-        grads=call.grads,
-        entropy=call.options.return_stats,
-        uniform=loss.uniform,
-    )
-    grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
-    out = Outputs(*values_of(call.options, stats, tokens, call.target.shape))
-    return TorchOutputs(out, Stash(grad_hidden, *others))
+    config = call.plan("stash", tokens)
+    stats, made = walk.stash(call, tokens, config, gradient, grad_scale=grad_scale, entropy=options.return_stats)
+    return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape), Stash(*made))
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
     pairs = zip((call.hidden, call.weight, call.bias), call.grads, strict=True)
     made = [x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None for x, wanted in pairs]
-    return TorchOutputs(empty_outputs(call), Stash(*made))
+    return TorchOutputs(call.empty_outputs(), Stash(*made))
 
 
 def _save_stash(call: Call, made: TorchOutputs) -> KeptStash:
@@ -448,7 +398,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
 
 
 STASHED = register(
-    "linear_cross_entropy_stashed",
+    "linear_cross_entropy_at_once",
     op=OP,
     forward=_stash,
     fake=_fake_stash,

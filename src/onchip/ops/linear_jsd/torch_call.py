@@ -16,6 +16,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options, check_shapes
+from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
 
 
@@ -66,21 +67,6 @@ class Model(NamedTuple):
 
 PARAMETERS = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in Model._fields)
 """The tensors of a call that can have a gradient."""
-
-
-class Layer(NamedTuple):
-    """A model's last layer, as the Triton engine takes the call of an op with one."""
-
-    hidden: Tensor  # [..., H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    dtype: torch.dtype  # of the products
-    grads: tuple[bool, ...]  # of hidden, weight, bias
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What the gradients of hidden, weight and bias are returned in."""
-        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
 
 class Call(NamedTuple):

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import LossOptions
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
 from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
 from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.vocab.rows.torch import Rows
-from onchip.vocab.torch.loss import Loss, loss_gradient
+from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Running
 from onchip.vocab.torch.tiles import Projection, Tokens, product, spans
 
@@ -136,7 +137,7 @@ def _cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     ids = label[:, None]
     softmax = Running.empty(ids)
     e = softmax.absorb(z.clone(), 0, ids, uniform=False, spare=None)
-    made = loss_gradient(Loss(0.0, 0.0), torch.ones_like(softmax.max), softmax.lse, softmax.log_prob, z.shape[1])
+    made = loss_gradient(LossOptions(), torch.ones_like(softmax.max), softmax.lse, softmax.log_prob, z.shape[1])
     return -softmax.log_prob[:, 0], made.of_exponentials(e, made.factor / softmax.total, ids, 0, None)
 
 

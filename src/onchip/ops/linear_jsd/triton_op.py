@@ -19,7 +19,6 @@ from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.vocab.triton import memory as engine_memory
-from onchip.vocab.triton import plan as planning
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.setup import Saved
 
@@ -39,7 +38,7 @@ def refusal(call: Call) -> str | None:
 
 def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) -> str | None:
     """Why the kernels can't serve products in `dtypes` on this device, or None."""
-    reasons = (planning.refusal(device, index, dtype) for dtype in dtypes)
+    reasons = (setup.refusal(device, index, dtype) for dtype in dtypes)
     return next((reason for reason in reasons if reason is not None), None)
 
 

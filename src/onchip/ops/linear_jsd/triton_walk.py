@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import LossOptions
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Layer
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
-from onchip.vocab.torch.tiles import Head
+from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
@@ -61,11 +62,9 @@ class Side:
             logits = logits.reshape(-1, logits.shape[-1])
             logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         if layer is not None:
-            # In the products' dtype first, as F.linear does under autocast.
-            bias = None if layer.bias is None else layer.bias[: call.size].to(layer.dtype).float()
-            weight = setup.product_weight(layer.weight[: call.size], layer.dtype)
             # The products are linear_cross_entropy's, and tiles that suit them there do here.
-            run = setup.make_run(Head(weight, bias, 0.0, 0.0, None, 1.0), call.number)
+            bias = None if layer.bias is None else layer.bias[: call.size]
+            run = setup.make_run(layer.weight[: call.size], bias, layer.dtype, call.number, LossOptions())
         return Side(layer, config_of(call.head(who), plan), run, logits, call.grads_of(who))
 
 
@@ -81,7 +80,7 @@ class LogitTiles(NamedTuple):
     @staticmethod
     def empty(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> "LogitTiles":
         rows = up(tokens, TOKEN_TILE)
-        weight = run.head.weight
+        weight = run.weight
 
         def make() -> Tensor:
             return weight.new_empty((rows, tiles), dtype=torch.float32)
@@ -131,7 +130,7 @@ class Pair:
         assert side.layer is not None
         hidden = side.layer.hidden.reshape(-1, side.run.hidden)
         picked = Picked(self.target_logit if who == 0 else torch.empty_like(self.target_logit), None, None)
-        gather(side.run, hidden, self.ids, self.ignore_index, 1.0, self.vectors, picked, rows, first).run()
+        gather(side.run, hidden, self.ids, self.ignore_index, None, self.vectors, picked, rows, first).run()
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
@@ -143,7 +142,7 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: LogitTiles, first: int, firs
     parts = t.parts * out.below.element_size() // 2  # the same bytes in shared memory
     arguments = {
         **out._asdict(),
-        **run.weight(VOCAB_TILE, t.depth),
+        **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
         "C": len(rows),
@@ -272,7 +271,7 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], made: M
     heads: dict[int, tuple[Run, Tensor, LogitTiles]] = {}
     buffers: list[LogitBuffer | None] = [None, None]
     for who, side in enumerate(pair.sides):
-        if side.run is not None:
+        if side.run is not None and side.layer is not None:
             rows, buffers[who] = setup.rows_and_buffer(side.layer, side.config, saved[who])
             hard = call.options.hard_weight > 0 and who == 0
             heads[who] = side.run, rows, LogitTiles.empty(side.run, pair.tiles, chunk, sums=True, hard=hard)
@@ -349,6 +348,7 @@ def _chunks_of_vocabulary(
         side = pair.sides[who]
         run, layer, config = side.run, side.layer, side.config
         assert run is not None
+        assert layer is not None
         rows = setup.position_rows(layer, saved[who])
         buffer = setup.logit_buffer(layer, config, saved[who], max(0, up(tokens, TOKEN_TILE) - config.kept))
         row_scales[who], product_scale, inverse = _scales(pair, who, row_scale, rows.dtype)
@@ -367,7 +367,7 @@ def _chunks_of_vocabulary(
             if who in products:
                 rows = products[who].rows[kept:]
             else:
-                rows = side.run.head.weight.new_empty((left, side.run.hidden))
+                rows = side.run.weight.new_empty((left, side.run.hidden))
                 pair.gather(who, rows, kept)
             tiles = min(chunk_tiles, pair.tiles)
             heads[who] = side.run, rows, LogitTiles.empty(side.run, tiles, left, sums=False, hard=False)

@@ -15,7 +15,7 @@ def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | N
         return {"xla": None}
     import torch
 
-    from onchip.vocab.triton.plan import refusal
+    from onchip.vocab.triton.setup import refusal
 
     return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
 

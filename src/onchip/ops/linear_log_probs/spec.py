@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from onchip.frontend.options import check_head, check_logit_options, require_bool
 
@@ -21,6 +22,10 @@ class Options:
     top1: bool = False
     check_inputs: bool = False
     scratch_bytes: int | None = None
+    # What an engine asks of the options of any loss.
+    label_smoothing: ClassVar[float] = 0.0
+    z_loss: ClassVar[float] = 0.0
+    strategy: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
         check_logit_options(OP, self)

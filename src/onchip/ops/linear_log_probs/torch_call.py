@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from onchip.frontend.torch_inputs import check_kinds, product_dtype, require_tensors
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.vocab.memory import Problem
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.tiles import Ids
@@ -20,8 +19,11 @@ from onchip.vocab.torch.tiles import Ids
 class Call(LinearCall):
     """The arguments of an operator."""
 
-    ids: Tensor  # [...] or [..., K]
     options: Options
+
+    @property
+    def of_op(self) -> dict[str, Any]:
+        return {"op": OP, "ids": self.several, "stats": self.options.entropy}
 
     def tokens(self, *, check_values: bool) -> Ids:
         """Which tokens and ids count; values are always checked on the CPU."""
@@ -32,16 +34,20 @@ class Call(LinearCall):
             self.number,
             self.weight.shape[0],
             self.token_temperature,
-            ignore_index=int(self.options.ignore_index),
-            temperature=float(self.options.temperature),
+            ignore_index=self.options.ignore_index,
+            temperature=self.options.temperature,
             check_values=check_values,
         )
 
-    def problem(self, *, compacted: bool, stats: bool | None = None) -> Problem:
-        """What plans are made for."""
-        ids = self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
-        stats = self.options.entropy if stats is None else stats
-        return self.layer_problem(self.device, OP, ids=ids, stats=stats, compacted=compacted)
+    def empty_outputs(self, *, stats: bool) -> "Outputs":
+        """Not yet filled; with `stats` the entropy and top1 too."""
+        shape = self.hidden.shape[:-1]
+
+        def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+            return self.hidden.new_empty(shape, dtype=dtype)
+
+        more = make(shape), make(shape, torch.int64)
+        return Outputs(make(self.ids.shape), more[0] if stats else None, make(shape), more[1] if stats else None)
 
 
 class Outputs(NamedTuple):
@@ -51,18 +57,6 @@ class Outputs(NamedTuple):
     entropy: Tensor | None
     lse: Tensor
     top1: Tensor | None
-
-
-def empty_outputs(call: Call, stats: bool) -> Outputs:
-    """Not yet filled; with `stats` the entropy and top1 too."""
-    shape = call.hidden.shape[:-1]
-
-    def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        return call.hidden.new_empty(shape, dtype=dtype)
-
-    return Outputs(
-        make(call.ids.shape), make(shape) if stats else None, make(shape), make(shape, torch.int64) if stats else None
-    )
 
 
 def check_tensors(

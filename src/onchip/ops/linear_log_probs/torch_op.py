@@ -15,13 +15,13 @@ from onchip.frontend.torch_inputs import choose_torch_backend, copied_rows, copi
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed, register
 from onchip.ops.linear_log_probs import triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs, check_tensors, empty_outputs
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs, check_tensors
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
 from onchip.vocab.torch.softmax import TokenGradient, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import NOWHERE, Ids
-from onchip.vocab.triton import plan as planning
+from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
 
@@ -125,27 +125,25 @@ def linear_log_probs(
         scratch_bytes=scratch_bytes,
     )
     dtype = check_tensors(hidden, weight, ids, bias, token_temperature)
-    refusal = planning.refusal(hidden.device.type, hidden.device.index, dtype)
+    refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
     chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
         hidden=hidden,
         weight=weight,
         bias=bias,
+        ids=ids,
         token_temperature=token_temperature,
         dtype=dtype,
         options=options,
         grads=needed(hidden, weight, bias),
         copied=copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
-        ids=ids,
+        compiled=torch.compiler.is_compiling(),
     )
-    operator: Operator[Any, Any] = LOG_PROBS
-    arguments: Any = call
-    if chosen == "triton":
-        operator, arguments = triton_op.LOG_PROBS, triton_op.TritonCall(call, torch.compiler.is_compiling())
-    else:
+    operator: Operator[Any, Any] = triton_op.LOG_PROBS if chosen == "triton" else LOG_PROBS
+    if chosen == "torch":
         strategy = "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
-    made = operator(arguments).out
+    made = operator(call).out
     if not (entropy or lse or top1):
         return made.log_prob
     asked = (True, entropy, lse, top1)
@@ -175,8 +173,8 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> TorchOutputs:
     shape = call.hidden.shape[:-1]
     tokens = call.tokens(check_values=call.options.check_inputs)
-    config = memory.plan(call.problem(compacted=tokens.index is not None), "forward", call.budget)
-    stats = walk.forward(call.layer, call.transform, tokens, config, entropy=call.options.entropy)
+    config = call.plan("forward", tokens)
+    stats = walk.forward(call.layer, call.options, tokens, config, entropy=call.options.entropy)
     out = Outputs(
         tokens.spread(stats.log_prob, call.ids.shape),
         None if stats.entropy is None else tokens.spread(stats.entropy, shape),
@@ -187,7 +185,7 @@ def _forward(call: Call) -> TorchOutputs:
 
 
 def _fake(call: Call) -> TorchOutputs:
-    out = empty_outputs(call, call.options.entropy)
+    out = call.empty_outputs(stats=call.options.entropy)
     mean = None if out.entropy is None else torch.empty_like(out.entropy)
     return TorchOutputs(out._replace(top1=torch.empty_like(out.lse, dtype=torch.int64)), mean)
 
@@ -200,23 +198,13 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
     gradient, grad_scale = _token_gradient(kept, upstream, tokens)
-    problem = call.problem(compacted=tokens.index is not None, stats=gradient.entropy_row is not None)
-    made = walk.recompute(
-        call.layer,
-        call.transform,
-        tokens,
-        memory.plan(problem, "recompute", call.budget),
-        gradient,
-        grad_scale=grad_scale,
-        grads=wanted,
-        dtypes=call.dtypes,
-    )
-    return None if made[0] is None else made[0].view(call.hidden.shape), *made[1:]
+    config = call.plan("recompute", tokens, stats=gradient.entropy_row is not None)
+    return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale)
 
 
 def _token_gradient(kept: Kept, upstream: Made, tokens: Ids) -> tuple[TokenGradient, Tensor | None]:
     """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing)."""
-    ids, factor = tokens.ids, factor_to_product(tokens, kept.call.transform)
+    ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
 
     def rows(x: Tensor | None, *shape: int) -> Any:
         return None if x is None else tokens.take(x.reshape(tokens.total, *shape).float())
@@ -252,7 +240,7 @@ def _token_gradient(kept: Kept, upstream: Made, tokens: Ids) -> tuple[TokenGradi
 
 
 LOG_PROBS = register(
-    "linear_log_probs_recomputed",
+    "linear_log_probs_again",
     op=OP,
     forward=_forward,
     fake=_fake,

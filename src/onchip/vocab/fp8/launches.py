@@ -70,7 +70,7 @@ def gradient_launch(
         "columns_stride": 0 if into.columns is None else into.columns.data.stride(0) // 4,
         "n_16": n + 16,
         "V_16": vocab + 16,
-        "SMOOTHING": bool(part.options.label_smoothing > 0),
+        "SMOOTHING": part.options.label_smoothing > 0,
         "RAGGED": vocab % BLOCK > 0,
     }
     # Rows that are not aligned take more, one number at a time, and so do sums.

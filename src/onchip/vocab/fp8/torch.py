@@ -11,9 +11,9 @@ from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK
 from onchip.fp8.torch_quantize import Quantized, quantize
-from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows, token_losses
+from onchip.vocab.torch.loss import loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import Running
-from onchip.vocab.torch.tiles import Tokens, Transform, apply
+from onchip.vocab.torch.tiles import Tokens, apply
 
 
 class Call(NamedTuple):
@@ -103,15 +103,15 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softma
         weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
         1 / part.divisor,
     )
-    loss, transform = Loss(options.label_smoothing, options.z_loss), Transform.of(options)
     z = logits.float().scatter_(1, tokens.ids, of_targets[:, None])
     slope = None if options.softcap is None else torch.empty_like(z)
-    apply(transform, z, tau, slope)
+    apply(options, z, tau, slope)
     running = Running.empty(tokens.ids)
     spare = torch.empty_like(z) if options.return_stats else None
-    e = running.absorb(z, 0, tokens.ids, uniform=loss.uniform, spare=spare)
-    stats = running.stats(tokens, vocab, entropy=options.return_stats, uniform=loss.uniform)
-    made = [token_losses(loss, stats, tokens), stats.lse, stats.log_prob[:, 0]]
+    uniform = options.label_smoothing > 0
+    e = running.absorb(z, 0, tokens.ids, uniform=uniform, spare=spare)
+    stats = running.stats(tokens, vocab, entropy=options.return_stats, uniform=uniform)
+    made = [token_losses(options, stats, tokens), stats.lse, stats.log_prob[:, 0]]
     if stats.entropy is not None:
         made += [stats.entropy, stats.is_top1(tokens)]
     for x, value in zip(out, made, strict=False):
@@ -119,8 +119,8 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softma
         x.copy_(tokens.mask(value))
     if not into.wanted:
         return
-    row, _ = scaled_rows(tokens, transform, tokens.inverse_count, torch.float32)
-    gradient = loss_gradient(loss, row, running.lse, running.log_prob, vocab)
+    row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)
+    gradient = loss_gradient(options, row, running.lse, running.log_prob, vocab)
     g = gradient.of_exponentials(e, gradient.factor / running.total, tokens.ids, 0, slope)
     both = quantize(g, "e4m3", "float32", rows=into.rows is not None, turned=into.columns is not None)
     for memory, quantized in zip(into[:2], both, strict=True):

@@ -41,7 +41,7 @@ def launch_rows(
     arguments = {
         "logits": logits,
         "target": target.reshape(-1).to(torch.int64).contiguous(),
-        "token_weight": None if token_weight is None else flat(token_weight),
+        "token_weight": flat(token_weight),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "target_logit": None,
         "terms_out": None,
@@ -49,7 +49,7 @@ def launch_rows(
         "T": tokens,
         "V_units": vocab // unit,
         "loops": loops,
-        "ignore_index": int(options.ignore_index),
+        "ignore_index": options.ignore_index,
         "inner": inner,
         "logits_outer": logits_outer,
         "logits_inner": logits_inner,
@@ -60,9 +60,9 @@ def launch_rows(
         "inner_scale": inner_scale,
         "outer_scale": outer,
         "logit_scale": scale,
-        "label_smoothing": float(options.label_smoothing),
-        "z_loss": float(options.z_loss),
-        "SMOOTHING": bool(options.label_smoothing > 0),
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+        "SMOOTHING": options.label_smoothing > 0,
         "LOOP": loops > 0,
         "UNIT": unit,
         "TILE": tiles.tile,
@@ -92,16 +92,15 @@ def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, int, int, int, int]:
 
 def transform_scales(options: Any) -> tuple[float, float, float | None]:
     """What logits are multiplied by in all, without a softcap; after tanh, or without one in all; and before tanh."""
-    scale, temperature = float(options.logit_scale), float(options.temperature)
-    if options.softcap is None:
+    scale, softcap, temperature = options.logit_scale, options.softcap, options.temperature
+    if softcap is None:
         return scale / temperature, scale / temperature, None
-    softcap = float(options.softcap)
     return scale / temperature, softcap / temperature, scale / softcap
 
 
-def flat(x: Tensor) -> Tensor:
-    """As the kernels take it: float32, one number after the other."""
-    return x.reshape(-1).to(torch.float32).contiguous()
+def flat(x: Tensor | None) -> Tensor | None:
+    """[...] as kernels take it: [T] float32."""
+    return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
 
 
 def _multiprocessors(x: Tensor) -> int:

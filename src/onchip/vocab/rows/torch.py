@@ -1,15 +1,17 @@
 """The computation of cross_entropy with PyTorch's own operations, a chunk of rows at a time, on CPU and CUDA.
 
-Two walks over the rows: `forward` makes their softmax statistics, `backward` their gradient.  A walk holds one chunk in
-float32 and works in it in place.  Nothing here synchronises a GPU.
+The engine's walk makes the softmax statistics of `Rows`, `backward` their gradient.  A walk holds one chunk in float32
+and works in it in place.  Nothing here synchronises a GPU.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip.vocab.torch.loss import Loss, loss_gradient, scaled_rows
-from onchip.vocab.torch.softmax import Running, TokenStats
-from onchip.vocab.torch.tiles import Tokens, Transform, apply, spans, temperature_of
+from onchip.vocab.torch.loss import loss_gradient, scaled_rows
+from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
 
 class Rows:
@@ -18,9 +20,14 @@ class Rows:
     def __init__(self, x: Tensor) -> None:
         self._x = x
         self._leading = x.shape[:-1]
+        self.vocab = x.shape[-1]
         self.flat = flatten(x)
 
-    def read(self, tokens: Tokens, start: int, stop: int, into: Tensor) -> None:
+    def reader(self, tokens: Ids, start: int, stop: int) -> Callable[[Tensor, int], None]:
+        """As a Projection's; a tile has all of the vocabulary."""
+        return lambda out, first: self.read(tokens, start, stop, out)
+
+    def read(self, tokens: Ids, start: int, stop: int, into: Tensor) -> None:
         """The logits of the computed tokens [start, stop), as float32."""
         if self.flat is None:
             into.copy_(self._x[self._places(tokens, start, stop)])
@@ -34,7 +41,7 @@ class Rows:
             # 0 * NaN is NaN: a zero factor alone would let an ignored token's NaN into its gradient.
             into.masked_fill_(~tokens.kept[start:stop, None], 0)
 
-    def write(self, tokens: Tokens, start: int, stop: int, values: Tensor) -> None:
+    def write(self, tokens: Ids, start: int, stop: int, values: Tensor) -> None:
         """The reverse, rounded to the tensor's dtype."""
         if self.flat is None:
             self._x[self._places(tokens, start, stop)] = values.to(self._x.dtype)
@@ -50,7 +57,7 @@ class Rows:
         else:
             self.flat.index_fill_(0, rows, 0)
 
-    def _places(self, tokens: Tokens, start: int, stop: int) -> tuple[Tensor, ...]:
+    def _places(self, tokens: Ids, start: int, stop: int) -> tuple[Tensor, ...]:
         device = self._x.device
         rows = torch.arange(start, stop, device=device) if tokens.index is None else tokens.index[start:stop]
         return torch.unravel_index(rows, self._leading)
@@ -64,26 +71,9 @@ def flatten(x: Tensor) -> Tensor | None:
         return None
 
 
-def forward(logits: Tensor, transform: Transform, loss: Loss, tokens: Tokens, chunk: int, *, stats: bool) -> TokenStats:
-    """The softmax statistics of every computed token."""
-    n, vocab = tokens.number, logits.shape[-1]
-    rows = Rows(logits)
-    running = Running.empty(tokens.ids)
-    tile, spare = _buffer(n, chunk, logits), _buffer(n, chunk, logits) if stats else None
-    for start, stop in spans(n, chunk):
-        size = (stop - start) * vocab
-        z = tile[:size].view(-1, vocab)
-        rows.read(tokens, start, stop, z)
-        apply(transform, z, temperature_of(tokens, start, stop), None)
-        beside = None if spare is None else spare[:size].view(-1, vocab)
-        running.part(start, stop).absorb(z, 0, tokens.ids[start:stop], uniform=loss.uniform, spare=beside)
-    return running.stats(tokens, vocab, entropy=stats, uniform=loss.uniform)
-
-
 def backward(
     logits: Tensor,
-    transform: Transform,
-    loss: Loss,
+    options: Any,
     tokens: Tokens,
     chunk: int,
     *,
@@ -94,23 +84,16 @@ def backward(
 ) -> None:
     """Write the gradient of the logits to `out`, which may be `logits`."""
     n, vocab = tokens.number, logits.shape[-1]
-    row, _ = scaled_rows(tokens, transform, upstream, torch.float32)
-    gradient = loss_gradient(loss, row, tokens.take(lse), tokens.take(log_prob)[:, None], vocab, tokens.kept)
+    row, _ = scaled_rows(tokens, options, upstream, torch.float32)
+    gradient = loss_gradient(options, row, tokens.take(lse), tokens.take(log_prob)[:, None], vocab, tokens.kept)
     source, target = Rows(logits), Rows(out)
-    tile = _buffer(n, chunk, logits)
-    derivative = None if transform.softcap is None else _buffer(n, chunk, logits)
+    tile = Tile(min(n, chunk) * vocab, logits, slope=options.softcap is not None)
     for start, stop in spans(n, chunk):
-        size = (stop - start) * vocab
-        z = tile[:size].view(-1, vocab)
-        slope = None if derivative is None else derivative[:size].view(-1, vocab)
+        z, slope, _ = tile.cut(stop - start, vocab)
         source.read(tokens, start, stop, z)
-        apply(transform, z, temperature_of(tokens, start, stop), slope)
+        apply(options, z, temperature_of(tokens, start, stop), slope)
         g = gradient.part(start, stop).of_logits(z, tokens.ids[start:stop], 0, slope, None)
         target.write(tokens, start, stop, g)
     if tokens.index is not None:
         ignored = torch.ones(out.shape[:-1].numel(), dtype=torch.bool, device=out.device)
         target.clear(ignored.index_fill_(0, tokens.index, False).nonzero()[:, 0])
-
-
-def _buffer(n: int, chunk: int, like: Tensor) -> Tensor:
-    return torch.empty(min(n, chunk) * like.shape[-1], dtype=torch.float32, device=like.device)

@@ -8,28 +8,49 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES
+from onchip.vocab import memory
+from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
-from onchip.vocab.torch.tiles import Projection, Transform
+from onchip.vocab.torch.tiles import Ids, Projection
 
 
 @dataclass(frozen=True)
-class LinearCall:
-    """The linear layer and which of its gradients are wanted; an op adds its own arguments."""
+class Layer:
+    """A linear layer, and which of its gradients are wanted."""
 
     hidden: Tensor  # [..., H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    token_temperature: Tensor | None  # [...] or []
     dtype: torch.dtype  # of the products
-    options: Any  # the op's own
     grads: tuple[bool, ...]  # of hidden, weight, bias
-    copied: int
-    """Bytes of the copies of inputs whose strides don't suit."""
 
     @property
     def number(self) -> int:
         """T."""
         return self.hidden.numel() // self.hidden.shape[-1]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """What the gradients of hidden, weight and bias are returned in."""
+        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
+
+
+@dataclass(frozen=True)
+class LinearCall(Layer):
+    """The layer and the ids whose probabilities are asked for; an op adds its own arguments."""
+
+    ids: Tensor  # [...] or [..., K]
+    token_temperature: Tensor | None  # [...] or []
+    options: Any  # the op's own
+    copied: int
+    """Bytes of the copies of inputs whose strides don't suit."""
+    compiled: bool
+    """Whether torch.compile made the call: then its sizes may have been symbols."""
+
+    @property
+    def several(self) -> int:
+        """K, of ids without a dimension for it 1."""
+        return self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
 
     @property
     def device(self) -> str:
@@ -38,13 +59,9 @@ class LinearCall:
 
     @property
     def budget(self) -> int | None:
+        """A number: a plan makes one of a symbol."""
         scratch_bytes = self.options.scratch_bytes
         return None if scratch_bytes is None else int(scratch_bytes)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """What the gradients of hidden, weight and bias are returned in."""
-        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
     @property
     def operand(self) -> torch.dtype:
@@ -57,11 +74,12 @@ class LinearCall:
         return Projection.of(self.hidden, self.weight, self.bias, self.dtype)
 
     @property
-    def transform(self) -> Transform:
-        return Transform.of(self.options)
+    def of_op(self) -> dict[str, Any]:
+        """The fields of the problem that the op knows."""
+        raise NotImplementedError
 
-    def layer_problem(self, device: str, op: str, **more: Any) -> Problem:
-        """The problem that plans are made for; `more` are the fields that the op knows."""
+    def problem(self, device: str = "", **more: Any) -> Problem:
+        """What plans are made for; `more` are fields that the caller knows."""
         vocab, hidden = self.weight.shape
         return Problem(
             tokens=self.number,
@@ -70,15 +88,19 @@ class LinearCall:
             dtype=DTYPES[self.dtype],
             hidden_dtype=DTYPES[self.hidden.dtype],
             weight_dtype=DTYPES[self.weight.dtype],
-            device=device,
+            device=device or self.device,
             grad_hidden=self.grads[0],
             grad_weight=self.grads[1],
             grad_bias=self.grads[2],
             softcap=self.options.softcap is not None,
-            op=op,
             copied=self.copied,
-            **more,
+            **{**self.of_op, **more},
         )
+
+    def plan(self, strategy: str, tokens: Ids, **more: Any) -> Config:
+        """Of PyTorch's own products."""
+        problem = self.problem(compacted=tokens.index is not None, **more)
+        return memory.plan(problem, strategy, self.budget)
 
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """In their parameters' dtypes, not yet filled."""

@@ -1,14 +1,17 @@
-"""Cross-entropy with label smoothing and z-loss: its value and its gradient, of each token's softmax statistics."""
+"""Cross-entropy with label smoothing and z-loss: its value and its gradient, of each token's softmax statistics.
+
+`options` are an op's, with label_smoothing, z_loss and logit_scale.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale, token_gradient
-from onchip.vocab.torch.tiles import Ids, Tokens, Transform
+from onchip.vocab.torch.tiles import Ids, Tokens
 
 
 class LossStats(NamedTuple):
@@ -24,82 +27,69 @@ class LossStats(NamedTuple):
     """bool: whether the target is the argmax (the first one, where logits tie)."""
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What is added up of a token's statistics."""
-
-    label_smoothing: float
-    z_loss: float
-
-    @staticmethod
-    def of(options: Any) -> "Loss":
-        return Loss(float(options.label_smoothing), float(options.z_loss))
-
-    @property
-    def uniform(self) -> bool:
-        """Whether the plain mean of the logits is part of it."""
-        return self.label_smoothing > 0
-
-
-def token_losses(loss: Loss, stats: TokenStats, tokens: Tokens) -> Tensor:
+def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
     """[n]: the loss of each token, weighted but not yet reduced."""
     value = torch.zeros_like(stats.lse)
-    if loss.label_smoothing < 1:
-        value = -(1 - loss.label_smoothing) * stats.log_prob[:, 0]
+    if options.label_smoothing < 1:
+        value = -(1 - options.label_smoothing) * stats.log_prob[:, 0]
     if stats.uniform is not None:
-        value = value + loss.label_smoothing * stats.uniform
-    if loss.z_loss > 0:
-        value = value + loss.z_loss * stats.lse.square()
+        value = value + options.label_smoothing * stats.uniform
+    if options.z_loss > 0:
+        value = value + options.z_loss * stats.lse.square()
     return value * tokens.weight
 
 
-Values = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""Of a call: the loss, lse and log_prob; with return_stats also entropy, and whether the target is the argmax."""
+class Outputs(NamedTuple):
+    """What an operator returns of a cross-entropy, per token of target's shape; the last two with return_stats."""
+
+    loss: Tensor  # [...] or []
+    lse: Tensor
+    log_prob: Tensor
+    entropy: Tensor | None
+    correct: Tensor | None  # bool
+
+    @staticmethod
+    def empty(options: Any, like: Tensor, shape: torch.Size) -> "Outputs":
+        """Not yet filled."""
+
+        def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+            return like.new_empty(shape, dtype=dtype)
+
+        stats = (make(shape), make(shape, torch.bool)) if options.return_stats else (None, None)
+        return Outputs(make(shape if options.reduction == "none" else ()), make(shape), make(shape), *stats)
+
+    @staticmethod
+    def of(options: Any, stats: TokenStats, tokens: Tokens, shape: torch.Size) -> "Outputs":
+        """Those of targets of `shape`."""
+        loss = tokens.spread(token_losses(options, stats, tokens), shape)
+        return Outputs(
+            loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
+            tokens.spread(stats.lse, shape),
+            tokens.spread(stats.log_prob, shape),
+            None if stats.entropy is None else tokens.spread(stats.entropy, shape),
+            tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
+        )
 
 
-def values_of(options: Any, stats: TokenStats, tokens: Tokens, shape: torch.Size) -> Values:
-    """Those of targets of `shape`."""
-    loss = tokens.spread(token_losses(Loss.of(options), stats, tokens), shape)
-    return (
-        loss if options.reduction == "none" else loss.sum() * tokens.inverse_count,
-        tokens.spread(stats.lse, shape),
-        tokens.spread(stats.log_prob, shape),
-        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-        tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
-    )
-
-
-def empty_values(options: Any, like: Tensor, shape: torch.Size) -> Values:
-    """The same, not yet filled."""
-
-    def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        return like.new_empty(shape, dtype=dtype)
-
-    stats = (make(shape), make(shape, torch.bool)) if options.return_stats else (None, None)
-    return make(shape if options.reduction == "none" else ()), make(shape), make(shape), *stats
-
-
-def scaled_rows(
-    tokens: Tokens, transform: Transform, upstream: Tensor, operand: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def scaled_rows(tokens: Tokens, options: Any, upstream: Tensor, operand: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """[n]: the upstream gradient of each token's loss times the derivative of the final logits by the product, and the
     factor that brings it into float16's range, which is included (None: none).
 
     `upstream` is that of the reduced loss, 0-d or [n].
     """
-    row = tokens.weight * upstream * factor_to_product(tokens, transform)
+    row = tokens.weight * upstream * factor_to_product(tokens, options)
     grad_scale = float16_scale(row, operand)
     return (row if grad_scale is None else row * grad_scale), grad_scale
 
 
-def factor_to_product(tokens: Ids, transform: Transform) -> Tensor | float:
+def factor_to_product(tokens: Ids, options: Any) -> Tensor | float:
     """[n], or one number for all: the derivative of final logits by the product, but for the softcap."""
-    tau = tokens.temperature
-    return transform.scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
+    tau, scale = tokens.temperature, float(options.logit_scale)
+    return scale / (tau[:, 0] if isinstance(tau, Tensor) else tau)
 
 
 def loss_gradient(
-    loss: Loss,
+    options: Any,
     row: Tensor,  # [n]
     lse: Tensor,  # [n]
     log_prob: Tensor,  # [n, 1]
@@ -107,10 +97,10 @@ def loss_gradient(
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
 ) -> TokenGradient:
     """The gradient of the logits of these tokens, for upstream gradients of `row`."""
-    grad_lse = row * (2 * loss.z_loss * lse) if loss.z_loss > 0 else None
+    grad_lse = row * (2 * options.z_loss * lse) if options.z_loss > 0 else None
     made = token_gradient(lse, log_prob, -row[:, None], grad_lse=grad_lse, kept=kept)
-    if loss.label_smoothing > 0:
+    if options.label_smoothing > 0:
         # In one number, which is 0 for a single class: separate terms would leave their roundings.
-        at_ids = made.at_ids + (row * (loss.label_smoothing * (1 - 1 / vocab)))[:, None]
-        made = replace(made, even=row * (loss.label_smoothing / vocab), at_ids=at_ids)
+        at_ids = made.at_ids + (row * (options.label_smoothing * (1 - 1 / vocab)))[:, None]
+        made = replace(made, even=row * (options.label_smoothing / vocab), at_ids=at_ids)
     return made

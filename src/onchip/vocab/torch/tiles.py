@@ -4,7 +4,7 @@ Which tokens count, and the framework's own matrix products.  Nothing here synch
 checked.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,33 +30,17 @@ class Projection:
     def vocab(self) -> int:
         return self.weight.shape[0]
 
+    def logits(self, out: Tensor, h: Tensor, start: int) -> None:
+        """The logits of rows `h` and of the vocabulary from `start` on, as wide as `out`."""
+        stop = start + out.shape[1]
+        product(out, h, widen(self.weight[start:stop]).t())
+        if self.bias is not None:
+            out.add_(self.bias[start:stop])
 
-@dataclass(frozen=True)
-class Transform:
-    """What happens to logits, before they are divided by the temperature."""
-
-    scale: float
-    softcap: float | None
-
-    @staticmethod
-    def of(options: Any) -> "Transform":
-        return Transform(float(options.logit_scale), None if options.softcap is None else float(options.softcap))
-
-
-@dataclass(frozen=True)
-class Head:
-    """The linear layer in the products' dtype, and what happens to its logits, as Triton's launches take them."""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V] float32
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-
-    @property
-    def vocab(self) -> int:
-        return self.weight.shape[0]
+    def reader(self, tokens: "Ids", start: int, stop: int) -> Callable[[Tensor, int], None]:
+        """What fills a tile with logits of the computed tokens [start, stop), given where it is in the vocabulary."""
+        h = tokens.rows(self.hidden, start, stop, masked=False)
+        return lambda out, first: self.logits(out, h, first)
 
 
 # In place of an ignored id: in no tile.
@@ -170,7 +154,7 @@ def targets(op: str, call: Any, vocab: int, *, check_values: bool) -> Tokens:
     options = call.options
     chosen = select(
         op, "target", call.target, call.target.numel(), vocab, call.token_temperature,
-        ignore_index=int(options.ignore_index), temperature=float(options.temperature), check_values=check_values,
+        ignore_index=options.ignore_index, temperature=options.temperature, check_values=check_values,
     )  # fmt: skip
     return weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
 
@@ -250,32 +234,15 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> N
         torch.mm(a, b, **kind, out=out)
 
 
-def final_logits(
-    out: Tensor,
-    h: Tensor,
-    layer: Projection,
-    transform: Transform,
-    start: int,
-    temperature: Tensor | float,
-    slope: Tensor | None,
-) -> None:
-    """The final logits of rows `h` and of the vocabulary from `start` on; `slope` gets their derivative's softcap."""
-    stop = start + out.shape[1]
-    product(out, h, widen(layer.weight[start:stop]).t())
-    if layer.bias is not None:
-        out.add_(layer.bias[start:stop])
-    apply(transform, out, temperature, slope)
-
-
-def apply(transform: Transform, z: Tensor, temperature: Tensor | float, slope: Tensor | None) -> None:
+def apply(options: Any, z: Tensor, temperature: Tensor | float, slope: Tensor | None = None) -> None:
     """Logits to final logits in place; `slope` gets the derivative of the softcap."""
-    if transform.scale != 1:
-        z.mul_(transform.scale)
-    if transform.softcap is not None:
-        z.div_(transform.softcap).tanh_()
+    if options.logit_scale != 1:
+        z.mul_(options.logit_scale)
+    if options.softcap is not None:
+        z.div_(options.softcap).tanh_()
         if slope is not None:
             torch.mul(z, z, out=slope).neg_().add_(1)
-        z.mul_(transform.softcap)
+        z.mul_(options.softcap)
     if isinstance(temperature, Tensor) or temperature != 1:
         z.div_(temperature)
 

@@ -6,101 +6,94 @@ place.  Nothing here synchronises a GPU.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.vocab.chunks import Config
+from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Running, TokenGradient, TokenStats
-from onchip.vocab.torch.tiles import (
-    Ids,
-    Projection,
-    Tile,
-    Transform,
-    final_logits,
-    product,
-    spans,
-    temperature_of,
-    widen,
-)
+from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, product, spans, temperature_of, widen
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, ...]
 """Of hidden, weight and bias; None: not wanted."""
 
 
-def forward(
-    layer: Projection, transform: Transform, tokens: Ids, config: Config, *, entropy: bool, uniform: bool = False
-) -> TokenStats:
-    """The statistics of every token; one product."""
-    n = tokens.number
+def forward(source: Any, options: Any, tokens: Ids, config: Config, *, entropy: bool) -> TokenStats:
+    """The statistics of every token; one product.
+
+    `source` has the logits: a Projection, or anything with such a `vocab` and `reader`.
+    """
+    n, uniform = tokens.number, options.label_smoothing > 0
     running = Running.empty(tokens.ids)
-    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, layer.hidden, spare=entropy)
+    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens.ids, spare=entropy)
     for t0, t1 in spans(n, config.token_chunk):
-        h = tokens.rows(layer.hidden, t0, t1, masked=False)
+        read = source.reader(tokens, t0, t1)
         part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
-        for v0, v1 in spans(layer.vocab, config.vocab_chunk):
+        for v0, v1 in spans(source.vocab, config.vocab_chunk):
             z, _, spare = tile.cut(t1 - t0, v1 - v0)
-            final_logits(z, h, layer, transform, v0, tau, None)
+            read(z, v0)
+            apply(options, z, tau)
             part.absorb(z, v0, ids, uniform=uniform, spare=spare)
-    return running.stats(tokens, layer.vocab, entropy=entropy, uniform=uniform)
+    return running.stats(tokens, source.vocab, entropy=entropy, uniform=uniform)
 
 
 def stash(
-    layer: Projection,
-    transform: Transform,
+    call: LinearCall,
     tokens: Ids,
     config: Config,
     gradient: Callable[[Tensor, Tensor, int, int], TokenGradient],
     *,
     grad_scale: Tensor | None,
-    grads: Sequence[bool],
     entropy: bool,
-    uniform: bool = False,
 ) -> tuple[TokenStats, Gradients]:
     """The statistics, and the gradients in float32.
 
     `gradient` makes that of tokens [t0, t1) from their log-sum-exp and the log-probabilities of their ids, `grad_scale`
     times too large.
     """
-    n, vocab = tokens.number, layer.vocab
+    layer, options, n = call.layer, call.options, tokens.number
+    vocab, uniform = layer.vocab, options.label_smoothing > 0
     running = Running.empty(tokens.ids)
     size = min(n, config.token_chunk) * vocab
-    tile = Tile(size, layer.hidden, slope=transform.softcap is not None, spare=entropy, narrow=True)
-    into = _Accumulated(layer, tokens, config, grads)
+    tile = Tile(size, layer.hidden, slope=options.softcap is not None, spare=entropy, narrow=True)
+    into = _Accumulated(layer, tokens, config, call.grads)
     for t0, t1 in spans(n, config.token_chunk):
         h = tokens.rows(layer.hidden, t0, t1)
         part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
         z, slope, spare = tile.cut(t1 - t0, vocab)
         for v0, v1 in spans(vocab, config.vocab_chunk):
-            final_logits(z[:, v0:v1], h, layer, transform, v0, tau, None if slope is None else slope[:, v0:v1])
+            layer.logits(z[:, v0:v1], h, v0)
+            apply(options, z[:, v0:v1], tau, None if slope is None else slope[:, v0:v1])
         e = part.absorb(z, 0, ids, uniform=uniform, spare=spare)
         made = gradient(part.lse, part.log_prob, t0, t1)
         g = made.of_exponentials(e, made.factor / part.total, ids, 0, slope)
         into.add(g, tile, h, t0, t1, 0, into.weight)
-    stats = running.stats(tokens, vocab, entropy=entropy, uniform=uniform)
-    return stats, tuple(_unscaled(x, grad_scale) for x in (into.hidden, into.weight, into.bias))  # type: ignore[return-value]
+    grad_hidden, *others = (_unscaled(x, grad_scale) for x in (into.hidden, into.weight, into.bias))
+    grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
+    return running.stats(tokens, vocab, entropy=entropy, uniform=uniform), (grad_hidden, *others)
 
 
 def recompute(
-    layer: Projection,
-    transform: Transform,
+    call: LinearCall,
     tokens: Ids,
     config: Config,
     gradient: TokenGradient,
     *,
     grad_scale: Tensor | None,
-    grads: Sequence[bool],
-    dtypes: Sequence[torch.dtype],
     weight_grad_out: Tensor | None = None,  # [V, H] float32
 ) -> Gradients:
-    """The gradients in `dtypes`, chunk by chunk of the vocabulary, of `gradient`, `grad_scale` times too large.
+    """The gradients in their parameters' dtypes, chunk by chunk of the vocabulary, of `gradient`, `grad_scale` times
+    too large.
 
     Weight's is added to `weight_grad_out` if that is given.
     """
-    n, vocab, hidden = tokens.number, layer.vocab, layer.hidden
+    layer, options, grads, dtypes, n = call.layer, call.options, call.grads, call.dtypes, tokens.number
+    vocab, hidden = layer.vocab, layer.hidden
     size = min(n, config.token_chunk) * config.vocab_chunk
     spare = gradient.entropy_row is not None
-    tile = Tile(size, hidden, slope=transform.softcap is not None, spare=spare, narrow=True)
+    tile = Tile(size, hidden, slope=options.softcap is not None, spare=spare, narrow=True)
     into = _Accumulated(layer, tokens, config, (grads[0], False, grads[2]))
     grad_weight = weight_grad_out if grads[1] else None
     if grads[1] and weight_grad_out is None:
@@ -119,7 +112,8 @@ def recompute(
         for t0, t1 in spans(n, config.token_chunk):
             rows = tokens.rows(hidden, t0, t1) if h is None else h
             z, slope, beside = tile.cut(t1 - t0, v1 - v0)
-            final_logits(z, rows, layer, transform, v0, temperature_of(tokens, t0, t1), slope)
+            layer.logits(z, rows, v0)
+            apply(options, z, temperature_of(tokens, t0, t1), slope)
             g = gradient.part(t0, t1).of_logits(z, tokens.ids[t0:t1], v0, slope, beside)
             into.add(g, tile, rows, t0, t1, v0, part)
         if grad_weight is not None and part is not None:
@@ -130,7 +124,7 @@ def recompute(
                 grad_weight[v0:v1] = part
     grad_hidden, grad_bias = _unscaled(into.hidden, grad_scale), _unscaled(into.bias, grad_scale)
     return (
-        None if grad_hidden is None else grad_hidden.to(dtypes[0]),
+        None if grad_hidden is None else grad_hidden.to(dtypes[0]).view(call.hidden.shape),
         None if weight_grad_out is not None else grad_weight,
         None if grad_bias is None else grad_bias.to(dtypes[2]),
     )

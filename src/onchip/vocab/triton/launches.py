@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.launch import Launch
-from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
@@ -73,21 +72,23 @@ class Vectors(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One call: its head, its sizes, and how its kernels are cut."""
+    """A linear layer and a loss of its logits: sizes, options, and how the kernels are cut."""
 
-    head: Head
+    weight: Tensor  # [V, H] in the products' dtype
+    bias: Tensor | None  # [V] float32
     tokens: int
+    options: Any  # of a loss
     tiles: Mapping[str, Tiles]
     programs: int
     tma: bool
 
     @property
     def hidden(self) -> int:
-        return self.head.weight.shape[1]
+        return self.weight.shape[1]
 
     @property
     def vocab(self) -> int:
-        return self.head.vocab
+        return self.weight.shape[0]
 
     @property
     def vocab_tiles(self) -> int:
@@ -96,11 +97,12 @@ class Run:
     @property
     def outer_scale(self) -> float:
         """Of logits after softcap's tanh, or of products without one."""
-        return self.head.logit_scale if self.head.softcap is None else self.head.softcap
+        scale: float = self.options.logit_scale if self.options.softcap is None else self.options.softcap
+        return scale
 
     @property
     def exponential_scale(self) -> float:
-        return _FLOAT16_EXPONENTIAL if self.head.weight.dtype == torch.float16 else 1.0
+        return _FLOAT16_EXPONENTIAL if self.weight.dtype == torch.float16 else 1.0
 
     def operand(self, x: Tensor, rows: int, columns: int) -> Any:
         """A matrix as a kernel takes it: a descriptor of blocks [rows, columns], or the tensor for its pointer."""
@@ -114,31 +116,30 @@ class Run:
 
     @cached_property
     def known(self) -> dict[str, Any]:
-        """The head's arguments of kernels; the weight by pointer."""
-        head = self.head
+        """Arguments of kernels; the weight by pointer."""
+        options = self.options
         return {
-            "weight": head.weight,
-            "weight_stride_v": head.weight.stride(0),
-            "weight_stride_h": head.weight.stride(1),
-            "bias": head.bias,
+            "weight": self.weight,
+            "weight_stride_v": self.weight.stride(0),
+            "weight_stride_h": self.weight.stride(1),
+            "bias": self.bias,
             "T": self.tokens,
             "H": self.hidden,
             "V": self.vocab,
             "tiles": self.vocab_tiles,
-            "inner_scale": None if head.softcap is None else head.logit_scale / head.softcap,
-            "label_smoothing": head.label_smoothing,
-            "z_loss": head.z_loss,
+            "inner_scale": None if options.softcap is None else options.logit_scale / options.softcap,
+            "label_smoothing": options.label_smoothing,
+            "z_loss": options.z_loss,
             "exponential_scale": self.exponential_scale,
             "inverse_exponential_scale": 1 / self.exponential_scale,
             "RAGGED": self.vocab % VOCAB_TILE > 0,
         }
 
-    def weight(self, rows: int, columns: int) -> dict[str, Any]:
+    def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
-        weight = self.head.weight
-        turned = weight.stride(1) != 1
-        operand = self.operand(weight.T, columns, rows) if turned else self.operand(weight, rows, columns)
-        return {"weight": operand, "weight_stride": max(weight.stride()), "TURNED": turned}
+        turned = self.weight.stride(1) != 1
+        operand = self.operand(self.weight.T, columns, rows) if turned else self.operand(self.weight, rows, columns)
+        return {"weight": operand, "weight_stride": max(self.weight.stride()), "TURNED": turned}
 
     def launch(self, kernel: Any, grid: tuple[int, ...], vectors: Vectors, *, warps: int = 4, **more: Any) -> Launch:
         """Of a kernel whose arguments are known, or among `more`."""
@@ -290,24 +291,17 @@ class Terms(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- launches
 
 
-def compact(run: Run, target: Tensor, ignore_index: int, vectors: Vectors) -> Launch:
-    return run.launch(
-        softmax_kernels.compact_tokens, (1,), vectors, warps=8, target=target, ignore_index=ignore_index, BLOCK=4096
-    )
-
-
 def gather(
     run: Run,
     hidden: Tensor,
     ids: Tensor,  # [T, K] int64
     ignore_index: int,
-    temperature: Tensor | float,
+    temperature: Tensor | None,  # [T] float32
     vectors: Vectors,
     picked: Picked,
     rows: Tensor,
     first: int,
 ) -> Launch:
-    per_token = isinstance(temperature, Tensor)
     return run.launch(
         softmax_kernels.gather_tokens,
         (min(len(rows), run.tokens - first),),
@@ -319,11 +313,11 @@ def gather(
         ids=ids,
         K=ids.shape[1],
         ignore_index=ignore_index,
-        temperature=temperature if per_token else None,
-        outer_scale=run.outer_scale / (1.0 if per_token else temperature),
+        temperature=temperature,
+        outer_scale=run.outer_scale / (run.options.temperature if temperature is None else 1.0),
         rows=rows,
         first=first,
-        SHIFT=run.head.weight.dtype != torch.float16,  # whose exponents don't reach
+        SHIFT=run.weight.dtype != torch.float16,  # whose exponents don't reach
         BLOCK=BLOCK,
         PAD=TOKEN_TILE,
     )
@@ -335,7 +329,7 @@ def softmax(
     t = run.tiles["softmax_tiles"]
     label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
     arguments = {
-        **run.weight(VOCAB_TILE, t.depth),
+        **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
         "T": len(rows),
@@ -383,7 +377,7 @@ def gradient(
     arguments = {
         **buffer.known,
         "terms": terms,
-        **run.weight(VOCAB_TILE, t.depth),
+        **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),
         "rows_stride": rows.stride(0),
         "exponentials": run.operand(buffer.matrix, t.rows, VOCAB_TILE // t.parts),
@@ -448,7 +442,7 @@ def hidden_product(
     t = run.tiles["hidden_gradient"]
     arguments = {
         **buffer.known,
-        **run.weight(t.depth, t.columns),
+        **run.weight_blocks(t.depth, t.columns),
         "exponentials": run.operand(buffer.matrix, t.rows, t.depth),
         "out": run.operand(out, t.rows, t.columns // t.parts),
         "out_stride": out.stride(0),

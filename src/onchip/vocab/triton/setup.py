@@ -1,4 +1,5 @@
-"""What operators on the Triton kernels have in common: the memory that forward leaves for backward, and the run.
+"""What operators on the Triton kernels have in common: when they can run, their plan, the memory that forward leaves
+for backward, and the run.
 
 Forward leaves what gradients need in the memory that they will take: exponentials of the logits in the weight's, the
 tokens' hidden states in hidden's.  Backward turns these into the gradients, in place; autograd clones them first where
@@ -7,6 +8,7 @@ the graph is retained.
 
 import math
 import mmap
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor
 
 from onchip.core import configs
-from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
-from onchip.vocab.torch.tiles import Head
+from onchip.kernels.triton.launch import device_refusal
+from onchip.vocab.rows.launches import flat as flat
+from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton.memory import VOCAB_TILE, TritonPlan
 
@@ -28,11 +31,6 @@ if TYPE_CHECKING:  # Triton is imported where something is launched
 _CONFIGS = "linear_cross_entropy"
 
 
-def flat(x: Tensor | None) -> Tensor | None:
-    """[...] as [T] float32."""
-    return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
-
-
 def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[V, H] in the products' dtype, as kernels can read it."""
     if copies_weight(weight, dtype):
@@ -40,42 +38,62 @@ def product_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
+def refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
+    """Why the kernels can't serve a call on this device with products in `dtype`, or None."""
+    reason = device_refusal(device, index, dtype)
+    if reason is None and dtype not in (torch.bfloat16, torch.float16):
+        reason = f"its products are of bfloat16 or float16, not of {DTYPES[dtype]}"
+    return reason
+
+
+def plan(call: LinearCall, **more: Any) -> TritonPlan:
+    """The plan of a call, of a fake one too, where sizes may be symbols; `more` are fields of the problem.
+
+    What torch.compile made without a budget has a plan that needs no numbers; a budget makes numbers of the symbols,
+    and a graph for each.
+    """
+    problem = call.problem("cuda", **more)
+    if call.compiled and call.budget is None:
+        return triton_spec.plan_for_symbols(problem, call.options.strategy)
+    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
+    return triton_spec.plan(problem, call.options.strategy, call.budget)
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward; see walks.py."""
+    """What forward leaves for backward; see walks.py.  But for the vectors, empty where no gradient is wanted."""
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
     weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
     scratch_memory: Tensor  # more of them
-    vectors: Tensor
+    vectors: Tensor  # `Vectors.packed`
 
 
-def make_saved(call: Any, config: TritonPlan, *, fake: bool = False) -> Saved:
-    """The tensors of `Saved`, not yet filled; empty ones where an op's `call` needs no gradient."""
-    hidden: Tensor = call.hidden
-    weight: Tensor = call.weight
-    vocab, size = weight.shape
-    tiles = -(-vocab // VOCAB_TILE)
+def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved:
+    """The tensors of `Saved`, not yet filled."""
+    hidden, weight = layer.hidden, layer.weight
+    tiles = -(-weight.shape[0] // VOCAB_TILE)
+    vectors = hidden.new_empty(triton_spec.vector_elements(layer.number), dtype=torch.int32)
 
     def blank() -> Tensor:
-        return hidden.new_empty(0, dtype=call.dtype)
+        return hidden.new_empty(0, dtype=layer.dtype)
 
-    if not any(call.grads):
-        return Saved(blank(), blank(), blank(), hidden.new_empty(0, dtype=torch.int32))
+    if not any(layer.grads):
+        return Saved(blank(), blank(), blank(), vectors)
     make = empty if fake else aligned
     weight_memory = blank()
     # A number, unless torch.compile made it a symbol: then some tokens may be kept there.
     if not (isinstance(config.kept_in_gradient, int) and config.kept_in_gradient == 0):
         # A chunk more than the gradient takes: each chunk of the gradient overwrites the previous chunk's exponentials
         # while reading its own.
-        weight_memory = make(weight, (tiles * VOCAB_TILE + config.weight_chunk, size), weight.dtype)
+        weight_memory = make(weight, (tiles * VOCAB_TILE + config.weight_chunk, weight.shape[1]), weight.dtype)
     return Saved(
-        hidden.new_empty(hidden.shape, dtype=hidden.dtype if call.grads[0] else call.dtype),
+        hidden.new_empty(hidden.shape, dtype=hidden.dtype if layer.grads[0] else layer.dtype),
         weight_memory,
-        make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), call.dtype),
-        hidden.new_empty(triton_spec.vector_elements(hidden.numel() // size), dtype=torch.int32),
+        make(hidden, (VOCAB_TILE * tiles * config.kept_in_scratch,), layer.dtype),
+        vectors,
     )
 
 
@@ -107,39 +125,35 @@ def _allocate(like: Tensor, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
 
 
-def position_rows(call: Any, saved: Saved) -> Tensor:
+def position_rows(layer: Layer, saved: Saved) -> Tensor:
     """[T, H] of the products' dtype in the memory of hidden's gradient."""
-    size = call.hidden.shape[-1]
-    return saved.hidden_memory.view(-1).view(call.dtype)[: call.hidden.numel()].view(-1, size)
+    flat_memory = saved.hidden_memory.view(-1).view(layer.dtype)
+    return flat_memory[: layer.hidden.numel()].view(-1, layer.hidden.shape[-1])
 
 
-def logit_buffer(call: Any, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
+def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
     from onchip.vocab.triton import launches
 
-    weight, nothing = call.weight, saved.scratch_memory[:0]
-    # Backward makes its plan anew from the call: one that differed would write outside of this memory.
-    assert (saved.weight_memory.numel() > 0) == (config.kept_in_gradient > 0)
-    assert saved.scratch_memory.numel() == -(-weight.shape[0] // VOCAB_TILE) * VOCAB_TILE * config.kept_in_scratch
+    weight, nothing = layer.weight, saved.scratch_memory[:0]
     return launches.logit_buffer(
-        saved.weight_memory.view(-1).view(call.dtype) if config.kept_in_gradient > 0 else nothing,
+        saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing,
         config.weight_chunk // VOCAB_TILE,
-        weight.shape[1] * weight.element_size() // call.dtype.itemsize,
+        weight.shape[1] * weight.element_size() // layer.dtype.itemsize,
         config.kept_in_gradient,
         saved.scratch_memory,
         config.kept_in_scratch,
-        aligned(nothing, (recomputed * config.vocab_chunk,), call.dtype) if recomputed else nothing,
+        aligned(nothing, (recomputed * config.vocab_chunk,), layer.dtype) if recomputed else nothing,
         recomputed,
     )
 
 
-def rows_and_buffer(call: Any, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
+def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
     """What forward fills in: hidden states by position, and exponentials, None where none are kept."""
-    if any(call.grads):
-        return position_rows(call, saved), logit_buffer(call, config, saved) if config.kept > 0 else None
-    size = call.hidden.shape[-1]
-    tokens = min(config.token_chunk, call.hidden.numel() // size)
-    return call.hidden.new_empty((tokens, size), dtype=call.dtype), None
+    if any(layer.grads):
+        return position_rows(layer, saved), logit_buffer(layer, config, saved) if config.kept > 0 else None
+    shape = min(config.token_chunk, layer.number), layer.hidden.shape[-1]
+    return layer.hidden.new_empty(shape, dtype=layer.dtype), None
 
 
 class Gradients(NamedTuple):
@@ -151,17 +165,17 @@ class Gradients(NamedTuple):
     bias: Tensor | None  # [V] float32
 
     @staticmethod
-    def of(call: Any, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
-        """Those of `call`, the weight's added to `add_to` if that is given."""
-        (vocab, size), weight, new, bias = call.weight.shape, None, None, None
+    def of(layer: Layer, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
+        """Those of `layer`, the weight's added to `add_to` if that is given."""
+        (vocab, size), weight, new, bias = layer.weight.shape, None, None, None
         if wanted[1]:
             if add_to is None and saved.weight_memory.numel() == 0:
-                new = torch.empty(call.weight.shape, dtype=call.weight.dtype, device=call.weight.device)
+                new = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device=layer.weight.device)
             weight = next(x for x in (add_to, new, saved.weight_memory[:vocab]) if x is not None)
-            if add_to is None and call.hidden.numel() == 0:  # nothing will be launched
+            if add_to is None and layer.hidden.numel() == 0:  # nothing will be launched
                 weight.zero_()
         if wanted[2]:
-            bias = call.weight.new_zeros(vocab, dtype=torch.float32)
+            bias = layer.weight.new_zeros(vocab, dtype=torch.float32)
         return Gradients(saved.hidden_memory.view(-1, size) if wanted[0] else None, weight, new, bias)
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -174,14 +188,29 @@ def in_memory(saved: Saved, weight: Tensor, made: Tensor | None) -> tuple[Tensor
     return saved.hidden_memory, saved.weight_memory[: weight.shape[0]] if saved.weight_memory.numel() > 0 else made
 
 
-def collect(kept: Any, made: Made, wanted: Wanted) -> Made:
-    """The gradients, with those that backward made in what forward left: `kept.saved`."""
-    return *in_memory(kept.saved, kept.arguments.call.weight, made[1]), made[2]
+def _collect(kept: Any, made: Made, wanted: Wanted) -> Made:
+    return *in_memory(kept.saved, kept.call.weight, made[1]), made[2]
+
+
+def _fake_gradients(kept: Any, upstream: Made, wanted: Wanted) -> Made:
+    new_weight = wanted[1] and kept.saved.weight_memory.numel() == 0
+    made: Made = kept.call.empty_gradients((False, new_weight, wanted[2]))
+    return made
 
 
 def clone(memory: Tensor) -> Tensor:
     """A copy for a backward that uses it up."""
     return aligned(memory, memory.shape, memory.dtype).copy_(memory)
+
+
+# How an op whose kept fields are `call`, `saved` and others registers that gradients are made in place.
+IN_PLACE: dict[str, Any] = {
+    "differentiable": ("hidden", "weight", "bias"),
+    "consumed": ("hidden_memory", "weight_memory"),
+    "fake_gradients": _fake_gradients,
+    "collect": _collect,
+    "clone": clone,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------- run
@@ -199,23 +228,26 @@ def _device(index: int) -> tuple[str, int, int, tuple[int, int]]:
     )
 
 
-def make_run(head: Head, tokens: int, out: Tensor | None = None) -> "launches.Run":
-    """The call as the walks take it: its head, and its kernels' tiles from the stored configs.
+def make_run(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tokens: int, options: Any, out: Tensor | None = None
+) -> "launches.Run":
+    """A linear layer with products in `dtype` as the walks take it, its kernels' tiles from the stored configs.
 
-    `out`: memory of the caller's for the weight's gradient.
+    `options`: those of a loss.  `out`: memory of the caller's for the weight's gradient.
     """
     from onchip.vocab.triton import launches
 
-    weight = head.weight
+    weight = product_weight(weight, dtype)
+    # The bias in the products' dtype first, as F.linear does under autocast.
+    bias = None if bias is None else bias.to(dtype).float()
     slug, programs, shared, capability = _device(weight.device.index) if weight.is_cuda else ("", 4, 232448, (9, 0))
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
-    dtype = DTYPES[weight.dtype]
     tiles = {
-        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, dtype, sizes, default).config)
+        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, DTYPES[dtype], sizes, default).config)
         for kernel, default in triton_spec.heuristic_tiles(shared).items()
     }
-    step = 16 // DTYPE_BYTES[dtype]
-    aligned_rows = all(x % step == 0 for x in (weight.shape[1], max(weight.stride()))) and weight.data_ptr() % 16 == 0
+    rows_at = weight.shape[1], max(weight.stride())
+    aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
-    return launches.Run(head, tokens, tiles, programs, tma=capability >= (9, 0) and aligned_rows)
+    return launches.Run(weight, bias, tokens, options, tiles, programs, tma=capability >= (9, 0) and aligned_rows)

@@ -1,6 +1,5 @@
 """The computation of a head and a loss with the Triton kernels: what is launched, in which order, on what memory.
 
-An op's `call` has hidden, weight, bias, token_temperature, options, the products' dtype and which gradients are wanted.
 `forward` makes the log-probabilities of each token's ids; where gradients are wanted it leaves the hidden states by
 position, and exponentials, from which `backward` makes them.  A cross-entropy is a function of one id's log-probability
 and of lse.  Where exponentials are kept, those of all ids are zeroed, and their entries are added to the gradients in
@@ -12,13 +11,15 @@ Nothing here waits for the device: how many tokens are not ignored is known to t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
+from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import blocks, gradients, launches, setup, softmax
 from onchip.vocab.triton.launches import (
     BLOCK,
@@ -35,12 +36,8 @@ from onchip.vocab.triton.launches import (
 from onchip.vocab.triton.memory import TritonPlan, up
 from onchip.vocab.triton.setup import Saved
 
-# float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product, and to
-# 1 where they are scaled rows of hidden instead.
-_FLOAT16_ROW = 256.0
 
-
-def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = _FLOAT16_ROW) -> Tensor | None:
+def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
     """What makes the largest of the positions' rows, of these sizes, suit float16; None: they are left."""
     if dtype != torch.float16 or size.numel() == 0:
         return None
@@ -61,21 +58,15 @@ class OutputGradients(NamedTuple):
 
 
 def forward(
-    run: Run,
-    call: Any,
-    config: TritonPlan,
-    ids: Tensor,  # [T, K] int64
-    saved: Saved,
-    *,
-    stats: bool,
+    run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, stats: bool
 ) -> tuple[TokenSoftmax, Vectors]:
     """The log-probabilities of each token's ids, and lse; with `stats` entropy and top1 as well.
 
-    Where gradients are wanted, `saved` is filled in for backward, but for the vectors, which are returned.
+    Where gradients are wanted, `saved` is filled in for backward.
     """
+    ids = _ids(call)
     (tokens, k), device = ids.shape, ids.device
-    smoothing = run.head.label_smoothing > 0
-    ignore_index = int(call.options.ignore_index)
+    smoothing, ignore_index = call.options.label_smoothing > 0, call.options.ignore_index
 
     def empty(*more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((tokens, *more), dtype=dtype, device=device)
@@ -89,22 +80,20 @@ def forward(
         empty() if smoothing else None,
         empty(dtype=torch.int64) if stats else None,
     )
-    vectors = Vectors.empty(tokens, device)
+    vectors = Vectors.unpack(saved.vectors.zero_(), tokens)
     if tokens == 0:
         return made, vectors
     rows, kept = setup.rows_and_buffer(call, config, saved)
     temperature = call.token_temperature
-    if temperature is None:
-        temperature = float(call.options.temperature)
-    else:
+    if temperature is not None:
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
     hidden = call.hidden.reshape(tokens, run.hidden)
     picked = Picked(empty(), *((None, None) if k == 1 else (empty(k), empty(k, dtype=torch.int32))))
     partials = Partials.empty(run.vocab_tiles, len(rows), device, smoothing=smoothing, stats=stats)
-    if k == 1:
-        launches.compact(run, ids, ignore_index, vectors).run()
-    else:
-        launches.compact(run, (ids != ignore_index).any(1).to(torch.int64), 0, vectors).run()
+    counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
+    run.launch(
+        softmax.compact_tokens, (1,), vectors, warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096
+    ).run()
     for first in range(0, tokens, len(rows)):
         launches.gather(run, hidden, ids, ignore_index, temperature, vectors, picked, rows, first).run()
         launches.softmax(run, rows, vectors, partials, kept, first).run()
@@ -150,6 +139,11 @@ def forward(
     return made, vectors
 
 
+def _ids(call: LinearCall) -> Tensor:
+    """[T, K] int64."""
+    return call.ids.reshape(call.number, call.several).to(torch.int64).contiguous()
+
+
 def losses(run: Run, vectors: Vectors, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Each token's weighted cross-entropy, and where top1 is known whether it is the target."""
     loss = torch.empty_like(made.lse)
@@ -164,7 +158,7 @@ def losses(run: Run, vectors: Vectors, made: TokenSoftmax, token_weight: Tensor 
 
 def loss_gradients(run: Run, made: TokenSoftmax, grad_loss: Tensor) -> OutputGradients:
     """Those by the log-probability and lse, of those [T] by each token's loss."""
-    z_loss = run.head.z_loss
+    z_loss = run.options.z_loss
     return OutputGradients(-grad_loss[:, None], grad_loss * made.lse * (2 * z_loss) if z_loss > 0 else None)
 
 
@@ -233,11 +227,9 @@ class Products:
 
 def backward(
     run: Run,
-    call: Any,
+    call: LinearCall,
     config: TritonPlan,
-    ids: Tensor,  # [T, K] int64
     saved: Saved,
-    vectors: Vectors,
     known: TokenSoftmax,
     upstream: OutputGradients,
     wanted: Sequence[bool],
@@ -250,11 +242,12 @@ def backward(
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
     """
     tokens, grads = run.tokens, setup.Gradients.of(call, saved, wanted, add_to)
+    ids, vectors = _ids(call), Vectors.unpack(saved.vectors, tokens)
     if tokens > 0:
         recomputed = max(0, up(tokens, TOKEN_TILE) - config.kept)
         buffer = setup.logit_buffer(call, config, saved, recomputed)
         kept = min(buffer.kept, tokens)
-        terms = position_terms(run, vectors, ids, int(call.options.ignore_index), known, upstream)
+        terms = position_terms(run, vectors, ids, call.options.ignore_index, known, upstream)
         sums = None
         rows = setup.position_rows(call, saved)
         if grads.hidden is not None:
@@ -307,7 +300,7 @@ def _target_terms(
         inverse_grad_scale=terms.inverse_grad_scale,
         N=number,
         IDS=terms.ids,
-        OPERAND=tl.float16 if run.head.weight.dtype == torch.float16 else tl.bfloat16,
+        OPERAND=tl.float16 if run.weight.dtype == torch.float16 else tl.bfloat16,
         TOKENS=4,  # with 16 it took 0.63 ms instead of 0.04 at T4096 H4096 on an H100
         BLOCK=BLOCK,
     )
@@ -325,7 +318,7 @@ def position_terms(
     entropy = upstream.entropy is not None
     terms = Terms(
         row_scale,
-        even if run.head.label_smoothing > 0 else None,
+        even if run.options.label_smoothing > 0 else None,
         entropy_scale if entropy else None,
         mean if entropy else None,
         product_scale,
@@ -349,11 +342,11 @@ def position_terms(
         ids=ids,
         K=ids.shape[1],
         ignore_index=ignore_index,
-        slope_scale=run.head.logit_scale / run.outer_scale,
+        slope_scale=run.options.logit_scale / run.outer_scale,
         BLOCK_T=block_t,
         BLOCK_K=block_k,
     ).run()
-    grad_scale = float16_scale(size, vectors, run.head.weight.dtype)
+    grad_scale = float16_scale(size, vectors, run.weight.dtype)
     if grad_scale is not None:
         packed[: sum(sizes[:5])] *= grad_scale
         terms = terms._replace(inverse_grad_scale=1 / grad_scale)

@@ -1,0 +1,33 @@
+"""A loss as a module of PyTorch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from onchip.core.backends import choose_backend
+from onchip.frontend.options import require_positive
+
+
+class LossModule(Module):
+    """A module that owns the options of a loss and no parameter."""
+
+    def __init__(
+        self, op: str, options: Any, normalizer: float | Tensor | None, backend: str, backends: Sequence[str]
+    ) -> None:
+        super().__init__()
+        choose_backend(op, backend, dict.fromkeys(backends))
+        if normalizer is not None and not isinstance(normalizer, Tensor):
+            require_positive(op, "normalizer", normalizer)
+        self.options, self.normalizer, self.backend = options, normalizer, backend
+
+    def keywords(self, **given: Any) -> dict[str, Any]:
+        """What the op is called with: what is given and not None overrides the module's own."""
+        own = vars(self.options) | {"normalizer": self.normalizer, "backend": self.backend}
+        return own | {name: x for name, x in given.items() if x is not None}
+
+    def extra_repr(self) -> str:
+        """The options that differ from their defaults."""
+        defaults = vars(type(self.options)())
+        return ", ".join(f"{k}={v!r}" for k, v in vars(self.options).items() if v != defaults[k])
