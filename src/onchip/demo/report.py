@@ -46,7 +46,6 @@ def _measured_rows(document: Document) -> list[tuple[str, ...]]:
 
 
 def _pair(show: Any, plain: float, onchip: float) -> tuple[str, str, str]:
-    # Sizes as small as a test's may leave the resident set where it was.
     return show(plain), show(onchip), f"{onchip / plain:.2f}" if plain else "–"
 
 

@@ -143,7 +143,7 @@ def _train_and_measure(
         "fp8": _fp8_difference(runs, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
         "train_seconds": {name: run.seconds for name, run in runs.items()},
         "head_and_loss": costs,
-        "extra_bytes_are": made.memory_source(config.device),
+        "extra_bytes_are": made.MEMORY_SOURCE,
         "measure_repeats": train.MEASURE_REPEATS,
         "logits_bytes": 4 * config.tokens * model.vocab,
         "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},
