@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip.bench import measure
+from onchip.bench import torch_steps
 
 MIB = 1 << 20
 
@@ -68,7 +68,7 @@ PEAKS = {
 
 @pytest.mark.parametrize("step", PEAKS)
 def test_cpu_peak_is_that_of_the_allocations(step):
-    assert abs(measure.peak_extra_bytes(step, device="cpu") - PEAKS[step] * MIB) < 1024
+    assert abs(torch_steps.peak_extra_bytes(step, device="cpu") - PEAKS[step] * MIB) < 1024
 
 
 def test_cpu_peak_has_the_gradients_of_backward(capfd):
@@ -77,7 +77,7 @@ def test_cpu_peak_has_the_gradients_of_backward(capfd):
     def step():
         return torch.autograd.grad((x * x).sum(), x)  # the square, and the gradients by both factors
 
-    assert abs(measure.peak_extra_bytes(step, device="cpu") - 4 * MIB) < 1024
+    assert abs(torch_steps.peak_extra_bytes(step, device="cpu") - 4 * MIB) < 1024
     assert capfd.readouterr() == ("", "")
 
 
@@ -85,7 +85,7 @@ def test_steps_take_turns_and_warm_up_untimed():
     calls = []
     ticks = []
     steps = {name: lambda name=name: calls.append(name) or [] for name in "abc"}
-    timings = measure.time_interleaved(steps, device="cpu", repeats=4, tick=lambda: ticks.append(None))
+    timings = torch_steps.time_interleaved(steps, device="cpu", repeats=4, tick=lambda: ticks.append(None))
     rounds = ["".join(calls[i : i + 3]) for i in range(0, 15, 3)]
     assert all(sorted(names) == list("abc") for names in rounds)
     assert len(set(rounds)) > 1
@@ -109,23 +109,23 @@ def test_how_long_the_device_waits_for_the_host(monkeypatch):
 
     clock = iter([0.0, 0.002, 1.0, 1.5])
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(cycles / measure._CYCLES))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(cycles / torch_steps._CYCLES))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(measure, "_as_large_as_l2", lambda device: SimpleNamespace(amax=lambda: said.append("L2")))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(torch_steps, "_as_large_as_l2", lambda device: SimpleNamespace(amax=lambda: said.append("L2")))
+    monkeypatch.setattr(torch_steps.time, "perf_counter", lambda: next(clock))
 
     def step():
         said.append("step")
         return []
 
-    assert [measure.time_once(step, "cuda") for _ in range(2)] == [3.0, 3.0]
+    assert [torch_steps.time_once(step, "cuda") for _ in range(2)] == [3.0, 3.0]
     assert said == [
         10.0, "L2", "event", "step", "event",
         pytest.approx(0.5 + 2 * 2), "L2", "event", "step", "event",
     ]  # fmt: skip
     said.clear()
     clock = iter([0.0, 0.0])
-    measure.time_once(step, "cuda")  # the time before, it waited for half a second
+    torch_steps.time_once(step, "cuda")  # the time before, it waited for half a second
     assert said[0] == 10.0
 
 
@@ -135,6 +135,8 @@ def test_a_step_that_raises_stops_the_timing_or_is_left_out():
 
     steps, errors = {"a": nothing, "b": failing}, []
     with pytest.raises(MemoryError, match="no room"):
-        measure.time_interleaved(steps, device="cpu", repeats=1)
-    made = measure.time_interleaved(steps, device="cpu", repeats=3, on_error=lambda name, error: errors.append(name))
+        torch_steps.time_interleaved(steps, device="cpu", repeats=1)
+    made = torch_steps.time_interleaved(
+        steps, device="cpu", repeats=3, on_error=lambda name, error: errors.append(name)
+    )
     assert (list(made), errors) == (["a"], ["b"])

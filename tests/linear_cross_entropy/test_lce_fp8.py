@@ -13,7 +13,6 @@ from losses import LCE
 from onchip.bench.ops.linear_cross_entropy import TORCH as benchmark
 from onchip.fp8.triton_tiles import QuantizeConfig
 from onchip.ops.linear_cross_entropy import fp8_op
-from onchip.ops.linear_cross_entropy.cases import BENCH_CASES
 from onchip.torch import LinearCrossEntropyLoss, linear_cross_entropy, quantize_weight
 from onchip.vocab.fp8 import launches as fp8_launches
 from onchip.vocab.fp8 import memory as fp8_spec
@@ -156,7 +155,7 @@ def test_every_config_makes_what_pytorchs_operations_make(case, config, chunk, m
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-8b", "gpt-oss-120b", "llama3.1-8b-zipf", "llama3.1-8b-peaked"])
 def test_real_heads(name):
-    problem = benchmark.make_problem(BENCH_CASES[name], "cuda", "bfloat16")
+    problem = benchmark.make_problem(benchmark.CASES[name], "cuda", "bfloat16")
     reference = benchmark.reference(problem)
     made = step(*problem.arrays)
     errors = {k: error for k, (error, _) in benchmark.check(reference, "forward+backward", made).items()}
