@@ -156,7 +156,7 @@ class Checker:
         fw = adapter(framework)
         return [
             partial(self.check_case, case, dtype, device, backend=backend, **how)
-            for case, dtype, how in product(self.cases, fw.DTYPES, self.hows(fw))
+            for case, how, dtype in product(self.cases, self.hows(fw), fw.DTYPES)
             for backend, reason in self.refusals(device, dtype_name(dtype), framework, case, how).items()
             if reason is None
         ]
