@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import onchip
-from onchip.bench import harness, jax_steps, plots
+from onchip.bench import benchmark, harness, jax_steps, plots
 from onchip.bench import peers as bench_peers
 from onchip.bench.ops import cross_entropy, linear_cross_entropy
 from onchip.bench.peers import IGNORED
 from onchip.bench.run import benchmark_of, run_bench
 from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import cases as lce_cases
+from onchip.ops.linear_cross_entropy import reference as lce_reference
 from onchip.oracle import checks as oracle_checks
 from onchip.oracle.cases import Case
 from onchip.torch import linear_cross_entropy as linear_cross_entropy_in_torch
@@ -163,7 +164,7 @@ VARIANTS = {
 def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, monkeypatch):
     target = benchmark_of(op, framework)
     # Chunks of 30 rows, of which the last one isn't full.
-    monkeypatch.setattr(target.fw, "_CHUNK_BYTES", 30 * 8 * SMALL[op].vocab)
+    monkeypatch.setattr(benchmark, "CHUNK", 30 * SMALL[op].vocab)
     problem = target.make_problem(SMALL[op], "cpu", "float32")
     variants = VARIANTS.get(op, [{}])
     for options in variants if framework == "torch" else variants[-1:]:
@@ -273,27 +274,31 @@ def test_logits_are_drawn_as_their_case_says(framework):
     assert (kept == 0).mean() == pytest.approx(1 / sum(1 / n for n in range(1, 51)), abs=0.04)
 
 
-@each_framework
-def test_options_are_for_no_bench_case(framework):
-    with pytest.raises(AssertionError):
-        benchmark_of("linear_cross_entropy", framework).make_problem(
-            Case("odd", 8, 4, 10, options={"softcap": 3.0}), "cpu", "float32"
-        )
+def test_options_of_a_case_are_passed_to_all():
+    options = {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 1e-3}
+    problem = LCE.make_problem(Case("odd", 50, 16, 100, ignored=0.2, options=options), "cpu", "bfloat16")
+    reference = LCE.reference(problem)
+    expected = lce_reference.linear_cross_entropy(*(array(x) for x in problem.arrays), **options)
+    for name, value in reference.values.items():
+        np.testing.assert_allclose(np.asarray(value), getattr(expected, name), rtol=1e-9, atol=1e-13, err_msg=name)
+    made = steps_of(LCE, "onchip auto", problem)["forward+backward"]()
+    assert right(LCE.check(reference, "forward+backward", made)) == list(reference.values)
 
 
 def test_cases_of_the_bench():
     for op in OPS:
         target = benchmark_of(op, "torch")
-        assert all(name in target.CASES for names in target.DEFAULT_CASES.values() for name in names)
-        assert all(case.name == name for name, case in target.CASES.items())
-    assert set(lce_cases.MODELS) <= set(LCE.DEFAULT_CASES["cuda"])
+        assert {"cpu", "cuda"} <= set(target.SUITES)
+        every = [case for suite in target.SUITES.values() for case in suite]
+        assert all(target.CASES[case.name] == case for case in every)  # no two share a name
+    assert set(lce_cases.MODELS) <= {case.name for case in LCE.SUITES["cuda"]}
 
 
 # -------------------------------------------------------------------------------------- this package's implementations
 
 
 def test_budgets():
-    case = lce_cases.CPU_CASE
+    (case,) = lce_cases.SUITES["cpu"]
     p = memory.Problem(case.tokens, case.hidden, case.vocab)
     assert linear_cross_entropy._part_of_logits(16, LCE.fw, p) == 32 << 20
     llama = memory.Problem(4096, 4096, 128256, dtype="bfloat16", device="cuda", compacted=True)

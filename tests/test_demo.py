@@ -216,7 +216,7 @@ def test_document_has_the_measurements(tiny_run):
 
 
 def test_plain_stores_the_logits_and_onchip_does_not(framework, monkeypatch):
-    """Big enough that the resident set shows it: 32 MiB of logits."""
+    """Of 32 MiB of logits."""
     make_short(monkeypatch)
     vocab, tokens = 8192, 1024
     batch = np.random.default_rng(0).integers(vocab, size=(2, tokens // SEQUENCE, SEQUENCE))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from losses import CE, LCE, LLP
-from onchip.bench.measure import peak_extra_bytes
+from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.cross_entropy import spec
 from onchip.oracle.torch import computed

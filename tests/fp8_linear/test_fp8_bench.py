@@ -1,4 +1,4 @@
-"""The benchmark of fp8_linear in both frameworks: small real runs, its gate, what doesn't fit, its summary, a peer."""
+"""The benchmark of fp8_linear in both frameworks: small real runs, its gate, its summary, a peer."""
 
 import dataclasses
 import importlib.util
@@ -8,17 +8,17 @@ import sys
 from io import StringIO
 from types import ModuleType
 
-import jax
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from onchip.bench import jax_steps, plots, torch_steps
+from onchip.bench import benchmark as bench_benchmark
+from onchip.bench import plots, torch_steps
 from onchip.bench.ops import fp8_linear as module
 from onchip.bench.run import run_bench
-from onchip.fp8 import numbers, torch_quantize
+from onchip.fp8 import torch_quantize
 from onchip.fp8.torch_products import dequantized_product
 from onchip.ops.fp8_linear import cases
 from onchip.oracle.checks import adapter_of
@@ -111,7 +111,7 @@ def test_wrong_results_are_found(benchmark):
 
 @each
 def test_the_reference_is_the_unquantised_layer(benchmark, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 50 * 150)  # 50 rows of 150 numbers at a time
+    monkeypatch.setattr(bench_benchmark, "CHUNK", 50 * 150)  # 50 rows of 150 numbers at a time
     problem = benchmark.make_problem(SMALL, "cpu", "float32")
     x, w, g = (array(a) for a in (problem.x, problem.weight, problem.grad_out))
     exact = {"out": x @ w.T, "grad_x": g @ w, "grad_weight": g.T @ x}
@@ -123,7 +123,7 @@ def test_the_reference_is_the_unquantised_layer(benchmark, monkeypatch):
         np.testing.assert_allclose(array(reference.values[name]), right[rows], rtol=1e-4, atol=1e-5)
     made = benchmark.steps(problem, plain_of(benchmark))["forward+backward"]()
     for result, right in zip(made, exact.values(), strict=True):
-        np.testing.assert_allclose(array(result), right, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(array(result), right, rtol=1e-4, atol=1e-4)
     shapes = [tuple(a.shape) for a in benchmark.floor(problem, "forward+backward")()]
     assert shapes == [a.shape for a in exact.values()]
     assert [tuple(a.shape) for a in benchmark.floor(problem, "forward")()] == shapes[:1]
@@ -186,47 +186,9 @@ def test_inputs_in_jax_are_normal_and_of_many_values():
 
 
 @each
-def test_a_problem_that_does_not_fit_is_refused_with_the_bytes(benchmark, monkeypatch):
-    needed = benchmark.needed_bytes(SMALL, "float32")
-    monkeypatch.setattr(benchmark.fw, "free_bytes", lambda device: needed - 1)
-    reason = f"^it needs {needed} bytes of device memory; {needed - 1} are there$"
-    with pytest.raises(MemoryError, match=reason):
-        benchmark.make_problem(SMALL, "cpu", "float32")
-    monkeypatch.setattr(benchmark.fw, "free_bytes", lambda device: needed)
-    benchmark.make_problem(SMALL, "cpu", "float32")
-
-
-def test_needed_bytes():
-    p = numbers.Problem(SMALL.m, SMALL.n, SMALL.k, "float32")
-    plain = 8 * (200 * 136 + 200 * 150 + 136 * 150)
-    of_x = numbers.quantized_bytes(SMALL.m, SMALL.k) + numbers.quantized_bytes(SMALL.k, SMALL.m)
-    in_fp8 = of_x + numbers.gradient_bytes(p)
-    weight = numbers.weight_bytes(p)
-    assert JAX.needed_bytes(SMALL, "float32") == plain + in_fp8 + weight
-    assert TORCH.needed_bytes(SMALL, "float32") == plain + 2 * in_fp8 + 3 * weight
-    largest = max(cases.MODEL_CASES, key=lambda case: TORCH.needed_bytes(case, "bfloat16"))
-    assert largest.name == "llama3.1-405b-gate-up-4"
-    # Inputs and results, 23 GB, as much in FP8 for the products and for a step, and the weight's copies once more: less
-    # than an 80 GB card has.
-    assert 45e9 < TORCH.needed_bytes(largest, "bfloat16") < 60e9
-
-
-def test_what_a_device_has_is_asked_of_jax(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return self.stats
-
-    monkeypatch.setattr(jax, "devices", lambda platform: [Device()])
-    for stats, expected in ((None, None), ({}, None), ({"bytes_limit": 9, "bytes_in_use": 2}, 7)):
-        Device.stats = stats
-        assert jax_steps.free_bytes("cuda") == expected
-
-
-@each
 def test_suite_and_defaults(benchmark):
     assert len(benchmark.SUITES["primus"]) == 84
-    assert set(benchmark.SUITES["primus"]) <= set(benchmark.CASES)
-    assert len(benchmark.DEFAULT_CASES["cuda"]) == len(cases.MODELS)
+    assert len(benchmark.SUITES["cuda"]) == len(cases.MODELS)
     case = benchmark.CASES["qwen2.5-7b-down-4"]
     assert (case.m, case.n, case.k) == (32768, 3584, 18944)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from fp8_common import assert_equal, assert_right, assert_same, assert_same_bits, awkward, operands, quantize
 
-from onchip.bench.measure import peak_extra_bytes
+from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.fp8 import numbers, torch_products
 from onchip.fp8.triton_tiles import ProductConfig
 from onchip.ops.fp8_linear.cases import CHECK_CASES

@@ -12,7 +12,6 @@ from lce_fp8_cases import CASES, GRADIENT_DB, LOSS_ERROR, assert_alike, assert_n
 from losses import LCE
 from onchip.bench.ops.linear_cross_entropy import TORCH as benchmark
 from onchip.fp8 import torch_quantize
-from onchip.ops.linear_cross_entropy.cases import BENCH_CASES
 from onchip.torch import LinearCrossEntropyLoss, linear_cross_entropy, quantize_weight
 from onchip.vocab.fp8 import launches as fp8_launches
 from onchip.vocab.fp8 import memory as fp8_spec
@@ -154,7 +153,7 @@ def test_every_config_makes_what_pytorchs_operations_make(case, warps, chunk, mo
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-8b", "gpt-oss-120b", "llama3.1-8b-zipf", "llama3.1-8b-peaked"])
 def test_real_heads(name):
-    problem = benchmark.make_problem(BENCH_CASES[name], "cuda", "bfloat16")
+    problem = benchmark.make_problem(benchmark.CASES[name], "cuda", "bfloat16")
     reference = benchmark.reference(problem)
     made = step(*problem.arrays)
     errors = {k: error for k, (error, _) in benchmark.check(reference, "forward+backward", made).items()}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from every_loss import check_operators
-from onchip.bench.measure import peak_extra_bytes
+from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case

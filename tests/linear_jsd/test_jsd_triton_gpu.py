@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onchip.bench.measure import peak_extra_bytes
+from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES

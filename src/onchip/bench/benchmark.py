@@ -1,5 +1,6 @@
 """The benchmark of a loss over a vocabulary: inputs, floor, reference and comparison for all ops and frameworks."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,13 +12,18 @@ from onchip.bench.harness import Op
 from onchip.bench.peers import IGNORED, Function
 from onchip.bench.timing import Step
 from onchip.oracle.cases import draw_target, ignore_some, target_logit
-from onchip.oracle.checks import dtype_name
+from onchip.oracle.checks import dtype_name, plain_cross_entropy
+
+# Elements of a matrix that are widened at a time.
+CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
 class Problem:
     """Inputs of one case, in the dtype and on the device of the run."""
 
+    case: Any
+    device: str
     arrays: tuple[Any, ...]
     """The op's arguments: hidden [T, H] and weight [V, H], or logits [T, V]; then what gets no gradient, the first of
     which has a row for each token."""
@@ -39,10 +45,8 @@ class Reference:
 
 @dataclass
 class Benchmark(Op):
-    """The benchmark of a loss in one framework; `fw` stands for the framework's adapter."""
+    """The benchmark of a loss in one framework; `fw` stands for the framework's adapter, `make` for a `Problem`."""
 
-    make: Callable[[Any, Any, str, str], Problem]
-    """`make(fw, case, device, dtype)`: the inputs."""
     rows: Callable[..., tuple[Any, ...]]
     """`rows(fw, logits, *others, **options)`: the values of each token, of which the loss is the sum."""
     leaves: Sequence[str] = ("hidden", "weight")
@@ -52,10 +56,6 @@ class Benchmark(Op):
     @property
     def of_logits(self) -> bool:
         return tuple(self.leaves) == ("logits",)
-
-    def make_problem(self, case: Any, device: str, dtype: str) -> Problem:
-        with self.fw.default_device(device):
-            return self.make(self.fw, case, device, dtype)
 
     def plain_steps(self, problem: Problem, function: Function) -> Mapping[str, Step]:
         """The steps of a function of the problem's arrays and options."""
@@ -81,14 +81,15 @@ class Benchmark(Op):
         return step
 
     def reference(self, problem: Problem) -> Reference:
-        """In the framework's float64, a chunk of tokens at a time, by its derivative of the definition.
+        """In the framework's float64, by its derivative of the definition.
 
         Bounds are in float32 those of a random walk of rounding errors over the sums, in 16 bits twice the errors of
         the framework's plain expression.
         """
         fw, forward = self.fw, tuple(self.forward(problem))
         names = (*forward, *(f"grad_{name}" for name in self.leaves))
-        values = dict(zip(names, fw.in_float64(partial(self._walk, problem), *problem.arrays), strict=True))
+        with fw.in_float64():
+            values = dict(zip(names, self._values(problem), strict=True))
         tokens, size = problem.arrays[0].shape
         if self.of_logits:
             lengths = [size + tokens, 2 * size]
@@ -101,38 +102,39 @@ class Benchmark(Op):
         if dtype_name(dtype) != "float32":
             (plain,) = (impl for impl in self.IMPLEMENTATIONS if impl.name == fw.PLAIN)
             made = self.steps(problem, plain)["forward+backward"]()
-            limits = {name: 2 * fw.relative_error(out, values[name]) for name, out in zip(names, made, strict=True)}
+            limits = {name: 2 * relative_error(fw, out, values[name]) for name, out in zip(names, made, strict=True)}
             # A single number may be right by luck.
             limits |= {name: max(limits[name], eps) for name in forward}
         return Reference(values, limits, len(forward))
 
-    def _walk(self, problem: Problem, first: Any, *others: Any) -> tuple[Any, ...]:
-        """The values of 'forward' and the gradients of the leaves; `first` is hidden or logits."""
-        fw = self.fw
-        weight = None if self.of_logits else fw.wide(others[0])
-        of_token, *constants = others if weight is None else others[1:]
+    def _values(self, problem: Problem) -> list[Any]:
+        """The values of 'forward' and the gradients of the leaves, a chunk of tokens at a time."""
+        fw, (first, *others) = self.fw, problem.arrays  # hidden or logits
+        weight = None if self.of_logits else fw.wide(others.pop(0))
+        of_token, *constants = others
         constants = [fw.wide(x) for x in constants]
         columns = (problem.columns or first.shape[1]) if weight is None else len(weight)
         # The mean divides by the tokens that are not ignored.
         count = len(first) if of_token.ndim > 1 else (of_token != IGNORED).sum().clip(min=1)
         # Beside 16-bit logits, float32 is enough for a gradient of their size.
         kept_as = "float64" if dtype_name(first.dtype) == "float32" else "float32"
-
-        def one(grad_weight: Any, x: Any, of_token: Any) -> tuple[Any, Any]:
-            wide = fw.wide(x)
-            z = wide[:, :columns] if weight is None else wide @ weight.T
-            values, g = fw.gradient(lambda z: self.rows(fw, z, of_token, *constants, **problem.options), z)
+        grad_weight, parts = 0.0, []
+        for chunk in chunks(len(first), columns):
+            x = fw.wide(first[chunk])
+            z = x[:, :columns] if weight is None else x @ weight.T
+            rows = partial(self.rows, fw, **problem.options)
+            values, g = fw.gradient(rows, z, of_token[chunk], *constants)
             g = g / count
             if weight is not None:
-                return grad_weight + g.T @ wide, (*values, g @ weight)
-            padded = fw.xp.concatenate([g, fw.xp.zeros_like(wide[:, columns:])], 1)
-            return None, (*values, fw.constant(padded, kept_as))
-
-        start = None if weight is None else fw.xp.zeros_like(weight)
-        grad_weight, (*values, gradient) = fw.scan_rows(one, start, (first, of_token), 8 * columns)
+                grad_weight = grad_weight + g.T @ x
+                parts.append((*values, g @ weight))
+            else:
+                padded = fw.xp.concatenate([g, fw.xp.zeros_like(x[:, columns:])], 1)
+                parts.append((*values, fw.constant(padded, kept_as)))
+        *values, gradient = (fw.xp.concatenate(made) for made in zip(*parts, strict=True))
         if tuple(self.forward(problem)) == ("loss",):
             values = [values[0].sum() / count]
-        return *values, gradient, *([] if weight is None else [grad_weight])
+        return [*values, gradient, *([] if weight is None else [grad_weight])]
 
     def check(self, reference: Reference, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
         """Relative error and bound of each result of a step; the gradient of a weight [H, V] is [H, V]."""
@@ -141,8 +143,28 @@ class Benchmark(Op):
         for name, out in zip(names, returned, strict=True):
             ref = reference.values[name]
             turned = out.T if out.shape != ref.shape and tuple(out.shape[::-1]) == tuple(ref.shape) else out
-            checked[name] = (self.fw.relative_error(turned, ref), reference.bounds[name])
+            checked[name] = (relative_error(self.fw, turned, ref), reference.bounds[name])
         return checked
+
+
+def chunks(rows: int, columns: int) -> list[slice]:
+    """Rows of a matrix that are widened at a time."""
+    size = max(1, CHUNK // columns)
+    return [slice(i, i + size) for i in range(0, rows, size)]
+
+
+def relative_error(fw: Any, out: Any, ref: Any) -> float:
+    """||out - ref|| / ||ref||, in float64."""
+    if out.shape != ref.shape:
+        raise ValueError(f"a result has shape {list(out.shape)} where {list(ref.shape)} is right")
+    error = norm = 0.0
+    with fw.in_float64():
+        out, ref = fw.xp.atleast_2d(out), fw.xp.atleast_2d(ref)
+        for rows in chunks(*ref.shape):
+            right = fw.wide(ref[rows])
+            error += float(((fw.wide(out[rows]) - right) ** 2).sum())
+            norm += float((right**2).sum())
+    return math.sqrt(error / norm)
 
 
 def draw_layer(normal: Callable[..., Any], case: Any, hidden: int) -> tuple[Any, Any]:
@@ -163,8 +185,6 @@ def draw_linear(fw: Any, case: Any, device: str, dtype: str) -> tuple[Any, Any, 
     return fw.leaf(hidden, dtype), fw.leaf(weight, dtype), fw.ids(labels, device)
 
 
-def cross_entropies(fw: Any, z: Any, labels: Any) -> tuple[Any]:
+def cross_entropies(fw: Any, z: Any, labels: Any, **options: Any) -> tuple[Any]:
     """[T], 0 where the label is IGNORED."""
-    kept = labels != IGNORED
-    picked = fw.take(fw.log_softmax(z, -1), fw.xp.where(kept, labels, 0)[:, None])[:, 0]
-    return (fw.xp.where(kept, -picked, 0),)
+    return (plain_cross_entropy(z, labels, reduction="none", **options),)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -31,17 +30,15 @@ class Op(ABC):
     """The benchmark of an op in one framework, which is imported when an attribute needs it."""
 
     framework: str
-    cases: ModuleType
-    """With BENCH_CASES by name, DEFAULT_BENCH_CASES, and SUITES if there are any."""
+    SUITES: Mapping[str, Sequence[Any]]
+    """Cases by the suite's name; "cpu" and "cuda" run on these devices unless told otherwise."""
     implementations: Callable[[Any], Sequence[Implementation]]
     """`implementations(fw)`: what is timed, by the framework's adapter."""
+    make: Callable[[Any, Any, str, str], Any]
+    """`make(fw, case, device, dtype)`: the inputs of a case on the device."""
 
     def __post_init__(self) -> None:
-        self.CASES: Mapping[str, Any] = self.cases.BENCH_CASES
-        self.DEFAULT_CASES: Mapping[str, Sequence[str]] = self.cases.DEFAULT_BENCH_CASES
-        """Names of the cases that run unless told otherwise, by device type."""
-        self.SUITES: Mapping[str, Sequence[str]] = getattr(self.cases, "SUITES", {})
-        """Lists of such names, by the suite's."""
+        self.CASES = {case.name: case for suite in self.SUITES.values() for case in suite}
         self.MODES: Sequence[str] = MODES
         """What is timed, in this order."""
         self.DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
@@ -59,9 +56,9 @@ class Op(ABC):
         make = impl.steps or self.plain_steps
         return make(problem, impl.load())
 
-    @abstractmethod
     def make_problem(self, case: Any, device: str, dtype: str) -> Any:
-        """The inputs of a case on the device."""
+        with self.fw.default_device(device):
+            return self.make(self.fw, case, device, dtype)
 
     @abstractmethod
     def plain_steps(self, problem: Any, function: Function) -> Mapping[str, Step]:

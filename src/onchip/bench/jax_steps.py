@@ -18,7 +18,8 @@ from jax import Array, lax
 
 from onchip.bench import timing
 from onchip.bench.peers import IGNORED
-from onchip.oracle.jax import NAME, default_device, linear, log_softmax, platform_of, take, xp
+from onchip.oracle.checks import plain_cross_entropy
+from onchip.oracle.jax import NAME, default_device, linear, log_softmax, take, xp
 from onchip.oracle.jax import constant as ids
 
 __all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
@@ -27,18 +28,6 @@ PLAIN = "XLA, 16-bit logits"
 PACKAGES = ("jax", "jaxlib", "numpy")
 # Rows that are drawn at a time: random bits of a whole matrix would take eight times its bytes in bfloat16.
 _DRAWN_ROWS = 1024
-_CHUNK_BYTES = 1 << 29
-
-
-def device_of(x: Array) -> str:
-    (device,) = x.devices()
-    return "cpu" if device.platform == "cpu" else "cuda"
-
-
-def free_bytes(device: str) -> int | None:
-    """Memory that this process can have of the device; None where JAX doesn't say."""
-    stats = jax.devices(platform_of(device))[0].memory_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
 
 
 def drawer(device: str) -> Callable[..., Array]:
@@ -175,50 +164,17 @@ def gpu() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ correctness
 
 
-def relative_error(out: Array, ref: Any) -> float:
-    """||out - ref|| / ||ref||, in float64."""
-    if out.shape != ref.shape:
-        raise ValueError(f"a result has shape {list(out.shape)} where {list(ref.shape)} is right")
-    with jax.enable_x64(True):
-        return float(_relative_error(out, ref))
-
-
-@jax.jit
-def _relative_error(out: Array, ref: Array) -> Array:
-    ref = wide(ref)
-    return jnp.sqrt(jnp.square(wide(out) - ref).sum() / jnp.square(ref).sum())
+in_float64 = partial(jax.enable_x64, True)
 
 
 def wide(x: Array) -> Array:
     return x.astype(jnp.float64)
 
 
-def in_float64(function: Callable[..., Any], *arguments: Array) -> Any:
-    """`function`, compiled, of `arguments`; it can use float64."""
-    with jax.enable_x64(True):
-        return jax.jit(function)(*arguments)
-
-
-def gradient(function: Callable[[Array], Sequence[Array]], z: Array) -> tuple[Sequence[Array], Array]:
-    """What `function(z)` returns, and the gradient of its sum."""
-    values, pullback = jax.vjp(function, z)
+def gradient(function: Callable[..., Sequence[Array]], z: Array, *others: Array) -> tuple[Sequence[Array], Array]:
+    """As PyTorch's."""
+    values, pullback = jax.vjp(lambda z: function(z, *others), z)
     return values, pullback(jax.tree.map(jnp.ones_like, values))[0]
-
-
-def scan_rows(
-    one: Callable[..., tuple[Any, Sequence[Array]]], start: Any, arrays: Sequence[Array], row_bytes: int
-) -> tuple[Any, Any]:
-    """As PyTorch's.  The last chunk is filled up with zeros, which must leave the carry as it is."""
-    tokens = len(arrays[0])
-    chunks = -(-tokens // max(1, _CHUNK_BYTES // row_bytes))
-    size = -(-tokens // chunks)  # the most even ones need the least filling
-
-    def cut(x: Array) -> Array:
-        filled = jnp.pad(x, ((0, chunks * size - tokens), *[(0, 0)] * (x.ndim - 1)))
-        return filled.reshape(chunks, size, *x.shape[1:])
-
-    carry, made = lax.scan(lambda carry, rows: one(carry, *rows), start, tuple(map(cut, arrays)))
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], made)
 
 
 # ------------------------------------------------------------------------------------------------ the plain expression
@@ -248,8 +204,13 @@ def by_optax(logits: Array, labels: Array) -> Array:
     return made
 
 
-def cross_entropy(logits: Array, labels: Array, losses: Callable[[Array, Array], Array] = gathered) -> Array:
+def cross_entropy(
+    logits: Array, labels: Array, losses: Callable[[Array, Array], Array] = gathered, **options: Any
+) -> Array:
     """The float32 mean over the tokens whose label is not IGNORED."""
+    if options:
+        made: Array = plain_cross_entropy(logits, labels, **options)
+        return made
     kept = labels != IGNORED
     each = losses(logits, jnp.where(kept, labels, 0)).astype(jnp.float32)
     return jnp.where(kept, each, 0).sum() / jnp.maximum(kept.sum(), 1)

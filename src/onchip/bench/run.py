@@ -1,7 +1,7 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, TypedDict
@@ -72,14 +72,11 @@ def run_bench(
     dtype = dtype or _DEFAULT_DTYPES[device]
     if dtype not in target.DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(target.DTYPES)}; got {dtype!r}")
-    among: Collection[str] = target.CASES
-    default = target.DEFAULT_CASES[device]
-    if suite is not None:
-        if suite not in target.SUITES:
-            there = f"there is: {', '.join(target.SUITES)}" if target.SUITES else f"{op} has none"
-            raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and {there}")
-        among = default = target.SUITES[suite]
-    chosen = matching("--case", cases, among) if cases else list(default)
+    if suite is not None and suite not in target.SUITES:
+        there = ", ".join(target.SUITES)
+        raise ValueError(f"--suite must name a set of the op's cases; got {suite!r}, and there is: {there}")
+    default = [case.name for case in target.SUITES[suite or device]]
+    chosen = matching("--case", cases, default if suite else target.CASES) if cases else default
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
 

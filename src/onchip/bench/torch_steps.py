@@ -1,49 +1,134 @@
-"""PyTorch's part of all benchmarks.  `onchip.bench.jax_steps` has the same names."""
+"""PyTorch's part of all benchmarks.  `onchip.bench.jax_steps` has the same names.
 
-import math
+A step is a callable without arguments that returns the tensors it leaves behind (loss, gradients).
+"""
+
+import gc
+import os
+import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import profile
+from torch.nn import functional
 
-from onchip.bench.measure import PACKAGES, compile_seconds, gpu, peak_extra_bytes, release, threads, time_interleaved
+from onchip.bench import timing
 from onchip.bench.timing import Step
+from onchip.oracle.checks import plain_cross_entropy
 from onchip.oracle.torch import NAME, computed, default_device, linear, log_softmax, take, xp
 from onchip.oracle.torch import constant as ids
 
-__all__ = [
-    "NAME",
-    "PACKAGES",
-    "compile_seconds",
-    "default_device",
-    "gpu",
-    "ids",
-    "linear",
-    "log_softmax",
-    "peak_extra_bytes",
-    "release",
-    "take",
-    "threads",
-    "time_interleaved",
-    "xp",
-]
+__all__ = ["NAME", "default_device", "ids", "linear", "log_softmax", "take", "xp"]
 
-_CHUNK_BYTES = 1 << 29
+PACKAGES = ("torch", "numpy", "triton")
 PLAIN = "torch eager"
 """The implementation whose errors in 16 bits are the yardstick."""
+parameter = torch.nn.Parameter
+in_float64 = torch.no_grad
+"""The context in which results are checked."""
+
+# Milliseconds that the device is kept waiting before a step that was never timed.
+_HEAD_START = 10.0
+_CYCLES = 1_800_000  # of the device's clock in about a millisecond
+# Milliseconds that the host took to launch a step when it was last timed.
+_ASKED: "WeakKeyDictionary[Step, float]" = WeakKeyDictionary()
 
 
-def device_of(x: Tensor) -> str:
-    return x.device.type
+def time_once(step: Step, device: str) -> float:
+    """Milliseconds of one run: on CUDA of the device, with the host ahead of it."""
+    if device == "cpu":
+        start = time.perf_counter()
+        returned = step()
+        elapsed = time.perf_counter() - start
+        del returned  # not before the clock stops: giving the gradients back is no part of the step
+        return elapsed * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The device waits so that the host gets ahead of it, as in a training step: what is timed is the device's work and
+    # not the time that Python takes to launch it.
+    head_start = min(_HEAD_START, 0.5 + 2 * _ASKED.get(step, _HEAD_START))
+    torch.cuda._sleep(int(head_start * _CYCLES))
+    # In a model other layers run in between, and L2 holds none of a step's inputs.  This reads, so that nothing is left
+    # to write back either.
+    _as_large_as_l2(torch.cuda.current_device()).amax()
+    begin.record()
+    start = time.perf_counter()
+    step()
+    _ASKED[step] = (time.perf_counter() - start) * 1e3
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
-def free_bytes(device: str) -> int | None:
-    """Memory that this process can have of a GPU; None for the CPU."""
-    if device != "cuda":
-        return None
-    free: int = torch.cuda.mem_get_info()[0]
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+@lru_cache
+def _as_large_as_l2(device: int) -> Tensor:
+    """A tensor of twice the size of the device's L2."""
+    size = torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.zeros(2 * size // 4, dtype=torch.float32, device=device)
+
+
+time_interleaved = partial(timing.time_interleaved, time_once)
+
+
+def peak_extra_bytes(step: Step, *, device: str) -> int:
+    """The allocator's peak while `step` runs, above what lived before it and above the tensors that it returns.
+
+    Run the step once before, so that one-time set-up does not count.
+    """
+    gc.collect()
+    returned, peak = (_cuda_peak if device == "cuda" else _cpu_peak)(step)
+    return max(0, peak - sum(t.numel() * t.element_size() for t in returned))
+
+
+def _cuda_peak(step: Step) -> tuple[Sequence[Tensor], int]:
+    """What the step returns, and how far allocated memory rose above its size at the start."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    returned = step()
+    torch.cuda.synchronize()
+    return returned, torch.cuda.max_memory_allocated() - before
+
+
+def _cpu_peak(step: Step) -> tuple[Sequence[Tensor], int]:
+    """The same on the CPU, whose allocator keeps no peak: from the sizes that it reports to the profiler."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print that it starts and stops
+    with profile(profile_memory=True, use_kineto=True) as profiled:
+        returned = step()
+    events: Any = profiled.kineto_results
+    memory = sorted((e for e in events.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    return returned, max(accumulate((e.nbytes() for e in memory), initial=0))
+
+
+def compile_seconds(step: Step) -> float | None:
+    """Unknown: a compiled function compiles in its first run."""
+    return None
+
+
+def release(device: str) -> None:
+    """Free what steps have left behind: cycles that hold tensors after an error, and the allocator's cache, which only
+    PyTorch's own allocations can reuse."""
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def threads() -> int | None:
+    """Threads that an operator uses on the CPU."""
+    return torch.get_num_threads()
+
+
+def gpu() -> dict[str, Any]:
+    """Name, memory and CUDA version of the current device."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
+
+
+# ----------------------------------------------------------------------------------------------------------- inputs
 
 
 def drawer(device: str) -> Callable[..., Tensor]:
@@ -126,49 +211,18 @@ def copies(x: Tensor, rows: int) -> Step:
 # ------------------------------------------------------------------------------------------------------ correctness
 
 
-def relative_error(out: Tensor, ref: Tensor) -> float:
-    """||out - ref|| / ||ref||, in float64 and a few rows at a time."""
-    if out.shape != ref.shape:
-        raise ValueError(f"a result has shape {list(out.shape)} where {list(ref.shape)} is right")
-    blocks = zip(torch.atleast_1d(out).split(4096), torch.atleast_1d(ref).split(4096), strict=True)
-    error = norm = 0.0
-    for o, r in blocks:
-        error += float((o.double() - r).square().sum())
-        norm += float(r.double().square().sum())
-    return math.sqrt(error / norm)
-
-
 def wide(x: Tensor) -> Tensor:
     """In float64."""
     return x.detach().double()
 
 
-def in_float64(function: Callable[..., Any], *arguments: Tensor) -> Any:
-    return function(*(x.detach() for x in arguments))
-
-
-def gradient(function: Callable[[Tensor], Sequence[Tensor]], z: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-    """What `function(z)` returns, and the gradient of its sum."""
+def gradient(function: Callable[..., Sequence[Tensor]], z: Tensor, *others: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """What `function(z, *others)` returns, and the gradient of its sum by `z`."""
     z = z.detach().requires_grad_()
     with torch.enable_grad():
-        values = function(z)
-    (g,) = torch.autograd.grad([x.sum() for x in values], z)
+        values = function(z, *others)
+        (g,) = torch.autograd.grad([x.sum() for x in values], z)
     return [x.detach() for x in values], g
-
-
-def scan_rows(
-    one: Callable[..., tuple[Any, Sequence[Tensor]]], start: Any, arrays: Sequence[Tensor], row_bytes: int
-) -> tuple[Any, list[Tensor]]:
-    """`one(carry, *rows of the arrays)` over chunks of half a GiB of rows, of `row_bytes` each.
-
-    Returns the last carry, and what the chunks made, concatenated.
-    """
-    chunk = max(1, _CHUNK_BYTES // row_bytes)
-    carry, parts = start, []
-    for rows in zip(*(x.split(chunk) for x in arrays), strict=True):
-        carry, made = one(carry, *rows)
-        parts.append(made)
-    return carry, [torch.cat(x) for x in zip(*parts, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ the plain expression
@@ -180,8 +234,10 @@ def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
     return made.float() if wide else made
 
 
-cross_entropy = torch.nn.functional.cross_entropy
-"""The mean over the tokens whose target is not IGNORED."""
+def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """The mean over the tokens whose target is not IGNORED."""
+    made: Tensor = (plain_cross_entropy if options else functional.cross_entropy)(logits, target, **options)
+    return made
 
 
 # ------------------------------------------------------------------------------------------------------- in place
@@ -210,10 +266,6 @@ def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor,
 
 
 # ------------------------------------------------------------------------------------------------------ linear layers
-
-
-def parameter(x: Tensor) -> Tensor:
-    return torch.nn.Parameter(x)
 
 
 def all_finite(x: Tensor) -> bool:

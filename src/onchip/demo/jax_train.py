@@ -35,9 +35,7 @@ EXPRESSIONS = {
 """The losses as the page shows them."""
 
 
-def memory_source(device: str) -> str:
-    """Where the bytes of `train.measure_head` are from."""
-    return "what XLA allocates for the compiled step beyond its arguments and results, by its own memory analysis"
+MEMORY_SOURCE = "what XLA allocates for the compiled step beyond its arguments and results, by its own memory analysis"
 
 
 @contextlib.contextmanager

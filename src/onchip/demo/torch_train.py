@@ -34,10 +34,8 @@ EXPRESSIONS = {
 """The losses as the page shows them."""
 
 
-def memory_source(device: str) -> str:
-    """Where the bytes of `train.measure_head` are from."""
-    seen = ", seen in the process's resident memory" if device == "cpu" else ""
-    return f"the measured peak above inputs, loss and returned gradients{seen}"
+MEMORY_SOURCE = "the measured peak above inputs, loss and returned gradients"
+"""Where the bytes of `train.measure_head` are from."""
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def train_and_measure(
         "fp8": _fp8_difference(losses, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
         "train_seconds": seconds,
         "head_and_loss": costs,
-        "extra_bytes_are": made.memory_source(config.device),
+        "extra_bytes_are": made.MEMORY_SOURCE,
         "measure_repeats": MEASURE_REPEATS,
         "logits_bytes": 4 * config.tokens * model.vocab,
         "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},

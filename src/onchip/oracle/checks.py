@@ -3,10 +3,11 @@
 Imports a framework only to run a check in it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -78,31 +79,13 @@ _CHOICES = ("correct", "top1")
 """The fields that depend on which logit is the largest."""
 
 
-def _compare_softmax(
-    case: Any,
-    dtype: str,
-    implementation: str,
-    results: Mapping[str, npt.NDArray[Any]],
-    oracle: Any,
-    plain: Mapping[str, float],
-    given: Mapping[str, Any],
-) -> list[Check]:
-    """Compare `results`, named like the oracle's fields, with the oracle.
-
-    `plain` holds the errors that the plain framework expression makes in a 16-bit dtype: the op may make twice those.
-    """
+def _softmax_limits(
+    case: Any, dtype: str, how: Mapping[str, Any], oracle: Any, given: Mapping[str, Any]
+) -> dict[str, tuple[Any, float]]:
     limits = float32_bounds(case, oracle)
-    limits |= {n: max(limits[n], 2 * error) for n, error in plain.items() if np.isfinite(error)}
-    checks = []
-    for name, out in results.items():
-        right = getattr(oracle, name)
-        if name in _CHOICES:
-            # A tie, or nearly one, may come out either way; a wrong index elsewhere may not.
-            error, limit = float(np.mean(out != right)) if right.size else 0.0, 0.02 if right.size > 50 else 0.0
-        else:
-            error, limit = relative_error(out, right), limits[name]
-        checks.append(Check(case.name, dtype, implementation, name, error, limit))
-    return checks
+    # A tie, or nearly one, may come out either way; a wrong index elsewhere may not.
+    limits |= {name: 0.02 if getattr(oracle, name).size > 50 else 0.0 for name in _CHOICES if name in oracle._fields}
+    return {name: (getattr(oracle, name), limit) for name, limit in limits.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- the comparison
@@ -143,10 +126,11 @@ class Checker:
     """`oracle(**arguments, **keywords, **upstream gradients)`."""
     call: Callable[..., Mapping[str, Any]]
     """`call(fw, how, **arguments, **keywords)` gives values under the names of the oracle's fields."""
-    plan: Callable[[Any], Iterable[tuple[Any, Any, Mapping[str, Any]]]]
-    """`plan(fw)` gives the case, the dtype and the `how` of each check, backends left out."""
+    cases: Sequence[Any]
     refusals: Callable[..., Mapping[str, str | None]]
     """`refusals(device, dtype's name, framework, case, how)`: why each backend can't run a check, or None."""
+    hows: Callable[[Any], Sequence[Mapping[str, Any]]] = lambda fw: [{}]
+    """`hows(fw)`: the variants in which each case is checked in each dtype, backends left out."""
     plain: Callable[..., Mapping[str, Any]] | None = None
     """As `call`, by the framework's own functions in the dtype of the arguments."""
     values: Sequence[str] = ("loss",)
@@ -163,14 +147,16 @@ class Checker:
     """The check's name for the implementation."""
     constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False
     """Whether an argument gets no gradient."""
-    compare: Callable[..., list[Check]] = _compare_softmax
+    limits: Callable[..., Mapping[str, tuple[Any, float]]] = _softmax_limits
+    """`limits(case, dtype, how, oracle, arguments)`: what each result should be, and its limit; 0: exactly 0.  A
+    quantity of several words is another comparison of the result that is its first."""
 
     def planned_checks(self, device: str, framework: str) -> list[Callable[[], list[Check]]]:
         """All of the op's checks on "cpu" or "cuda", one by one."""
         fw = adapter(framework)
         return [
             partial(self.check_case, case, dtype, device, backend=backend, **how)
-            for case, dtype, how in self.plan(fw)
+            for case, how, dtype in product(self.cases, self.hows(fw), fw.DTYPES)
             for backend, reason in self.refusals(device, dtype_name(dtype), framework, case, how).items()
             if reason is None
         ]
@@ -218,15 +204,32 @@ class Checker:
             results = fw.differentiate(partial(self.call, fw, how), named, keywords, upstream, leaves)
             plain = {}
             if self.plain is not None and name != "float32":
-                made = fw.differentiate(partial(self.plain, fw, how), named, keywords, upstream, leaves)
-                made = {n: x for n, x in made.items() if n not in _CHOICES}
-                plain = {n: relative_error(x, getattr(oracle, n)) for n, x in made.items()}
+                plain = fw.differentiate(partial(self.plain, fw, how), named, keywords, upstream, leaves)
         given = {n: fw.as_array(x) for n, x in named.items() if x is not None}
-        return self.compare(case, name, self.label(fw, how), results, oracle, plain, given)
+        limits = self.limits(case, name, how, oracle, given)
+        label = self.label(fw, how)
+        return [
+            Check(case.name, name, label, quantity, *_compared(quantity, results, plain, *limits[quantity]))
+            for quantity in [*results, *(quantity for quantity in limits if " " in quantity)]
+        ]
 
     def _upstream(self, inputs: Any, how: Mapping[str, Any]) -> dict[str, Any]:
         """The upstream gradients of the values that `how` doesn't switch off."""
         return {name: getattr(inputs, f"grad_{name}") for name in self.values if how.get(name, True)}
+
+
+def _compared(
+    quantity: str, results: Mapping[str, Any], plain: Mapping[str, Any], right: Any, limit: float
+) -> tuple[float, float]:
+    """Error and bound: at least twice the error that the plain expression makes in a 16-bit dtype."""
+    out = results[quantity.partition(" ")[0]]
+    if quantity in _CHOICES:
+        return float(np.mean(out != right)) if right.size else 0.0, limit
+    if limit == 0:
+        return float(np.abs(out).max(initial=0)), limit
+    if quantity in plain and np.isfinite(error := relative_error(plain[quantity], right)):
+        limit = max(limit, 2 * error)
+    return relative_error(out, right), limit
 
 
 def plain_cross_entropy(

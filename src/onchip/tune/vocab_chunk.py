@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
-from onchip.ops.linear_cross_entropy.cases import LLAMA_TOKEN_SWEEP, MODEL_CASES
+from onchip.ops.linear_cross_entropy.cases import MODELS, SUITES
 
 CASES: Mapping[str, Mapping[str, int]] = {
     case.name: {"tokens": case.tokens, "hidden": case.hidden, "vocab": case.vocab}
-    for case in (*MODEL_CASES, *(c for c in LLAMA_TOKEN_SWEEP if c.tokens in (1024, 16384)))
+    for case in SUITES["cuda"]
+    if case.name in MODELS or case.name.endswith(("-t1024", "-t16384"))
 }
 DEFAULT_CASES = tuple(CASES)
 DTYPES = ("bfloat16", "float16")

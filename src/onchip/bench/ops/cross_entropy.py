@@ -26,7 +26,7 @@ def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     logits = fw.drawer(device)(case.tokens, case.vocab + case.sliced, case.logit_std, case.logit_offset, dtype)
     target = draw_target(case, rng)
     ignore_some(case, target, rng)
-    return Problem((fw.leaf(logits, dtype, case.vocab), fw.ids(target, device)), columns=case.vocab)
+    return Problem(case, device, (fw.leaf(logits, dtype, case.vocab), fw.ids(target, device)), columns=case.vocab)
 
 
 # ------------------------------------------------------------------------------------------------------------ peers
@@ -80,6 +80,6 @@ def _in_place_steps(problem: Problem, loss: Loss) -> dict[str, Any]:
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases, _implementations, _make, cross_entropies, leaves=("logits",))
+    Benchmark(framework, cases.SUITES, _implementations, _make, cross_entropies, leaves=("logits",))
     for framework in ("torch", "jax")
 )

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from onchip.bench.benchmark import chunks, relative_error
 from onchip.bench.harness import Op
 from onchip.bench.peers import Implementation, always, gpu_only, imported, optional, own
 from onchip.bench.timing import Step
-from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers
 from onchip.ops.fp8_linear import cases
 from onchip.ops.fp8_linear.checks import plain_refusals
@@ -46,8 +46,6 @@ BOUND = 10 ** (-28 / 20)
 # Rows of each result that are checked, in all of their columns; half of them are the last ones, which in a result of
 # more than 2**31 elements lie past that.
 _CHECKED_ROWS = 128
-# Elements of an operand in float32 at a time: 1 GiB.
-CHUNK = 1 << 28
 # The layers whose speed-ups are summed up: in smaller ones, quantising takes a large part of the time.
 LEAST_SIZE = 4096
 
@@ -88,6 +86,15 @@ class Problem:
         return dict(zip(PRODUCTS, made, strict=True))
 
 
+def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+    """The inputs of `case`, drawn on the device."""
+    assert case == cases.Case(case.name, case.m, case.n, case.k)
+    normal = fw.drawer(device)
+    weight = fw.parameter(normal(case.n, case.k, case.k**-0.5, dtype=dtype))
+    x = fw.leaf(normal(case.m, case.k, dtype=dtype), dtype)
+    return Problem(x, weight, normal(case.m, case.n, dtype=dtype))
+
+
 @dataclass(frozen=True)
 class Reference:
     """Some rows of each of a step's results, by float32 products of the unquantised numbers."""
@@ -104,30 +111,6 @@ class Benchmark(Op):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.MODES = tuple(BASELINES[self.framework])
-
-    def needed_bytes(self, case: cases.Case, dtype: str) -> int:
-        """Device memory of a case: inputs and results, and what a step quantises.  In JAX 'xla' takes more.
-
-        In PyTorch there are the operands of the products too, and one implementation's copies of the weight, which are
-        made before its steps.
-        """
-        p = numbers.Problem(case.m, case.n, case.k, dtype)
-        plain = 2 * DTYPE_BYTES[dtype] * (case.m * case.k + case.n * case.k + case.m * case.n)
-        of_x = numbers.quantized_bytes(case.m, case.k) + numbers.quantized_bytes(case.k, case.m)
-        quantized = of_x + numbers.gradient_bytes(p) + numbers.weight_bytes(p)
-        return plain + (quantized if self.framework == "jax" else 2 * quantized + numbers.weight_bytes(p))
-
-    def make_problem(self, case: cases.Case, device: str, dtype: str) -> Problem:
-        """The inputs of `case`, drawn on the device; MemoryError where they don't fit."""
-        assert case == cases.Case(case.name, case.m, case.n, case.k)
-        needed, there = self.needed_bytes(case, dtype), self.fw.free_bytes(device)
-        if there is not None and needed > there:
-            raise MemoryError(f"it needs {needed} bytes of device memory; {there} are there")
-        with self.fw.default_device(device):
-            normal = self.fw.drawer(device)
-            weight = self.fw.parameter(normal(case.n, case.k, case.k**-0.5, dtype=dtype))
-            x = self.fw.leaf(normal(case.m, case.k, dtype=dtype), dtype)
-            return Problem(x, weight, normal(case.m, case.n, dtype=dtype))
 
     def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
         steps: Mapping[str, Step] = self.fw.steps(layer, (problem.x, problem.weight), 2, (problem.grad_out,))
@@ -154,11 +137,11 @@ class Benchmark(Op):
 
         def summed(a: Any, b: Any) -> Any:
             """a @ b in float32, a chunk of b's rows at a time."""
-            return sum(product(a[:, rows], b[rows]) for rows in _chunks(*b.shape))
+            return sum(product(a[:, rows], b[rows]) for rows in chunks(*b.shape))
 
         some = x[where["out"]]
         values = {
-            "out": self.fw.xp.concatenate([product(some, weight[rows].T) for rows in _chunks(*weight.shape)], 1),
+            "out": self.fw.xp.concatenate([product(some, weight[rows].T) for rows in chunks(*weight.shape)], 1),
             "grad_x": summed(grad_out[where["grad_x"]], weight),
             "grad_weight": summed(grad_out[:, where["grad_weight"]].T, x),
         }
@@ -173,7 +156,7 @@ class Benchmark(Op):
                 raise ValueError(f"{name} has shape {list(result.shape)} where {right} is right")
             error = math.nan
             if self.fw.all_finite(result):
-                error = self.fw.relative_error(result[reference.where[name]], reference.values[name])
+                error = relative_error(self.fw, result[reference.where[name]], reference.values[name])
             errors[name] = (error, BOUND)
         return errors
 
@@ -208,12 +191,6 @@ class Benchmark(Op):
                 }
                 lines.append(line)
         return lines
-
-
-def _chunks(rows: int, columns: int) -> list[slice]:
-    """Rows of a matrix that are in float32 at a time."""
-    step = max(1, CHUNK // columns)
-    return [slice(i, i + step) for i in range(0, rows, step)]
 
 
 # -------------------------------------------------------------------------------------------------- implementations
@@ -312,5 +289,5 @@ def _no_scaled_mm(device: str, dtype: str) -> str | None:
     return scaled_mm_refusal(torch.device(device))
 
 
-TORCH = Benchmark("torch", cases, _torch_implementations)
-JAX = Benchmark("jax", cases, _jax_implementations)
+TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make)
+JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make)

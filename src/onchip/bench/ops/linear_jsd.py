@@ -21,7 +21,7 @@ def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     normal = fw.drawer(device)
     student = [fw.leaf(x, dtype) for x in draw_layer(normal, case, case.hidden)]
     teacher = [fw.constant(x, dtype) for x in draw_layer(normal, case, case.teacher_hidden or case.hidden)]
-    return Problem((*student, *teacher), {"beta": float(case.options.get("beta", 0.5))})
+    return Problem(case, device, (*student, *teacher), {"beta": float(case.options.get("beta", 0.5))})
 
 
 def _rows(fw: Any, z: Any, teacher_hidden: Any, teacher_weight: Any, beta: float) -> tuple[Any]:
@@ -62,4 +62,4 @@ def _implementations(fw: Any) -> Sequence[Implementation]:
     return (*common, optional("liger", "liger-kernel", _liger, gpu_only("liger-kernel", ("float32", *NARROW))))
 
 
-TORCH, JAX = (Benchmark(framework, cases, _implementations, _make, _rows) for framework in ("torch", "jax"))
+TORCH, JAX = (Benchmark(framework, cases.SUITES, _implementations, _make, _rows) for framework in ("torch", "jax"))

@@ -17,7 +17,7 @@ Values = Callable[..., Any]
 
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
-    return Problem(draw_linear(fw, case, device, dtype), {"entropy": bool(case.options.get("entropy"))})
+    return Problem(case, device, draw_linear(fw, case, device, dtype), {"entropy": bool(case.options.get("entropy"))})
 
 
 def _rows(fw: Any, z: Any, ids: Any, entropy: bool) -> tuple[Any, ...]:
@@ -69,5 +69,6 @@ def _forward(problem: Problem) -> Sequence[str]:
 
 
 TORCH, JAX = (
-    Benchmark(framework, cases, _implementations, _make, _rows, forward=_forward) for framework in ("torch", "jax")
+    Benchmark(framework, cases.SUITES, _implementations, _make, _rows, forward=_forward)
+    for framework in ("torch", "jax")
 )

@@ -73,28 +73,24 @@ CHECK_CASES = (
     *loss_cases(_of_logits, sliced=24),
     _case("sliced", 127, 1000, sliced=24),
 )
-# The cases that `onchip bench` runs unless told otherwise, by device type: a model's head and variants of it, a short
-# vocabulary, and those of images, characters or small tokenizers.
-CPU_CASE = _case("cpu", 2048, 16384)
 LLAMA = "llama3.1-8b"
-LLAMA_CASES = (
-    _case(LLAMA, 8192, MODELS[LLAMA][1]),
-    _case(f"{LLAMA}-half-ignored", 8192, MODELS[LLAMA][1], ignored=0.5),
-    _case(f"{LLAMA}-offset", 8192, MODELS[LLAMA][1], logit_offset=100.0),
-    _case(f"{LLAMA}-sliced", 8192, MODELS[LLAMA][1], sliced=128),
-)
-SHORT_CASES = (
-    _case("vocab-32000", 8192, 32000),
-    _case("vocab-8192", 16384, 8192),
-    _case("vocab-1000", 32768, 1000),
-)
-# Only where they are named.
-OTHER_CASES = (
-    *(_case(name, 8192, vocab) for name, (_, vocab) in MODELS.items() if name != LLAMA),
-    _case(f"{LLAMA}-zipf", 8192, MODELS[LLAMA][1], zipf=True),
-    # More than 2**31 logits.
-    _case(f"{LLAMA}-t16896", 16896, MODELS[LLAMA][1]),
-)
-_CUDA_CASES = (*LLAMA_CASES, *SHORT_CASES)
-BENCH_CASES = {case.name: case for case in (CPU_CASE, *_CUDA_CASES, *OTHER_CASES)}
-DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in _CUDA_CASES)}
+# What `onchip bench` runs: by default a model's head and variants of it, a short vocabulary, and those of images,
+# characters or small tokenizers.
+SUITES = {
+    "cpu": (_case("cpu", 2048, 16384),),
+    "cuda": (
+        _case(LLAMA, 8192, MODELS[LLAMA][1]),
+        _case(f"{LLAMA}-half-ignored", 8192, MODELS[LLAMA][1], ignored=0.5),
+        _case(f"{LLAMA}-offset", 8192, MODELS[LLAMA][1], logit_offset=100.0),
+        _case(f"{LLAMA}-sliced", 8192, MODELS[LLAMA][1], sliced=128),
+        _case("vocab-32000", 8192, 32000),
+        _case("vocab-8192", 16384, 8192),
+        _case("vocab-1000", 32768, 1000),
+    ),
+    "others": (
+        *(_case(name, 8192, vocab) for name, (_, vocab) in MODELS.items() if name != LLAMA),
+        _case(f"{LLAMA}-zipf", 8192, MODELS[LLAMA][1], zipf=True),
+        # More than 2**31 logits.
+        _case(f"{LLAMA}-t16896", 16896, MODELS[LLAMA][1]),
+    ),
+}

@@ -1,7 +1,6 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
-from collections.abc import Iterable, Mapping
-from itertools import product
+from collections.abc import Mapping
 from typing import Any
 
 from onchip.ops.cross_entropy import reference
@@ -20,11 +19,6 @@ def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | N
     return {"torch": None, "triton": device_refusal(device, None, getattr(torch, dtype))}
 
 
-def _plan(fw: Any) -> Iterable[tuple[Any, Any, dict[str, Any]]]:
-    """With a new gradient and, in PyTorch, one over the logits."""
-    return product(CHECK_CASES, fw.DTYPES, [{"inplace": x} for x in (False, True)] if fw.NAME == "torch" else [{}])
-
-
 def _call(fw: Any, how: Mapping[str, Any], logits: Any, target: Any, **keywords: Any) -> dict[str, Any]:
     more = dict(how)
     if more.pop("inplace", False):
@@ -38,7 +32,9 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(case),
     oracle=reference.cross_entropy,
     call=_call,
-    plan=_plan,
+    cases=CHECK_CASES,
+    # With a new gradient and, in PyTorch, one over the logits.
+    hows=lambda fw: [{"inplace": x} for x in (False, True)] if fw.NAME == "torch" else [{}],
     refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework),
     plain=lambda fw, how, logits, target, **keywords: {"loss": plain_cross_entropy(logits, target, **keywords)},
     label=lambda fw, how: f"{how['backend']} in place" if how.get("inplace") else how["backend"],

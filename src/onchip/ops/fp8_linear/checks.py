@@ -1,8 +1,7 @@
 """How the op is compared with its oracle: what `onchip check` and the tests run.  No framework."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from onchip.fp8.numbers import Options
 from onchip.ops.fp8_linear import reference
 from onchip.ops.fp8_linear.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.fp8_linear.reference import Array
-from onchip.oracle.checks import DEVIATIONS, Check, Checker, op_in, relative_error
+from onchip.oracle.checks import DEVIATIONS, Checker, op_in
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 # Hopper's FP8 instructions align the addends of a sum to its largest, with 13 bits after the point, and cut the rest: a
@@ -19,35 +18,24 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 TENSOR_CORE_ERROR = 2.0**-13 * 4
 
 
-def compare(
-    case: Case,
-    dtype: str,
-    implementation: str,
-    results: Mapping[str, Array],
-    oracle: reference.Result,
-    plain: Mapping[str, float],
-    given: Mapping[str, Array],
-) -> list[Check]:
-    """Compare `results`, named like the oracle's fields, with the oracle: the op's own error is that of its sums.
+def limits(
+    case: Case, dtype: str, how: Mapping[str, Any], oracle: reference.Result, given: Mapping[str, Array]
+) -> dict[str, tuple[Array, float]]:
+    """The op's own error is that of its sums.
 
-    Then with the layer without FP8: the noise, ||error|| / ||ref||, may be no louder than `case.snr_db` says.
+    Against the layer without FP8 the noise, ||error|| / ||ref||, may be no louder than `case.snr_db` says.
     """
-    tensor_cores = implementation.partition(" ")[0] not in ("dequantize", "xla")
+    tensor_cores = how["backend"] not in ("dequantize", "xla")
     depths = {"out": case.k, "grad_x": case.n, "grad_weight": case.m, "grad_bias": case.m}
-
-    def check(name: str, result: str, ref: Array, limit: float) -> Check:
-        return Check(case.name, dtype, implementation, name, relative_error(results[result], ref), limit)
-
-    checks = [
-        check(n, n, getattr(oracle, n), bound(depths[n], dtype, tensor_cores=tensor_cores and n != "grad_bias"))
-        for n in results
-    ]
-    if case.snr_db is None:
-        return checks
-    x, w, g = (given[name] for name in ("x", "weight", "grad_out"))
-    exact = {"out": x @ w.T + given.get("bias", 0), "grad_x": g @ w, "grad_weight": g.T @ x}
-    loudest = 10 ** (-case.snr_db / 20)
-    return [*checks, *(check(f"{n} unquantised", n, ref, loudest) for n, ref in exact.items())]
+    made = {
+        name: (getattr(oracle, name), bound(depth, dtype, tensor_cores=tensor_cores and name != "grad_bias"))
+        for name, depth in depths.items()
+    }
+    if case.snr_db is not None:
+        x, w, g = (given[name] for name in ("x", "weight", "grad_out"))
+        exact = {"out": x @ w.T + given.get("bias", 0), "grad_x": g @ w, "grad_weight": g.T @ x}
+        made |= {f"{name} unquantised": (right, 10 ** (-case.snr_db / 20)) for name, right in exact.items()}
+    return made
 
 
 def in_range(case: Case, dtype: str) -> Case:
@@ -81,12 +69,6 @@ def plain_refusals(
     return torch_op.refusals(torch.device(device), Options(**options).grad_dtype)
 
 
-def _plan(fw: Any) -> Iterable[tuple[Any, Any, dict[str, Any]]]:
-    """In JAX with both layouts of the weight."""
-    ways: list[dict[str, Any]] = [{"weight_layout": x} for x in ("nk", "kn")] if fw.NAME == "jax" else [{}]
-    return ((case, dtype, how) for case, how, dtype in product(CHECK_CASES, ways, fw.DTYPES))
-
-
 def _call(
     fw: Any, how: Mapping[str, Any], x: Any, weight: Any, bias: Any, grad_out: Any, **options: Any
 ) -> dict[str, Any]:
@@ -99,13 +81,14 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(in_range(case, dtype)),
     oracle=reference.fp8_linear,
     call=_call,
-    plan=_plan,
+    cases=CHECK_CASES,
+    hows=lambda fw: [{"weight_layout": x} for x in ("nk", "kn")] if fw.NAME == "jax" else [{}],
     refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework, **case.options),
     values=("out",),
     keywords=lambda inputs: {},
     defaults={"torch": {"backend": "dequantize"}, "jax": {"backend": "xla", "weight_layout": "nk"}},
     label=lambda fw, how: " ".join([how["backend"], *([how["weight_layout"]] if fw.NAME == "jax" else [])]),
     constant=lambda name, inputs, how: name == "grad_out",  # among the arguments to be rounded as they are
-    compare=compare,
+    limits=limits,
 )
 check_case, planned_checks = CHECKER.check_case, CHECKER.planned_checks

@@ -4,7 +4,7 @@ from functools import partial
 
 from onchip.oracle.cases import MODELS, Case, Inputs, loss_cases, make_inputs, named_case, softmax_cases
 
-__all__ = ["BENCH_CASES", "CHECK_CASES", "DEFAULT_BENCH_CASES", "MODELS", "Case", "Inputs", "make_inputs"]
+__all__ = ["CHECK_CASES", "MODELS", "SUITES", "Case", "Inputs", "make_inputs"]
 
 _case = partial(named_case, Case)
 CHECK_CASES = (
@@ -12,20 +12,21 @@ CHECK_CASES = (
     *loss_cases(_case, bias=True),
     _case("bias", 127, 64, 1000, bias=True),
 )
-# The cases that `onchip bench` runs unless told otherwise, by device type.
-CPU_CASE = _case("cpu", 4096, 1024, 32768)
-VOCAB_SWEEP = tuple(_case(f"vocab-{v}", 2048, 512, v) for v in (2048, 4096, 8192, 16384, 32768))
-TOKEN_SWEEP = tuple(_case(f"tokens-{t}", t, 512, 16384) for t in (256, 512, 1024, 2048, 4096))
-# deepseek-v3 has the widest rows; with twice the tokens it is also the largest of the products.
-MODEL_CASES = tuple(_case(name, 8192 if name == "deepseek-v3" else 4096, h, v) for name, (h, v) in MODELS.items())
 LLAMA = "llama3.1-8b"
-LLAMA_TOKEN_SWEEP = tuple(_case(f"{LLAMA}-t{t}", t, *MODELS[LLAMA]) for t in (1024, 4096, 8192, 16384, 32768))
-LLAMA_VARIANTS = (
-    _case(f"{LLAMA}-half-ignored", 4096, *MODELS[LLAMA], ignored=0.5),
-    _case(f"{LLAMA}-zipf", 4096, *MODELS[LLAMA], zipf=True),
-    _case(f"{LLAMA}-peaked", 4096, *MODELS[LLAMA], target_prob=0.999),
-    _case(f"{LLAMA}-std30", 4096, *MODELS[LLAMA], logit_std=30.0),
-)
-_CUDA_CASES = (*MODEL_CASES, *LLAMA_VARIANTS, *LLAMA_TOKEN_SWEEP)
-BENCH_CASES = {case.name: case for case in (CPU_CASE, *VOCAB_SWEEP, *TOKEN_SWEEP, *_CUDA_CASES)}
-DEFAULT_BENCH_CASES = {"cpu": (CPU_CASE.name,), "cuda": tuple(case.name for case in _CUDA_CASES)}
+# What `onchip bench` runs.
+SUITES = {
+    "cpu": (_case("cpu", 4096, 1024, 32768),),
+    "sweeps": (
+        *(_case(f"vocab-{v}", 2048, 512, v) for v in (2048, 4096, 8192, 16384, 32768)),
+        *(_case(f"tokens-{t}", t, 512, 16384) for t in (256, 512, 1024, 2048, 4096)),
+    ),
+    "cuda": (
+        # deepseek-v3 has the widest rows; with twice the tokens it is also the largest of the products.
+        *(_case(name, 8192 if name == "deepseek-v3" else 4096, h, v) for name, (h, v) in MODELS.items()),
+        _case(f"{LLAMA}-half-ignored", 4096, *MODELS[LLAMA], ignored=0.5),
+        _case(f"{LLAMA}-zipf", 4096, *MODELS[LLAMA], zipf=True),
+        _case(f"{LLAMA}-peaked", 4096, *MODELS[LLAMA], target_prob=0.999),
+        _case(f"{LLAMA}-std30", 4096, *MODELS[LLAMA], logit_std=30.0),
+        *(_case(f"{LLAMA}-t{t}", t, *MODELS[LLAMA]) for t in (1024, 4096, 8192, 16384, 32768)),
+    ),
+}

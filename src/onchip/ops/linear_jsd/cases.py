@@ -141,21 +141,17 @@ CHECK_CASES = (
         normalizer=50,
     ),
 )  # fmt: skip
-# The cases that `onchip bench` runs unless told otherwise, by device type: llama3.1-8b's head as both models, then
-# models with hidden sizes of their own, named student and teacher.
-_CPU_CASES = tuple(_case(f"cpu-beta-{b}", 512, 256, 8192, beta=b) for b in (0.5, 0.0, 1.0))
-_CUDA_CASES = (
-    *(_case(f"llama3.1-8b-beta-{b}", 4096, 4096, 128256, beta=b) for b in (0.5, 0.0, 1.0)),
-    _case("llama3.2-1b-llama3.1-8b", 4096, 2048, 128256, teacher_hidden=4096),
-)
-# Only where they are named.
-OTHER_CASES = (
-    _case("qwen3-0.6b-qwen3-8b", 4096, 1024, 151936, teacher_hidden=4096),
-    _case("qwen3-8b-qwen3-32b", 4096, 4096, 151936, teacher_hidden=5120),
-    _case("gemma3-1b-gemma3-4b", 4096, 1152, 262144, teacher_hidden=2560),
-)
-BENCH_CASES = {case.name: case for case in (*_CPU_CASES, *_CUDA_CASES, *OTHER_CASES)}
-DEFAULT_BENCH_CASES = {
-    "cpu": tuple(case.name for case in _CPU_CASES),
-    "cuda": tuple(case.name for case in _CUDA_CASES),
+# What `onchip bench` runs: llama3.1-8b's head as both models, then models with hidden sizes of their own, named student
+# and teacher.
+SUITES = {
+    "cpu": tuple(_case(f"cpu-beta-{b}", 512, 256, 8192, beta=b) for b in (0.5, 0.0, 1.0)),
+    "cuda": (
+        *(_case(f"llama3.1-8b-beta-{b}", 4096, 4096, 128256, beta=b) for b in (0.5, 0.0, 1.0)),
+        _case("llama3.2-1b-llama3.1-8b", 4096, 2048, 128256, teacher_hidden=4096),
+    ),
+    "others": (
+        _case("qwen3-0.6b-qwen3-8b", 4096, 1024, 151936, teacher_hidden=4096),
+        _case("qwen3-8b-qwen3-32b", 4096, 4096, 151936, teacher_hidden=5120),
+        _case("gemma3-1b-gemma3-4b", 4096, 1152, 262144, teacher_hidden=2560),
+    ),
 }

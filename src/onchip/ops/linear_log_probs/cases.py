@@ -82,14 +82,10 @@ CHECK_CASES = (
         logit_scale=0.5,
     ),
 )
-# The cases that `onchip bench` runs unless told otherwise, by device type: a model's head, with entropy and without.
-_CPU_CASES = (_case("cpu", 1024, 512, 16384), _case("cpu-entropy", 1024, 512, 16384, entropy=True))
 LLAMA = "llama3.1-8b"
-_CUDA_CASES = (_case(LLAMA, 8192, *MODELS[LLAMA]), _case(f"{LLAMA}-entropy", 8192, *MODELS[LLAMA], entropy=True))
-# Only where they are named.
-OTHER_CASES = tuple(_case(name, 8192, h, v) for name, (h, v) in MODELS.items() if name != LLAMA)
-BENCH_CASES = {case.name: case for case in (*_CPU_CASES, *_CUDA_CASES, *OTHER_CASES)}
-DEFAULT_BENCH_CASES = {
-    "cpu": tuple(case.name for case in _CPU_CASES),
-    "cuda": tuple(case.name for case in _CUDA_CASES),
+# What `onchip bench` runs: a model's head, with entropy and without.
+SUITES = {
+    "cpu": (_case("cpu", 1024, 512, 16384), _case("cpu-entropy", 1024, 512, 16384, entropy=True)),
+    "cuda": (_case(LLAMA, 8192, *MODELS[LLAMA]), _case(f"{LLAMA}-entropy", 8192, *MODELS[LLAMA], entropy=True)),
+    "others": tuple(_case(name, 8192, h, v) for name, (h, v) in MODELS.items() if name != LLAMA),
 }

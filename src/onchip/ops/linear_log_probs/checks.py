@@ -1,7 +1,6 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 from collections.abc import Mapping
-from itertools import product
 from typing import Any, NamedTuple
 
 from onchip.ops.linear_log_probs import reference
@@ -71,7 +70,8 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(case),
     oracle=reference.linear_log_probs,
     call=_call,
-    plan=lambda fw: product(CHECK_CASES, fw.DTYPES, [{"entropy": x} for x in (False, True)]),
+    cases=CHECK_CASES,
+    hows=lambda fw: [{"entropy": x} for x in (False, True)],
     refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework),
     plain=lambda fw, how, **given: plain_linear_log_probs(**given, entropy=how.get("entropy", True))._asdict(),
     values=("log_prob", "entropy", "lse"),
