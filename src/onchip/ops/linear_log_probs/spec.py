@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import check_head, check_logit_options, require_bool
+from onchip.frontend.options import check_head, check_options
 
 OP = "linear_log_probs"
 
@@ -23,9 +23,7 @@ class Options:
     scratch_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        check_logit_options(OP, self)
-        for name in ("entropy", "lse", "top1", "check_inputs"):
-            require_bool(OP, name, getattr(self, name))
+        check_options(OP, self)
 
 
 def check_shapes(
