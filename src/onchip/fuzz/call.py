@@ -102,7 +102,7 @@ def _with_ignored(arrays: Mapping[str, Any], call: Call, value: Any) -> dict[str
     return {name: np.where(ignored[:, None], value, x) for name, x in floats.items()}
 
 
-def _shaped(made: Any, call: Call, array: Callable[[str, Any, Call], Any]) -> dict[str, Any]:
+def _shaped(made: Any, call: Call, array: Callable[[str, Any, str | None, Call], Any]) -> dict[str, Any]:
     """The arrays of the inputs of a case with the call's shape for their tokens, upstream gradients among them."""
     shape = call["shape"]
     given: dict[str, Any] = {}
@@ -111,12 +111,20 @@ def _shaped(made: Any, call: Call, array: Callable[[str, Any, Call], Any]) -> di
         if x is None or (name in ("grad_entropy", "grad_lse") and not call[name.removeprefix("grad_")]):
             continue
         if name == "topk":
-            parts = (array(name, part.reshape(*shape, part.shape[-1]), call) for part in x[:2])
+            parts = (array(name, part.reshape(*shape, part.shape[-1]), None, call) for part in x[:2])
             given["teacher_topk"] = TopK(*parts, *x[2:])
             continue
         per_token = name == "token_weight" or not name.endswith(("weight", "bias"))
-        given[name] = array(name, np.reshape(x, (*shape, *np.shape(x)[1:])) if per_token and np.ndim(x) else x, call)
+        x = np.reshape(x, (*shape, *np.shape(x)[1:])) if per_token and np.ndim(x) else x
+        given[name] = array(name, x, _dtype(name, call), call)
     return given
+
+
+def _dtype(name: str, call: Call) -> str | None:
+    """The call's dtype of an array, None if it is kept as it is."""
+    if name in ("target", "ids"):
+        return str(call["label_dtype"])
+    return None if name in CONSTANTS or (name.startswith("grad_") and name != "grad_out") else str(call["dtype"])
 
 
 def _gets_gradient(name: str, call: Call) -> bool:

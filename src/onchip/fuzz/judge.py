@@ -4,6 +4,7 @@ The bounds are those of each op's checks.py.  They are for sums of many random t
 beside: a sum that nearly cancels is held to the size of its terms, and a rounding to its worst case.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -95,19 +96,22 @@ def named(out: Any, first: str) -> dict[str, Any]:
     return {name: x for name, x in (out if isinstance(out, dict) else {first: out}).items() if x is not None}
 
 
-def least_scratch(call: Callable[..., Any]) -> int:
-    """The smallest scratch_bytes that the op takes, which is what its refusals of less say: JAX's first one is of
-    forward alone."""
+def scratch_budget(times: float | None, run: Callable[..., Any]) -> dict[str, int]:
+    """The argument scratch_bytes, so many times the least that the op takes; None: no such argument.
+
+    The least is what the refusals of less say: JAX's first one is of forward alone.
+    """
     least = 1
-    while True:
+    while times is not None:
         try:
-            call(scratch_bytes=least)
+            run(scratch_bytes=least)
         except ValueError as error:
             if f"scratch_bytes={least} is too small" not in str(error):
                 raise
             least = max(least + 1, min(map(int, re.findall(r"(\d+) bytes", str(error)))))
         else:
-            return least
+            return {"scratch_bytes": math.ceil(times * least)}
+    return {}
 
 
 def _is_zero(case: Any, name: str, norm: float, options: Mapping[str, Any]) -> bool:
