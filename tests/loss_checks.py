@@ -421,57 +421,6 @@ def autocast(loss):
             assert_near(name, x, torch.from_numpy(np.asarray(getattr(oracle, name))), scale=2, bound=bound)
 
 
-def permutations(loss, random):
-    """Of tokens and of the vocabulary."""
-    given = loss.problem((24,))
-    tokens, vocab = (torch.tensor(random.sample(range(n), n)) for n in (24, 70))
-    new_place = torch.empty(70, dtype=torch.int64).index_copy_(0, vocab, torch.arange(70))
-    moved = {loss.ids: new_place[given[loss.ids][tokens]]}
-    if loss.linear:
-        moved |= {"hidden": given["hidden"][tokens], "weight": given["weight"][vocab], "bias": given["bias"][vocab]}
-    else:
-        moved |= {"logits": given["logits"][tokens][:, vocab]}
-    expected = loss.run(given)
-    made = loss.call(moved)
-    upstream = {n: x if x.ndim == 0 else x[tokens] for n, x in loss.upstream(expected).items()}
-    leaves = [x for x in given.values() if x.requires_grad]
-    grads = torch.autograd.grad([made[n] for n in upstream], leaves, list(upstream.values()))
-    for name, x in made.items():
-        right = expected[name] if expected[name].ndim == 0 else expected[name][tokens]
-        assert_near(name, x.detach(), new_place[right] if name == "top1" else right)
-    for g, name in zip(grads, (n for n in expected if n.startswith("grad_")), strict=True):
-        assert_near(name, g, expected[name])
-
-
-def a_shift_of_all_logits(loss, shift):
-    """It moves the log-sum-exp alone."""
-    given = loss.problem((2, 8))
-    name = "bias" if loss.linear else "logits"
-    shifted = given | {name: (given[name].detach() + shift).requires_grad_()}
-    expected = loss.run(given)
-    for name, x in loss.run(shifted).items():
-        q = expected[name] + shift if name == "lse" else expected[name]
-        assert_near(name, x, q, scale=abs(shift) + 1)
-
-
-def nothing_is_multiplied_for_what_needs_no_gradient(loss, work):
-    """`work` gets the multiplications of each product.  Ignored tokens cost nothing either."""
-    recomputes = loss.of_ids or "recompute" in loss.options.values() or loss.options.get("reduction") == "none"
-    for needs in itertools.product((False, True), repeat=2):
-        given = loss.problem(ids=2 if loss.of_ids else None)
-        given.pop("bias")
-        given[loss.ids][0, :6] = -100  # a quarter
-        if loss.of_ids:
-            given["ids"][1, :, 1] = -100
-        for name, need in zip(("hidden", "weight"), needs, strict=True):
-            given[name].requires_grad_(need)
-        work.clear()
-        loss.run(given)
-        again = recomputes and not (loss.op is LCE.op and "stash" in loss.options.values() and not needs[1])
-        products = 1 + sum(needs) + (any(needs) and again)
-        assert sum(work) == products * 18 * 16 * 70, needs
-
-
 def float16_keeps_gradients_that_float16_can_not_hold(loss):
     """A mean over many tokens under a loss scale, or an upstream gradient, below float16's smallest number."""
     given = loss.problem((8,), dtype=torch.float16)

@@ -1,9 +1,6 @@
 """Run as a script: the JAX ops under `jax.shard_map` on two devices of the host, against one device."""
 
-import os
 from functools import partial
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import jax
 import jax.numpy as jnp
@@ -44,4 +41,5 @@ def main() -> None:
         print(name)
 
 
-main()
+if __name__ == "__main__":
+    main()

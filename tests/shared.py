@@ -21,19 +21,6 @@ def assert_within_bounds(checks):
     assert not wrong, wrong
 
 
-def assert_same(a, b, scale=1.0):
-    """Two float32 computations of one thing: ||a - b|| is a few roundings of ||b||, times `scale` for larger terms.
-
-    Infinities must agree.
-    """
-    assert a.shape == b.shape
-    a, b = a.detach().double(), b.detach().double()
-    assert (a.isinf() == b.isinf()).all()
-    a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
-    eps = torch.finfo(torch.float32).eps
-    assert float((a - b).norm()) <= 32 * eps * scale * max(1.0, float(b.norm())), (a, b)
-
-
 def assert_refused(op, call, kind, message):
     """`call` raises a `kind` with `message` in it, in the op's name."""
     with pytest.raises(kind, match=re.escape(message)) as caught:

@@ -1,5 +1,6 @@
 """`onchip check --fuzz`: random calls are legal, judged, shrunk, and printed as programs that fail alike."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -32,6 +33,7 @@ def faulty(monkeypatch):
     """A loss that is off by 1e-4 of it where labels are smoothed and some tokens are ignored."""
     right = onchip.torch.cross_entropy
 
+    @functools.wraps(right)
     def wrong(logits, target, **options):
         out = right(logits, target, **options)
         if "label_smoothing" not in options or not (target == options.get("ignore_index", -100)).any():

@@ -15,9 +15,8 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-import loss_checks
 from loss_checks import VALUES, bad_ids, right
-from losses import CE, LCE, LLP, losses, nan_filled
+from losses import CE, LCE, LLP, assert_near, losses, nan_filled
 from onchip.torch import CrossEntropyLoss, LinearCrossEntropyLoss, cross_entropy, linear_cross_entropy
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
@@ -158,18 +157,56 @@ def test_chunk_sizes_change_nothing(loss, token_chunk, vocab_chunk, softcap, mas
 @settings(max_examples=15, deadline=None)
 @drawn(st.sampled_from(LOSSES), st.randoms(use_true_random=False))
 def test_permutations_of_tokens_and_vocabulary(loss, random):
-    loss_checks.permutations(loss, random)
+    given = loss.problem((24,))
+    tokens, vocab = (torch.tensor(random.sample(range(n), n)) for n in (24, 70))
+    new_place = torch.empty(70, dtype=torch.int64).index_copy_(0, vocab, torch.arange(70))
+    moved = {loss.ids: new_place[given[loss.ids][tokens]]}
+    if loss.linear:
+        moved |= {"hidden": given["hidden"][tokens], "weight": given["weight"][vocab], "bias": given["bias"][vocab]}
+    else:
+        moved |= {"logits": given["logits"][tokens][:, vocab]}
+    expected = loss.run(given)
+    made = loss.call(moved)
+    upstream = {n: x if x.ndim == 0 else x[tokens] for n, x in loss.upstream(expected).items()}
+    leaves = [x for x in given.values() if x.requires_grad]
+    grads = torch.autograd.grad([made[n] for n in upstream], leaves, list(upstream.values()))
+    for name, x in made.items():
+        q = expected[name] if expected[name].ndim == 0 else expected[name][tokens]
+        assert_near(name, x.detach(), new_place[q] if name == "top1" else q)
+    for g, name in zip(grads, (n for n in expected if n.startswith("grad_")), strict=True):
+        assert_near(name, g, expected[name])
 
 
 @settings(max_examples=15, deadline=None)
 @drawn(st.sampled_from(LOSSES), st.floats(-100, 100))
 def test_a_shift_of_all_logits_moves_the_log_sum_exp_alone(loss, shift):
-    loss_checks.a_shift_of_all_logits(loss, shift)
+    given = loss.problem((2, 8))
+    name = "bias" if loss.linear else "logits"
+    shifted = given | {name: (given[name].detach() + shift).requires_grad_()}
+    expected = loss.run(given)
+    for name, x in loss.run(shifted).items():
+        q = expected[name] + shift if name == "lse" else expected[name]
+        assert_near(name, x, q, scale=abs(shift) + 1)
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.linear], ids=str)
 def test_nothing_is_multiplied_for_what_needs_no_gradient(loss, monkeypatch):
-    loss_checks.nothing_is_multiplied_for_what_needs_no_gradient(loss, count_products(monkeypatch, walk))
+    """Ignored tokens cost nothing either."""
+    work = count_products(monkeypatch, walk)
+    recomputes = loss.of_ids or "recompute" in loss.options.values() or loss.options.get("reduction") == "none"
+    for needs in itertools.product((False, True), repeat=2):
+        given = loss.problem(ids=2 if loss.of_ids else None)
+        given.pop("bias")
+        given[loss.ids][0, :6] = -100  # a quarter
+        if loss.of_ids:
+            given["ids"][1, :, 1] = -100
+        for name, need in zip(("hidden", "weight"), needs, strict=True):
+            given[name].requires_grad_(need)
+        work.clear()
+        loss.run(given)
+        again = recomputes and not (loss.op is LCE.op and "stash" in loss.options.values() and not needs[1])
+        products = 1 + sum(needs) + (any(needs) and again)
+        assert sum(work) == products * 18 * 16 * 70, needs
 
 
 # ---------------------------------------------------------------------------------- what the CPU does for other devices

@@ -155,17 +155,6 @@ def test_outputs_and_gradients(way, factor):
     torch.testing.assert_close(y.grad, 4 * (factor or 1) * x.detach())
 
 
-def test_operators_check():
-    x, y = tensors()
-    args = OP.call.pack(Call(x, None, y, None, torch.float32, OPTIONS, (True, True)))
-    # Not AOT: a caller of the operator itself would have the memory that backward uses up.
-    torch.library.opcheck(
-        OP.forward_op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
-    )
-    kept = OP.kept.pack(Kept(x.detach(), y.detach(), None, torch.ones(3, 4), OPTIONS))
-    torch.library.opcheck(OP.backward_op, (torch.ones(3, 4), None, *kept, [True, True]))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_retained_graph_keeps_what_is_consumed(way):
     x, y = tensors()
@@ -210,19 +199,3 @@ def test_an_output_may_be_changed_in_place_and_differentiated_once(way):
     (g,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(RuntimeError, match="toy: a backward of the backward is not supported"):
         g.sum().backward()
-
-
-def test_without_gradients():
-    x, y = tensors()
-    with torch.no_grad():
-        assert not call(x, y).out.requires_grad
-    assert not call(x.detach(), y.detach()).total.requires_grad
-
-
-def test_symbolic_sizes():
-    torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (3, 5, 6):
-        x, y = torch.randn(n, 4, requires_grad=True), torch.randn(n, 4, requires_grad=True)
-        compiled(x, y, options=Options(2.0, "w", (n,), False, n)).total.backward()
-        torch.testing.assert_close(x.grad, 2 * y.detach())

@@ -1,7 +1,7 @@
 """What the specs of the ops share: options, and checks of options and shapes.  No framework."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -64,17 +64,6 @@ def require_fraction(op: str, name: str, value: Any) -> None:
         raise ValueError(f"{op}: {name} must be in [0, 1]; got {value}")
 
 
-def check_logit_options(op: str, options: Any) -> None:
-    """Raise for a wrong ignore_index, softcap, logit_scale, temperature or scratch_bytes; make numbers Python's."""
-    require_int(op, "ignore_index", options.ignore_index)
-    if options.softcap is not None:
-        require_positive(op, "softcap", options.softcap, remedy="; pass None for no softcap")
-    require_positive(op, "logit_scale", options.logit_scale)
-    require_positive(op, "temperature", options.temperature)
-    require_positive_int(op, "scratch_bytes", options.scratch_bytes)
-    to_python_numbers(options)
-
-
 @dataclass(frozen=True)
 class LossOptions:
     """The options of every cross-entropy that are plain numbers and words."""
@@ -91,31 +80,47 @@ class LossOptions:
     return_stats: bool = False
 
 
-def check_loss_options(op: str, options: LossOptions) -> None:
-    """Raise for a wrong one."""
-    require_bool(op, "check_inputs", options.check_inputs)
-    require_bool(op, "return_stats", options.return_stats)
-    require_one_of(op, "reduction", options.reduction, REDUCTIONS)
-    require_fraction(op, "label_smoothing", options.label_smoothing)
-    require_number(op, "z_loss", options.z_loss)
-    if options.z_loss < 0:
-        raise ValueError(f"{op}: z_loss must be 0 or more; got {options.z_loss}")
-    check_logit_options(op, options)
+def _require_softcap(op: str, name: str, value: Any) -> None:
+    if value is not None:
+        require_positive(op, name, value, remedy="; pass None for no softcap")
 
 
-_NUMBERS = {
-    **dict.fromkeys(("ignore_index", "vocab", "scratch_bytes"), int),
-    **dict.fromkeys(
-        ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature", "beta", "hard_weight"), float
-    ),
+def _require_not_negative(op: str, name: str, value: Any) -> None:
+    require_number(op, name, value)
+    if value < 0:
+        raise ValueError(f"{op}: {name} must be 0 or more; got {value}")
+
+
+_NUMBERS: dict[str, tuple[type, Callable[[str, str, Any], None]]] = {
+    "ignore_index": (int, require_int),
+    "vocab": (int, require_positive_int),
+    "scratch_bytes": (int, require_positive_int),
+    "label_smoothing": (float, require_fraction),
+    "z_loss": (float, _require_not_negative),
+    "softcap": (float, _require_softcap),
+    "logit_scale": (float, require_positive),
+    "temperature": (float, require_positive),
+    "beta": (float, require_fraction),
+    "hard_weight": (float, require_fraction),
 }
 
 
-def to_python_numbers(options: Any) -> None:
-    """Make ints and floats of the numbers of `options`, a checked dataclass: NumPy's, and an int for a float."""
+def check_options(op: str, options: Any, /, **words: Sequence[str]) -> None:
+    """Raise for a wrong one of `options`, a dataclass; make Python's numbers of NumPy's, and floats where they are due.
+
+    An option of a name means the same in every op.  `words` are what some may be; what is left are flags.
+    """
+    words["reduction"] = REDUCTIONS
     for name, value in [*vars(options).items()]:
-        if name in _NUMBERS and value is not None:
-            object.__setattr__(options, name, _NUMBERS[name](value))
+        if name in words:
+            require_one_of(op, name, value, words[name])
+        elif name in _NUMBERS:
+            kind, check = _NUMBERS[name]
+            check(op, name, value)
+            if value is not None:
+                object.__setattr__(options, name, kind(value))
+        else:
+            require_bool(op, name, value)
 
 
 # ----------------------------------------------------------------------------------------------------------- shapes

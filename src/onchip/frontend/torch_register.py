@@ -13,7 +13,8 @@ ops call the operator.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -25,7 +26,6 @@ from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph
 
 C = TypeVar("C")
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
-K = TypeVar("K")
 
 Wanted = Sequence[bool]
 """Which gradients are asked for, in the order of the `differentiable` tensors."""
@@ -39,6 +39,7 @@ def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple([enabled and x is not None and x.requires_grad for x in tensors])
 
 
+@dataclass(eq=False)
 class Operator(Generic[C, O]):
     """An op, registered as `onchip::<name>` and `onchip::<name>_backward`; to call it runs a call.
 
@@ -50,60 +51,51 @@ class Operator(Generic[C, O]):
 
     torch.compile's cache on disk knows an operator by its name alone: a release that changes the fields of a call, of
     the outputs or of what is kept must rename the operator.
-
-    Args:
-        name: of the operator.
-        op: what errors speak for.
-        forward: computes the outputs, outside of autocast and on the call's device.  One that is not asked for is None,
-            and an empty tensor where it comes from the registered operator.  Outputs share no memory.
-        fake: empty outputs of the same shapes and dtypes, which may depend on symbols.
-        save: what backward keeps, of tensors of the call and of the outputs.
-        gradients: the gradients, given those of the first `differentiable_outputs` outputs (None: nothing depends on
-            that one; at least one is given).  What isn't wanted is None.  None of them shares the memory of what is
-            kept.
-        fake_gradients: the same of empty tensors; None: `gradients` consists of PyTorch's own operators and is not
-            registered, so that its results may be what is kept.
-        differentiable: names of the call's tensors that can have a gradient.
-        differentiable_outputs: how many outputs, the first ones, depend on them differentiably.
-        consumed: names of the kept tensors, outputs of forward, that `gradients` overwrites.  They are cloned first
-            where the graph is retained.
-        adds_to: for a differentiable tensor the name of a kept one, memory of the caller's, to which `gradients` adds
-            its gradient if it isn't None; the gradient itself is then None.
-        collect: turns what `gradients` made into the gradients, where some of them are in `consumed` tensors.
-        clone: how a consumed tensor is cloned.
-        direct: whether `gradients` is to run unregistered for this call, so that autograd sees what it changes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        op: str,
-        forward: Callable[[C], O],
-        fake: Callable[[C], O],
-        save: Callable[[C, O], K],
-        gradients: Callable[[K, Made, Wanted], Made],
-        fake_gradients: Callable[[K, Made, Wanted], Made] | None,
-        differentiable: Sequence[str],
-        differentiable_outputs: int = 1,
-        consumed: Sequence[str] = (),
-        adds_to: Mapping[str, str] | None = None,
-        collect: Callable[[K, Made, Wanted], Made] | None = None,
-        clone: Callable[[Tensor], Tensor] = torch.clone,
-        direct: Callable[[K], bool] | None = None,
-    ) -> None:
-        self.op, self.forward, self.fake, self.save = op, forward, fake, save
-        self.gradients, self.fake_gradients, self.collect = gradients, fake_gradients, collect
-        self.differentiable, self.differentiable_outputs = tuple(differentiable), differentiable_outputs
-        self.consumed, self.adds_to, self.clone, self.direct = tuple(consumed), dict(adds_to or {}), clone, direct
-        of_forward, of_save = get_type_hints(forward), get_type_hints(save)
+    name: str
+    _: KW_ONLY
+    op: str
+    """What errors speak for."""
+    forward: Callable[[C], O]
+    """Computes the outputs, outside of autocast and on the call's device.  One that is not asked for is None, and an
+    empty tensor where it comes from the registered operator.  Outputs share no memory."""
+    fake: Callable[[C], O]
+    """Empty outputs of the same shapes and dtypes, which may depend on symbols."""
+    save: Callable[[C, O], Any]
+    """What backward keeps, of tensors of the call and of the outputs."""
+    gradients: Callable[[Any, Made, Wanted], Made]
+    """The gradients, given those of the first `differentiable_outputs` outputs (None: nothing depends on that one; at
+    least one is given).  What isn't wanted is None.  None of them shares the memory of what is kept."""
+    fake_gradients: Callable[[Any, Made, Wanted], Made] | None
+    """The same of empty tensors; None: `gradients` consists of PyTorch's own operators and is not registered, so that
+    its results may be what is kept."""
+    differentiable: Sequence[str]
+    """Names of the call's tensors that can have a gradient."""
+    differentiable_outputs: int = 1
+    """How many outputs, the first ones, depend on them differentiably."""
+    consumed: Sequence[str] = ()
+    """Names of the kept tensors, outputs of forward, that `gradients` overwrites.  They are cloned first where the
+    graph is retained."""
+    adds_to: Mapping[str, str] = field(default_factory=dict)
+    """For a differentiable tensor the name of a kept one, memory of the caller's, to which `gradients` adds its
+    gradient if it isn't None; the gradient itself is then None."""
+    collect: Callable[[Any, Made, Wanted], Made] | None = None
+    """Turns what `gradients` made into the gradients, where some of them are in `consumed` tensors."""
+    clone: Callable[[Tensor], Tensor] = torch.clone
+    """How a consumed tensor is cloned."""
+    direct: Callable[[Any], bool] | None = None
+    """Whether `gradients` is to run unregistered for this call, so that autograd sees what it changes."""
+
+    def __post_init__(self) -> None:
+        of_forward, of_save = get_type_hints(self.forward), get_type_hints(self.save)
         self.call, self.outputs = _Packing(next(iter(of_forward.values()))), _Packing(of_forward["return"])
         self.kept = _Packing(of_save["return"])
         self._grads = _fields([leaf.path for leaf in self.call.of_rest if leaf.name == "grads"])
         self._places = [self.call.tensors.index(x) for x in self.differentiable]
         count = len(self.outputs.tensors) + 1
         self.forward_op = torch.library.custom_op(
-            f"onchip::{name}",
+            f"onchip::{self.name}",
             self._forward,
             mutates_args=(),
             schema=f"({self.call.schema()}) -> ({', '.join(['Tensor'] * count)})",
@@ -111,18 +103,18 @@ class Operator(Generic[C, O]):
         self.forward_op.register_fake(self._fake)
         self.forward_op.register_autograd(self._backward, setup_context=self._setup_context)
         self.backward_op: Any = None
-        if fake_gradients is not None:
+        if self.fake_gradients is not None:
             mutated = [x for x in (*self.consumed, *self.adds_to.values()) if x in self.kept.tensors]
-            upstream = "".join(f"Tensor? upstream_{i}, " for i in range(differentiable_outputs))
+            upstream = "".join(f"Tensor? upstream_{i}, " for i in range(self.differentiable_outputs))
             made = ", ".join(["Tensor"] * len(self.differentiable))
             self.backward_op = torch.library.custom_op(
-                f"onchip::{name}_backward",
+                f"onchip::{self.name}_backward",
                 self._gradients,
                 mutates_args=mutated,
                 schema=f"({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
             )
             self.backward_op.register_fake(self._fake_gradients)
-        self._node: Any = type(name, (_Node,), {})  # a class of its own for its name
+        self._node: Any = type(self.name, (_Node,), {})  # a class of its own for its name
 
     def __call__(self, call: C) -> O:
         """The outputs of a call, connected to its tensors by autograd."""
@@ -304,11 +296,12 @@ def _filled(made: Sequence[Tensor | None], args: Sequence[Any]) -> Any:
 # What torch.library does in Python grows with the square of the number of arguments, so all that isn't a tensor travels
 # in four of them: with an argument for each number it took 0.24 ms per call.
 _LISTS = ("SymInt[] sizes", "float[] numbers", "bool[] flags", "str words")
+_LIST_OF: dict[Any, int] = {int: 0, float: 1, bool: 2, str: 3, torch.dtype: 3}
 _DTYPES = {x: name for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 
 
 class _Leaf(NamedTuple):
-    """A field that is no object of fields itself."""
+    """A field that is no object with fields itself."""
 
     path: str  # "options.softcap"
     kind: type
@@ -324,16 +317,15 @@ class _Packing:
     """How objects of a class travel as arguments of an operator."""
 
     def __init__(self, cls: type) -> None:
-        self.cls = cls
-        self.members = _members(cls)
-        leaves = list(_leaves(self.members))
+        leaves: list[_Leaf] = []
+        makers: dict[str, Any] = {}
+        # Code of its own, as a NamedTuple has, since every call runs it.
+        self._make = eval(f"lambda t, r: {_source(cls, '', leaves, makers)}", makers)
         self.of_tensors = [leaf for leaf in leaves if leaf.kind is Tensor]
         self.of_rest = [leaf for leaf in leaves if leaf.kind is not Tensor]
         self.tensors_of, self.rest_of = (_fields([leaf.path for leaf in x]) for x in (self.of_tensors, self.of_rest))
         names = [leaf.name for leaf in self.of_tensors]
-        self.tensors = [
-            leaf.name if names.count(leaf.name) == 1 else leaf.path.replace(".", "_") for leaf in self.of_tensors
-        ]
+        self.tensors = [x.name if names.count(x.name) == 1 else x.path.replace(".", "_") for x in self.of_tensors]
 
     def schema(self, mutated: Sequence[str] = ()) -> str:
         letters = {name: f"({'abcdef'[i]}!)" for i, name in enumerate(mutated)}
@@ -345,43 +337,32 @@ class _Packing:
 
     def build(self, tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> Any:
         """The object of these tensors and all else, in the order of its fields."""
-        return _build(self.cls, self.members, iter(tensors), iter(rest))
+        return self._make(iter(tensors), iter(rest))
 
     def encode(self, rest: Sequence[Any]) -> tuple[Any, ...]:
         """All that isn't a tensor, as an operator takes it."""
-        sizes: list[Any] = []
-        numbers: list[float] = []
-        flags: list[bool] = []
-        words: list[str] = []
+        lists: tuple[list[Any], ...] = [], [], [], []
+        sizes, _, flags, words = lists
         for leaf, value in zip(self.of_rest, rest, strict=True):
             if leaf.optional:
                 flags.append(value is not None)
                 if value is None:
                     continue
-            values = value if leaf.many else (value,)
             if leaf.many:
-                sizes.append(len(values))
-            for x in values:
-                if leaf.kind is int:
-                    sizes.append(x if isinstance(x, int | torch.SymInt) else int(x))
-                elif leaf.kind is float:
-                    numbers.append(float(x))
-                elif leaf.kind is bool:
-                    flags.append(x)
-                else:
-                    words.append(_DTYPES[x] if leaf.kind is torch.dtype else x)
-        return sizes, numbers, flags, ",".join(words)
+                sizes.append(len(value))
+            for x in value if leaf.many else (value,):
+                lists[_LIST_OF[leaf.kind]].append(_DTYPES[x] if leaf.kind is torch.dtype else x)
+        return sizes, lists[1], flags, ",".join(words)
 
     def decode(self, lists: Sequence[Any]) -> list[Any]:
-        sizes, numbers, flags = (iter(x) for x in lists[:3])
-        words = iter(lists[3].split(","))
-        source: dict[Any, Iterator[Any]] = {int: sizes, float: numbers, bool: flags}
+        iterators = [iter(x) for x in (*lists[:3], lists[3].split(","))]
+        sizes, _, flags, _ = iterators
         rest: list[Any] = []
         for leaf in self.of_rest:
             if leaf.optional and not next(flags):
                 rest.append(None)
                 continue
-            values = [next(source.get(leaf.kind, words)) for _ in range(next(sizes) if leaf.many else 1)]
+            values = [next(iterators[_LIST_OF[leaf.kind]]) for _ in range(next(sizes) if leaf.many else 1)]
             if leaf.kind is torch.dtype:
                 values = [getattr(torch, x) for x in values]
             rest.append(tuple(values) if leaf.many else values[0])
@@ -395,49 +376,37 @@ class _Packing:
         return self.build(args[:count], self.decode(args[count:]))
 
 
-def _members(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Each field by its name: a `_Leaf`, or for an object of fields its class and its own members."""
-    hints = get_type_hints(cls)
-    members: dict[str, Any] = {}
-    for name in [field.name for field in fields(cls)] if is_dataclass(cls) else cls._fields:
-        hint = hints[name]
-        optional = isinstance(hint, UnionType)
-        kinds = [x for x in get_args(hint) if x is not NoneType] if optional else [hint]
+def _source(cls: Any, path: str, leaves: list[_Leaf], makers: dict[str, Any]) -> str:
+    """Code that makes a `cls` of the next tensors (t) and of what else comes next (r).
+
+    Adds its leaves to `leaves`, and what the code calls to `makers`.
+    """
+    hints, parts = get_type_hints(cls), []
+    for name in [x.name for x in fields(cls)] if is_dataclass(cls) else cls._fields:
+        optional = isinstance(hints[name], UnionType)
+        kinds = [x for x in get_args(hints[name]) if x is not NoneType] if optional else [hints[name]]
         many = get_origin(kinds[0]) is tuple
         kind = get_args(kinds[0])[0] if many else kinds[0]
-        if kind in (Tensor, torch.dtype, int, float, bool, str):
-            members[name] = _Leaf(prefix + name, kind, optional, many)
+        if kind is Tensor or kind in _LIST_OF:
+            leaves.append(_Leaf(path + name, kind, optional, many))
+            parts.append(f"{name}=next({'t' if kind is Tensor else 'r'})")
         else:
-            assert len(kinds) == 1 and not optional, f"{cls.__name__}.{name}: {hint}"  # noqa: PT018
-            members[name] = (kind, _members(kind, f"{prefix}{name}."))
-    return members
+            assert not optional, f"{cls.__name__}.{name}: {hints[name]}"
+            parts.append(f"{name}={_source(kind, f'{path}{name}.', leaves, makers)}")
+    maker = f"make_{len(makers)}"
+    makers[maker] = partial(_unchecked, cls) if is_dataclass(cls) else cls
+    return f"{maker}({', '.join(parts)})"
 
 
-def _leaves(members: Mapping[str, Any]) -> Iterator[_Leaf]:
-    for member in members.values():
-        if isinstance(member, _Leaf):
-            yield member
-        else:
-            yield from _leaves(member[1])
-
-
-def _build(cls: Any, members: Mapping[str, Any], tensors: Iterator[Tensor | None], rest: Iterator[Any]) -> Any:
-    values = {
-        name: _build(member[0], member[1], tensors, rest)
-        if not isinstance(member, _Leaf)
-        else next(tensors if member.kind is Tensor else rest)
-        for name, member in members.items()
-    }
-    if not is_dataclass(cls):
-        return cls(**values)
-    # Its values were checked when the call was made, and may be symbols here.
-    made: Any = object.__new__(cast(type, cls))
+def _unchecked(cls: Any, **values: Any) -> Any:
+    """A dataclass whose values were checked when the call was made, and may be symbols here."""
+    made: Any = object.__new__(cls)
     made.__dict__.update(values)
     return made
 
 
 def _fields(paths: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads these fields of an object: code of its own, as a NamedTuple has, since every call runs it."""
+    """What reads these fields of an object."""
     made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda x: ({''.join(f'x.{path}, ' for path in paths)})")
     return made
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,9 @@ from onchip.fuzz.judge import CONSTANTS, assert_right, compare
 from onchip.ops.linear_jsd.spec import TopK
 from onchip.oracle.checks import Check, adapter
 
-# Options that the oracle knows too.
-_LOSS_OPTIONS = (
-    "ignore_index", "reduction", "normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale", "temperature",
-)  # fmt: skip
-_ORACLE_OPTIONS = {
-    "linear_cross_entropy": _LOSS_OPTIONS,
-    "cross_entropy": _LOSS_OPTIONS,
-    "linear_log_probs": ("ignore_index", "softcap", "logit_scale", "temperature"),
-    "linear_jsd": (
-        "beta", "temperature", "temperature_squared", "ignore_index", "reduction", "normalizer", "hard_weight",
-    ),
-    "fp8_linear": ("grad_dtype", "scale"),
-}  # fmt: skip
-# Options of the ops alone.
+# Options that the oracle doesn't know.
 _OWN_OPTIONS = (
-    "return_stats", "strategy", "check_inputs", "inplace_backward", "weight_layout", "precision",
+    "return_stats", "strategy", "check_inputs", "inplace_backward", "weight_layout", "weight_grad_out", "precision",
     "entropy", "lse", "top1", "teacher_grad",
 )  # fmt: skip
 
@@ -54,35 +42,39 @@ def run(call: Call) -> list[Check]:
     op = "jsd" if call.get("student") == "logits" else family
     cases, reference = (import_module(f"onchip.ops.{family}.{part}") for part in ("cases", "reference"))
     calls, fw = import_module(f"onchip.fuzz.{framework}_calls"), adapter(framework)
+    of = getattr(import_module(f"onchip.{framework}"), op)
 
-    first = _simplest(call)
+    first, of_case = _simplest(call), cases.Case.__dataclass_fields__
     changed = {name: value for name, value in call.items() if name in first and value != first[name]}
     if "softcap" in changed:
         changed["softcap"] = call["softcap"] * 4 * call["logit_std"] * call["logit_scale"]
-    options = {name: changed[name] for name in _ORACLE_OPTIONS[family] if name in changed}
+    own = {name: changed[name] for name in _OWN_OPTIONS if name in changed}
+    known = signature(of).parameters.keys() - of_case.keys() - own.keys()
+    options = {name: value for name, value in changed.items() if name in known}
     if call.get("padded"):
         options["vocab"] = call["vocab"]
-    own = {name: changed[name] for name in _OWN_OPTIONS if name in changed}
-    case = cases.Case(name="fuzz", options=options, **_fields(call, cases.Case.__dataclass_fields__))
+    case = cases.Case(name="fuzz", options=options, **_fields(call, of_case))
     made = cases.make_inputs(case, seed=call["seed"])
     if call.get("poison"):
-        made = _poisoned(made, call["ignore_index"])
+        made = made._replace(**_with_ignored(made._asdict(), call, np.float32(np.nan)))
 
     with fw.default_device(device):
         given = _shaped(made, call, calls.array)
         numbers = {name: fw.as_array(x) for name, x in given.items() if name != "teacher_topk"}
+        flat = {name: x.reshape(np.shape(getattr(made, name))) for name, x in numbers.items()}
         if topk := given.get("teacher_topk"):
-            numbers["teacher_topk"] = (fw.as_array(topk.indices), fw.as_array(topk.values), topk.kind, topk.rest)
+            parts = [fw.as_array(x) for x in topk[:2]]
+            numbers["teacher_topk"] = (*parts, *topk[2:])
+            flat["teacher_topk"] = (*(x.reshape(-1, x.shape[-1]) for x in parts), *topk[2:])
         oracle = getattr(reference, op)(**numbers, **options)
         leaves = [name for name in given if _gets_gradient(name, call)]
-        of = getattr(import_module(f"onchip.{framework}"), op)
         results = calls.results(of, given, {**options, **own, "backend": call["backend"]}, call, leaves)
     checks = compare(
         case,
         dtype,
         {name: fw.as_array(x) for name, x in results.items()},
         oracle,
-        numbers,
+        flat | _with_ignored(flat, call, 0),
         options,
         tensor_cores=family == "fp8_linear" and device == "cuda" and call["backend"] not in ("dequantize", "xla"),
         fp8=call.get("precision") == "fp8",
@@ -100,17 +92,17 @@ def _fields(call: Call, known: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {name: value for name, value in call.items() if name in known}
 
 
-def _poisoned(made: Any, ignore_index: int) -> Any:
-    """The inputs of a case with NaN in what ignored tokens hold."""
-    labels = made.target if hasattr(made, "target") else made.ids
-    if labels is None or not labels.size:
-        return made
-    ignored = (np.reshape(labels, (len(labels), -1)) == ignore_index).all(1)
-    names = [n for n in made._fields if n.endswith(("hidden", "logits")) and getattr(made, n) is not None]
-    return made._replace(**{n: np.where(ignored[:, None], np.float32(np.nan), getattr(made, n)) for n in names})
+def _with_ignored(arrays: Mapping[str, Any], call: Call, value: Any) -> dict[str, Any]:
+    """Hidden states and logits of a case's arrays, with `value` in the rows of ignored tokens."""
+    labels = next((arrays[name] for name in ("target", "ids") if arrays.get(name) is not None), None)
+    if labels is None:
+        return {}
+    ignored = (labels.reshape(len(labels), math.prod(labels.shape[1:])) == call["ignore_index"]).all(1)
+    floats = {name: x for name, x in arrays.items() if name.endswith(("hidden", "logits")) and x is not None}
+    return {name: np.where(ignored[:, None], value, x) for name, x in floats.items()}
 
 
-def _shaped(made: Any, call: Call, array: Callable[[str, Any, Call], Any]) -> dict[str, Any]:
+def _shaped(made: Any, call: Call, array: Callable[[str, Any, str | None, Call], Any]) -> dict[str, Any]:
     """The arrays of the inputs of a case with the call's shape for their tokens, upstream gradients among them."""
     shape = call["shape"]
     given: dict[str, Any] = {}
@@ -119,12 +111,20 @@ def _shaped(made: Any, call: Call, array: Callable[[str, Any, Call], Any]) -> di
         if x is None or (name in ("grad_entropy", "grad_lse") and not call[name.removeprefix("grad_")]):
             continue
         if name == "topk":
-            parts = (array(name, part.reshape(*shape, part.shape[-1]), call) for part in x[:2])
+            parts = (array(name, part.reshape(*shape, part.shape[-1]), None, call) for part in x[:2])
             given["teacher_topk"] = TopK(*parts, *x[2:])
             continue
         per_token = name == "token_weight" or not name.endswith(("weight", "bias"))
-        given[name] = array(name, np.reshape(x, (*shape, *np.shape(x)[1:])) if per_token and np.ndim(x) else x, call)
+        x = np.reshape(x, (*shape, *np.shape(x)[1:])) if per_token and np.ndim(x) else x
+        given[name] = array(name, x, _dtype(name, call), call)
     return given
+
+
+def _dtype(name: str, call: Call) -> str | None:
+    """The call's dtype of an array, None if it is kept as it is."""
+    if name in ("target", "ids"):
+        return str(call["label_dtype"])
+    return None if name in CONSTANTS or (name.startswith("grad_") and name != "grad_out") else str(call["dtype"])
 
 
 def _gets_gradient(name: str, call: Call) -> bool:

@@ -1,6 +1,5 @@
 """Arrays of a random call in JAX, and its results."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,18 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from onchip.fuzz.draw import Call
-from onchip.fuzz.judge import CONSTANTS, least_scratch, named
+from onchip.fuzz.judge import CONSTANTS, named, scratch_budget
 from onchip.ops.linear_jsd.spec import TopK
 
 
-def array(name: str, x: Any, call: Call) -> Any:
-    """An input in the dtype of the call."""
+def array(name: str, x: Any, dtype: str | None, call: Call) -> Any:
+    """An input in a dtype (None: its own)."""
     if name == "topk":
         return x
-    if name in ("target", "ids"):
-        return np.asarray(x).astype(call["label_dtype"])
-    as_it_is = name in CONSTANTS or (name.startswith("grad_") and name != "grad_out")
-    return jnp.asarray(x, None if as_it_is else call["dtype"])
+    return np.asarray(x).astype(dtype) if name in ("target", "ids") else jnp.asarray(x, dtype)
 
 
 def results(
@@ -56,13 +52,10 @@ def results(
         factors = {n: upstream[n].astype(x.dtype) for n, x in outputs.items()}
         return outputs | statistics, [pullback(factors)[0] for _ in range(1 + call["again"])]
 
-    more = {}
-    if call.get("scratch") is not None:
+    def trace(**more: Any) -> Any:
+        return jax.eval_shape(lambda *x: step(*x, **more), trained, fixed, constants, upstream)
 
-        def trace(**more: Any) -> Any:
-            return jax.eval_shape(lambda *x: step(*x, **more), trained, fixed, constants, upstream)
-
-        more = {"scratch_bytes": math.ceil(call["scratch"] * least_scratch(trace))}
+    more = scratch_budget(call.get("scratch"), trace)
     if call["twice"] and leaves:
         _refuse_second_derivative(lambda x: step(x, fixed, constants, upstream, **more)[1][0], trained)
 

@@ -4,6 +4,7 @@ The bounds are those of each op's checks.py.  They are for sums of many random t
 beside: a sum that nearly cancels is held to the size of its terms, and a rounding to its worst case.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -58,11 +59,13 @@ def compare(
     tensor_cores: bool = False,
     fp8: bool = False,
 ) -> list[Check]:
-    """Compare `results` with the oracle's fields of the same names; `given` and `options` are what the oracle had."""
+    """Compare `results` with the oracle's fields of the same names.
+
+    `given` and `options` are what the oracle had, with one dimension for all tokens and 0 for those that are ignored.
+    """
     if "x" in given:
         limits, terms = _linear(case, dtype, given, tensor_cores=tensor_cores)
     else:
-        given = flattened(given, case.tokens, options)
         limits, terms = _softmax(case, dtype, oracle, given, options)
     checks = []
     for name, out in results.items():
@@ -93,19 +96,22 @@ def named(out: Any, first: str) -> dict[str, Any]:
     return {name: x for name, x in (out if isinstance(out, dict) else {first: out}).items() if x is not None}
 
 
-def least_scratch(call: Callable[..., Any]) -> int:
-    """The smallest scratch_bytes that the op takes, which is what its refusals of less say: JAX's first one is of
-    forward alone."""
+def scratch_budget(times: float | None, run: Callable[..., Any]) -> dict[str, int]:
+    """The argument scratch_bytes, so many times the least that the op takes; None: no such argument.
+
+    The least is what the refusals of less say: JAX's first one is of forward alone.
+    """
     least = 1
-    while True:
+    while times is not None:
         try:
-            call(scratch_bytes=least)
+            run(scratch_bytes=least)
         except ValueError as error:
             if f"scratch_bytes={least} is too small" not in str(error):
                 raise
             least = max(least + 1, min(map(int, re.findall(r"(\d+) bytes", str(error)))))
         else:
-            return least
+            return {"scratch_bytes": math.ceil(times * least)}
+    return {}
 
 
 def _is_zero(case: Any, name: str, norm: float, options: Mapping[str, Any]) -> bool:
@@ -135,8 +141,7 @@ Limits = tuple[dict[str, float], dict[str, tuple[float, float]]]
 
 
 def _linear(case: Any, dtype: str, given: Arrays, *, tensor_cores: bool) -> Limits:
-    x, g = (given[name].reshape(case.m, given[name].shape[-1]) for name in ("x", "grad_out"))
-    w, bias = given["weight"], given.get("bias", 0.0)
+    x, g, w, bias = given["x"], given["grad_out"], given["weight"], given.get("bias", 0.0)
     depths = {"out": case.k, "grad_x": case.n, "grad_weight": case.m, "grad_bias": case.m}
     limits = {
         name: fp8_checks.bound(depth, dtype, tensor_cores=tensor_cores and name != "grad_bias")
@@ -226,24 +231,6 @@ def _jsd_distances(dtype: str, logits: Arrays, rest: Arrays, options: Mapping[st
 
 _PARTS = ("hidden", "weight", "bias", "logits")
 _TOKENS = ("target", "ids", "token_weight", "temperature", "teacher_topk")
-
-
-def flattened(given: Arrays, tokens: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays with one leading dimension, and 0 for what ignored tokens hold."""
-    out = dict(given)
-    for name, x in given.items():
-        if name == "teacher_topk":
-            out[name] = (*(part.reshape(tokens, part.shape[-1]) for part in x[:2]), *x[2:])
-        elif name.endswith(("hidden", "logits")) and not name.startswith("grad_"):
-            ignored = options.get("ignore_index", -100)
-            labels = given.get("target", given.get("ids", np.full(tokens, ignored + 1)))
-            counted = np.reshape(labels, (tokens, -1 if tokens else 1)) != ignored
-            out[name] = np.where(counted.any(1)[:, None], np.reshape(x, (tokens, x.shape[-1])), 0)
-        elif not name.endswith(("weight", "bias")) or name == "token_weight":
-            several = np.shape(given.get("ids", 0))[len(np.shape(given.get("hidden", 0))) - 1 :]
-            each = several if name in ("ids", "grad_log_prob") else ()
-            out[name] = np.reshape(x, (tokens, *each)) if np.ndim(x) or (tokens == 1 and name != "grad_loss") else x
-    return out
 
 
 def logits_of(given: Arrays, who: str = "") -> Array:

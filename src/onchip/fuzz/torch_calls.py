@@ -8,21 +8,19 @@ import torch
 from torch import Tensor
 
 from onchip.fuzz.draw import Call
-from onchip.fuzz.judge import CONSTANTS, least_scratch, named
+from onchip.fuzz.judge import CONSTANTS, named, scratch_budget
 from onchip.oracle.torch import computed
 
 
-def array(name: str, x: Any, call: Call) -> Tensor:
-    """An input in the dtype, on the device and with the strides of the call.
+def array(name: str, x: Any, dtype: str | None, call: Call) -> Tensor:
+    """An input in a dtype (None: its own), on the device and with the strides of the call.
 
     Under autocast it is float32 that holds numbers of the dtype.
     """
     tensor = torch.as_tensor(x).to(call["device"])
-    if name in ("target", "ids"):
-        tensor = tensor.to(getattr(torch, call["label_dtype"]))
-    elif name == "grad_out" or not (name in CONSTANTS or name.startswith("grad_")):
-        tensor = tensor.to(getattr(torch, call["dtype"]))
-        tensor = tensor.float() if call["autocast"] and name != "grad_out" else tensor
+    tensor = tensor if dtype is None else tensor.to(getattr(torch, dtype))
+    if call["autocast"] and tensor.is_floating_point() and name != "grad_out":
+        tensor = tensor.float()
     if name == "topk":
         return tensor
     if name.startswith("grad_"):
@@ -70,9 +68,7 @@ def results(
         with torch.autocast(call["device"], torch.bfloat16, enabled=call["autocast"]):
             return op(**arrays, **options, **more)
 
-    scratch = call.get("scratch")
-    more = {} if scratch is None else {"scratch_bytes": math.ceil(scratch * least_scratch(run))}
-    made = named(run(**more), next(iter(upstream)))
+    made = named(run(**scratch_budget(call.get("scratch"), run)), next(iter(upstream)))
     if not leaves:
         return made
     outputs, factors = zip(*((made[name], g) for name, g in upstream.items() if name in made), strict=True)

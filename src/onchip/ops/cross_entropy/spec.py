@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import LossOptions, check_leading, check_loss_options, check_per_token, require_bool
+from onchip.frontend.options import LossOptions, check_leading, check_options, check_per_token
 
 OP = "cross_entropy"
 
@@ -15,8 +15,7 @@ class Options(LossOptions):
     inplace_backward: bool = False
 
     def __post_init__(self) -> None:
-        check_loss_options(OP, self)
-        require_bool(OP, "inplace_backward", self.inplace_backward)
+        check_options(OP, self)
 
 
 def check_shapes(

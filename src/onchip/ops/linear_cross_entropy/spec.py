@@ -3,14 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import (
-    LossOptions,
-    check_head,
-    check_leading,
-    check_loss_options,
-    check_per_token,
-    require_one_of,
-)
+from onchip.frontend.options import LossOptions, check_head, check_leading, check_options, check_per_token
 
 OP = "linear_cross_entropy"
 STRATEGIES = ("auto", "stash", "recompute")
@@ -25,9 +18,7 @@ class Options(LossOptions):
     precision: str = "full"
 
     def __post_init__(self) -> None:
-        check_loss_options(OP, self)
-        require_one_of(OP, "strategy", self.strategy, STRATEGIES)
-        require_one_of(OP, "precision", self.precision, PRECISIONS)
+        check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
 
 
 def check_shapes(

@@ -4,17 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from onchip.frontend.options import (
-    REDUCTIONS,
-    check_head,
-    require_bool,
-    require_fraction,
-    require_int,
-    require_one_of,
-    require_positive,
-    require_positive_int,
-    to_python_numbers,
-)
+from onchip.frontend.options import check_head, check_options, require_one_of
 
 OP = "linear_jsd"
 LOGITS_OP = "jsd"
@@ -68,17 +58,7 @@ class Options:
     scratch_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        op = self.op
-        require_fraction(op, "beta", self.beta)
-        require_fraction(op, "hard_weight", self.hard_weight)
-        require_positive(op, "temperature", self.temperature)
-        for name in ("temperature_squared", "teacher_grad", "check_inputs"):
-            require_bool(op, name, getattr(self, name))
-        require_int(op, "ignore_index", self.ignore_index)
-        require_one_of(op, "reduction", self.reduction, REDUCTIONS)
-        require_positive_int(op, "vocab", self.vocab)
-        require_positive_int(op, "scratch_bytes", self.scratch_bytes)
-        to_python_numbers(self)
+        check_options(self.op, self, op=(OP, LOGITS_OP))
 
     @property
     def soft_factor(self) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from onchip.frontend.options import check_head, check_logit_options, require_bool
+from onchip.frontend.options import check_head, check_options
 
 OP = "linear_log_probs"
 
@@ -28,9 +28,7 @@ class Options:
     strategy: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
-        check_logit_options(OP, self)
-        for name in ("entropy", "lse", "top1", "check_inputs"):
-            require_bool(OP, name, getattr(self, name))
+        check_options(OP, self)
 
 
 def check_shapes(
