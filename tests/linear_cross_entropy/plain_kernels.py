@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onchip.vocab.mosaic.blocks import LOWEST, NO_LABEL, REACH
-from onchip.vocab.mosaic.kernels import Partials
+from onchip.vocab.mosaic.blocks import REACH
+from onchip.vocab.mosaic.positions import LOWEST, NO_LABEL, Partials
 
 TILE = 128  # tokens
 WIDE = 256  # vocabulary entries
@@ -48,20 +48,20 @@ def entries(matrix, first, size, vocab_major, tokens):
     return turned(lax.dynamic_slice_in_dim(jnp.pad(matrix, pad), first, size, axis), vocab_major)
 
 
-def unscaled(rows, weight, vocab_major, bias, inner_scale, padded):
+def unscaled(operands, vocab_major, padded):
+    rows, weight, *_, bias, inner_scale = operands
     x = rows.astype(jnp.float32) @ rows_of(weight, vocab_major, padded).T
     if bias is not None:
         x += bias
     return x if inner_scale is None else jnp.tanh(x * inner_scale)
 
 
-def softmax_tiles(
-    kept, rows, weight, label, factor, count, *, vocab_major, bias=None, inner_scale=None, shift=None, buffer=None,
-    exponential_scale=1.0, smoothing=False, stats=False, config=None,
-):  # fmt: skip
+def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponential_scale=1.0, config):
+    kept, partials = into or (None, None)
+    rows, weight, label, factor, count, *_ = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded, done = -(-vocab // WIDE) * WIDE, tokens_done(tokens, count)
-    x = unscaled(rows, weight, vocab_major, bias, inner_scale, padded)
+    x = unscaled(operands, vocab_major, padded)
     inside = jnp.arange(padded) < vocab
     x = jnp.where(inside, x, -jnp.inf).reshape(tokens, -1, config.part_n)
     top = jnp.maximum(x.max(2), LOWEST)
@@ -77,38 +77,36 @@ def softmax_tiles(
         return jnp.where(done, value.T, unwritten)
 
     if kept is not None:
-        _, in_weight_grad, spare = kept
         above = maximum - shift[:, None]
         f = jnp.where(above > REACH, 1.0, jnp.exp(above)) * exponential_scale
         value = (e * f[:, :, None]).reshape(tokens, padded).astype(rows.dtype)
         value = turned(jnp.where(done[:, None], value, jnp.nan), vocab_major)
         cut = (lambda first, last: value[first:last]) if vocab_major else (lambda first, last: value[:, first:last])
-        spare[...] = cut(buffer.split, padded)
-        if in_weight_grad is not None:
-            at = slice(buffer.shift, buffer.shift + buffer.split)
-            in_weight_grad[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = cut(0, buffer.split)
+        kept.spare[...] = cut(kept.split, padded)
+        if kept.in_weight_grad is not None:
+            at = slice(kept.shift, kept.shift + kept.split)
+            at = (at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)
+            kept.in_weight_grad[at] = cut(0, kept.split)
     made = Partials(
         part(maximum),
         part(e.sum(2)),
-        part(jnp.where(jnp.isinf(below), 0, below).sum(2)) if smoothing else None,
-        part(moment) if stats else None,
+        part(jnp.where(jnp.isinf(below), 0, below).sum(2)) if wanted.even else None,
+        part(moment) if wanted.entropy else None,
         part(x.argmax(2).astype(jnp.int32) + config.part_n * jnp.arange(x.shape[1], dtype=jnp.int32))
-        if stats
+        if wanted.argmax
         else None,
     )
-    if kept is None or kept.partials is None:
+    if partials is None:
         return made
-    jax.tree.map(lambda ref, x: ref.__setitem__(..., x), kept.partials, made)
+    jax.tree.map(lambda ref, x: ref.__setitem__(..., x), partials, made)
     return None
 
 
-def gradient_tiles(
-    rows, weight, label, factor, lse, scale, at_target, count, *, vocab_major, first, size, even=None, bias=None,
-    inner_scale=None, config=None,
-):  # fmt: skip
+def gradient_tiles(operands, lse, scale, at_target, *, vocab_major, first, size, even=None, config=None):
+    rows, weight, label, factor, count, _, inner_scale = operands
     tokens, vocab = len(rows), weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
-    x = unscaled(rows, weight, vocab_major, bias, inner_scale, padded)
+    x = unscaled(operands, vocab_major, padded)
     g = jnp.exp(x * factor[:, None] - lse[:, None]) * scale[:, None]
     if even is not None:
         g -= even[:, None]
@@ -120,16 +118,16 @@ def gradient_tiles(
     return turned(jnp.where(tokens_done(tokens, count)[:, None], g.astype(rows.dtype), jnp.nan), vocab_major)
 
 
-def kept_entries(in_weight_grad, spare, buffer, vocab, vocab_major, tokens):
+def kept_entries(kept, vocab, vocab_major, tokens):
     """[tokens, entries]: all that is kept of some tokens."""
-    padded = -(-vocab // WIDE) * WIDE
-    parts = [entries(in_weight_grad, buffer.shift, buffer.split, vocab_major, tokens)] if buffer.split else []
-    return jnp.concatenate([*parts, entries(spare, 0, padded - buffer.split, vocab_major, tokens)], 1)
+    padded, first = -(-vocab // WIDE) * WIDE, kept.in_weight_grad[...]
+    parts = [entries(first, kept.shift, kept.split, vocab_major, tokens)] if kept.split else []
+    return jnp.concatenate([*parts, entries(kept.spare, 0, padded - kept.split, vocab_major, tokens)], 1)
 
 
 def hidden_product(
-    weight, count, *, vocab_major, tokens, in_weight_grad=None, spare=None, buffer=None, in_scratch=None,
-    recomputed=None, first=None, scale=None, add_to, second=None, halves=False, config=None,
+    weight, count, *, vocab_major, tokens, kept=None, in_scratch=None, recomputed=None, first=None, scale=None, add_to,
+    second=None, halves=False, config=None,
 ):  # fmt: skip
     vocab = weight.shape[0 if vocab_major else 1]
     padded = -(-vocab // WIDE) * WIDE
@@ -137,7 +135,7 @@ def hidden_product(
         e = turned(recomputed, vocab_major)
     else:
         more = 0 if in_scratch is None else in_scratch.shape[1 if vocab_major else 0]
-        e = kept_entries(in_weight_grad[...], spare, buffer, vocab, vocab_major, tokens - more)
+        e = kept_entries(kept, vocab, vocab_major, tokens - more)
         if more:
             e = jnp.concatenate([e, entries(in_scratch, 0, padded, vocab_major, more)])
     first = 0 if first is None else first[0]
@@ -152,18 +150,18 @@ def hidden_product(
 
 
 def weight_product(
-    out, rows, count, *, vocab_major, first, size, skip=0, number=None, buffer=None, spare=None, kept_tokens=None,
+    out, rows, count, *, vocab_major, first, size, skip=0, number=None, kept=None, in_spare=False, kept_tokens=None,
     in_scratch=None, recomputed=None, inverse_grad_scale=None, after=None, config=None,
 ):  # fmt: skip
     before = skip + (0 if number is None else number[0] * size)
     first = first + before
-    tokens, kept = len(rows), len(rows) if kept_tokens is None else kept_tokens
+    tokens, kept_tokens = len(rows), len(rows) if kept_tokens is None else kept_tokens
     vocab = out.shape[0 if vocab_major else 1]
     parts = []
-    if kept:
-        assert spare is not None or size <= buffer.shift
-        source, at = (out[...], first[0] + buffer.shift) if spare is None else (spare, 0)
-        parts.append(entries(source, at, size, vocab_major, kept))
+    if kept_tokens:
+        assert in_spare or size <= kept.shift
+        source, at = (kept.spare, 0) if in_spare else (out[...], first[0] + kept.shift)
+        parts.append(entries(source, at, size, vocab_major, kept_tokens))
     if in_scratch is not None:
         parts.append(entries(in_scratch, first[0], size, vocab_major, in_scratch.shape[1 if vocab_major else 0]))
     if recomputed is not None:
@@ -178,8 +176,7 @@ def weight_product(
     out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
 
 
-def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, buffer, vocab, config=None):
-    _, in_weight_grad, spare = kept
+def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, vocab, config):
     (tokens,) = before.shape
     moved = (before != after) & (jnp.arange(tokens) < count[0])
     top = jnp.repeat(maximum.T, config.part_n, 1)
@@ -193,9 +190,9 @@ def rebase_exponentials(kept, maximum, before, after, count, *, vocab_major, buf
         at = slice(first, first + size)
         ref[(at, slice(0, tokens)) if vocab_major else (slice(0, tokens), at)] = value
 
-    if in_weight_grad is not None and buffer.split:
-        rebased(in_weight_grad, buffer.shift, 0, buffer.split)
-    rebased(spare, 0, buffer.split, top.shape[1])
+    if kept.in_weight_grad is not None and kept.split:
+        rebased(kept.in_weight_grad, kept.shift, 0, kept.split)
+    rebased(kept.spare, 0, kept.split, top.shape[1])
 
 
 def add_targets(out, hidden, token, label, term, *, vocab_major):

@@ -14,6 +14,7 @@ from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
 from onchip.ops.linear_cross_entropy.checks import as_arguments, run_oracle
+from onchip.ops.linear_cross_entropy.spec import Options
 from onchip.oracle.checks import relative_error
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
@@ -105,9 +106,9 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     bias = jnp.where(jnp.arange(90) < (55 if masked else 0), -jnp.inf, 0.0)
     labels = jnp.maximum(labels.reshape(-1), 55)
     projection, needs = Projection(hidden.reshape(40, -1), weight, bias), Projection(True, True, True)
-    numbers = dict.fromkeys(("softcap", "logit_scale", "temperature", "label_smoothing")) | {"z_loss": 1e-3}
-    numbers |= {"softcap": 4} if softcap else {}
-    constants = Constants.of(labels, 90, 60, None, None, numbers)
+    numbers = dict.fromkeys(("softcap", "logit_scale", "temperature", "label_smoothing")) | {"z_loss": jnp.float32(1e-3)}
+    numbers |= {"softcap": jnp.float32(4)} if softcap else {}
+    constants = Constants.of(labels, 90, Options(ignore_index=60), None, None, numbers)
 
     def run(plan):
         call = constants.call("mean", projection, jax_xla.select(plan, constants.labels))

@@ -15,7 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from onchip.kernels.mosaic.product import MosaicConfig, Work, place_tile
 from onchip.vocab.mosaic import kernels, rebase
-from onchip.vocab.mosaic.blocks import NO_LABEL, LogitBuffer, tanh
+from onchip.vocab.mosaic.blocks import Kept, tanh
+from onchip.vocab.mosaic.positions import NO_LABEL, Operands
+from onchip.vocab.xla.tiles import Wanted
 from shared_jax import quick_compilation  # noqa: F401
 from tanh import assert_is_tanh
 
@@ -54,9 +56,11 @@ def test_strips_cover_a_row(hidden):
 )
 def test_configs_lower(config):
     vector, half = ((512,), jnp.float32), jnp.float16
-    inputs = (((512, 192), half), ((192, 2112), half), ((512,), jnp.int32), *[vector] * 4, ((1,), jnp.int32))
+    weight, number = ((192, 2112), half), ((1,), jnp.int32)
+    inputs = (((512, 192), half), weight, ((512,), jnp.int32), vector, number, *[vector] * 3)
     size = 1536 // config.tile_n * config.tile_n
-    compile_only(partial(kernels.gradient_tiles, vocab_major=False, first=at(0), size=size, config=config), *inputs)
+    kernel = partial(kernels.gradient_tiles, vocab_major=False, first=at(0), size=size, config=config)
+    compile_only(lambda *x: kernel(Operands(*x[:5]), *x[5:]), *inputs)
 
 
 # -------------------------------------------------------------------------------------------------- order of tiles
@@ -85,8 +89,7 @@ def test_groups_of_rows_are_even():
 # ---------------------------------------------------------------------------------------------------- interpreted
 
 CONFIG = MosaicConfig(tile_m=128, tile_n=128, stages=2, group=2)
-TOKENS, COUNT, HIDDEN, SPLIT = 256, 150, 192, 256
-BUFFER = LogitBuffer(128, SPLIT)
+TOKENS, COUNT, HIDDEN, SHIFT, SPLIT = 256, 150, 192, 128, 256
 PADDED = 512  # vocabulary entries
 
 
@@ -117,6 +120,7 @@ class Small:
         target = z[np.arange(n), self.label[:n]]
         self.shift = padded(target + 30, np.inf).astype(np.float32)
         self.count = jnp.asarray([n], jnp.int32)
+        self.operands = Operands(self.rows, self.weight, self.label, self.factor, self.count)
         self.exponentials = np.exp(self.z - self.shift[:n, None])
         self.scale = padded(rng.uniform(0.5, 1.5, n), 0).astype(np.float32)
 
@@ -140,7 +144,7 @@ class Small:
 
     def kept(self, stash, spare):
         """Exponentials of the tokens that there is room for."""
-        stashed = self.values(np.asarray(stash, np.float64), BUFFER.shift, SPLIT, HIDDEN)
+        stashed = self.values(np.asarray(stash, np.float64), SHIFT, SPLIT, HIDDEN)
         spared = self.values(np.asarray(spare, np.float64), 0, PADDED - SPLIT, HIDDEN)
         return np.concatenate([stashed, spared], 1)
 
@@ -168,9 +172,8 @@ def test_softmax(vocab_major, interpreter):
         stash = reference_to(jnp.full(s.weight.shape, jnp.nan, jnp.bfloat16))
         spare = reference_to(jnp.full((PADDED - SPLIT, TOKENS)[:: 1 if vocab_major else -1], jnp.nan, jnp.bfloat16))
         made = kernels.softmax_tiles(
-            kernels.Kept(None, stash, spare), s.rows, s.weight, s.label, s.factor, s.count,
-            vocab_major=vocab_major, shift=s.shift, buffer=BUFFER,
-            smoothing=True, stats=True, config=CONFIG, interpret=interpreter,
+            (Kept(stash, spare, SHIFT, SPLIT), None), s.operands, vocab_major=vocab_major, shift=s.shift,
+            wanted=Wanted(True, True, True), config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return made, jax.freeze(stash), jax.freeze(spare)
 
@@ -200,8 +203,8 @@ def test_softmax_all_kept_in_scratch(interpreter):
     def run():
         spare = reference_to(jnp.full((PADDED, TOKENS), jnp.nan, jnp.bfloat16))
         kernels.softmax_tiles(
-            kernels.Kept(None, None, spare), s.rows, s.weight, s.label, s.factor, s.count, vocab_major=True,
-            shift=s.shift, buffer=LogitBuffer(0, 0), config=CONFIG, interpret=interpreter,
+            (Kept(None, spare), None), s.operands, vocab_major=True, shift=s.shift, wanted=Wanted(), config=CONFIG,
+            interpret=interpreter,
         )  # fmt: skip
         return jax.freeze(spare)
 
@@ -219,23 +222,21 @@ def test_products(vocab_major, interpreter):
     values = np.zeros((192, PADDED))
     values[: s.n] = s.exponentials
     kept = 128
-    stash = s.matrix(values[:kept, :SPLIT], (s.vocab, HIDDEN), BUFFER.shift)
+    stash = s.matrix(values[:kept, :SPLIT], (s.vocab, HIDDEN), SHIFT)
     spare = s.matrix(values[:kept, SPLIT:], (PADDED - SPLIT, kept), 0)
     in_scratch = s.matrix(np.pad(values[kept:], ((0, 64), (0, 0))), (PADDED, TOKENS - kept), 0)
     values = np.asarray(jnp.asarray(values[: s.n], jnp.bfloat16), np.float64)
-    common = {"vocab_major": vocab_major, "buffer": BUFFER, "config": CONFIG, "interpret": interpreter}
-    common |= {"in_scratch": in_scratch}
-    chunk = partial(kernels.weight_product, kept_tokens=kept, **common)
+    common = {"vocab_major": vocab_major, "in_scratch": in_scratch, "config": CONFIG, "interpret": interpreter}
 
     @jax.jit
     def run():
         ref = reference_to(stash)
-        hidden = kernels.hidden_product(
-            s.weight, s.count, tokens=TOKENS, in_weight_grad=ref, spare=spare, scale=s.scale, **common
-        )
-        for number in range(SPLIT // BUFFER.shift):
-            chunk(ref, s.rows, s.count, first=at(0), size=BUFFER.shift, number=at(number), after=hidden)
-        chunk(ref, s.rows, s.count, first=at(SPLIT), size=PADDED - SPLIT, spare=spare)
+        both = Kept(ref, spare, SHIFT, SPLIT)
+        hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, kept=both, scale=s.scale, **common)
+        chunk = partial(kernels.weight_product, ref, s.rows, s.count, kept=both, kept_tokens=kept, **common)
+        for number in range(SPLIT // SHIFT):
+            chunk(first=at(0), size=SHIFT, number=at(number), after=hidden)
+        chunk(first=at(SPLIT), size=PADDED - SPLIT, in_spare=True)
         return hidden, jax.freeze(ref)
 
     hidden, gradient = run()
@@ -268,15 +269,16 @@ def test_gradient_again(vocab_major, interpreter):
     @jax.jit
     def run():
         again = kernels.gradient_tiles(
-            s.rows, s.weight, s.label, s.factor, padded(lse, np.inf), s.scale, padded(at_target), s.count,
-            size=size, even=padded(even), bias=s.bias, inner_scale=jnp.full(1, inner), **common,
+            s.operands._replace(bias=s.bias, inner_scale=jnp.full(1, inner)), padded(lse, np.inf), s.scale,
+            padded(at_target), size=size, even=padded(even), **common,
         )  # fmt: skip
         hidden = kernels.hidden_product(s.weight, s.count, tokens=TOKENS, recomputed=again, **common)
         others = again[:, kept:] if vocab_major else again[kept:]
         ref = reference_to(stash)
         kernels.weight_product(
-            ref, s.rows, s.count, size=size, buffer=BUFFER, kept_tokens=kept, spare=spare, recomputed=others, **common
-        )
+            ref, s.rows, s.count, size=size, kept=Kept(None, spare, SHIFT, SPLIT), in_spare=True, kept_tokens=kept,
+            recomputed=others, **common,
+        )  # fmt: skip
         return again, hidden, jax.freeze(ref)
 
     again, hidden, gradient = run()
@@ -303,15 +305,15 @@ def test_rebasing(vocab_major, interpreter):
     maximum[:, n:] = before[n:] = np.nan
     values = np.exp(rng.normal(size=(room, PADDED)))
     values[n:] = values[:, s.vocab :] = 0
-    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), BUFFER.shift)
+    stash = s.matrix(values[:, :SPLIT], (s.vocab, HIDDEN), SHIFT)
     spare = s.matrix(values[:, SPLIT:], (PADDED - SPLIT, TOKENS), 0)
 
     @jax.jit
     def run(after):
         refs = reference_to(stash), reference_to(spare)
         rebase.rebase_exponentials(
-            kernels.Kept(None, *refs), maximum, before, after, jnp.asarray([n]),
-            vocab_major=vocab_major, buffer=BUFFER, vocab=s.vocab, config=CONFIG, interpret=interpreter,
+            Kept(*refs, SHIFT, SPLIT), maximum, before, after, jnp.asarray([n]),
+            vocab_major=vocab_major, vocab=s.vocab, config=CONFIG, interpret=interpreter,
         )  # fmt: skip
         return [jax.freeze(x) for x in refs]
 

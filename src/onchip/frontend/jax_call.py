@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -11,6 +11,14 @@ from jax.custom_derivatives import SymbolicZero
 # What stands for a label that is not in [0, V).
 IGNORED = -1
 OUT_OF_RANGE = -2
+
+
+class Static(NamedTuple):
+    """What is known of a call while tracing; a call with another `Static` compiles anew."""
+
+    options: Any  # the op's own, without numbers that may be arrays
+    platform: str  # "cpu", "gpu" or "tpu"
+    backend: str = "xla"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["plan"])

@@ -1,6 +1,7 @@
 """What JAX's public functions check at their door, from types, shapes and dtypes alone: it works on tracers."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -121,19 +122,16 @@ def check_scalar(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be a real number; got {x.dtype}")
 
 
-def known_numbers(op: str, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Those whose values are known while tracing, for the options to check.
+def checked_numbers(options: Any, op: str, **numbers: Any) -> dict[str, jax.Array | None]:
+    """Numbers as float32 that get no gradient; None for one that changes nothing, to leave it out.
 
-    Raise for an array among them that can't stand for a number; a temperature may be one per token.
+    Raise for one that is wrong: those whose values are known while tracing are checked as fields of `options`, and an
+    array must be 0-d; a temperature may be one per token.
     """
     for name, x in numbers.items():
         if is_array(x) and not (name == "temperature" and x.ndim):
             check_scalar(op, name, x)
-    return {name: x for name, x in numbers.items() if not is_array(x)}
-
-
-def as_constants(numbers: Mapping[str, Any]) -> dict[str, jax.Array | None]:
-    """Numbers as float32 that get no gradient; None for one that changes nothing, to leave it out."""
+    replace(options, **{name: x for name, x in numbers.items() if not is_array(x)})
     return {name: None if not is_array(x) and x == _NEUTRAL[name] else as_constant(x) for name, x in numbers.items()}
 
 

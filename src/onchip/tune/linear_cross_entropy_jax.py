@@ -21,8 +21,10 @@ from onchip.tune.vocab_chunk import DTYPES as DTYPES
 from onchip.tune.vocab_chunk import LSE, SHIFT, chunk_of
 from onchip.vocab.mosaic import kernels as mosaic_kernels
 from onchip.vocab.mosaic import memory as mosaic_spec
-from onchip.vocab.mosaic.blocks import LogitBuffer
+from onchip.vocab.mosaic.blocks import Kept
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, up
+from onchip.vocab.mosaic.positions import Operands
+from onchip.vocab.xla.tiles import Wanted
 
 KERNELS = tuple(mosaic_spec.heuristic_tiles())
 Problem = dict[str, Array]
@@ -83,37 +85,33 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
 def _softmax_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
     tokens, vocab = p["rows"].shape[0], p["weight"].shape[0]
     chunk = min(16, vocab // VOCAB_TILE // 2) * VOCAB_TILE
-    buffer = LogitBuffer(chunk, mosaic_spec.split_at(vocab, chunk))
+    split = mosaic_spec.split_at(vocab, chunk)
     stash = jax.new_ref(lax.empty(p["weight"].shape, p["weight"].dtype))
-    spare = jax.new_ref(lax.empty((up(vocab, VOCAB_TILE) - buffer.split, tokens), p["weight"].dtype))
+    spare = jax.new_ref(lax.empty((up(vocab, VOCAB_TILE) - split, tokens), p["weight"].dtype))
     partials = mosaic_kernels.softmax_tiles(
-        mosaic_kernels.Kept(None, stash, spare),
-        p["rows"],
-        p["weight"],
-        p["label"],
-        p["factor"],
-        p["count"],
+        (Kept(stash, spare, chunk, split), None),
+        _operands(p),
         vocab_major=True,
+        wanted=Wanted(),
         shift=jnp.full(tokens, SHIFT),
-        buffer=buffer,
         config=config,
     )
-    kept = jax.freeze(stash)[chunk : chunk + buffer.split, :tokens], jax.freeze(spare)
+    kept = jax.freeze(stash)[chunk : chunk + split, :tokens], jax.freeze(spare)
     assert partials is not None
     return partials.maximum, partials.others, *kept
+
+
+def _operands(p: Problem) -> Operands:
+    return Operands(*(p[name] for name in ("rows", "weight", "label", "factor", "count")))
 
 
 def _gradient_tiles(config: MosaicConfig, p: Problem) -> Sequence[Array]:
     like = jnp.zeros_like(p["factor"])
     out = mosaic_kernels.gradient_tiles(
-        p["rows"],
-        p["weight"],
-        p["label"],
-        p["factor"],
+        _operands(p),
         like + LSE,
         like + 1,
         like + math.expm1(-LSE),
-        p["count"],
         vocab_major=True,
         first=jnp.zeros(1, jnp.int32),
         size=up(p["weight"].shape[0], VOCAB_TILE),

@@ -63,6 +63,10 @@ class MosaicConfig:
     def part_n(self) -> int:
         return self.tile_n // 2 if self.split == "n" else self.tile_n
 
+    def parts(self, n: int) -> int:
+        """Parts of tiles along a side of n."""
+        return -(-n // self.tile_n) * (self.tile_n // self.part_n)
+
     def shared_bytes(self, stores: bool, operand_bytes: int = 2, brought: int = 0) -> int:
         """Shared memory for operands of so many bytes, for `brought` float32 numbers of each step beside them, and for
         results on their way out."""

@@ -5,17 +5,17 @@ and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab
 docstring.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     check_arrays,
     check_normalizer,
-    known_numbers,
+    checked_numbers,
     per_token_shapes,
     platform,
 )
@@ -102,73 +102,56 @@ def cross_entropy(
     Sources: the gradient from the log-sum-exp alone as in Liger Kernel (arXiv:2410.10989), z-loss from PaLM
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
-    numbers = {
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "temperature": temperature,
-    }
-    Options(
-        ignore_index=ignore_index,
-        reduction=reduction,
-        scratch_bytes=scratch_bytes,
-        return_stats=return_stats,
-        **known_numbers(OP, numbers),
+    options = Options(
+        ignore_index=ignore_index, reduction=reduction, scratch_bytes=scratch_bytes, return_stats=return_stats
     )
     arrays = check_arrays(OP, logits=logits, labels=labels, token_weight=token_weight, temperature=temperature)
     spec.check_shapes(logits.shape, labels.shape, per_token_shapes(arrays), target_name="labels")
     check_normalizer(OP, normalizer, reduction)
+    numbers = checked_numbers(
+        options,
+        OP,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+    )
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(labels.size, vocab)
-    constants = Constants.of(labels, vocab, ignore_index, token_weight, normalizer, numbers)
+    constants = Constants.of(labels, vocab, options, token_weight, normalizer, numbers)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    static = _Static(platform(), reduction, None if scratch_bytes is None else int(scratch_bytes), return_stats)
+    static = Static(options, platform())
     empty = len(rows) == 0
     outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, rows, constants)
     return outputs.shaped(labels.shape)
 
 
-class _Static(NamedTuple):
-    """What is known while tracing; a call with another `_Static` compiles anew."""
-
-    platform: str
-    reduction: str
-    scratch_bytes: int | None
-    return_stats: bool
-
-
-def _chunk(static: _Static, logits: jax.Array, constants: Constants, *, grad: bool) -> int:
-    """Rows of a chunk."""
+def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, Planned | None]:
     tokens, vocab = logits.shape
     problem = Problem(
         tokens=tokens,
         vocab=vocab,
         dtype=logits.dtype.name,
         device="cpu" if static.platform == "cpu" else "cuda",
-        grad=grad,
+        grad=needs,
         softcap=constants.transform.softcap is not None,
-        stats=static.return_stats,
+        stats=static.options.return_stats,
         smoothing=constants.loss.label_smoothing is not None,
         xla=True,
     )
-    return row_memory.plan(problem, static.scratch_bytes)
-
-
-def _forward(static: _Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, Planned | None]:
-    chunk = _chunk(static, logits, constants, grad=needs)
-    tokens = select_tokens(constants.labels, chunk)
-    call = constants.call(static.reduction, Logits.of(logits), tokens)
-    wanted = constants.loss.wanted(static.return_stats)
-    stats = statistics(Config("forward", chunk, logits.shape[1]), wanted, call)
+    chunk = row_memory.plan(problem, static.options.scratch_bytes)
+    call = constants.call(static.options.reduction, Logits.of(logits), select_tokens(constants.labels, chunk))
+    wanted = constants.loss.wanted(static.options.return_stats)
+    stats = statistics(Config("forward", chunk, vocab), wanted, call)
     # The logits as they came: of 16-bit ones `call.source` may be a copy.
     saved = Planned((logits, call._replace(source=None), TokenStats(stats.lse, stats.log_prob)), chunk)
-    return call.outputs(static.reduction, stats), saved if needs else None
+    return call.outputs(static.options.reduction, stats), saved if needs else None
 
 
-def _backward(static: _Static, needs: bool, saved: Planned, cotangents: Outputs) -> jax.Array:
+def _backward(static: Static, needs: bool, saved: Planned, cotangents: Outputs) -> jax.Array:
     """The gradient of the logits [T, V] in their dtype."""
     (logits, call, known), chunk = saved.arrays, saved.plan
     source = Logits.of(logits)

@@ -10,18 +10,18 @@ plans the call and moves the tokens that count to the front; the backend's `forw
 
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import Planned, vary_alike, with_gradients
+from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
     check_arrays,
     check_layout,
     check_normalizer,
-    known_numbers,
+    checked_numbers,
     per_token_shapes,
     platform,
 )
@@ -138,20 +138,12 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
-    numbers = {
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "temperature": temperature,
-    }
-    Options(
+    options = Options(
         ignore_index=ignore_index,
         reduction=reduction,
         scratch_bytes=scratch_bytes,
         strategy=strategy,
         return_stats=return_stats,
-        **known_numbers(OP, numbers),
     )
     check_layout(OP, weight_layout)
     arrays = check_arrays(
@@ -173,35 +165,26 @@ def linear_cross_entropy(
         target_name="labels",
     )
     check_normalizer(OP, normalizer, reduction)
+    numbers = checked_numbers(
+        options,
+        OP,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+    )
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
-    constants = Constants.of(labels, projection.vocab, ignore_index, token_weight, normalizer, numbers)
+    constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, numbers)
     projection, constants = vary_alike((projection, constants))
-    static = _Static(
-        backend=backend,
-        platform=platform(),
-        reduction=reduction,
-        strategy=strategy,
-        scratch_bytes=None if scratch_bytes is None else int(scratch_bytes),
-        return_stats=return_stats,
-    )
+    static = Static(options, platform())
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
     refused = refusals(problem, static.platform, weight_layout, strategy)
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
     outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, projection, constants)
     return outputs.shaped(labels.shape)
-
-
-class _Static(NamedTuple):
-    """What is known while tracing; a call with another `_Static` compiles anew."""
-
-    backend: str
-    platform: str  # "cpu", "gpu" or "tpu"
-    reduction: str
-    strategy: str
-    scratch_bytes: int | None
-    return_stats: bool
 
 
 def refusals(
@@ -212,30 +195,30 @@ def refusals(
     return {name: MODULES[name].refusal(problem, platform, weight_layout, strategy) for name in names}
 
 
-def _problem(static: _Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
+def _problem(static: Static, projection: Projection, constants: Constants, needs: Projection) -> Problem:
     return projection.problem(
         needs,
         static.platform,
         constants.transform,
-        per_token_loss=static.reduction == "none",
+        per_token_loss=static.options.reduction == "none",
         smoothing=constants.loss.label_smoothing is not None,
-        stats=static.return_stats,
+        stats=static.options.return_stats,
     )
 
 
 def _forward(
-    static: _Static, needs: Projection, projection: Projection, constants: Constants
+    static: Static, needs: Projection, projection: Projection, constants: Constants
 ) -> tuple[Outputs, Planned]:
     backend = MODULES[static.backend]
     problem = _problem(static, projection, constants, needs)
-    plan = backend.plan(problem, static.strategy, static.scratch_bytes)
-    call = constants.call(static.reduction, projection, backend.select(plan, constants.labels))
-    run = partial(backend.forward, plan, constants.loss.wanted(static.return_stats), needs)
+    plan = backend.plan(problem, static.options.strategy, static.options.scratch_bytes)
+    call = constants.call(static.options.reduction, projection, backend.select(plan, constants.labels))
+    run = partial(backend.forward, plan, constants.loss.wanted(static.options.return_stats), needs)
     stats, saved = _each(backend, run)(call)
-    return call.outputs(static.reduction, stats), Planned(saved, plan)
+    return call.outputs(static.options.reduction, stats), Planned(saved, plan)
 
 
-def _backward(static: _Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
+def _backward(static: Static, needs: Projection, saved: Planned, cotangents: Outputs) -> Projection:
     backend = MODULES[static.backend]
     upstream = jnp.zeros(()) if cotangents.loss is None else cotangents.loss
     return _each(backend, partial(backend.backward, saved.plan, needs))(saved.arrays, upstream)  # type: ignore[no-any-return]

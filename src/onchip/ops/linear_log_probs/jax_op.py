@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, vary_alike, with_gradients
+from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
-    as_constants,
     check_arrays,
     check_layout,
-    known_numbers,
+    checked_numbers,
     plain_labels,
     platform,
 )
@@ -124,9 +123,7 @@ def linear_log_probs(
     (arXiv:2411.09009), without its gradient filter; the running softmax is that of Milakov and Gimelshein
     (arXiv:1805.02867).
     """
-    numbers = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
-    known = known_numbers(OP, numbers)
-    Options(ignore_index=ignore_index, entropy=entropy, lse=lse, top1=top1, scratch_bytes=scratch_bytes, **known)
+    options = Options(ignore_index=ignore_index, entropy=entropy, lse=lse, top1=top1, scratch_bytes=scratch_bytes)
     check_layout(OP, weight_layout)
     check_arrays(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=temperature)
     spec.check_shapes(
@@ -137,21 +134,20 @@ def linear_log_probs(
         getattr(temperature, "shape", ()),
         weight_layout,
     )
+    numbers = checked_numbers(options, OP, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
 
     shape = hidden.shape[:-1]
     projection = Projection.of(hidden, weight, bias, weight_layout)
     total = len(projection.hidden)
     each = ids.shape[-1] if ids.ndim > len(shape) else 1
     plain = plain_labels(ids, projection.vocab, int(ignore_index)).reshape(total, each)
-    constants = _Constants(plain, Transform(**as_constants(numbers)))
-    projection, constants = vary_alike((projection, constants))
+    projection, constants = vary_alike((projection, (plain, Transform(**numbers))))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    budget = None if scratch_bytes is None else int(scratch_bytes)
     if total == 0:
         none = jnp.zeros(0, jnp.float32)
         outputs = LogProbs(none, none, none, jnp.zeros(0, jnp.int32))
     else:
-        outputs = _op(_Static(platform(), Wanted(entropy, top1), budget), projection, constants)
+        outputs = _op(Static(options, platform()), projection, constants)
     log_prob = outputs.log_prob.reshape(ids.shape)
     if not (entropy or lse or top1):
         return log_prob
@@ -163,29 +159,15 @@ def linear_log_probs(
     )
 
 
-class _Static(NamedTuple):
-    """What is known while tracing; a call with another `_Static` compiles anew."""
-
-    platform: str
-    wanted: Wanted
-    scratch_bytes: int | None
-
-
-class _Constants(NamedTuple):
-    ids: Array  # [T, K] int32 in [0, V), IGNORED or OUT_OF_RANGE
-    transform: Transform
-
-
 def _forward(
-    static: _Static, needs: Projection, projection: Projection, constants: _Constants
+    static: Static, needs: Projection, projection: Projection, constants: tuple[Array, Transform]
 ) -> tuple[LogProbs, Planned | None]:
-    options = {"ids": constants.ids.shape[1], "stats": static.wanted.entropy, "op": OP}
-    problem = projection.problem(needs, static.platform, constants.transform, **options)
-    plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", static.scratch_bytes)
-    counts = (constants.ids != IGNORED).any(1)
-    tokens = select_tokens(jnp.where(counts, 0, IGNORED), plan.token_chunk)
-    call = Call(projection, constants.transform.by_row(tokens), tokens, tokens.take(constants.ids, IGNORED))
-    stats = walk.statistics(plan, static.wanted, call)
+    (ids, transform), options = constants, static.options
+    problem = projection.problem(needs, static.platform, transform, ids=ids.shape[1], stats=options.entropy, op=OP)
+    plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", options.scratch_bytes)
+    tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
+    call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED))
+    stats = walk.statistics(plan, Wanted(options.entropy, options.top1), call)
     outputs = LogProbs(
         tokens.spread(stats.log_prob),
         None if stats.entropy is None else tokens.spread(stats.entropy),
@@ -195,7 +177,7 @@ def _forward(
     return outputs, Planned((call, stats._replace(argmax=None)), plan) if problem.any_grad else None
 
 
-def _backward(static: _Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
+def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
     call, stats = saved.arrays
     return walk.gradients(saved.plan, needs, call, stats, _gradient(call.tokens, call.ids, stats, upstream))
 

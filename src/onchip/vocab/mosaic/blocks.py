@@ -12,30 +12,34 @@ Exponentials of more tokens than H are kept in another matrix in scratch, laid o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.kernels.mosaic.product import BOX, MosaicConfig, Refs, Step, load_block
+from onchip.kernels.mosaic.product import BOX, Refs
 from onchip.kernels.mosaic.registers import Registers
 
 LOG2E = 1.4426950408889634
-# Where every logit so far is -inf, the maximum is this: finite, even times a scale, so that no difference is NaN.
-LOWEST = -1.0e30
 # Logits up to so much above a token's shift are stored relative to it.
 REACH = 60.0
-# What stands for the label of a position that has none, where labels are sorted.
-NO_LABEL = 2**31 - 1
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["in_weight_grad", "spare"], meta_fields=["shift", "split"])
 @dataclass(frozen=True)
-class LogitBuffer:
-    """Where exponentials are kept, in vocabulary entries; both are multiples of all tiles along the vocabulary."""
+class Kept:
+    """Exponentials of some tokens, or references to where they are kept.
 
-    shift: int
-    split: int
+    `shift` and `split` are multiples of all tiles along the vocabulary.
+    """
+
+    in_weight_grad: Any  # of the shape and dtype of weight; None: all are in `spare`, whole
+    spare: Any  # [entries from `split` on, T], or [T, those]
+    shift: int = 0
+    split: int = 0
 
 
 def vocab_of(weight: Any, vocab_major: bool) -> int:
@@ -48,21 +52,6 @@ def tanh(x: Any) -> Any:
     q = x * x
     series = x + x * q * (-0.33331882 + q * (0.13277629 + q * -0.047794219))
     return jnp.where(q < 0.16, series, 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1))
-
-
-def logits_copies(c: MosaicConfig, vocab_major: bool) -> Callable[..., None]:
-    """Copies of the product of `rows` [T, H] and `weight`, from the vocabulary entry in `first` on if there is one."""
-
-    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
-        h = s.k * c.tile_k
-        v = s.j * c.tile_n + (refs["first"][0] if "first" in refs else 0)
-        load_block(refs["rows"], s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
-        if vocab_major:
-            load_block(refs["weight"], v, c.tile_n, h, c.tile_k, b, barrier)
-        else:
-            load_block(refs["weight"], h, c.tile_k, v, c.tile_n, b, barrier)
-
-    return copies
 
 
 def unscaled_logits(refs: Refs, x: Any, v: Any, shape: Any, registers: Registers) -> Any:

@@ -13,9 +13,9 @@ Matrix operands come through TMA, which fills up with zeros outside of a matrix 
 of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,81 +36,84 @@ from onchip.kernels.mosaic.product import (
 from onchip.kernels.mosaic.registers import Registers
 from onchip.vocab.mosaic.blocks import (
     LOG2E,
-    LOWEST,
     REACH,
-    LogitBuffer,
-    logits_copies,
+    Kept,
     send_exponentials,
     unscaled_logits,
     vocab_of,
 )
+from onchip.vocab.mosaic.positions import LOWEST, Operands, Partials
+from onchip.vocab.xla.tiles import Wanted
 
 
-class Partials(NamedTuple):
-    """Per part of a tile of logits, config.part_n entries of the vocabulary wide, and token: [parts, T].
+def _logits_tiles(
+    operands: Operands,
+    entries: int,
+    epilogue: Callable[..., None],
+    *,
+    vocab_major: bool,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    stores: bool,
+    name: str,
+    config: MosaicConfig,
+    interpret: Any,
+) -> dict[str, Array]:
+    """A kernel over the tiles of the logits of so many entries, from that in `first` on if it is among `inputs`."""
+    c = config
+    tokens, hidden = operands.rows.shape
+    assert tokens % c.tile_m == 0
 
-    Those of tokens past the last tile that counts are left unwritten.
-    """
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        n = lax.max(refs["number"][0], jnp.int32(1))
+        return ceil_div(n, c.tile_m), -(-entries // c.tile_n), -(-hidden // c.tile_k)
 
-    maximum: Array  # float32: of z
-    others: Array  # float32: sum of exp(z - maximum) over all but the label
-    offset_sum: Array | None = None  # float32: sum of z - maximum
-    moment: Array | None = None  # float32: sum of exp(z - maximum) * (z - maximum)
-    argmax: Array | None = None  # int32
+    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+        h = s.k * c.tile_k
+        v = s.j * c.tile_n + (refs["first"][0] if "first" in refs else 0)
+        load_block(refs["rows"], s.i * c.tile_m, c.tile_m, h, c.tile_k, a, barrier)
+        if vocab_major:
+            load_block(refs["weight"], v, c.tile_n, h, c.tile_k, b, barrier)
+        else:
+            load_block(refs["weight"], h, c.tile_k, v, c.tile_n, b, barrier)
 
-    @staticmethod
-    def empty(vocab: int, tokens: int, config: MosaicConfig, *, smoothing: bool, stats: bool) -> "Partials":
-        """Memory for the partials of a vocabulary."""
-        parts = -(-vocab // config.tile_n) * (config.tile_n // config.part_n)
-
-        def some(wanted: bool = True, dtype: Any = jnp.float32) -> Any:
-            return lax.empty((parts, tokens), dtype) if wanted else None
-
-        return Partials(some(), some(), some(smoothing), some(stats), some(stats, jnp.int32))
-
-
-class Kept(NamedTuple):
-    """References to what `softmax_tiles` writes to."""
-
-    partials: Partials | None  # None: they are returned
-    in_weight_grad: Any  # exponentials, of the shape and dtype of weight; None: all go to `spare`, whole
-    spare: Any  # [entries from `split` on, T], or [T, those]
+    dtype = operands.rows.dtype
+    return persistent_product(
+        c,
+        dtype,
+        "mk",
+        "nk" if vocab_major else "kn",
+        tiles,
+        copies,
+        epilogue,
+        inputs={**operands._asdict(), **inputs},
+        outputs=outputs,
+        stored=dtype if stores else None,
+        name=name,
+        interpret=interpret,
+    )
 
 
 def softmax_tiles(
-    kept: Kept | None,  # None: no exponentials are kept
-    rows: Array,  # [T, H] bf16 or fp16
-    weight: Array,  # [V, H], or [H, V]
-    label: Array,  # [T] int32, -1 where there is none
-    factor: Array,  # [T] float32, above 0: z = x * factor
-    count: Array,  # [1] int32
+    into: tuple[Kept, Partials | None] | None,  # references to write to; None: the partials are returned
+    operands: Operands,
     *,
     vocab_major: bool,
-    bias: Array | None = None,  # [V rounded up to tile_n] float32
-    inner_scale: Array | None = None,  # [1] float32, with softcap: of the product before tanh
+    wanted: Wanted,
     shift: Array | None = None,  # [T] float32: exponentials relative to it are kept
-    buffer: LogitBuffer | None = None,
     exponential_scale: float = 1.0,
-    smoothing: bool = False,
-    stats: bool = False,
-    config: MosaicConfig | None = None,
+    config: MosaicConfig,
     interpret: Any = None,
 ) -> Partials | None:
     """The softmax of each tile of logits, which live in registers alone.
 
     The exponential that would be kept at a label's own entry is 0: `add_targets` of rebase.py sees to those.
     """
-    c = config or MosaicConfig()
-    into, in_weight_grad, spare = kept or (None, None, None)
-    tokens, hidden = rows.shape
-    vocab = vocab_of(weight, vocab_major)
+    c, (kept, partials) = config, into or (None, None)
+    dtype, tokens = operands.rows.dtype, len(operands.rows)
+    vocab = vocab_of(operands.weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    assert tokens % c.tile_m == 0
-
-    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        n = lax.max(refs["count"][0], jnp.int32(1))
-        return ceil_div(n, c.tile_m), -(-vocab // c.tile_n), -(-hidden // c.tile_k)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         over = pl.ds(p.m, c.part_m)
@@ -123,7 +126,7 @@ def softmax_tiles(
         k_2 = k * LOG2E
         here = p.j if c.split == "m" else p.j * 2 + p.warpgroup
         refs["maximum"][here, over] = top * k
-        if stats:
+        if wanted.argmax:
             at_top = x == registers.spread(top, shape, 1)
             first = jnp.min(jnp.where(at_top, registers.columns(shape), c.part_n), axis=1)
             refs["argmax"][here, over] = p.n + first
@@ -137,103 +140,84 @@ def softmax_tiles(
             narrow = (c.part_m, width)
             x_n, column = x[:, n : n + width], registers.columns(narrow)
             e = jnp.exp2(x_n * registers.spread(k_2, narrow, 1) - registers.spread(top * k_2, narrow, 1))
-            if smoothing or stats:
+            if wanted.even or wanted.entropy:
                 below = (x_n - registers.spread(top, narrow, 1)) * registers.spread(k, narrow, 1)
-            if smoothing:
+            if wanted.even:
                 inside = jnp.where(column < vocab - p.n - n, below, 0.0) if vocab % c.tile_n else below
                 add("offset_sum", jnp.sum(inside, axis=1))
-            if stats:
+            if wanted.entropy:
                 # p log p is 0 at p = 0, and 0 * -inf is not.
                 add("moment", jnp.sum(e * jnp.maximum(below, -1e30), axis=1))
             e = jnp.where(column == registers.spread(y - p.n - n, narrow, 1), 0.0, e)
             add("others", jnp.sum(e, axis=1))
             return e
 
-        if buffer is None:
+        if kept is None:
             exponentials(0, c.part_n)
         else:
-            split = buffer.split
+            split = kept.split
             above = top * k - registers.load(refs["shift"].at[over], 1)
             f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
 
             def kept_strip(n: int, width: int) -> Any:
-                return (exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)).astype(rows.dtype)
+                return (exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)).astype(dtype)
 
             in_spare = send_exponentials(refs["spare"], p.m, p.n - split, vocab_major)
 
             def send(block: Any, m: int, n: int) -> None:
-                if in_weight_grad is None:
+                if kept.in_weight_grad is None:
                     in_spare(block, m, n)
                     return
-                send_to_weight_grad = send_exponentials(refs["in_weight_grad"], p.m, p.n + buffer.shift, vocab_major)
+                send_to_weight_grad = send_exponentials(refs["in_weight_grad"], p.m, p.n + kept.shift, vocab_major)
                 lax.cond(p.n < split, lambda: send_to_weight_grad(block, m, n), lambda: in_spare(block, m, n))
 
             store(kept_strip, send)
         for name, value in sums.items():
             refs[name][here, over] = value
 
-    inputs: dict[str, Any] = {
-        "rows": rows,
-        "weight": weight,
-        "label": label,
-        "factor": factor,
-        "count": count,
-        "bias": bias,
-    }
-    inputs |= {"inner_scale": inner_scale, "shift": shift, "in_weight_grad": in_weight_grad, "spare": spare}
-    empty = jax.eval_shape(lambda: Partials.empty(vocab, tokens, c, smoothing=smoothing, stats=stats))
-    made = persistent_product(
-        c,
-        rows.dtype,
-        "mk",
-        "nk" if vocab_major else "kn",
-        tiles,
-        logits_copies(c, vocab_major),
+    inputs: dict[str, Any] = {"shift": shift}
+    if kept is not None:
+        inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
+    shapes = jax.eval_shape(lambda: Partials.empty(c.parts(vocab), tokens, wanted))
+    made = _logits_tiles(
+        operands,
+        vocab,
         epilogue,
+        vocab_major=vocab_major,
         inputs=inputs,
-        outputs={name: x for name, x in empty._asdict().items() if x is not None},
-        stored=None if buffer is None else rows.dtype,
+        outputs={name: x for name, x in shapes._asdict().items() if x is not None},
+        stores=kept is not None,
         name="softmax_tiles",
+        config=c,
         interpret=interpret,
     )
-    if into is None:
+    if partials is None:
         return Partials(**made)
     for name, value in made.items():
-        getattr(into, name)[...] = value
+        getattr(partials, name)[...] = value
     return None
 
 
 def gradient_tiles(
-    rows: Array,  # [T, H]
-    weight: Array,  # [V, H], or [H, V]
-    label: Array,  # [T] int32, -1 where there is none
-    factor: Array,  # [T] float32: z = x * factor
+    operands: Operands,
     lse: Array,  # [T] float32
     scale: Array,  # [T] float32: the row's factor times 1 + 2 z_loss lse
     at_target: Array,  # [T] float32: the target's entry, less that of any other token with its probability
-    count: Array,  # [1] int32
     *,
     vocab_major: bool,
     first: Array,  # [1] int32: vocabulary entry, so that all chunks of a size are one compiled kernel
     size: int,  # of the chunk, a multiple of tile_n
     even: Array | None = None,  # [T] float32: label smoothing's part, taken from every entry but the target's
-    bias: Array | None = None,  # [V rounded up to tile_n] float32
-    inner_scale: Array | None = None,  # [1] float32
-    config: MosaicConfig | None = None,
+    config: MosaicConfig,
     interpret: Any = None,
 ) -> Array:
     """Recomputed logits' gradient for a chunk of the vocabulary: [size, T] in blocks, or [T, size]."""
-    c = config or MosaicConfig()
-    tokens, hidden = rows.shape
-    vocab = vocab_of(weight, vocab_major)
+    c = config
+    dtype, tokens = operands.rows.dtype, len(operands.rows)
+    vocab = vocab_of(operands.weight, vocab_major)
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    assert tokens % c.tile_m == 0
     assert size % c.tile_n == 0
-
-    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        n = lax.max(refs["count"][0], jnp.int32(1))
-        return ceil_div(n, c.tile_m), size // c.tile_n, -(-hidden // c.tile_k)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         over = pl.ds(p.m, c.part_m)
@@ -251,39 +235,27 @@ def gradient_tiles(
             if evenly is not None:
                 g = g - registers.spread(evenly, narrow, 1)
             g = jnp.where(column == registers.spread(y - v - n, narrow, 1), registers.spread(g_y, narrow, 1), g)
-            if inner_scale is not None:
+            if operands.inner_scale is not None:
                 g = g * (1 - x_n * x_n)
             if vocab % c.tile_n:
                 g = jnp.where(column < vocab - v - n, g, 0.0)
-            return g.astype(rows.dtype)
+            return g.astype(dtype)
 
         store(gradient, send_exponentials(refs["out"], p.m, p.n, vocab_major))
 
-    inputs: dict[str, Any] = {
-        "rows": rows,
-        "weight": weight,
-        "label": label,
-        "factor": factor,
-        "lse": lse,
-        "scale": scale,
-    }
-    inputs |= {"at_target": at_target, "count": count, "first": first, "even": even, "bias": bias}
-    made = persistent_product(
-        c,
-        rows.dtype,
-        "mk",
-        "nk" if vocab_major else "kn",
-        tiles,
-        logits_copies(c, vocab_major),
+    made = _logits_tiles(
+        operands,
+        size,
         epilogue,
-        inputs=inputs | {"inner_scale": inner_scale},
-        outputs={"out": jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), rows.dtype)},
-        stored=rows.dtype,
+        vocab_major=vocab_major,
+        inputs={"lse": lse, "scale": scale, "at_target": at_target, "first": first, "even": even},
+        outputs={"out": jax.ShapeDtypeStruct((size, tokens) if vocab_major else (tokens, size), dtype)},
+        stores=True,
         name="gradient_tiles",
+        config=c,
         interpret=interpret,
     )
-    out: Array = made["out"]
-    return out
+    return made["out"]
 
 
 def weight_product(
@@ -296,21 +268,21 @@ def weight_product(
     size: int,  # of the chunk, a multiple of the tile along the vocabulary
     skip: int = 0,  # entries of the group before the chunk, but for
     number: Array | None = None,  # [1] int32: how many chunks of `size` more are before it
-    buffer: LogitBuffer | None = None,
-    spare: Array | None = None,  # of the entries from `split` on, which then are the whole chunk
+    kept: Kept | None = None,  # with `out` for the memory of the weight's gradient
+    in_spare: bool = False,  # the chunk is of the entries from `split` on
     kept_tokens: int | None = None,  # tokens whose exponentials are kept there, a multiple of tile_k; None: all
     in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
     inverse_grad_scale: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
-    config: MosaicConfig | None = None,
+    config: MosaicConfig,
     interpret: Any = None,
 ) -> None:
     """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once.
 
     The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
     """
-    c = config or MosaicConfig()
+    c = config
     tokens, hidden = rows.shape
     vocab = vocab_of(out, vocab_major)
     kept_tokens = tokens if kept_tokens is None else kept_tokens
@@ -319,8 +291,8 @@ def weight_product(
     assert size % tile_v == 0
     assert kept_tokens % c.tile_k == last_kept % c.tile_k == 0
     if kept_tokens > 0:
-        assert buffer is not None
-        assert spare is not None or size <= buffer.shift, "the chunk would overwrite exponentials that it reads"
+        assert kept is not None
+        assert in_spare or size <= kept.shift, "the chunk would overwrite exponentials that it reads"
 
     def before(refs: Refs) -> Any:
         """Entries of the group before the chunk."""
@@ -345,21 +317,21 @@ def weight_product(
             else:
                 load_block(source, t, c.tile_k, v, tile_v, b, barrier)
 
-        def kept() -> None:
-            assert buffer is not None
-            if spare is not None:
+        def from_kept() -> None:
+            assert kept is not None
+            if in_spare:
                 exponentials(refs["spare"], v, t)
             else:
-                exponentials(refs["out"], first + buffer.shift + v, t)
+                exponentials(refs["out"], first + kept.shift + v, t)
 
         def from_scratch() -> None:
             exponentials(refs["in_scratch"], first + v, t - kept_tokens)
 
-        def recomputed_ones() -> None:
+        def from_recomputed() -> None:
             exponentials(refs["recomputed"], before(refs) + v, t - last_kept)
 
         ends = (kept_tokens, last_kept, tokens)
-        _by_range(t, tokens, list(zip(ends, (kept, from_scratch, recomputed_ones), strict=True)))
+        _by_range(t, tokens, list(zip(ends, (from_kept, from_scratch, from_recomputed), strict=True)))
         load_block(refs["rows"], t, c.tile_k, h, tile_h, b if vocab_major else a, barrier)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
@@ -369,14 +341,9 @@ def weight_product(
             product = product * refs["inverse_grad_scale"][0]
         store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs["out"], row, column, BOX))
 
-    inputs: dict[str, Any] = {
-        "out": out,
-        "rows": rows,
-        "count": count,
-        "first": first,
-        "number": number,
-        "spare": spare,
-    }
+    inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first, "number": number}
+    if kept is not None and in_spare:
+        inputs["spare"] = kept.spare
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
     persistent_product(
         c,
@@ -400,9 +367,7 @@ def hidden_product(
     *,
     vocab_major: bool,
     tokens: int,  # T
-    in_weight_grad: Any = None,  # reference to exponentials of the shape of weight
-    spare: Array | None = None,
-    buffer: LogitBuffer | None = None,
+    kept: Kept | None = None,  # of the first of the tokens, `in_weight_grad` a reference
     in_scratch: Array | None = None,  # exponentials of the last of the tokens: [V', those], or [those, V']
     recomputed: Array | None = None,  # in place of all these: gradients of logits of `gradient_tiles`
     first: Array | None = None,  # [1] int32: vocabulary entry, of `recomputed`
@@ -410,7 +375,7 @@ def hidden_product(
     add_to: Any = None,  # reference to [T, H] float32 that the product is added to; needed but in the interpreter
     second: Any = None,  # the same for second halves of tiles
     halves: bool = False,  # cut tiles; without `second`, what is added to are zeros
-    config: MosaicConfig | None = None,
+    config: MosaicConfig,
     interpret: Any = None,
 ) -> Array | None:
     """exponentials @ weight over all of the vocabulary, or a chunk of it: [T, H] float32, or None with `add_to`.
@@ -419,13 +384,13 @@ def hidden_product(
     in the Triton kernel: two blocks add to a tile of zeros then, and 0 + a + b has the same bits in either order.  With
     sums that are no zeros each half has its own.
     """
-    c = config or MosaicConfig()
+    c = config
     vocab = vocab_of(weight, vocab_major)
     hidden = weight.shape[1 if vocab_major else 0]
     dtype = weight.dtype
     shape = (c.part_m, c.part_n)
     registers = Registers(interpret)
-    assert buffer is not None or recomputed is not None
+    assert kept is not None or recomputed is not None
     size = vocab if recomputed is None else recomputed.shape[0 if vocab_major else 1]
     kept_tokens = tokens if in_scratch is None else tokens - in_scratch.shape[1 if vocab_major else 0]
     assert kept_tokens % c.tile_m == 0 or kept_tokens == tokens
@@ -447,19 +412,19 @@ def hidden_product(
             else:
                 load_block(source, t, c.tile_m, v, c.tile_k, a, barrier)
 
-        def kept() -> None:
-            assert buffer is not None
+        def from_kept() -> None:
+            assert kept is not None
             lax.cond(
-                v < buffer.split,
-                lambda: exponentials(refs["in_weight_grad"], v + buffer.shift, t),
-                lambda: exponentials(refs["spare"], v - buffer.split, t),
+                v < kept.split,
+                lambda: exponentials(refs["in_weight_grad"], v + kept.shift, t),
+                lambda: exponentials(refs["spare"], v - kept.split, t),
             )
 
         if recomputed is not None:
             exponentials(refs["recomputed"], v, t)
         else:
             from_scratch = lambda: exponentials(refs["in_scratch"], v, t - kept_tokens)  # noqa: E731
-            _by_range(t, tokens, [(kept_tokens, kept), (tokens, from_scratch)])
+            _by_range(t, tokens, [(kept_tokens, from_kept), (tokens, from_scratch)])
         first = refs["first"][0]
         if vocab_major:
             load_block(refs["weight"], first + v, c.tile_k, h, c.tile_n, b, barrier)
@@ -478,13 +443,12 @@ def hidden_product(
         send_second = send_to(refs["second"], p.m, p.n, BOX // 2, "add")
         store(strip, lambda *block: lax.cond(p.step == 0, lambda: send(*block), lambda: send_second(*block)))
 
-    inputs: dict[str, Any] = {
-        "weight": weight,
-        "count": count,
-        "first": jnp.zeros(1, jnp.int32) if first is None else first,
-    }
-    inputs |= {"in_weight_grad": in_weight_grad, "spare": spare, "in_scratch": in_scratch, "recomputed": recomputed}
-    inputs |= {"scale": scale, "second": second} | ({"out": add_to} if adds else {})
+    first = jnp.zeros(1, jnp.int32) if first is None else first
+    inputs: dict[str, Any] = {"weight": weight, "count": count, "first": first}
+    if kept is not None:
+        inputs |= {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare}
+    inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "scale": scale, "second": second}
+    inputs |= {"out": add_to} if adds else {}
     made = persistent_product(
         c,
         dtype,

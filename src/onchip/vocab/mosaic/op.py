@@ -8,6 +8,7 @@ kernels.py.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from onchip.vocab.mosaic import positions
 from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, split_at, up
 from onchip.vocab.mosaic.positions import (
     LOWEST,
+    NO_LABEL,
+    Partials,
     Positions,
     Upstream,
     after,
@@ -38,7 +41,6 @@ Array = jax.Array
 SEQUENTIAL = True
 # A float16 exponential is kept times this: without it, whatever is below 6e-8 would be lost.
 _FLOAT16_EXPONENTIAL = 32768.0
-_NO_LABEL = 2**31 - 1
 
 plan, select = mosaic_spec.plan, positions.select
 
@@ -56,10 +58,9 @@ class Saved(NamedTuple):
     """What forward leaves for backward."""
 
     call: Call
-    stats: TokenStats
+    stats: TokenStats  # without what only the caller asked for
     base: Array | None = None  # [P] float32: what exponentials are relative to
-    in_weight_grad: Array | None = None  # of the shape and dtype of weight: exponentials, see blocks.py
-    spare: Array | None = None  # more of them
+    kept: Any = None  # `Kept` exponentials
     in_scratch: Array | None = None  # those of more tokens
 
 
@@ -83,75 +84,57 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     from onchip.vocab.mosaic.blocks import REACH
 
     at, config = Positions.of(call), _tiles(call)["softmax_tiles"]
-    layer, padded, source = at.layer, at.label.shape[0], call.tokens.source
-    major, wants = layer.vocab_axis == 0, {"smoothing": wanted.even, "stats": wanted.entropy, "config": config}
-    softmax_tiles: Any = partial(
-        kernels.softmax_tiles, vocab_major=major, bias=at.bias, inner_scale=at.inner, weight=layer.weight, **wants
-    )
+    layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
+    softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
 
-    if plan.strategy == "forward":
-        made: list[Any] = []
-        done, parts = call.tokens.number, at.parts(plan)
+    if not plan.kept:
+        made, done, parts = [], call.tokens.number, at.parts(plan)
         # Several are traced and lowered once: a kernel takes a second.
         launch = jax.jit(partial(softmax_tiles, None)) if len(parts) > 1 else partial(softmax_tiles, None)
         for part in parts:
-            rows = at.rows(after(source[part], done))
-            partials = launch(rows, **at.of_part(part))
-            made.append(at.stats(partials, at.target_logit(rows, part), part))
+            rows = at.rows(after(call.tokens.source[part], done))
+            made.append(at.stats(launch(at.operands(rows, part)), at.target_logit(rows, part), part))
             done = made[-1].lse
-        return joined(made), None
+        stats = joined(made)
+        return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
 
     whole = slice(0, padded)
-    rows = at.rows(after(source, call.tokens.number))
+    rows = at.rows(after(call.tokens.source, call.tokens.number))
     target = at.target_logit(rows, whole)
     # float16's exponents don't reach: there all tokens are rebased.
     far = rows.dtype == jnp.float16
     shift = jnp.where(at.there, jnp.full_like(target, -3e38) if far else target + 30.0, jnp.inf)
-    made, rooms = [], _rooms(layer, plan)
-    for i, (part, buffer, kept) in enumerate(rooms):
-        empty = kernels.Partials.empty(layer.vocab, part.stop - part.start, **wants)
-        keep = partial(
-            softmax_tiles, rows=rows[part], **at.of_part(part), shift=shift[part], buffer=buffer,
-            exponential_scale=_exponential_scale(rows.dtype),
-        )  # fmt: skip
-        kept = run_state(keep)(kept._replace(partials=empty))
-        made.append(kept.partials)
-        rooms[i] = part, buffer, kept._replace(partials=None)
+    scale = _exponential_scale(rows.dtype)
+    taken, rooms = [], _rooms(layer, plan)
+    for i, (part, kept) in enumerate(rooms):
+        operands = at.operands(rows[part], part)
+        empty = Partials.empty(config.parts(layer.vocab), len(operands.rows), wanted)
+        keep = partial(softmax_tiles, operands=operands, shift=shift[part], exponential_scale=scale)
+        kept, partials = run_state(keep)((kept, empty))
+        taken.append(partials)
+        rooms[i] = part, kept
     if plan.kept < padded:
         part = slice(plan.kept, padded)
-        made.append(softmax_tiles(None, rows[part], **at.of_part(part)))
-    partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *made)
+        taken.append(softmax_tiles(None, at.operands(rows[part], part)))
+    partials = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1) if len(x) > 1 else x[0], *taken)
     stats = at.stats(partials, target, whole)
-    if not rooms:
-        return stats, Saved(call, _few(stats))
     top = jnp.where(at.there, jnp.max(partials.maximum, 0), LOWEST)
     base = jnp.where(top - shift > REACH, stats.lse, shift)
-    for i, (part, buffer, kept) in enumerate(rooms):
+    for i, (part, kept) in enumerate(rooms):
         move = partial(
-            rebase.rebase_exponentials, maximum=made[i].maximum, before=shift[part], after=base[part],
-            count=at.count_in(part), vocab_major=major, vocab=layer.vocab, buffer=buffer, config=config,
+            rebase.rebase_exponentials, maximum=taken[i].maximum, before=shift[part], after=base[part],
+            count=at.number_in(part), vocab_major=major, vocab=layer.vocab, config=config,
         )  # fmt: skip
-        rooms[i] = part, buffer, run_state(move)(kept)
-    kept = rooms[0][2]
-    in_scratch = rooms[1][2].spare if len(rooms) > 1 else None
-    return stats, Saved(call, _few(stats), *unfused((base, kept.in_weight_grad, kept.spare, in_scratch)))
+        rooms[i] = part, run_state(move)(kept)
+    kept, *more = (kept for _, kept in rooms)
+    saved = unfused((base, kept, more[0].spare if more else None))
+    return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
 
 
-def _few(stats: TokenStats) -> TokenStats:
-    """Those that backward reads."""
-    return TokenStats(stats.lse, stats.log_prob)
+def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any]]:
+    """Memory for exponentials: of the first positions in the weight's gradient, of the next in scratch."""
+    from onchip.vocab.mosaic.blocks import Kept
 
-
-def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any, Any]]:
-    """Memory for exponentials: of the first positions in the weight's gradient, of the next in scratch.
-
-    Each for which positions, how laid out, and the memory.
-    """
-    from onchip.vocab.mosaic.blocks import LogitBuffer
-    from onchip.vocab.mosaic.kernels import Kept
-
-    if not plan.kept:
-        return []
     split, whole = split_at(layer.vocab, plan.chunk), up(layer.vocab, VOCAB_TILE)
 
     def scratch(entries: int, tokens: int) -> Array:
@@ -159,12 +142,11 @@ def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any, Any]]:
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    in_gradient = plan.kept_in_gradient
-    kept = Kept(None, lax.empty(layer.weight.shape, layer.weight.dtype), scratch(whole - split, in_gradient))
-    rooms: list[tuple[slice, Any, Any]] = [(slice(0, in_gradient), LogitBuffer(plan.chunk, split), kept)]
+    first = slice(0, plan.kept_in_gradient)
+    in_gradient = lax.empty(layer.weight.shape, layer.weight.dtype)
+    rooms = [(first, Kept(in_gradient, scratch(whole - split, first.stop), plan.chunk, split))]
     if plan.kept_in_scratch:
-        kept = Kept(None, None, scratch(whole, plan.kept_in_scratch))
-        rooms.append((slice(in_gradient, plan.kept), LogitBuffer(shift=0, split=0), kept))
+        rooms.append((slice(first.stop, plan.kept), Kept(None, scratch(whole, plan.kept_in_scratch))))
     return rooms
 
 
@@ -180,22 +162,19 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     from jax.experimental.pallas import run_state
 
     from onchip.vocab.mosaic import kernels, rebase
-    from onchip.vocab.mosaic.blocks import LogitBuffer
 
     at, tiles = Positions.of(saved.call), _tiles(saved.call)
-    in_weight_grad, spare, in_scratch = unfused((saved.in_weight_grad, saved.spare, saved.in_scratch))
+    exponentials, in_scratch = unfused((saved.kept, saved.in_scratch))
     above = Upstream.of(at, saved.stats, grad_loss)
     layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
     kept, padded, major = plan.kept, at.label.shape[0], layer.vocab_axis == 0
-    recomputed_rows = padded - kept
-    tail = slice(kept, None)
-    rest = jnp.maximum(at.number - kept, 0)
+    recomputed_rows, tail = padded - kept, slice(kept, padded)
 
-    out, grad_hidden, buffer = in_weight_grad, None, None
+    out, grad_hidden = None, None
     row_factor = jnp.ones(padded, jnp.float32)
     if kept:
         assert saved.base is not None
-        buffer = LogitBuffer(plan.chunk, split_at(layer.vocab, plan.chunk))
+        out = exponentials.in_weight_grad
         from_base = jnp.where(at.there, jnp.exp(saved.base - above.lse), 0)[:kept]
         relative = above.factor[:kept] * from_base / _exponential_scale(weight.dtype)
         row_factor = row_factor.at[:kept].set(relative)
@@ -203,9 +182,9 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
 
             def whole(state: Any) -> None:
                 kernels.hidden_product(
-                    weight, jnp.minimum(at.number, kept), vocab_major=major, tokens=kept, in_weight_grad=state[0],
-                    spare=spare, buffer=buffer, in_scratch=in_scratch, scale=relative, add_to=state[1], halves=True,
-                    config=tiles["hidden_product"],
+                    weight, jnp.minimum(at.number, kept), vocab_major=major, tokens=kept,
+                    kept=replace(exponentials, in_weight_grad=state[0]), in_scratch=in_scratch, scale=relative,
+                    add_to=state[1], halves=True, config=tiles["hidden_product"],
                 )  # fmt: skip
 
             out, sums = run_state(whole)((out, jnp.zeros((kept, layer.hidden.shape[1]), jnp.float32)))
@@ -217,20 +196,19 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     source = source if grad_hidden is None else after(source, grad_hidden)
     rows = at.rows(source)
     # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
-    rest_rows = at.rows(source[tail])
+    rest = at.operands(at.rows(source[tail]), tail)
     rows = (rows.astype(jnp.float32) * row_factor[:, None]).astype(rows.dtype) if kept else rows
     # Where exponentials are kept, all targets' terms are added apart.
     at_target = jnp.zeros_like(above.at_target[tail]) if kept else above.at_target
 
     def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
         recomputed: Array = kernels.gradient_tiles(
-            rest_rows, weight, at.label[tail], at.factor[tail], above.lse[tail], above.factor[tail], at_target, rest,
-            first=begin, size=size, even=None if above.even is None else above.even[tail], vocab_major=major,
-            bias=at.bias, inner_scale=at.inner, config=tiles["gradient_tiles"],
+            rest, above.lse[tail], above.factor[tail], at_target, even=None if above.even is None else above.even[tail],
+            first=begin, size=size, vocab_major=major, config=tiles["gradient_tiles"],
         )  # fmt: skip
         if needs.hidden:
             kernels.hidden_product(
-                weight, rest, vocab_major=major, tokens=recomputed_rows, recomputed=recomputed, first=begin,
+                weight, rest.number, vocab_major=major, tokens=recomputed_rows, recomputed=recomputed, first=begin,
                 add_to=state["sums"], second=state.get("second sums"), halves=plan.halves,
                 config=tiles["hidden_product"],
             )  # fmt: skip
@@ -248,7 +226,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         for size, times in group.chunks:
             product = partial(
                 kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
-                skip=skip, buffer=buffer, spare=spare if group.in_spare else None, kept_tokens=plan.kept_in_gradient,
+                skip=skip, kept=exponentials, in_spare=group.in_spare, kept_tokens=plan.kept_in_gradient,
                 in_scratch=in_scratch, recomputed=recomputed, inverse_grad_scale=above.inverse_grad_scale,
                 after=grad_hidden if kept else None, config=tiles["weight_product"],
             )  # fmt: skip
@@ -261,7 +239,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
         if kept:
             # Each vocabulary entry's tokens together: positions are in the order of their labels, with those that have
             # none behind.
-            label = jnp.where(at.there & (at.label >= 0), at.label, _NO_LABEL)
+            label = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL)
             term = above.unscaled(above.at_target)
             rebase.add_targets(state["out"], layer.hidden, saved.call.tokens.source, label, term, vocab_major=major)
 

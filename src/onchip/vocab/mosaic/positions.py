@@ -16,15 +16,49 @@ from jax import lax
 from onchip.core import configs
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, select_tokens
+from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, Wanted, select_tokens
 
 Array = jax.Array
-# The kernels' maximum where every logit is -inf: finite, so that a difference of two is never NaN.
+# The kernels' maximum where every logit is -inf: finite, even times a scale, so that no difference of two is NaN.
 LOWEST = -1.0e30
+# What stands for the label of a position that has none, where labels are sorted.
+NO_LABEL = 2**31 - 1
 
 
 def select(plan: Any, labels: Array) -> Tokens:
     return select_tokens(labels, TOKEN_TILE, by_label=True)
+
+
+class Operands(NamedTuple):
+    """What the kernels make the logits of some positions from."""
+
+    rows: Array  # [P, H] bfloat16 or float16, 0 beyond the last token
+    weight: Array  # [V, H], or [H, V]
+    label: Array  # [P] int32, -1 where there is none
+    factor: Array  # [P] float32, above 0; 1 beyond the last token
+    number: Array  # [1] int32: how many of the positions are there
+    bias: Array | None = None  # [V up to a multiple of 256] float32
+    inner_scale: Array | None = None  # [1] float32, with softcap: of the product before tanh
+
+
+class Partials(NamedTuple):
+    """Of each part of the vocabulary and position, [parts, P]: what the softmax kernels leave; None: not wanted.
+
+    Those of positions past the last tile that counts are left unwritten.
+    """
+
+    maximum: Any  # float32: of z
+    others: Any  # float32: sum of exp(z - maximum) over all but the label
+    offset_sum: Any = None  # float32: sum of z - maximum
+    moment: Any = None  # float32: sum of exp(z - maximum) * (z - maximum)
+    argmax: Any = None  # int32
+
+    @staticmethod
+    def empty(parts: int, tokens: int, wanted: Wanted) -> "Partials":
+        def some(wanted: bool = True, dtype: Any = jnp.float32) -> Any:
+            return lax.empty((parts, tokens), dtype) if wanted else None
+
+        return Partials(some(), some(), some(wanted.even), some(wanted.entropy), some(wanted.argmax, jnp.int32))
 
 
 class Positions(NamedTuple):
@@ -66,15 +100,10 @@ class Positions(NamedTuple):
     def layer(self) -> Projection:
         return self.call.source  # type: ignore[no-any-return]
 
-    def parts(self, plan: MosaicPlan) -> list[slice]:
-        """The positions whose softmax is taken at a time."""
-        padded = self.label.shape[0]
-        size = min(plan.token_chunk, padded) if plan.strategy == "forward" else padded
-        return [slice(first, min(first + size, padded)) for first in range(0, padded, size)]
-
-    def of_part(self, part: slice) -> dict[str, Array]:
-        """What the softmax of these positions takes of each, and how many of them are there."""
-        return {"label": self.label[part], "factor": self.factor[part], "count": self.count_in(part)}
+    def operands(self, rows: Array, part: slice) -> Operands:
+        """Of the positions of `part`, with these hidden states."""
+        weight, number = self.layer.weight, self.number_in(part)
+        return Operands(rows, weight, self.label[part], self.factor[part], number, self.bias, self.inner)
 
     def rows(self, source: Array) -> Array:
         """Hidden states of these tokens, 0 beyond the last."""
@@ -96,11 +125,17 @@ class Positions(NamedTuple):
             x = jnp.tanh(x * self.inner)
         return jnp.where(label >= 0, x * self.factor[part], LOWEST)
 
-    def count_in(self, part: slice) -> Array:
+    def number_in(self, part: slice) -> Array:
         """[1]: how many of these positions are there."""
         return jnp.clip(self.number - part.start, 0, part.stop - part.start)
 
-    def stats(self, partials: Any, target: Array, part: slice) -> TokenStats:
+    def parts(self, plan: MosaicPlan) -> list[slice]:
+        """The positions whose softmax is taken at a time."""
+        padded = len(self.label)
+        size = min(plan.token_chunk, padded) if plan.strategy == "forward" else padded
+        return [slice(first, min(first + size, padded)) for first in range(0, padded, size)]
+
+    def stats(self, partials: Partials, target: Array, part: slice) -> TokenStats:
         """The softmax over all parts of the tiles, of the positions of `part`."""
         label, there, vocab = self.label[part], self.there[part], self.layer.vocab
         # What is there of positions past the last one may be anything; it stays in their columns.

@@ -24,7 +24,8 @@ from onchip.kernels.mosaic.product import (
     swizzled,
 )
 from onchip.kernels.mosaic.registers import Registers
-from onchip.vocab.mosaic.blocks import LOG2E, NO_LABEL, REACH, LogitBuffer, vocab_of
+from onchip.vocab.mosaic.blocks import LOG2E, REACH, Kept, vocab_of
+from onchip.vocab.mosaic.positions import NO_LABEL
 
 _TOKENS = 128  # that are rebased together
 _THREADS = 128  # of a warpgroup
@@ -33,28 +34,25 @@ _AHEAD = 8  # rows of hidden that are on their way at a time
 
 
 def rebase_exponentials(
-    kept: Any,  # references as `softmax_tiles` has them
+    kept: Kept,  # references
     maximum: Array,  # [parts, T] float32: of z, as of `softmax_tiles` with the same config
     before: Array,  # [T] float32: what the exponentials are relative to
     after: Array,  # [T] float32: what they are to be relative to
     count: Array,  # [1] int32
     *,
     vocab_major: bool,
-    buffer: LogitBuffer,
     vocab: int,
-    config: MosaicConfig | None = None,
+    config: MosaicConfig,
     interpret: Any = None,
 ) -> None:
     """Make the kept exponentials of tokens with before != after relative to `after`.
 
     It costs next to nothing for 128 tokens of which none has moved.
     """
-    c = config or MosaicConfig()
-    _, in_weight_grad, spare = kept
     (tokens,) = before.shape
     registers = Registers(interpret)
     assert tokens % _TOKENS == 0
-    assert c.part_n % BOX == 0
+    assert config.part_n % BOX == 0
     # Of others 0 and 0: what is there past the last token may be anything.
     moved = (before != after) & (jnp.arange(tokens) < count[0])
     before, after = jnp.where(moved, before, 0), jnp.where(moved, after, 0)
@@ -91,15 +89,15 @@ def rebase_exponentials(
                         plgpu.copy_smem_to_gmem(shared.at[b], into, commit_group=False)
 
                 def where_kept(f: Callable[[Any, Any], None]) -> None:
-                    in_spare = lambda: f(refs["spare"], v - buffer.split)  # noqa: E731
-                    if in_weight_grad is None:
+                    in_spare = lambda: f(refs["spare"], v - kept.split)  # noqa: E731
+                    if kept.in_weight_grad is None:
                         in_spare()
                     else:
-                        lax.cond(v < buffer.split, lambda: f(refs["in_weight_grad"], v + buffer.shift), in_spare)
+                        lax.cond(v < kept.split, lambda: f(refs["in_weight_grad"], v + kept.shift), in_spare)
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 where_kept(load)
-                top = parts(refs["maximum"].at[lax.div(v, jnp.int32(c.part_n))], t)
+                top = parts(refs["maximum"].at[lax.div(v, jnp.int32(config.part_n))], t)
                 plgpu.barrier_wait(full)
                 for b in range(boxes):
                     used = jnp.where(top[b] - old[b] > REACH, top[b], old[b])
@@ -118,8 +116,8 @@ def rebase_exponentials(
         lax.fori_loop(0, tokens // _TOKENS, tokens_from, None)
         plgpu.wait_smem_to_gmem(0)
 
-    scratch = [swizzled((boxes, BOX, BOX), spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
-    inputs = {"in_weight_grad": in_weight_grad, "spare": spare, "maximum": maximum}
+    scratch = [swizzled((boxes, BOX, BOX), kept.spare.dtype), plgpu.Barrier(num_arrivals=boxes)]
+    inputs = {"in_weight_grad": kept.in_weight_grad, "spare": kept.spare, "maximum": maximum}
     inputs |= {"before": before, "after": after, "any_moved": any_moved}
     grid = {"program": programs}
     launch(body, inputs, {}, scratch, grid=grid, warpgroups=1, name="rebase_exponentials", interpret=interpret)

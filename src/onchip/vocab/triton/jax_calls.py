@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from onchip.vocab.mosaic.positions import Positions, Upstream
+from onchip.vocab.mosaic.positions import Operands, Partials, Positions, Upstream
 from onchip.vocab.triton import blocks, gradients, softmax
 from onchip.vocab.triton.blocks import BufferRows
 from onchip.vocab.xla.tiles import TokenStats, Wanted
@@ -39,18 +39,18 @@ class Launch(NamedTuple):
     tiles: Mapping[str, Mapping[str, int]]
     programs: int
 
-    def logits(self, rows: Array, part: slice, count: Array) -> dict[str, Any]:
-        """What logits of the positions of `part`, as many as `count`, are made from."""
-        at, hidden = self.positions, rows.shape[1]
+    def logits(self, operands: Operands) -> dict[str, Any]:
+        """What a kernel makes logits from; its `arrays` must have the inner scale."""
+        hidden = operands.rows.shape[1]
         return {
-            "rows": rows,
-            "weight": at.layer.weight,
-            "bias": at.bias,
-            "vectors": {"number": count, "label": at.label[part], "factor": at.factor[part]},
-            "T": len(rows),
+            "rows": operands.rows,
+            "weight": operands.weight,
+            "bias": operands.bias,
+            "vectors": {"number": operands.number, "label": operands.label, "factor": operands.factor},
+            "T": len(operands.rows),
             "rows_stride": hidden,
             "weight_stride": hidden,
-            "inner_scale": None if at.inner is None else Code("tl.load(inner)"),
+            "inner_scale": None if operands.inner_scale is None else Code("tl.load(inner)"),
         }
 
 
@@ -134,34 +134,23 @@ def triton_call(*arguments: Any, **options: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 
-class Partials(NamedTuple):
-    """Per tile and position, [tiles, P]; None: not wanted."""
-
-    maximum: Array
-    others: Array
-    offset_sum: Array | None = None
-    moment: Array | None = None
-    argmax: Array | None = None
-
-
-def softmax_tiles(launch: Launch, rows: Array, part: slice, wanted: Wanted) -> Partials:
-    """The softmax of each tile of the logits of `rows` [P, H], hidden states of the positions of `part`."""
-    at, tokens = launch.positions, len(rows)
-    wants = {"offset_sum": wanted.even, "moment": wanted.entropy, "argmax": wanted.argmax}
-    names = [name for name in Partials._fields if wants.get(name, True)]
-    shape = (-(-at.layer.vocab // VOCAB_TILE), tokens)
-    outputs = {name: jax.ShapeDtypeStruct(shape, jnp.int32 if name == "argmax" else jnp.float32) for name in names}
+def softmax_tiles(launch: Launch, wanted: Wanted, operands: Operands) -> Partials:
+    """The softmax of each tile of logits."""
+    vocab, tokens = launch.positions.layer.vocab, len(operands.rows)
+    empty = jax.eval_shape(lambda: Partials.empty(-(-vocab // VOCAB_TILE), tokens, wanted))._asdict()
+    outputs = {name: x for name, x in empty.items() if x is not None}
     arguments = {
-        **launch.logits(rows, part, at.count_in(part)),
-        "partials": {name: name if name in names else None for name in Partials._fields} | {"stride": tokens},
+        **launch.logits(operands),
+        "partials": {name: name if name in outputs else None for name in empty} | {"stride": tokens},
         "exponentials": None,
         "buffer": None,
         "first": 0,
         "exponential_scale": 1.0,
-        "RAGGED": at.layer.vocab % VOCAB_TILE > 0,
+        "RAGGED": vocab % VOCAB_TILE > 0,
         "BLOCK_T": launch.tiles["softmax_tiles"]["rows"],
     }
-    return Partials(**call(launch, softmax.softmax_tiles, arguments, outputs, arrays={"inner": at.inner}))
+    arrays = {"inner": operands.inner_scale}
+    return Partials(**call(launch, softmax.softmax_tiles, arguments, outputs, arrays=arrays))
 
 
 class Chunk(NamedTuple):
@@ -192,7 +181,7 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
         x = jnp.clip((stats.log_prob[:, 0] + stats.lse) / at.factor, -1, 1)
         entry *= 1 - x * x
     arguments = {
-        **launch.logits(rows, slice(None), at.number),
+        **launch.logits(at.operands(rows, slice(0, tokens))),
         **chunk.arguments(tokens),
         "terms": {"lse": stats.lse, "row_scale": upstream.factor, "even": upstream.even, "entropy_scale": None},
         "at_target": entry,

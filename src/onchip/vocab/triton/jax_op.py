@@ -98,7 +98,7 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     launch, made, done = _launch(at), [], call.tokens.number
     for part in at.parts(plan):
         rows = at.rows(after(call.tokens.source[part], done))
-        partials = _calls().softmax_tiles(launch, rows, part, wanted)
+        partials = _calls().softmax_tiles(launch, wanted, at.operands(rows, part))
         made.append(at.stats(partials, at.target_logit(rows, part), part))
         done = made[-1].lse
     stats = joined(made)

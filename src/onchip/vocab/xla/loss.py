@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
-from onchip.frontend.jax_inputs import as_constant, as_constants, per_token_constant, plain_labels
+from onchip.frontend.jax_inputs import as_constant, per_token_constant, plain_labels
 from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
 Array = jax.Array
@@ -127,14 +127,13 @@ class Constants(NamedTuple):
 
     @staticmethod
     def of(
-        labels: Any, vocab: int, ignore_index: int, token_weight: Any, normalizer: Any, numbers: Mapping[str, Any]
+        labels: Any, vocab: int, options: Any, token_weight: Any, normalizer: Any, numbers: Mapping[str, Array | None]
     ) -> "Constants":
         """From what a public function was given; `numbers` are the fields of `Transform` and `TokenLoss`."""
-        options = as_constants(numbers)
         return Constants(
-            plain_labels(labels, vocab, int(ignore_index)).reshape(-1),
-            Transform(*(options[name] for name in Transform._fields)),
-            TokenLoss(*(options[name] for name in TokenLoss._fields)),
+            plain_labels(labels, vocab, int(options.ignore_index)).reshape(-1),
+            Transform(*(numbers[name] for name in Transform._fields)),
+            TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
             per_token_constant(token_weight),
             as_constant(normalizer),
         )
