@@ -6,8 +6,7 @@ A file `<folder>/<device>/<op>.json` holds what `onchip tune` measured:
       {"kernel": "forward", "dtype": "bfloat16", "sizes": {"tokens": 4096, "hidden": 4096, "vocab": 128256},
        "config": {"block_tokens": 128, "stages": 3}, "ms": 5.6, "versions": {"triton": "3.6.0"}, "date": "2026-11-21"}]}
 
-There are two folders: the user's own, which goes first, and the one that ships with the package.  Files are read on
-first use and kept; nothing here measures anything.
+The folder is the user's own.  Files are read on first use and kept; nothing here measures anything.
 """
 
 import functools
@@ -29,8 +28,6 @@ from onchip.core import files
 # The nearest stored config is used as long as no size is further off than by this factor: block sizes that suit a
 # problem suit one of twice the tokens, but not one of a hundred times.
 NEAREST_FACTOR = 4
-
-SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "configs"
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +61,7 @@ class Found:
     config: Mapping[str, int]
     how: Literal["exact", "nearest", "heuristic"]
     source: str
-    """For people: the sizes and the file of the stored config, or why none is used."""
+    """For people: the sizes of the stored config, or why none is used."""
 
 
 def find_config(
@@ -72,11 +69,10 @@ def find_config(
 ) -> Found:
     """The config to launch `kernel` with: a stored one for these sizes, else the nearest stored one, else `heuristic`.
 
-    An exact one is of the same device, kernel, dtype and sizes; the user's goes before the shipped one.  The nearest
-    is the one with the smallest Euclidean distance between the base-2 logarithms of the sizes, among those where each
-    size is at most `NEAREST_FACTOR` times larger or smaller; of equals the first in the user's file, then in the
-    shipped one.  A stored config whose names aren't those of `heuristic` belongs to another version of the kernel and
-    is passed over, and so is a broken file, with one warning that names it.
+    An exact one is of the same device, kernel, dtype and sizes.  The nearest is the one with the smallest Euclidean
+    distance between the base-2 logarithms of the sizes, among those where each size is at most `NEAREST_FACTOR` times
+    larger or smaller; of equals the first in the file.  A stored config whose names aren't those of `heuristic` belongs
+    to another version of the kernel and is passed over, and so is a broken file, with one warning that names it.
 
     Args:
         op: the op's name.
@@ -98,24 +94,22 @@ def _find_stored(
     op: str, kernel: str, device: str, dtype: str, sizes: tuple[tuple[str, int], ...], names: tuple[str, ...]
 ) -> Found | None:
     wanted = dict(sizes)
-    nearest, smallest, source = None, math.inf, ""
-    for folder in (user_folder(), SHIPPED_FOLDER):
-        for entry in _usable_entries(folder, op, device):
-            if (entry.kernel, entry.dtype) != (kernel, dtype) or sorted(entry.config) != list(names):
-                continue
-            where = f"{format_config(entry.sizes)} ({'shipped' if folder == SHIPPED_FOLDER else folder})"
-            if entry.sizes == wanted:
-                return Found(MappingProxyType(dict(entry.config)), "exact", where)
-            distance = _distance(entry.sizes, wanted)
-            if distance < smallest:
-                nearest, smallest, source = entry, distance, where
-    return Found(MappingProxyType(dict(nearest.config)), "nearest", source) if nearest else None
+    usable = [
+        e for e in _usable_entries(op, device) if (e.kernel, e.dtype, sorted(e.config)) == (kernel, dtype, [*names])
+    ]
+    distance, nearest = min(
+        ((_distance(e.sizes, wanted), e) for e in usable), key=lambda x: x[0], default=(math.inf, None)
+    )
+    if nearest is None or distance == math.inf:
+        return None
+    how: Literal["exact", "nearest"] = "exact" if nearest.sizes == wanted else "nearest"
+    return Found(MappingProxyType(dict(nearest.config)), how, format_config(nearest.sizes))
 
 
 @functools.cache
-def _usable_entries(folder: Path, op: str, device: str) -> tuple[Entry, ...]:
+def _usable_entries(op: str, device: str) -> tuple[Entry, ...]:
     try:
-        return read_entries(folder, op, device)
+        return read_entries(user_folder(), op, device)
     except ValueError as error:
         warnings.warn(f"onchip: {error}; none of its configs is used", stacklevel=2)
         return ()

@@ -54,7 +54,7 @@ def product(
     device, capability, processors, shared = _device(out.device.index)
     if config is None:
         sizes = product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
-        heuristic = heuristic_product(shared)
+        heuristic = heuristic_product(shared, by_block)
         config = stored_product(device, by_block, sizes, dtype_name(out.dtype), heuristic)
     add = add_to is not None
     _run(out, product_launch(a, b, by_block, bias, out, add, config, processors, tma=capability >= 90))

@@ -38,12 +38,13 @@ class ProductConfig:
             raise ValueError(f"a stored tile has {self.columns} columns; {BLOCK} is the most")
 
 
-def heuristic_product(shared: int) -> ProductConfig:
+def heuristic_product(shared: int, by_block: bool) -> ProductConfig:
     """The config of a product where nothing was tuned, by the device's shared memory per block in bytes."""
+    group = 8 if by_block else 16  # of a weight's gradient 2 to 7% faster than 8, on an H200
     if shared >= 227 * 1024:
         # On an H100 670 to 900 TFLOP/s, and 720 to 750 of a weight's gradient; tiles of 128x128 650 to 800, and 560.
-        return ProductConfig(rows=64, stages=3, warps=4, per_processor=2, parts=2)
-    return ProductConfig(stages=2, parts=2)
+        return ProductConfig(rows=64, stages=3, warps=4, group=group, per_processor=2, parts=2)
+    return ProductConfig(stages=2, group=group, parts=2)
 
 
 def product_shared_bytes(c: ProductConfig, element_bytes: int) -> int:

@@ -47,7 +47,7 @@ _CHECKED_ROWS = 128
 
 def candidates(kernel: str) -> list[dict[str, int]]:
     """The configs to try, Hopper's heuristic one first."""
-    first = triton_tiles.heuristic_product(HOPPER_SHARED)
+    first = triton_tiles.heuristic_product(HOPPER_SHARED, kernel == "product")
     groups = (4, 8, 16)
     # Two programs to a multiprocessor: one multiplies while the other scales.
     tried = [

@@ -34,7 +34,7 @@ def run_tune(
     kernels: Annotated[list[str] | None, typer.Option("--kernel", help="Kernel name or pattern; likewise.")] = None,
     dtype: Annotated[str, typer.Option(help="The inputs' dtype.")] = "bfloat16",
     out: Annotated[
-        Path | None, typer.Option(help="Folder of configs. Default: the user's own, which goes before the shipped one.")
+        Path | None, typer.Option(help="Folder of configs. Default: the user's own, the one that launches look at.")
     ] = None,
     limit_seconds: Annotated[
         float | None, typer.Option(help="Start nothing new after so long; the same command goes on from there.")
@@ -134,9 +134,8 @@ def _machine(framework: str) -> Machine:
 
 
 def _stored(name: str, device: str) -> list[configs.Entry]:
-    """The user's configs and those that are shipped; ValueError for a broken file, which a launch passes over."""
-    folders = (configs.user_folder(), configs.SHIPPED_FOLDER)
-    return [entry for folder in folders for entry in configs.read_entries(folder, name, device)]
+    """The user's configs; ValueError for a broken file, which a launch passes over."""
+    return [*configs.read_entries(configs.user_folder(), name, device)]
 
 
 def _tune(search: Search, name: str, folder: Path, *, again: bool) -> None:
