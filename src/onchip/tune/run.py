@@ -59,7 +59,7 @@ def run_tune(
     Raises:
         ImportError: the framework is missing, or something that the op's kernels need.
         ValueError: there is no CUDA device, an option can't be served, a file of configs is broken, or a candidate
-            broke the device (`DeviceLostError`).
+            broke the device.
     """
     framework = choose_framework(framework)
     known_op(op, TUNINGS[framework])
