@@ -107,6 +107,7 @@ class Run:
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "_busy_cores", lambda: 1.5)  # it would look for half a second
+    monkeypatch.setattr("onchip.bench.run.OPS", ("toy",))
 
     def run(*implementations, more=None, **options):
         op = ToyOp("torch", SUITES, lambda fw: implementations, make)

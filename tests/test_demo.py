@@ -1,6 +1,7 @@
 """`onchip demo`: corpus and tokenizer, options, a tiny run and what it writes."""
 
 import functools
+import inspect
 import io
 import json
 import math
@@ -16,9 +17,6 @@ import torch
 from rich.console import Console
 
 from onchip.demo import (
-    DEFAULT_STEPS,
-    DEFAULT_TOKENS,
-    DEFAULT_VOCAB,
     EXTRAS,
     PACKAGES,
     SEQUENCE,
@@ -370,4 +368,5 @@ def test_missing_package(package, tmp_path, monkeypatch):
 
 
 def test_defaults_are_valid():
-    run._check_sizes(steps=DEFAULT_STEPS, vocab=DEFAULT_VOCAB, tokens=DEFAULT_TOKENS, seed=0)
+    parameters = inspect.signature(run.run_demo).parameters
+    run._check_sizes(**{name: parameters[name].default for name in ("steps", "vocab", "tokens", "seed")})

@@ -21,10 +21,14 @@ from torch import Tensor
 from onchip.bench import timing
 from onchip.core import configs
 from onchip.core.configs import format_config, read_entries
+from onchip.fp8 import triton_tiles as fp8_spec
+from onchip.tune import fp8_linear as fp8_tuning
 from onchip.tune import harness, run
 from onchip.tune import linear_cross_entropy as tuning
+from onchip.tune import linear_cross_entropy_jax as jax_tuning
 from onchip.tune.harness import Config, Machine
 from onchip.tune.run import run_tune, tuned_configs
+from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.triton import memory as triton_spec
 from shared import run_cli
 
@@ -454,22 +458,32 @@ def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert note in run_cli("info").stdout
 
 
-# ------------------------------------------------------------------------------------------ linear_cross_entropy's own
+# ------------------------------------------------------------------------------------------ the ops' own
 
 
-def test_candidates_of_linear_cross_entropy() -> None:
-    heuristic = triton_spec.heuristic_tiles(tuning.HOPPER_SHARED)
-    assert set(tuning.KERNELS) == set(heuristic)
-    for kernel in tuning.KERNELS:
-        tried = tuning.candidates(kernel)
-        assert tried[0] == heuristic[kernel]
-        assert len({format_config(c) for c in tried}) == len(tried) <= 25
-        assert {tuple(sorted(c)) for c in tried} == {tuple(sorted(heuristic[kernel]))}
-        for dtype in tuning.DTYPES:
-            needed = [tuning.shared_bytes(kernel, c, dtype) for c in tried]
-            assert max(needed) <= tuning.HOPPER_SHARED
-            assert min(needed) <= 100 * 1024  # something for smaller devices
-    assert all(min(sizes.values()) >= 1 for sizes in tuning.CASES.values())
+@pytest.mark.parametrize(
+    ("module", "heuristics"),
+    [
+        (tuning, triton_spec.heuristic_tiles(tuning.HOPPER_SHARED)),
+        (jax_tuning, mosaic_spec.heuristic_tiles()),
+        (fp8_tuning, dict.fromkeys(fp8_tuning.KERNELS, vars(fp8_spec.heuristic_product(tuning.HOPPER_SHARED)))),
+    ],
+    ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else "",
+)
+def test_candidates(module: Any, heuristics: Mapping[str, Config]) -> None:
+    assert set(module.KERNELS) == set(heuristics)
+    for kernel in module.KERNELS:
+        tried = module.candidates(kernel)
+        assert tried[0] == heuristics[kernel]
+        assert len({format_config(c) for c in tried}) == len(tried) <= 40
+        assert {tuple(sorted(c)) for c in tried} == {tuple(sorted(tried[0]))}
+        for dtype in module.DTYPES:
+            needed = [module.shared_bytes(kernel, c, dtype) for c in tried]
+            assert sum(n <= tuning.HOPPER_SHARED for n in needed) >= len(needed) / 2
+            assert needed[0] <= tuning.HOPPER_SHARED
+            assert min(needed) <= 100 * 1024 or module is jax_tuning  # something for smaller devices
+    assert set(module.DEFAULT_CASES) <= set(module.CASES)
+    assert all(min(sizes.values()) >= 1 for sizes in module.CASES.values())
 
 
 # Triton reads TRITON_INTERPRET when it is imported, so this needs a process of its own; float16, since the interpreter

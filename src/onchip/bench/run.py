@@ -26,7 +26,6 @@ class _Document(TypedDict):
 
 
 def benchmark_of(op: str, framework: str) -> harness.Op:
-    known_op(op, OPS)
     made: harness.Op = resolve_name(f"onchip.bench.ops.{op}:{framework.upper()}")
     return made
 
@@ -63,6 +62,7 @@ def run_bench(
         KeyboardInterrupt: the user's.  What was measured is written, and `add` continues from there; where nothing was,
             an existing file stays as it is.
     """
+    known_op(op, OPS)
     framework = choose_framework(framework)
     require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
     device = resolve_device(device, framework)

@@ -69,24 +69,15 @@ def find_config(
 ) -> Found:
     """The config to launch `kernel` with: a stored one for these sizes, else the nearest stored one, else `heuristic`.
 
-    An exact one is of the same device, kernel, dtype and sizes.  The nearest is the one with the smallest Euclidean
-    distance between the base-2 logarithms of the sizes, among those where each size is at most `NEAREST_FACTOR` times
-    larger or smaller; of equals the first in the file.  A stored config whose names aren't those of `heuristic` belongs
-    to another version of the kernel and is passed over, and so is a broken file, with one warning that names it.
-
-    Args:
-        op: the op's name.
-        kernel: the kernel's name within the op.
-        device: what `device_slug` makes of the device's name.
-        dtype: such as "bfloat16".
-        sizes: the problem's sizes by name.
-        heuristic: what to use where nothing is stored; also says which names a config has.
+    `device` is what `device_slug` makes of its name.  An exact config is of the same device, kernel, dtype and sizes.
+    The nearest is the one with the smallest Euclidean distance between the base-2 logarithms of the sizes, among those
+    where each size is at most `NEAREST_FACTOR` times larger or smaller; of equals the first in the file.  A stored
+    config whose names aren't those of `heuristic` belongs to another version of the kernel and is passed over, and so
+    is a broken file, with one warning that names it.
     """
     key = (op, kernel, device, dtype, tuple(sorted(sizes.items())), tuple(sorted(heuristic)))
-    return _find_stored(*key) or Found(heuristic, "heuristic", _NOTHING_NEAR)
-
-
-_NOTHING_NEAR = f"nothing stored for this device and dtype within {NEAREST_FACTOR} times these sizes"
+    nothing = f"nothing stored for this device and dtype within {NEAREST_FACTOR} times these sizes"
+    return _find_stored(*key) or Found(heuristic, "heuristic", nothing)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -51,20 +51,15 @@ def resolve_device(device: str, framework: str = "torch") -> str:
         raise ValueError(f"--device must be auto, cpu or cuda; got {device!r}")
     if device == "cpu":
         return device
-    sees_cuda = _torch_sees_cuda() if framework == "torch" else _jax_sees_cuda()
+    if framework == "torch":
+        import torch
+
+        sees_cuda = torch.cuda.is_available()
+    else:
+        import jax
+
+        sees_cuda = any(found.platform == "gpu" for found in jax.devices())
     if device == "cuda" and not sees_cuda:
         name = FRAMEWORKS[framework]
         raise ValueError(f"--device is cuda, but {name} sees no CUDA device here; `onchip info` says more")
     return "cuda" if sees_cuda else "cpu"
-
-
-def _torch_sees_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _jax_sees_cuda() -> bool:
-    import jax
-
-    return any(device.platform == "gpu" for device in jax.devices())

@@ -4,16 +4,11 @@
 (sizes and initial weights), `train.py` (training, measuring, sampling), `report.py` (picture, page, table).  What
 depends on the framework is in two files each, of which only the chosen framework's are loaded: `torch_model.py` and
 `jax_model.py` (the decoder), `torch_train.py` and `jax_train.py` (losses, optimizer).
-This module loads no framework, so that a command line can show the defaults quickly.
 """
 
 PACKAGES = {"torch": ("torch",), "jax": ("jax", "optax")}
 EXTRAS = {"torch": "torch,bench", "jax": "jax,bench,demo-jax"}
 """What to install for them."""
-
-DEFAULT_STEPS = 150
-DEFAULT_VOCAB = 8192
-DEFAULT_TOKENS = 1024
 
 SEQUENCE = 128
 """Tokens in a training sequence; the tokens of a step are a multiple of it."""

@@ -53,17 +53,11 @@ def _measured_rows(document: Document) -> list[tuple[str, ...]]:
 
 
 def _loss_rows(document: Document) -> list[tuple[str, ...]]:
-    losses, held_out, difference = document["losses"], document["held_out_loss"], document["difference"]
+    losses, held_out = document["losses"], document["held_out_loss"]
     return [
         ("loss at the first step", *(f"{values[0]:.6f}" for values in losses.values())),
         ("loss at the last step", *(f"{values[-1]:.6f}" for values in losses.values())),
         ("held-out loss", *(f"{held_out[name]:.6f}" for name in losses)),
-        (
-            f"largest difference of plain and onchip in the first {difference['compared_steps']} steps",
-            "",
-            f"{difference['largest_in_compared_steps']:.1e}",
-            *[""] * (len(losses) - 2),
-        ),
     ]
 
 
@@ -139,28 +133,24 @@ def _draw_losses(axes: "Axes", document: Document) -> None:
     steps = range(1, settings["steps"] + 1)
     for name, losses in document["losses"].items():
         axes.plot(steps, losses, label=name, **_LOOKS[name])
-    axes.set_title(f"Training loss: {settings['tokens']} tokens a step, vocabulary {settings['model']['vocab']}")
-    axes.set_ylabel("loss (nats per token)")
+    title = f"Training loss: {settings['tokens']} tokens a step, vocabulary {settings['model']['vocab']}"
+    axes.set(title=title, ylabel="loss (nats per token)")
     axes.legend(frameon=False)
 
 
 def _draw_difference(axes: "Axes", document: Document) -> None:
     difference = document["difference"]
+    steps = range(1, document["settings"]["steps"] + 1)
     # A logarithm has no zero: steps on which the two agree in every bit leave a gap.
-    shown = [(i, d) for i, d in enumerate(difference["per_step"], start=1) if d > 0]
-    axes.set_yscale("log")
-    if shown:
-        axes.plot(*zip(*shown, strict=True), "o", markersize=3, color="#374151")
+    axes.plot(steps, [d or np.nan for d in difference["per_step"]], "o", markersize=3, color="#374151")
     if fp8 := document["fp8"]:
-        away = [abs(d) for d in fp8["per_step"]]
         label = f"|fp8 − {fp8['baseline']}|"
-        axes.plot(range(1, len(away) + 1), away, "x", markersize=3, color=_LOOKS["fp8"]["color"], label=label)
+        axes.plot(steps, np.abs(fp8["per_step"]), "x", markersize=3, color=_LOOKS["fp8"]["color"], label=label)
     compared = difference["compared_steps"]
     bound = f"bound for the first {compared} steps"
     axes.plot([1, compared], [difference["bound"]] * 2, color="#be123c", linestyle="--", linewidth=1.2, label=bound)
-    axes.set_title("Difference of the two losses (gaps: equal in every bit)")
-    axes.set_ylabel("|plain − onchip|")
-    axes.set_xlabel("step")
+    title = "Difference of the two losses (gaps: equal in every bit)"
+    axes.set(title=title, xlabel="step", ylabel="|plain − onchip|", yscale="log")
     axes.legend(frameon=False, fontsize=9)
 
 

@@ -12,14 +12,14 @@ from rich.console import Console
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
 from onchip.core.names import Device, Framework
-from onchip.demo import DEFAULT_STEPS, DEFAULT_TOKENS, DEFAULT_VOCAB, EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
+from onchip.demo import EXTRAS, MAX_VOCAB, MIN_VOCAB, PACKAGES, SEQUENCE
 
 
 def run_demo(
     *,
-    steps: Annotated[int, typer.Option(help="Training steps of each of the two runs.")] = DEFAULT_STEPS,
-    vocab: Annotated[int, typer.Option(help="Entries of the byte-pair tokenizer.")] = DEFAULT_VOCAB,
-    tokens: Annotated[int, typer.Option(help="Tokens per step.")] = DEFAULT_TOKENS,
+    steps: Annotated[int, typer.Option(help="Training steps of each of the two runs.")] = 150,
+    vocab: Annotated[int, typer.Option(help="Entries of the byte-pair tokenizer.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens per step.")] = 1024,
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="Folder for demo.json, demo.png and demo.html.")] = Path("onchip-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the batches.")] = 0,

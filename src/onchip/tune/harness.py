@@ -68,10 +68,6 @@ def worst_error(returned: Sequence[Any], reference: Sequence[Any]) -> tuple[floa
     return worst(pairs)
 
 
-class DeviceLostError(ValueError):
-    """A candidate has left the device unusable for this process."""
-
-
 class Machine(NamedTuple):
     """What a run measures on."""
 
@@ -145,7 +141,7 @@ class Search:
             Median times of the final in milliseconds, by `format_config`; without any, the row says why.
 
         Raises:
-            DeviceLostError: a candidate broke the device; only a new process can go on.
+            ValueError: a candidate broke the device; only a new process can go on.
         """
         names = {format_config(config): config for config in candidates}
         if not again:
@@ -238,7 +234,7 @@ class Search:
             try:
                 float(reference[0].sum())  # after an illegal memory access, say, every call of the process fails
             except Exception:
-                raise DeviceLostError(
+                raise ValueError(
                     f"{kernel} with {name} has left the device unusable for this process ({reason}); run the "
                     "command again to go on: this config is in the log and will be passed over"
                 ) from error

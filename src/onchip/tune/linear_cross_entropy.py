@@ -16,10 +16,7 @@ from torch import Tensor
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.options import LossOptions
 from onchip.tune.harness import worst_error
-from onchip.tune.vocab_chunk import CASES as CASES
-from onchip.tune.vocab_chunk import DEFAULT_CASES as DEFAULT_CASES
-from onchip.tune.vocab_chunk import DTYPES as DTYPES
-from onchip.tune.vocab_chunk import LSE, SHIFT, chunk_of
+from onchip.tune.vocab_chunk import CASES, DEFAULT_CASES, DTYPES, LSE, SHIFT, chunk_of  # noqa: F401 - an op has them
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up

@@ -15,10 +15,7 @@ from jax import Array, lax
 
 from onchip.kernels.mosaic.product import BOX, MosaicConfig
 from onchip.tune.harness import worst_error
-from onchip.tune.vocab_chunk import CASES as CASES
-from onchip.tune.vocab_chunk import DEFAULT_CASES as DEFAULT_CASES
-from onchip.tune.vocab_chunk import DTYPES as DTYPES
-from onchip.tune.vocab_chunk import LSE, SHIFT, chunk_of
+from onchip.tune.vocab_chunk import CASES, DEFAULT_CASES, DTYPES, LSE, SHIFT, chunk_of  # noqa: F401 - an op has them
 from onchip.vocab.mosaic import kernels as mosaic_kernels
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic.blocks import Kept
@@ -69,9 +66,9 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
         "count": jnp.full(1, tokens, jnp.int32),
     }
     if kernel in ("mosaic_hidden_product", "mosaic_weight_product"):
-        chunk = jnp.exp(jax.random.normal(keys[3], (up(vocab, VOCAB_TILE), tokens))).astype(dtype)
+        chunk = jnp.exp(jax.random.normal(keys[3], (tokens, up(vocab, VOCAB_TILE)))).astype(dtype)
         # What lies past the vocabulary's end is 0, as it is where exponentials are kept.
-        problem["again"] = _to_boxes(_from_boxes(chunk).at[:, vocab:].set(0))
+        problem["again"] = _to_boxes(chunk.at[:, vocab:].set(0))
         problem["scale"] = jax.random.uniform(keys[4], (tokens,)) + 0.5
     return problem
 

@@ -59,7 +59,7 @@ def run_tune(
     Raises:
         ImportError: the framework is missing, or something that the op's kernels need.
         ValueError: there is no CUDA device, an option can't be served, a file of configs is broken, or a candidate
-            broke the device (`DeviceLostError`).
+            broke the device.
     """
     framework = choose_framework(framework)
     known_op(op, TUNINGS[framework])
@@ -200,9 +200,8 @@ def _print_rows(rows: Sequence[Row], console: Console) -> None:
 def tuned_configs(devices: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Which kernels have a tuned config, as `onchip info` tells: a row for each device, op, kernel, case and dtype.
 
-    Args:
-        devices: by framework, names as `configs.device_slug` makes them; of equal ones, one is looked at.  Of an op
-            whose tuning module can't tell, "notes" say why.
+    `devices` are names by framework, as `configs.device_slug` makes them; of equal ones, one is looked at.  Where the
+    module of an op can't tell, "notes" say why.
     """
     rows: list[dict[str, Any]] = []
     notes = []
