@@ -100,7 +100,9 @@ def test_the_options_reach_both_ways_of_every_switch():
             assert {bool(a[name]) for k, a in made if k is kernel} == {True, False}, name
         missing = [{name for name, x in a.items() if x is None} for k, a in made if k is kernel]
         optional = {"token_weight", "temperature", "inner_scale"}
-        optional |= {"entropy", "correct", "out", "target_logit", "terms_out"} if kernel is triton_rows.losses else set()
+        optional |= (
+            {"entropy", "correct", "out", "target_logit", "terms_out"} if kernel is triton_rows.losses else set()
+        )
         assert set.union(*missing) == optional
-        # That is for a caller of `launch_rows` that has the targets' logits from elsewhere.
-        assert set.intersection(*missing) <= {"target_logit"}
+        # Those are for a caller of `launch_rows` that has the targets' logits from elsewhere and makes the gradient.
+        assert set.intersection(*missing) <= {"target_logit", "terms_out"}
