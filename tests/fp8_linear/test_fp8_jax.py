@@ -15,7 +15,7 @@ import pytest
 from fp8_common import assert_right
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from onchip.fp8 import jax_products, mosaic_kernels, numbers
+from onchip.fp8 import mosaic_kernels, numbers
 from onchip.fp8.jax_quantize import Quantized, operand, quantize
 from onchip.fp8.mosaic_kernels import CONFIG, scaled_product
 from onchip.fp8.numbers import COLUMN, ROW, SQUARE, Options, up
@@ -138,7 +138,7 @@ def test_errors(arguments, options, error, message):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(jax_products, "mosaic_refusal", lambda platform, options: None)
+    monkeypatch.setattr(jax_op, "mosaic_refusal", lambda platform, options: None)
 
 
 def lower(f, *shapes):
@@ -200,7 +200,7 @@ def test_transformations_lower():
 
 
 def test_refusals(monkeypatch):
-    refusal, e5m2 = jax_products.mosaic_refusal, Options(grad_dtype="e5m2")
+    refusal, e5m2 = jax_op.mosaic_refusal, Options(grad_dtype="e5m2")
     assert refusal("tpu", Options()) == "it runs on NVIDIA GPUs, not on 'tpu'"
     assert ("needs JAX 0.11.2 or later" in refusal("gpu", e5m2)) == (not MIXED)
     assert "it is for compute capability 9.0 (Hopper); this is none" in refusal("gpu", Options())
@@ -243,7 +243,7 @@ def test_the_layer(monkeypatch):
     def product(a, b, bias=None, *, by_block, dtype):
         if bias is not None:
             return scaled_product(a, b, bias, by_block=True, dtype=dtype, config=SMALL, interpret=INTERPRETER)
-        return jax_products._product("xla", a, b, by_block=by_block, dtype=dtype)
+        return jax_op._product("xla", a, b, by_block=by_block, dtype=dtype)
 
     monkeypatch.setattr(mosaic_kernels, "scaled_product", product)
     case = Case("interpreted", 64, N, 320, bias=True, zeros=0.1, snr_db=None)
