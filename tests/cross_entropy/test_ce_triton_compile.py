@@ -104,5 +104,5 @@ def test_the_options_reach_both_ways_of_every_switch():
             {"entropy", "correct", "out", "target_logit", "terms_out"} if kernel is triton_rows.losses else set()
         )
         assert set.union(*missing) == optional
-        # That is for a caller of `launch_rows` that has the targets' logits from elsewhere.
-        assert set.intersection(*missing) <= {"target_logit"}
+        # Those are for a caller of `launch_rows` that has the targets' logits from elsewhere and makes the gradient.
+        assert set.intersection(*missing) <= {"target_logit", "terms_out"}

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_fp8_jax import BY_BLOCK, CONFIGS, GROUPS, assert_right, assert_the_oracles_bits
+from fp8_common import assert_right
+from test_fp8_jax import BY_BLOCK, CONFIGS, GROUPS, assert_the_oracles_bits
 
 from onchip.fp8.jax_quantize import operand
 from onchip.fp8.mosaic_kernels import scaled_product

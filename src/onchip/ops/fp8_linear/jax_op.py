@@ -1,13 +1,17 @@
-"""fp8_linear for JAX: the public function, and the choice of a backend."""
+"""fp8_linear for JAX: products of dequantised numbers by XLA, on any device, or of FP8 numbers by the Mosaic kernel.
 
-from functools import partial
+All three are A B^T of matrices with rows along the sum, so backward's are of transposed copies.  Ragged sizes are
+padded with zeros to whole groups of a sum and to the kernel's multiples elsewhere; padding of a result is cut off.
+"""
+
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from onchip.core.backends import choose_backend
-from onchip.fp8 import jax_products
+from onchip.fp8.jax_quantize import Quantized, dequantize, operand
 from onchip.fp8.numbers import OP, Options
 from onchip.frontend.jax_call import with_gradients
 from onchip.frontend.jax_inputs import check_kinds, platform, require_arrays
@@ -85,7 +89,21 @@ def fp8_linear(
 
 def refusals(platform: str, options: Options) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
-    return {"mosaic_gpu": jax_products.mosaic_refusal(platform, options), "xla": None}
+    return {"mosaic_gpu": mosaic_refusal(platform, options), "xla": None}
+
+
+# The first version of JAX whose products may be of one operand in E4M3 and another in E5M2, as far as it was tried.
+_MIXED = (0, 11, 2)
+
+
+def mosaic_refusal(platform: str, options: Options) -> str | None:
+    """Why the kernel can't serve a call, or None."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if options.grad_dtype != "e4m3" and jax.__version_info__ < _MIXED:
+        return f"grad_dtype={options.grad_dtype!r} needs JAX 0.11.2 or later; this is {jax.__version__}"
+    capability = getattr(jax.devices()[0], "compute_capability", "none")
+    return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
 
 
 class _Static(NamedTuple):
@@ -105,19 +123,48 @@ class _Layer(NamedTuple):
 
 
 def _forward(static: _Static, needs: _Layer, layer: _Layer, _: None) -> tuple[Any, Any]:
+    backend, options, layout = static
+    n = layer.weight.shape[0 if layout == "nk" else 1]
+
+    def run(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        w = operand(weight, "e4m3", options.scale, turned=layout == "kn", by_block=True)
+        wide = None if bias is None else bias.astype(jnp.float32)
+        out = _product(backend, operand(x, "e4m3", options.scale), w, wide, by_block=True, dtype=x.dtype)
+        return out[: len(x), :n], operand(x, "e4m3", options.scale, turned=True)
+
     x = layer.x
-    run = _each(static, partial(jax_products.forward, *static))
-    out, kept = run(x.reshape(-1, x.shape[-1]), layer.weight, layer.bias)
-    saved = (kept, layer.weight) if any(needs) else None
-    return out.reshape(*x.shape[:-1], out.shape[1]), saved
+    out, kept = _each(static, run)(x.reshape(-1, x.shape[-1]), layer.weight, layer.bias)
+    return out.reshape(*x.shape[:-1], n), (kept, layer.weight) if any(needs) else None
 
 
 def _backward(static: _Static, needs: _Layer, saved: Any, grad_out: Any) -> _Layer:
+    backend, options, layout = static
+    fmt, scale = options.grad_dtype, options.scale
+
+    def run(x: Any, weight: Any, g: Any) -> tuple[Any, Any]:
+        w = operand(weight, "e4m3", scale, turned=layout == "nk", by_block=True)
+        grad_x = _product(backend, operand(g, fmt, scale), w, by_block=True, dtype=g.dtype)  # outputs have x's dtype
+        a, b = operand(g, fmt, scale, turned=True), x
+        if layout == "kn":
+            a, b = b, a
+        grad_w = _product(backend, a, b, by_block=False, dtype=weight.dtype)
+        rows, columns = weight.shape
+        return grad_x[: len(g), : columns if layout == "nk" else rows], grad_w[:rows, :columns]
+
     g = grad_out.reshape(-1, grad_out.shape[-1])
-    # Outputs have x's dtype.
-    made = _each(static, partial(jax_products.backward, *static, g.dtype))(*saved, g)
-    grads = (*made, g.astype(jnp.float32).sum(0) if needs.bias else None)
+    grads = (*_each(static, run)(*saved, g), g.astype(jnp.float32).sum(0) if needs.bias else None)
     return _Layer(*(grad if need else None for grad, need in zip(grads, needs, strict=True)))
+
+
+def _product(backend: str, a: Quantized, b: Quantized, bias: Any = None, *, by_block: bool, dtype: Any) -> Any:
+    """A B^T + bias with the padding of both, each element rounded once; by_block: b has scales of 128x128."""
+    if backend == "mosaic_gpu":
+        from onchip.fp8.mosaic_kernels import scaled_product  # Pallas takes a second to import
+
+        return scaled_product(a, b, bias, by_block=by_block, dtype=dtype)
+    left, right = dequantize(a, by_block=False), dequantize(b, by_block=by_block)
+    out = lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+    return (out if bias is None else out + jnp.pad(bias, (0, len(right) - len(bias)))).astype(dtype)
 
 
 def _each(static: _Static, run: Any) -> Any:

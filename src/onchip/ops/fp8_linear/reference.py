@@ -100,11 +100,6 @@ def quantize(x: npt.ArrayLike, group: tuple[int, int], fmt: str = "e4m3", scale:
         return Quantized(encode(v * inverse, fmt), each, fmt)
 
 
-def compact_scales(q: Quantized, group: tuple[int, int]) -> Float32:
-    """One scale for each group, as implementations store them: [R / rows, C / columns]."""
-    return q.scale[:: group[0], :: group[1]]
-
-
 # ------------------------------------------------------------------------------------------------------------ the layer
 
 

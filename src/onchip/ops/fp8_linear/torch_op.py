@@ -3,7 +3,7 @@
 Read from the top: a public function checks its inputs, chooses a backend, quantises x and the weight unless they come
 quantised, and calls one operator on the copies.  `_forward` multiplies them, and the transposed ones are kept for
 backward; `_gradients` quantises the output's gradient.  Each backend is a quantiser and a product: `quantizer` and
-`product_of` of `onchip.fp8`.  The maths is in the package's docstring.
+`multiply` of `onchip.fp8`.  The maths is in the package's docstring.
 """
 
 from typing import NamedTuple
@@ -249,9 +249,7 @@ class Kept(NamedTuple):
     transposed: Tensor | None  # [K, N]: the weight's, for x's
     transposed_scales: Tensor | None
     weight_grad_out: Tensor | None
-    x_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # of x, weight and bias
     options: Options
     backend: str
 
@@ -275,9 +273,7 @@ def _save(call: Call, outputs: Outputs) -> Kept:
         *(call.of_x[2:] if call.grads[1] else nothing),
         *(call.of_weight[2:] if call.grads[0] else nothing),
         call.weight_grad_out,
-        call.x.dtype,
-        call.weight.dtype,
-        call.dtype if call.bias is None else call.bias.dtype,
+        (call.x.dtype, call.weight.dtype, call.dtype if call.bias is None else call.bias.dtype),
         call.options,
         call.backend,
     )
@@ -290,17 +286,17 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     flat, options = grad_out.reshape(-1, grad_out.shape[-1]), kept.options
     grad_x = grad_weight = grad_bias = None
     if by_bias:
-        grad_bias = flat.sum(0, dtype=torch.float32).to(kept.bias_dtype)
+        grad_bias = flat.sum(0, dtype=torch.float32).to(kept.dtypes[2])
     if by_x or by_weight:
         quantize = quantizer(kept.backend)
         rows, columns = quantize(flat, options.grad_dtype, options.scale, rows=by_x, turned=by_weight)
     if by_x:
         weight = operand(kept.transposed, kept.transposed_scales)
-        grad_x = multiply(kept.backend, rows, weight, by_block=True, dtype=kept.x_dtype)
+        grad_x = multiply(kept.backend, rows, weight, by_block=True, dtype=kept.dtypes[0])
         grad_x = grad_x.view(*grad_out.shape[:-1], grad_x.shape[1])
     if by_weight:
         x, out = operand(kept.columns, kept.column_scales), kept.weight_grad_out
-        made = multiply(kept.backend, columns, x, by_block=False, dtype=kept.weight_dtype, add_to=out)
+        made = multiply(kept.backend, columns, x, by_block=False, dtype=kept.dtypes[1], add_to=out)
         grad_weight = made if out is None else None
     return grad_x, grad_weight, grad_bias
 
@@ -311,10 +307,10 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     n = grad_out.shape[-1]
     grad_x = grad_weight = None
     if wanted[0] and kept.transposed is not None:
-        grad_x = grad_out.new_empty((*grad_out.shape[:-1], len(kept.transposed)), dtype=kept.x_dtype)
+        grad_x = grad_out.new_empty((*grad_out.shape[:-1], len(kept.transposed)), dtype=kept.dtypes[0])
     if wanted[1] and kept.columns is not None and kept.weight_grad_out is None:
-        grad_weight = grad_out.new_empty((n, len(kept.columns)), dtype=kept.weight_dtype)
-    return grad_x, grad_weight, grad_out.new_empty(n, dtype=kept.bias_dtype) if wanted[2] else None
+        grad_weight = grad_out.new_empty((n, len(kept.columns)), dtype=kept.dtypes[1])
+    return grad_x, grad_weight, grad_out.new_empty(n, dtype=kept.dtypes[2]) if wanted[2] else None
 
 
 OPERATOR = register(

@@ -27,12 +27,7 @@ class Call(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Call":
         """Of tokens [start, stop)."""
-        weight, temperature = self.token_weight, self.temperature
-        return self._replace(
-            target=self.target[start:stop],
-            token_weight=None if weight is None else weight[start:stop],
-            temperature=None if temperature is None else temperature[start:stop],
-        )
+        return Call._make([*(None if x is None else x[start:stop] for x in self[:3]), *self[3:]])
 
 
 class Softmax(NamedTuple):
