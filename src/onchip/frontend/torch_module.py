@@ -24,7 +24,7 @@ class LossModule(Module):
 
     def keywords(self, **given: Any) -> dict[str, Any]:
         """What the op is called with: what is given and not None overrides the module's own."""
-        own = vars(self.options) | {"normalizer": self.normalizer, "backend": self.backend}
+        own: dict[str, Any] = {**vars(self.options), "normalizer": self.normalizer, "backend": self.backend}
         return own | {name: x for name, x in given.items() if x is not None}
 
     def extra_repr(self) -> str:
