@@ -5,7 +5,6 @@ import torch
 
 from onchip.frontend.torch_inputs import leading_dimensions
 from onchip.kernels.triton import launch as triton_calls
-from onchip.ops.cross_entropy.torch_op import BACKENDS
 from onchip.vocab.rows import memory as row_memory
 
 
@@ -57,7 +56,3 @@ def test_rows_in_two_leading_dimensions():
         (x[0, 0, 0], []),
     ):
         assert leading_dimensions(view) == leading
-
-
-def test_auto_asks_the_kernels_first():
-    assert BACKENDS[0] == "triton"

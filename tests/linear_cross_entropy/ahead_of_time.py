@@ -72,6 +72,7 @@ def recording(device, *, tiles=None, plan=None):
 def launches(
     device,
     *,
+    op=linear_cross_entropy,
     tiles=None,
     plan=None,
     hidden=512,
@@ -80,11 +81,13 @@ def launches(
     tokens=300,
     vocab=1000,
     weight=None,
+    bias=False,
+    ids=None,
     **options,
 ):
     """What the op launches, forward and backward; `parameters` is hidden's and weight's dtype under autocast."""
-    bias = options.pop("bias", False)
-    out = torch.zeros(vocab, hidden) if options.pop("weight_grad_out", False) else None
+    if options.get("weight_grad_out"):
+        options["weight_grad_out"] = torch.zeros(vocab, hidden)
 
     def leaf(*shape):
         return torch.zeros(shape, dtype=parameters or dtype, requires_grad=True)
@@ -94,11 +97,10 @@ def launches(
         torch.autocast("cpu", dtype, enabled=parameters is not None),
     ):
         b, w = leaf(vocab) if bias else None, leaf(vocab, hidden) if weight is None else weight
-        target = torch.zeros(tokens, dtype=torch.int64)
-        loss = linear_cross_entropy(
-            leaf(tokens, hidden), w, target, b, backend="triton", weight_grad_out=out, **options
-        )
-        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        y = torch.zeros((tokens,) if ids is None else (tokens, ids), dtype=torch.int64)
+        made = op(leaf(tokens, hidden), w, y, b, backend="triton", **options)
+        parts = made if isinstance(made, tuple) else (made,)
+        sum(x.sum() for x in parts if isinstance(x, torch.Tensor) and x.requires_grad).backward()
     return found
 
 

@@ -3,6 +3,7 @@ needed for that.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -137,19 +138,7 @@ OF_IDS = {
 }
 
 
-def launches_of_ids(device, *, plan=None, ids=None, bias=False, dtype=torch.bfloat16, weight=None, **options):
-    """What the op launches, forward and backward."""
-
-    def leaf(*shape):
-        return torch.zeros(shape, dtype=dtype, requires_grad=True)
-
-    with recording(device, plan=plan) as found:
-        y = torch.zeros((300,) if ids is None else (300, ids), dtype=torch.int64)
-        b = leaf(1000) if bias else None
-        w = leaf(1000, 512) if weight is None else weight
-        out = linear_log_probs(leaf(300, 512), w, y, b, backend="triton", lse=True, **options)
-        sum(x.sum() for x in out[:3] if x is not None).backward()
-    return found
+launches_of_ids = partial(launches, op=linear_log_probs, lse=True)
 
 
 @pytest.mark.parametrize("options", OF_IDS)

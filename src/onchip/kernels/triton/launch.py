@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from onchip.core.configs import device_slug
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -72,6 +74,27 @@ def _interpreted() -> bool:
     import triton  # type: ignore[import-untyped]
 
     return bool(triton.knobs.runtime.interpret)
+
+
+class Device(NamedTuple):
+    """What a launch depends on."""
+
+    slug: str  # its name in stored configs
+    capability: int  # 90 is 9.0
+    programs: int  # multiprocessors
+    shared: int  # bytes of shared memory that a block may use
+
+
+def describe(device: torch.device) -> Device:
+    """A GPU; what runs on the CPU, under the interpreter, is launched as on a small Hopper."""
+    return _describe(device.index) if device.type == "cuda" else Device("", 90, 4, 232448)
+
+
+@lru_cache(maxsize=64)
+def _describe(index: int | None) -> Device:
+    p = torch.cuda.get_device_properties(index)
+    shared: int = p.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Device(device_slug(p.name), 10 * p.major + p.minor, p.multi_processor_count, shared)
 
 
 def device_of(x: Tensor) -> Any:

@@ -72,16 +72,18 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     call, run, (grad_loss,) = kept.call, _run(kept.call), upstream
     assert grad_loss is not None
+    vectors = launches.Vectors.unpack(kept.saved.vectors, call.number)
     grad = grad_loss.reshape(-1).float()
     if call.options.reduction != "none":
-        number = launches.Vectors.unpack(kept.saved.vectors, call.number).number
-        grad = (grad / call.divisor(number)).expand(call.number)
+        grad = (grad / call.divisor(vectors.number)).expand(call.number)
     weights = setup.flat(call.token_weight)
     if weights is not None:
         grad = grad * weights
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     by_output = walks.loss_gradients(run, known, grad)
-    return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
+    return walks.backward(
+        run, call, kept.config, kept.saved, vectors, known, by_output, wanted, add_to=call.weight_grad_out
+    )
 
 
 LOSS = register(

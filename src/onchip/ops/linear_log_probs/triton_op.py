@@ -85,8 +85,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     by_output = walks.OutputGradients(
         None if log_prob is None else log_prob.view(shape), lse, entropy if _stats(call) else None
     )
+    vectors = launches.Vectors.unpack(kept.saved.vectors, call.number)
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
-    return walks.backward(_run(call), call, kept.config, kept.saved, known, by_output, wanted)
+    return walks.backward(_run(call), call, kept.config, kept.saved, vectors, known, by_output, wanted)
 
 
 LOG_PROBS = register(

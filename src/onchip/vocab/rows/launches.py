@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
-from onchip.kernels.triton.launch import Launch
+from onchip.kernels.triton.launch import Launch, describe
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import RowTiles
 
@@ -69,7 +68,7 @@ def launch_rows(
         "LANES": 32 * tiles.warps,
         "STAGES": tiles.stages,
     }
-    grid = (min(tokens, tiles.programs * _multiprocessors(logits)),)
+    grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
     function = getattr(triton_rows, kernel)
     Launch.of(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
 
@@ -101,12 +100,3 @@ def transform_scales(options: Any) -> tuple[float, float, float | None]:
 def flat(x: Tensor | None) -> Tensor | None:
     """[...] as kernels take it: [T] float32."""
     return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
-
-
-def _multiprocessors(x: Tensor) -> int:
-    return _count_multiprocessors(x.device.index) if x.is_cuda else 4
-
-
-@lru_cache(maxsize=64)
-def _count_multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)

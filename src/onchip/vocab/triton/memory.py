@@ -7,6 +7,7 @@ that aren't have their logits recomputed: so between three products and four the
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from onchip.core.sizes import DTYPE_BYTES, MIB
 from onchip.core.sizes import up as up
@@ -127,24 +128,16 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
 # ---------------------------------------------------------------------------------------------------------- cost model
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """What the kernels were measured to take on one device; see `docs/ops/linear_cross_entropy.md`."""
 
-    product: float
-    """TFLOP/s of the products."""
-    softmax: float
-    """ps per logit: what the epilogue of the forward product adds."""
-    keep: float
-    """ps per logit: what storing its exponential adds."""
-    again: float
-    """ps per logit: what the epilogue that makes the gradient adds to the product."""
-    add: float
-    """ps per element of the hidden gradient that is added to, or scaled and rounded."""
-    launch: float
-    """us per kernel: filling and draining the device."""
-    programs: int
-    """Multiprocessors."""
+    product: float  # TFLOP/s of the products
+    softmax: float  # ps per logit: what the epilogue of the forward product adds
+    keep: float  # ps per logit: what storing its exponential adds
+    again: float  # ps per logit: what the epilogue that makes the gradient adds to the product
+    add: float  # ps per element of the hidden gradient that is added to, or scaled and rounded
+    launch: float  # us per kernel: filling and draining the device
+    programs: int  # multiprocessors
 
 
 RATES = {

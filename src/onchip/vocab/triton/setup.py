@@ -9,7 +9,6 @@ the graph is retained.
 import math
 import mmap
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from onchip.core import configs
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
-from onchip.kernels.triton.launch import device_refusal
+from onchip.kernels.triton.launch import describe, device_refusal
 from onchip.vocab.rows.launches import flat as flat
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.triton import memory as triton_spec
@@ -216,18 +215,6 @@ IN_PLACE: dict[str, Any] = {
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-@lru_cache(maxsize=64)
-def _device(index: int) -> tuple[str, int, int, tuple[int, int]]:
-    """Slug, multiprocessors, shared memory per block in bytes, and compute capability."""
-    p = torch.cuda.get_device_properties(index)
-    return (
-        configs.device_slug(p.name),
-        p.multi_processor_count,
-        p.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        (p.major, p.minor),
-    )
-
-
 def make_run(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tokens: int, options: Any, out: Tensor | None = None
 ) -> "launches.Run":
@@ -240,7 +227,7 @@ def make_run(
     weight = product_weight(weight, dtype)
     # The bias in the products' dtype first, as F.linear does under autocast.
     bias = None if bias is None else bias.to(dtype).float()
-    slug, programs, shared, capability = _device(weight.device.index) if weight.is_cuda else ("", 4, 232448, (9, 0))
+    slug, capability, programs, shared = describe(weight.device)
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
     tiles = {
         kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, DTYPES[dtype], sizes, default).config)
@@ -250,4 +237,4 @@ def make_run(
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
-    return launches.Run(weight, bias, tokens, options, tiles, programs, tma=capability >= (9, 0) and aligned_rows)
+    return launches.Run(weight, bias, tokens, options, tiles, programs, tma=capability >= 90 and aligned_rows)

@@ -230,6 +230,7 @@ def backward(
     call: LinearCall,
     config: TritonPlan,
     saved: Saved,
+    vectors: Vectors,
     known: TokenSoftmax,
     upstream: OutputGradients,
     wanted: Sequence[bool],
@@ -242,8 +243,8 @@ def backward(
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
     """
     tokens, grads = run.tokens, setup.Gradients.of(call, saved, wanted, add_to)
-    ids, vectors = _ids(call), Vectors.unpack(saved.vectors, tokens)
     if tokens > 0:
+        ids = _ids(call)
         recomputed = max(0, up(tokens, TOKEN_TILE) - config.kept)
         buffer = setup.logit_buffer(call, config, saved, recomputed)
         kept = min(buffer.kept, tokens)
