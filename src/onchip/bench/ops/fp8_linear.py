@@ -109,9 +109,9 @@ class Reference:
 class Benchmark(Op):
     """The benchmark in one framework."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.MODES = tuple(BASELINES[self.framework])
+    @cached_property
+    def MODES(self) -> Sequence[str]:
+        return tuple(BASELINES[self.framework])
 
     def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
         steps: Mapping[str, Step] = self.fw.steps(layer, (problem.x, problem.weight), 2, (problem.grad_out,))
