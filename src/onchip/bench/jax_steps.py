@@ -221,14 +221,3 @@ def cross_entropy(
 
 def parameter(x: Array) -> Array:
     return x
-
-
-@jax.jit
-def all_finite(x: Array) -> Array:
-    return jnp.isfinite(x).all()
-
-
-@jax.jit
-def product(a: Array, b: Array) -> Array:
-    """a @ b of float32 numbers."""
-    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
