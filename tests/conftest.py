@@ -53,12 +53,11 @@ def one_thread():
 
 
 @pytest.fixture
-def config_folders(tmp_path, monkeypatch):
-    """Of tuned configs: the user's folder and the shipped one, both empty."""
+def config_folder(tmp_path, monkeypatch):
+    """The user's folder of tuned configs, empty."""
     monkeypatch.setattr(configs.platformdirs, "user_config_path", lambda app: tmp_path / "config" / app)
-    monkeypatch.setattr(configs, "SHIPPED_FOLDER", tmp_path / "shipped")
     configs.clear_cache()
-    yield configs.user_folder(), configs.SHIPPED_FOLDER
+    yield configs.user_folder()
     configs.clear_cache()
 
 

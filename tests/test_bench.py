@@ -250,6 +250,17 @@ def test_an_implementation_may_have_bounds_of_its_own(bench, no_page):
     assert [(row["ok"], row["error_bound"]) for row in rows] == [(False, 1e-6), (True, 2.0), (False, 2.0)]
 
 
+def test_a_case_may_be_of_one_dtype(bench, no_page):
+    class Narrow(ToyCase):
+        dtype = "float64"
+
+    cases = {"size-10": ToyCase("size-10", 10), "narrow": Narrow("narrow", 5)}
+    run = bench(GOOD, MISSING, more={"CASES": cases}, cases=["*"])
+    dtypes = {(r["case"], r["dtype"]) for r in run.document["rows"]}
+    assert dtypes == {("size-10", "float32"), ("narrow", "float64")}
+    assert len(run.document["not_run"]) == 1
+
+
 def test_an_op_may_have_modes_of_its_own(bench):
     half = toy("peer half", squares, steps=lambda problem, total: {"half": lambda: [total(problem)]})
     modes = ("forward", "half", "backward")

@@ -23,8 +23,8 @@ def entry(block: int, sizes: Mapping[str, int] = SIZES, kernel: str = "forward",
 
 
 @pytest.fixture(autouse=True)
-def folders(config_folders: tuple[Path, Path]) -> tuple[Path, Path]:
-    return config_folders
+def folder(config_folder: Path) -> Path:
+    return config_folder
 
 
 def find(
@@ -43,9 +43,9 @@ def test_without_files_it_is_the_heuristic() -> None:
 
 
 @pytest.mark.parametrize("other", [{"op": "x"}, {"kernel": "x"}, {"device": "x"}, {"dtype": "x"}])
-def test_another_op_kernel_device_or_dtype_does_not_count(folders: tuple[Path, Path], other: dict[str, str]) -> None:
-    write_entry(folders[1], "toy", "h100", entry(128))
-    assert find() == (128, "exact", "tokens=4096, hidden=1024 (shipped)")
+def test_another_op_kernel_device_or_dtype_does_not_count(folder: Path, other: dict[str, str]) -> None:
+    write_entry(folder, "toy", "h100", entry(128))
+    assert find() == (128, "exact", "tokens=4096, hidden=1024")
     assert find(dict(reversed(SIZES.items())))[:2] == (128, "exact")
     assert find(**other)[:2] == (1, "heuristic")
 
@@ -69,48 +69,30 @@ def test_another_op_kernel_device_or_dtype_does_not_count(folders: tuple[Path, P
     ],
 )
 def test_the_nearest_is_found(
-    folders: tuple[Path, Path], stored: tuple[tuple[int, int], ...], asked: tuple[int, ...], found: int | None
+    folder: Path, stored: tuple[tuple[int, int], ...], asked: tuple[int, ...], found: int | None
 ) -> None:
     names = ("tokens", "hidden", "vocab")
     for i, sizes in enumerate(stored):
-        write_entry(folders[1], "toy", "h100", entry(16 + i, dict(zip(names, sizes, strict=False))))
+        write_entry(folder, "toy", "h100", entry(16 + i, dict(zip(names, sizes, strict=False))))
     expected = (1, "heuristic") if found is None else (16 + found, "nearest")
     assert find(dict(zip(names, asked, strict=False)))[:2] == expected
 
 
-def test_the_users_file_goes_first(folders: tuple[Path, Path]) -> None:
-    user, shipped = folders
-    other = {"tokens": 2048, "hidden": 1024}
-    write_entry(shipped, "toy", "h100", entry(10))
-    write_entry(user, "toy", "h100", entry(20, other))
-    assert find()[:2] == (10, "exact")  # exact in the shipped file before near in the user's
-    block, how, source = find(other)
-    assert (block, how) == (20, "exact")
-    assert str(user) in source
-    write_entry(user, "toy", "h100", entry(30))
-    assert find()[:2] == (30, "exact")
-
-    # Of equally near ones the user's.
-    write_entry(shipped, "toy", "h100", entry(10, {"tokens": 256, "hidden": 1024}))
-    write_entry(user, "toy", "h100", entry(20, {"tokens": 64, "hidden": 1024}))
-    assert find({"tokens": 128, "hidden": 1024})[:2] == (20, "nearest")
-
-
-def test_config_of_another_version_of_the_kernel_is_passed_over(folders: tuple[Path, Path]) -> None:
-    write_entry(folders[0], "toy", "h100", entry(128))
+def test_config_of_another_version_of_the_kernel_is_passed_over(folder: Path) -> None:
+    write_entry(folder, "toy", "h100", entry(128))
     assert find(heuristic={"block": 7, "warps": 1, "stages": 2})[:2] == (7, "heuristic")
 
 
-def test_found_config_cannot_be_changed(folders: tuple[Path, Path]) -> None:
-    write_entry(folders[1], "toy", "h100", entry(128))
+def test_found_config_cannot_be_changed(folder: Path) -> None:
+    write_entry(folder, "toy", "h100", entry(128))
     found = find_config("toy", "forward", "h100", "bfloat16", SIZES, HEURISTIC)
     with pytest.raises(TypeError):
         found.config["block"] = 3  # type: ignore[index]
     assert dict(**found.config) == {"block": 128, "warps": 4}
 
 
-def test_files_are_read_once(folders: tuple[Path, Path]) -> None:
-    path = write_entry(folders[1], "toy", "h100", entry(128))
+def test_files_are_read_once(folder: Path) -> None:
+    path = write_entry(folder, "toy", "h100", entry(128))
     find()
     path.unlink()
     assert find()[1] == "exact"
@@ -122,8 +104,8 @@ def test_files_are_read_once(folders: tuple[Path, Path]) -> None:
 # ----------------------------------------------------------------------------------------------------------- the files
 
 
-def test_written_file(folders: tuple[Path, Path]) -> None:
-    user = folders[0]
+def test_written_file(folder: Path) -> None:
+    user = folder
     written = [entry(3, kernel="z"), entry(2, dtype="float16"), entry(1), entry(0, {"tokens": 512, "hidden": 1024})]
     paths = {write_entry(user, "toy", "h100", e) for e in written}
     assert paths == {user / "h100" / "toy.json"}
@@ -139,17 +121,17 @@ def test_written_file(folders: tuple[Path, Path]) -> None:
     }  # fmt: skip
 
 
-def test_what_another_process_wrote_is_kept(folders: tuple[Path, Path]) -> None:
-    path = write_entry(folders[0], "toy", "h100", entry(1))
+def test_what_another_process_wrote_is_kept(folder: Path) -> None:
+    path = write_entry(folder, "toy", "h100", entry(1))
     theirs = json.loads(path.read_text())
     theirs["entries"][0]["kernel"] = "backward"
     path.write_text(json.dumps(theirs))
-    write_entry(folders[0], "toy", "h100", entry(2))
-    assert [e.kernel for e in read_entries(folders[0], "toy", "h100")] == ["backward", "forward"]
+    write_entry(folder, "toy", "h100", entry(2))
+    assert [e.kernel for e in read_entries(folder, "toy", "h100")] == ["backward", "forward"]
 
 
-def test_nothing_is_left_of_a_write_that_fails(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_entry(folders[0], "toy", "h100", entry(1))
+def test_nothing_is_left_of_a_write_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_entry(folder, "toy", "h100", entry(1))
     before = path.read_text()
 
     def full(*args: Any) -> None:
@@ -157,15 +139,15 @@ def test_nothing_is_left_of_a_write_that_fails(folders: tuple[Path, Path], monke
 
     monkeypatch.setattr(configs.files.os, "replace", full)
     with pytest.raises(OSError, match="disk full"):
-        write_entry(folders[0], "toy", "h100", entry(2))
+        write_entry(folder, "toy", "h100", entry(2))
     assert path.read_text() == before
     assert [p.name for p in path.parent.iterdir()] == ["toy.json"]
 
 
-def test_an_entry_that_could_not_be_read_back_is_not_written(folders: tuple[Path, Path]) -> None:
+def test_an_entry_that_could_not_be_read_back_is_not_written(folder: Path) -> None:
     with pytest.raises(ValueError, match="Expected `int` >= 1"):
-        write_entry(folders[0], "toy", "h100", entry(1, {"tokens": 0}))
-    assert not folders[0].exists()
+        write_entry(folder, "toy", "h100", entry(1, {"tokens": 0}))
+    assert not folder.exists()
 
 
 RIGHT = {
@@ -201,23 +183,16 @@ def document(**changes: Any) -> str:
         (document(ms=float("nan")), "JSON is malformed"),
     ],
 )
-def test_a_broken_file_is_named_and_so_is_what_is_wrong(folders: tuple[Path, Path], text: str, message: str) -> None:
-    path = folders[0] / "h100" / "toy.json"
+def test_a_broken_file_is_named_and_so_is_what_is_wrong(folder: Path, text: str, message: str) -> None:
+    path = folder / "h100" / "toy.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with pytest.warns(UserWarning, match=re.escape(str(path)) + ".*" + re.escape(message)) as warned:
         assert find()[1] == find({"tokens": 5, "hidden": 5})[1] == "heuristic"
     assert len(warned) == 1
     with pytest.raises(ValueError, match=re.escape(str(path))):
-        write_entry(folders[0], "toy", "h100", entry(1))
+        write_entry(folder, "toy", "h100", entry(1))
     assert path.read_text() == text
-
-
-def test_shipped_files_are_right() -> None:
-    """Of the real package, not of the fixture's folder."""
-    shipped = Path(configs.__file__).parent.parent / "configs"
-    for path in shipped.glob("*/*.json"):
-        assert read_entries(shipped, path.stem, path.parent.name), path
 
 
 @pytest.mark.parametrize(

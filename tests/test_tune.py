@@ -113,7 +113,7 @@ def toy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def toy_gpu(toy: Toy, config_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def toy_gpu(toy: Toy, config_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One op is tuned, the toy, on a device whose work the CPU does; there are two of its kind."""
     monkeypatch.setitem(sys.modules, "toy_tuning", toy)
     monkeypatch.setattr(run, "TUNINGS", {"torch": {"toy": "toy_tuning"}, "jax": {}})
@@ -466,7 +466,10 @@ def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (tuning, triton_spec.heuristic_tiles(tuning.HOPPER_SHARED)),
         (jax_tuning, mosaic_spec.heuristic_tiles()),
-        (fp8_tuning, dict.fromkeys(fp8_tuning.KERNELS, vars(fp8_spec.heuristic_product(tuning.HOPPER_SHARED)))),
+        (
+            fp8_tuning,
+            {k: vars(fp8_spec.heuristic_product(tuning.HOPPER_SHARED, k == "product")) for k in fp8_tuning.KERNELS},
+        ),
     ],
     ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else "",
 )

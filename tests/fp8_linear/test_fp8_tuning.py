@@ -22,7 +22,7 @@ from onchip.tune.run import run_tune, tuned_configs
 
 HEURISTIC = ProductConfig()
 STORED = ProductConfig(rows=256, columns=64, stages=3)
-pytestmark = pytest.mark.usefixtures("config_folders")
+pytestmark = pytest.mark.usefixtures("config_folder")
 
 
 def store(kernel, sizes, config=STORED):
@@ -74,7 +74,7 @@ def test_a_launch_takes_the_stored_config_and_one_that_is_given_before_it(by_blo
     product()
     product(config=ProductConfig(columns=64, warps=4))
     tiles = [(arguments["BLOCK_M"], arguments["BLOCK_N"]) for arguments in launched]
-    first = triton_tiles.heuristic_product(232448)
+    first = triton_tiles.heuristic_product(232448, by_block)
     assert tiles == [(first.rows, first.columns), (256, 64), (128, 64)]
 
 

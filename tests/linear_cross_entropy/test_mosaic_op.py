@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from onchip.core import configs
 from onchip.jax import linear_cross_entropy
-from onchip.kernels.mosaic.product import SHARED_BYTES, MosaicConfig
 from onchip.ops.linear_cross_entropy import jax_op
 from onchip.ops.linear_cross_entropy.cases import MODELS
-from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import op as mosaic_op
@@ -189,29 +186,6 @@ def test_more_memory_keeps_more():
 def test_what_keeps_nothing(changes):
     p = problem(512, 512, 8192, **changes)
     assert mosaic_spec.plan(p, "stash").strategy == "recompute"
-
-
-STORED = [
-    entry
-    for path in sorted(configs.SHIPPED_FOLDER.glob(f"*/{OP}.json"))
-    for entry in configs.read_entries(configs.SHIPPED_FOLDER, OP, path.parent.name)
-    if entry.kernel.startswith("mosaic_")
-]
-
-
-def test_every_stored_config_lowers(as_on_hopper, monkeypatch):
-    assert STORED
-    different = {}
-    for kernel, rule in mosaic_spec.heuristic_tiles().items():
-        used = [rule, *(e.config for e in STORED if e.kernel == kernel)]
-        different[kernel] = list({tuple(sorted(c.items())): dict(c) for c in used}.values())
-    for found in different.values():
-        assert all(MosaicConfig.from_numbers(config).shared_bytes(True) <= SHARED_BYTES for config in found)
-    for i in range(max(map(len, different.values()))):
-        tiles = {kernel: found[i % len(found)] for kernel, found in different.items()}
-        monkeypatch.setattr(mosaic_spec, "heuristic_tiles", lambda tiles=tiles: tiles)
-        jax.clear_caches()
-        lowered(300, 192, 1088)
 
 
 def test_too_much_shared_memory(as_on_hopper, monkeypatch):

@@ -9,8 +9,6 @@ import pytest
 import torch
 from ahead_of_time import PRODUCTS, compile_all, launches, recording, turned, weights_read
 
-from onchip.core import configs
-from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.torch import linear_log_probs
 from onchip.vocab.triton import gradients as triton_gradients
 from onchip.vocab.triton import memory as triton_spec
@@ -102,30 +100,6 @@ def test_other_dtypes(options):
     found = compile_all(launches(HOPPER, **options, **OPTIONS["mixed"]), HOPPER[0])
     assert_fits(found, HOPPER[1])
     assert_no_spills(found)
-
-
-# What a device of a shipped config has; a new device needs a row.
-DEVICES = {"h100": HOPPER, "h200": HOPPER, "a100": AMPERE}
-STORED = {
-    (DEVICES[path.parent.name], entry.kernel, configs.format_config(entry.config), entry.dtype): entry
-    for path in sorted(configs.SHIPPED_FOLDER.glob(f"*/{OP}.json"))
-    for entry in configs.read_entries(configs.SHIPPED_FOLDER, OP, path.parent.name)
-    if entry.kernel in PRODUCTS
-}
-
-
-def test_every_stored_config():
-    """Each compiles where every place of the exponentials is in use, half of them with a weight in columns."""
-    for i, (name, entry) in enumerate(STORED.items()):
-        capability, shared = name[0]
-        dtype = getattr(torch, entry.dtype)
-        how = {"tiles": {entry.kernel: dict(entry.config)}, "dtype": dtype} | OPTIONS["mixed"]
-        how["weight"] = turned(1000, 512, dtype) if i % 2 else None
-        found = [x for x in launches((capability, shared), **how) if x.kernel.__name__ == entry.kernel]
-        compiled = compile_all(found, capability)
-        assert compiled, name
-        assert_fits(compiled, shared)
-        assert_no_spills(compiled)
 
 
 # ----------------------------------------------------------------------------------------------------- linear_log_probs

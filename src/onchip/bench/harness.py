@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -37,11 +37,16 @@ class Op(ABC):
     make: Callable[[Any, Any, str, str], Any]
     """`make(fw, case, device, dtype)`: the inputs of a case on the device."""
 
-    def __post_init__(self) -> None:
-        self.CASES = {case.name: case for suite in self.SUITES.values() for case in suite}
-        self.MODES: Sequence[str] = MODES
+    DTYPES: ClassVar[Sequence[str]] = tuple(DTYPE_BYTES)
+
+    @cached_property
+    def MODES(self) -> Sequence[str]:
         """What is timed, in this order."""
-        self.DTYPES: Sequence[str] = tuple(DTYPE_BYTES)
+        return MODES
+
+    @cached_property
+    def CASES(self) -> Mapping[str, Any]:
+        return {case.name: case for suite in self.SUITES.values() for case in suite}
 
     @cached_property
     def fw(self) -> Any:
@@ -162,11 +167,9 @@ def run_cases(
     console: Console,
 ) -> Outcome:
     """Run `implementations` of the op called `name` on its `cases`, one case after the other."""
-    refusals = {impl.name: impl.unavailable(device, dtype) for impl in implementations}
-    runnable = [impl for impl in implementations if refusals[impl.name] is None]
-    outcome = Outcome(not_run=[NotRun(impl, None, None, reason) for impl, reason in refusals.items() if reason])
+    outcome = Outcome()
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
-    per_case = 1 + len(op.MODES) * (len(runnable) * (3 + repeats) + 1 + repeats)
+    per_case = 1 + len(op.MODES) * (len(implementations) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
@@ -179,7 +182,9 @@ def run_cases(
                 # through those that earlier cases have loaded.
                 gc.collect()
                 gc.freeze()
-                _CaseRun(name, op, case, device, dtype, repeats, tick, outcome).run(runnable)
+                # A case may be of one dtype.
+                of_case = getattr(op.CASES[case], "dtype", None) or dtype
+                _CaseRun(name, op, case, device, of_case, repeats, tick, outcome).run(implementations)
                 op.fw.release(device)
                 progress.update(task, completed=per_case * (i + 1), refresh=True)
         except KeyboardInterrupt:
@@ -227,6 +232,11 @@ class _CaseRun:
     outcome: Outcome
 
     def run(self, implementations: Sequence[Implementation]) -> None:
+        refusals = {impl.name: impl.unavailable(self.device, self.dtype) for impl in implementations}
+        for refused in (NotRun(name, None, None, reason) for name, reason in refusals.items() if reason):
+            if refused not in self.outcome.not_run:
+                self.outcome.not_run.append(refused)
+        implementations = [impl for impl in implementations if not refusals[impl.name]]
         doing = "the problem was not made"
         try:
             problem = self.op.make_problem(self.op.CASES[self.case], self.device, self.dtype)

@@ -59,6 +59,10 @@ def leaf(x: Array, dtype: str, columns: int | None = None) -> Array:
     return x.astype(dtype)
 
 
+def parameter(x: Array) -> Array:
+    return x
+
+
 # ------------------------------------------------------------------------------------------------------------ steps
 
 
@@ -214,21 +218,3 @@ def cross_entropy(
     kept = labels != IGNORED
     each = losses(logits, jnp.where(kept, labels, 0)).astype(jnp.float32)
     return jnp.where(kept, each, 0).sum() / jnp.maximum(kept.sum(), 1)
-
-
-# ------------------------------------------------------------------------------------------------------ linear layers
-
-
-def parameter(x: Array) -> Array:
-    return x
-
-
-@jax.jit
-def all_finite(x: Array) -> Array:
-    return jnp.isfinite(x).all()
-
-
-@jax.jit
-def product(a: Array, b: Array) -> Array:
-    """a @ b of float32 numbers."""
-    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)

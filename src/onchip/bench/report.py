@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -33,9 +32,12 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _sections(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any]]]]:
-    """Consecutive rows of the same case and mode."""
-    return [(*key, list(group)) for key, group in groupby(rows, lambda r: (r["case"], r["mode"]))]
+def _sections(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Mapping[str, Any]]]]:
+    """The rows by case and mode."""
+    sections: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        sections.setdefault(row["case"], {}).setdefault(row["mode"], []).append(row)
+    return sections
 
 
 def _told_apart(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -57,9 +59,10 @@ def _not_run(entry: Mapping[str, Any]) -> str:
 
 def print_rows(document: Mapping[str, Any], console: Console) -> None:
     """A table for each case and mode, then what did not run and why."""
-    for case, mode, rows in _sections(document["rows"]):
-        floor = rows[0]["floor_ms"]
-        title = f"{case}, {rows[0]['dtype']}, {mode} (floor: {format_ms(floor)})"
+    sections = _sections(document["rows"])
+    for rows in (rows for modes in sections.values() for rows in modes.values()):
+        case, dtype, mode, floor = (rows[0][name] for name in ("case", "dtype", "mode", "floor_ms"))
+        title = f"{case}, {dtype}, {mode} (floor: {format_ms(floor)})"
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in COLUMNS:
             table.add_column(column, justify="left" if column in ("implementation", "right") else "right")
@@ -92,35 +95,19 @@ def html_page(document: Mapping[str, Any]) -> str:
     from onchip.bench.plots import growth_svg, time_memory_svg
 
     rows = _told_apart(document["rows"])
-    cases = list(dict.fromkeys(r["case"] for r in rows))
+    sections = _sections(rows)
+    plotted = sections if len(sections) <= _MOST_PLOTS else {}
     growth = growth_svg(rows)
-    plotted = cases if len(cases) <= _MOST_PLOTS else []
-    summary = document.get("summary") or []
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
-        files("onchip.bench").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    )
-    return template.render(
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {"cells": _cells, "config": _config, "ms": format_ms, "summary_cell": _summary_cell}
+    template = files("onchip.bench").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
         environment=document["environment"],
         columns=COLUMNS,
-        summary_columns=[name.replace("_", " ") for name in summary[0]] if summary else [],
-        summary=[[_summary_cell(value) for value in line.values()] for line in summary],
-        growth=_data_uri(growth) if growth else None,
-        cases=[
-            {
-                "name": case,
-                "plot": _data_uri(time_memory_svg(rows, case, MODES)) if case in plotted else None,
-                "modes": [
-                    {
-                        "name": mode,
-                        "floor": format_ms(section[0]["floor_ms"]),
-                        "rows": [{"cells": _cells(r), "config": _config(r), "ok": r["ok"]} for r in section],
-                    }
-                    for case_, mode, section in _sections(rows)
-                    if case_ == case
-                ],
-            }
-            for case in cases
-        ],
+        summary=document.get("summary"),
+        growth=growth and _data_uri(growth),
+        cases=sections,
+        plots={case: _data_uri(time_memory_svg(rows, case, MODES)) for case in plotted},
         not_run=[_not_run(entry) for entry in document["not_run"]],
     )
 

@@ -263,20 +263,3 @@ def over_its_input(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor,
         return [loss.detach(), gradient] if first else [loss.detach()]
 
     return both
-
-
-# ------------------------------------------------------------------------------------------------------ linear layers
-
-
-def all_finite(x: Tensor) -> bool:
-    return bool(x.sum(dtype=torch.float32).isfinite())
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in full float32, whatever precision an imported peer has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        return a.detach().float() @ b.detach().float()
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import product
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,18 @@ def dtype_name(dtype: Any) -> str:
 def op_in(fw: Any, op: str, name: str = "") -> Any:
     """`name` in the module of `op` in an adapter's framework; by default the op itself."""
     return getattr(import_module(f"onchip.ops.{op}.{fw.NAME}_op"), name or op)
+
+
+def kernel_refusals(refusal: str, device: str, dtype: str, framework: str) -> dict[str, str | None]:
+    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None.
+
+    `refusal`, "module:name", says it of the Triton kernels.
+    """
+    if framework == "jax":
+        return {"xla": None}
+    import torch
+
+    return {"torch": None, "triton": resolve_name(refusal)(device, None, getattr(torch, dtype))}
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
         device=problem.device,
         grad_hidden=backward,
         grad_weight=backward,
+        softcap=problem.options.get("softcap") is not None,
+        smoothing=problem.options.get("label_smoothing", 0.0) > 0,
         compacted=fw.NAME == "jax",
     )
 

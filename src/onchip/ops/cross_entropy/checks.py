@@ -1,22 +1,14 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from onchip.ops.cross_entropy import reference
 from onchip.ops.cross_entropy.cases import CHECK_CASES, make_inputs
-from onchip.oracle.checks import Checker, op_in, plain_cross_entropy
+from onchip.oracle.checks import Checker, kernel_refusals, op_in, plain_cross_entropy
 
-
-def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | None]:
-    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    if framework == "jax":
-        return {"xla": None}
-    import torch
-
-    from onchip.kernels.triton.launch import device_refusal
-
-    return {"torch": None, "triton": device_refusal(device, None, getattr(torch, dtype))}
+plain_refusals = partial(kernel_refusals, "onchip.kernels.triton.launch:device_refusal")
 
 
 def _call(fw: Any, how: Mapping[str, Any], logits: Any, target: Any, **keywords: Any) -> dict[str, Any]:

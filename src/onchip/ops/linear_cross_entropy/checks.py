@@ -5,7 +5,7 @@ from typing import Any
 
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, make_inputs
-from onchip.oracle.checks import Checker, adapter_of, op_in, plain_cross_entropy
+from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_cross_entropy
 
 
 def plain_refusals(
@@ -16,11 +16,7 @@ def plain_refusals(
     JAX's depend on the sizes.
     """
     if framework == "torch":
-        import torch
-
-        from onchip.vocab.triton.setup import refusal
-
-        return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
+        return kernel_refusals("onchip.vocab.triton.setup:refusal", device, dtype, framework)
     from onchip.ops.linear_cross_entropy.jax_op import refusals
     from onchip.oracle.jax import platform_of
     from onchip.vocab.memory import Problem

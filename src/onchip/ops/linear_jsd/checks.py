@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from onchip.ops.linear_jsd import reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
 from onchip.ops.linear_jsd.spec import Options, TopK
-from onchip.oracle.checks import DEVIATIONS, Checker, adapter_of, op_in, plain_reduction
+from onchip.oracle.checks import DEVIATIONS, Checker, adapter_of, kernel_refusals, op_in, plain_reduction
 
 # Half the distance of two numbers next to each other, relative to them.
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
@@ -56,15 +57,7 @@ def bounds(case: Case, dtype: str, oracle: reference.Result) -> dict[str, float]
     return {"loss": loss, "gradient": DEVIATIONS * (logit + sums) + (_ROUNDING[dtype] if dtype != "float32" else 0)}
 
 
-def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | None]:
-    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    if framework == "jax":
-        return {"xla": None}
-    import torch
-
-    from onchip.ops.linear_jsd.triton_op import refusal_of
-
-    return {"torch": None, "triton": refusal_of(device, None, [getattr(torch, dtype)])}
+plain_refusals = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
 
 
 def _keywords(inputs: Inputs) -> dict[str, Any]:

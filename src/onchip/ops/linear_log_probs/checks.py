@@ -1,22 +1,14 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
-from onchip.oracle.checks import Checker, adapter_of, op_in, plain_logits
+from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_logits
 
-
-def plain_refusals(device: str, dtype: str, framework: str) -> dict[str, str | None]:
-    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None."""
-    if framework == "jax":
-        return {"xla": None}
-    import torch
-
-    from onchip.vocab.triton.setup import refusal
-
-    return {"torch": None, "triton": refusal(device, None, getattr(torch, dtype))}
+plain_refusals = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
 
 
 def _call(
