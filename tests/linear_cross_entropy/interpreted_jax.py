@@ -1,16 +1,12 @@
-"""JAX's 'triton' backend under Triton's interpreter, on the CPU: what test_jax_triton.py starts in a process.
+"""JAX's 'triton' backend under Triton's interpreter, on the CPU: what test_interpreted.py starts in processes.
 
 jax-triton's call is replaced by one that runs the kernels on the host.  Why in a process of their own, and in float16
-only, is in interpreted.py; what nobody wrote is NaN here too.
+only, is in interpreter.py; what nobody wrote is NaN here too.
 
     TRITON_INTERPRET=1 python interpreted_jax.py NAME ...     prints a line of JSON for each check
 """
 
-import json
 import sys
-import time
-import traceback
-import warnings
 from functools import partial
 from unittest import mock
 
@@ -20,6 +16,7 @@ import numpy as np
 import torch
 from common_jax import assert_right, small_problem
 
+from interpreter import main
 from onchip.jax import linear_cross_entropy
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case
 from onchip.vocab.mosaic import memory as mosaic_spec
@@ -108,22 +105,10 @@ CHECKS = {f"case-{case}": partial(right, case) for case in CASES} | {
 }
 
 
-def main(names):
-    warnings.simplefilter("ignore")  # the interpreter's NumPy overflows where kernels do on purpose
-    torch.set_num_threads(1)
+if __name__ == "__main__":
     # Nothing else may wait for the device while a callback runs on it.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_disable_most_optimizations", True)
     jax_triton.refusal = lambda *_: None
     jax_triton_calls.triton_call = triton_call
-    for name in names:
-        error, start = "", time.perf_counter()
-        try:
-            CHECKS[name]()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"name": name, "error": error, "seconds": time.perf_counter() - start}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:] or CHECKS)
+    main(CHECKS, sys.argv[1:])

@@ -1,13 +1,7 @@
-"""JAX's 'triton' backend without a GPU: its kernels compiled for several, its walk interpreted, plans and refusals."""
+"""JAX's 'triton' backend without a GPU: its kernels compiled for several, plans and refusals."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
-import interpreted_jax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,7 +16,6 @@ from onchip.vocab.triton import jax_calls as jax_triton_calls
 from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.triton.launches import Launch
 
-SCRIPT = Path(interpreted_jax.__file__)
 # Bytes of shared memory that a block may use, by compute capability.
 SHARED = {"8.0": 166912, "8.6": 101376, "9.0": 232448}
 ENTRIES = {"enter_softmax_tiles", "enter_gradient_tiles", "enter_hidden_gradient", "enter_weight_gradient"}
@@ -87,29 +80,6 @@ def test_kernels_compile(launched, monkeypatch, capability, device, dtype, optio
         assert "cp.async.cg.shared.global" in x.ptx, x.kernel
         wanted = [name for name in ("offset_sum", "moment", "inner", "even", "bias") if x.constants.get(name)]
         assert x.stack <= (512 if wanted else 64), (x.kernel, x.constants, x.stack)
-
-
-# ------------------------------------------------------------------------------------------------------ interpreted
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """What each check said: the empty string, or its traceback."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *filter(None, sys.path)]),
-    }
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=300)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {x["name"]: x["error"] for x in lines}, done.stderr[-4000:]
-
-
-@pytest.mark.parametrize("name", interpreted_jax.CHECKS)
-def test_interpreted(name, outcomes):
-    said, errors = outcomes
-    assert name in said, f"its process ended before it: {errors}"
-    assert not said[name], said[name]
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
