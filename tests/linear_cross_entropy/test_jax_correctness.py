@@ -106,7 +106,9 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
     bias = jnp.where(jnp.arange(90) < (55 if masked else 0), -jnp.inf, 0.0)
     labels = jnp.maximum(labels.reshape(-1), 55)
     projection, needs = Projection(hidden.reshape(40, -1), weight, bias), Projection(True, True, True)
-    numbers = dict.fromkeys(("softcap", "logit_scale", "temperature", "label_smoothing")) | {"z_loss": jnp.float32(1e-3)}
+    numbers = dict.fromkeys(("softcap", "logit_scale", "temperature", "label_smoothing")) | {
+        "z_loss": jnp.float32(1e-3)
+    }
     numbers |= {"softcap": jnp.float32(4)} if softcap else {}
     constants = Constants.of(labels, 90, Options(ignore_index=60), None, None, numbers)
 
