@@ -270,7 +270,7 @@ def weight_product(
     number: Array | None = None,  # [1] int32: how many chunks of `size` more are before it
     kept: Kept | None = None,  # with `out` for the memory of the weight's gradient
     in_spare: bool = False,  # the chunk is of the entries from `split` on
-    kept_tokens: int | None = None,  # tokens whose exponentials are kept there, a multiple of tile_k; None: all
+    kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
     in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
     inverse_grad_scale: Array | None = None,  # [1] float32: what the product is multiplied by
@@ -285,7 +285,6 @@ def weight_product(
     c = config
     tokens, hidden = rows.shape
     vocab = vocab_of(out, vocab_major)
-    kept_tokens = tokens if kept_tokens is None else kept_tokens
     last_kept = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
     assert size % tile_v == 0

@@ -144,6 +144,8 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
     recomputed = rows - c.kept
     vocab = up(p.vocab, VOCAB_TILE)
+    # What is left for the last chunk may be a tile more than the others.
+    group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
     spare = vocab - split_at(p.vocab, c.chunk) if c.kept else 0
     parts["exponentials in scratch"] = _ELEMENT * (spare * c.kept_in_gradient + vocab * c.kept_in_scratch)
     # One after the other: forward, hidden's gradient of the tokens that are kept, and the rest of backward.
@@ -152,15 +154,10 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     rest = {
         "hidden rows": hidden_rows,
         "hidden rows of recomputed logits": _ELEMENT * recomputed * p.hidden if c.kept else 0,
-        "recomputed logits' gradient": _ELEMENT * recomputed * min(vocab, _largest_group(c)),
+        "recomputed logits' gradient": _ELEMENT * recomputed * group,
         "hidden gradient in float32": 4 * (1 + int(c.halves)) * recomputed * p.hidden if p.grad_hidden else 0,
     }
     return parts | max((forward, kept, rest), key=lambda phase: sum(phase.values()))
-
-
-def _largest_group(c: MosaicPlan) -> int:
-    """Entries of the vocabulary; what is left for the last chunk may be a tile more than the others."""
-    return max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE)
 
 
 def predict(p: Problem, c: MosaicPlan) -> float:
@@ -173,21 +170,17 @@ def predict(p: Problem, c: MosaicPlan) -> float:
     chunks = -(-p.vocab // c.chunk)
     # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
     columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
-    work = _waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE)) * steps
+    work = waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
     recomputed_groups = groups(p.vocab, c, recomputed=True) if recomputed else []
     for group in recomputed_groups:
-        work += group.times * _waves(recomputed // TOKEN_TILE * (group.size // VOCAB_TILE)) * steps
+        work += group.times * waves(recomputed // TOKEN_TILE * (group.size // VOCAB_TILE), _PROGRAMS) * steps
     if p.grad_hidden:
-        work += _waves(c.kept // TOKEN_TILE * columns, True) * p.vocab / _DEPTH
-        work += _waves(recomputed // TOKEN_TILE * columns, c.halves) * p.vocab / _DEPTH
+        work += waves(c.kept // TOKEN_TILE * columns, _PROGRAMS, halves=True) * p.vocab / _DEPTH
+        work += waves(recomputed // TOKEN_TILE * columns, _PROGRAMS, halves=c.halves) * p.vocab / _DEPTH
     if p.grad_weight:
-        work += chunks * _waves(c.chunk // TOKEN_TILE * columns) * rows / _DEPTH
+        work += chunks * waves(c.chunk // TOKEN_TILE * columns, _PROGRAMS) * rows / _DEPTH
     launches = chunks + 2 * sum(group.times for group in recomputed_groups)
     return work * _STEP + 1e-3 * _LAUNCH * launches
-
-
-def _waves(tiles: int, halves: bool = False) -> float:
-    return waves(tiles, _PROGRAMS, halves=halves)
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
@@ -249,12 +242,13 @@ def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:
     """How many chunks to recompute logits for at a time, of so many tokens and with so many more bytes."""
     launches = 2 * 1e-3 * _LAUNCH / (_STEP * -(-p.hidden // _DEPTH))
 
-    def waves(number: int) -> float:
-        """For a chunk."""
-        return (_waves(recomputed // TOKEN_TILE * (number * chunk // VOCAB_TILE)) + launches) / number
+    def cost(number: int) -> float:
+        """Waves for a chunk."""
+        tiles = recomputed // TOKEN_TILE * (number * chunk // VOCAB_TILE)
+        return (waves(tiles, _PROGRAMS) + launches) / number
 
     tried = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or _ELEMENT * recomputed * chunk * (n - 1) <= room]
-    return min(tried, key=waves)
+    return min(tried, key=cost)
 
 
 def _chunk_sizes(p: Problem, recomputed: int) -> list[int]:
@@ -263,11 +257,11 @@ def _chunk_sizes(p: Problem, recomputed: int) -> list[int]:
     """
     whole = up(p.vocab, VOCAB_TILE)
     columns = -(-p.hidden // VOCAB_TILE)
-    waves = [_PROGRAMS * w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
-    waves += [_PROGRAMS * w for w in (1, 2, 3)]
-    sizes = [tiles // columns * TOKEN_TILE for tiles in waves]
+    filling = [_PROGRAMS * w for k in range(6) for w in (4 * 2**k, 5 * 2**k, 6 * 2**k, 7 * 2**k)]
+    filling += [_PROGRAMS * w for w in (1, 2, 3)]
+    sizes = [tiles // columns * TOKEN_TILE for tiles in filling]
     if recomputed:
-        sizes += [tiles // (recomputed // TOKEN_TILE) * VOCAB_TILE for tiles in waves]
+        sizes += [tiles // (recomputed // TOKEN_TILE) * VOCAB_TILE for tiles in filling]
     sizes += [VOCAB_TILE * 2**k for k in range(5)]
     return sorted({min(size // VOCAB_TILE * VOCAB_TILE, whole) for size in sizes if size >= VOCAB_TILE})
 

@@ -40,8 +40,8 @@ class Launch(NamedTuple):
     programs: int
 
     def logits(self, operands: Operands) -> dict[str, Any]:
-        """What a kernel makes logits from; its `arrays` must have the inner scale."""
-        hidden = operands.rows.shape[1]
+        """What a kernel makes logits from."""
+        hidden, inner = operands.rows.shape[1], operands.inner_scale
         return {
             "rows": operands.rows,
             "weight": operands.weight,
@@ -50,33 +50,27 @@ class Launch(NamedTuple):
             "T": len(operands.rows),
             "rows_stride": hidden,
             "weight_stride": hidden,
-            "inner_scale": None if operands.inner_scale is None else Code("tl.load(inner)"),
+            "inner_scale": None if inner is None else Code("tl.load(inner)"),
+            **({} if inner is None else {"inner": inner}),
         }
 
 
 def call(
-    launch: Launch,
-    kernel: Any,
-    arguments: Mapping[str, Any],
-    outputs: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    arrays: Mapping[str, Array | None] | None = None,
-    in_place: Mapping[str, Array] | None = None,
+    launch: Launch, kernel: Any, arguments: Mapping[str, Any], outputs: Mapping[str, jax.ShapeDtypeStruct | Array]
 ) -> dict[str, Array]:
     """The kernel's outputs.
 
-    `arguments`, by the kernel's parameters, are arrays, constants, `Code` over the names of `arrays` and of all that
-    the kernel is given, or structures of these, by their fields' names.  Outputs of `in_place` have these arrays'
-    memory, and their values at first.
+    `arguments`, by the kernel's parameters, are arrays, constants, `Code`, or structures of these, by their fields'
+    names; further arrays are for the code, which is over the names of all.  An output that is given as an array has
+    its memory, and its values at first.
     """
     tile, (vocab, hidden) = launch.tiles[kernel.fn.__name__], launch.positions.layer.weight.shape
     cut = {"GROUP": tile["group"], "PROGRAMS": launch.programs, "BLOCK_K": tile["depth"], "PARTS": tile["parts"]}
     arguments = {**arguments, **cut, "H": hidden, "V": vocab, "TMA": False}
     structures = {name: x for name, x in arguments.items() if isinstance(x, dict)}
-    named = [x for known in (arguments, *structures.values(), arrays or {}) for x in known.items()]
+    named = [x for known in (arguments, *structures.values()) for x in known.items()]
     inputs = {name: x for name, x in named if isinstance(x, jax.Array)}
-    before = {f"{name}_before": x for name, x in (in_place or {}).items()}
-    outputs = dict(outputs) | {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in (in_place or {}).items()}
+    before = {f"{name}_before": x for name, x in outputs.items() if isinstance(x, jax.Array)}
     code: dict[str, Any] = {name: x for name, x in arguments.items() if isinstance(x, Code) or x is None}
     for name, known in structures.items():
         code[name] = tuple((field, field if isinstance(x, jax.Array) else x) for field, x in known.items())
@@ -86,11 +80,11 @@ def call(
         *inputs.values(),
         *before.values(),
         kernel=_entry(kernel, given, tuple(constants), tuple(code.items())),
-        out_shape=list(outputs.values()),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs.values()],
         grid=(launch.programs,),
         num_warps=tile["warps"],
         num_stages=tile["stages"],
-        input_output_aliases={given.index(f"{name}_before"): list(outputs).index(name) for name in in_place or {}},
+        input_output_aliases={given.index(x): list(outputs).index(x.removesuffix("_before")) for x in before},
         **constants,
     )
     return dict(zip(outputs, made, strict=True))
@@ -149,8 +143,7 @@ def softmax_tiles(launch: Launch, wanted: Wanted, operands: Operands) -> Partial
         "RAGGED": vocab % VOCAB_TILE > 0,
         "BLOCK_T": launch.tiles["softmax_tiles"]["rows"],
     }
-    arrays = {"inner": operands.inner_scale}
-    return Partials(**call(launch, softmax.softmax_tiles, arguments, outputs, arrays=arrays))
+    return Partials(**call(launch, softmax.softmax_tiles, arguments, outputs))
 
 
 class Chunk(NamedTuple):
@@ -159,13 +152,11 @@ class Chunk(NamedTuple):
     first: Any
     tiles: int
 
-    def array(self) -> Array:
-        # The number too: chunks of all sizes are one compiled kernel.
-        return jnp.stack([jnp.asarray(x, jnp.int32) for x in self])
-
     def arguments(self, tokens: int) -> dict[str, Any]:
         """With where the logits' gradient of so many positions is, all of it recomputed."""
         return {
+            # The number too: chunks of all sizes are one compiled kernel.
+            "chunk": jnp.stack([jnp.asarray(x, jnp.int32) for x in self]),
             "first_tile": Code("tl.load(chunk)"),
             "chunk_tiles": Code("tl.load(chunk + 1)"),
             "buffer": Code(f"BufferRows(tl.load(chunk + 1) * {tokens}, 0, 0, 0, 0, 0, 0, {tokens})"),
@@ -189,8 +180,7 @@ def gradient_tiles(launch: Launch, rows: Array, stats: TokenStats, upstream: Ups
         "BLOCK_T": launch.tiles["gradient_tiles"]["rows"],
     }
     outputs = {"exponentials": jax.ShapeDtypeStruct((chunk.tiles * tokens, VOCAB_TILE), rows.dtype)}
-    arrays = {"inner": at.inner, "chunk": chunk.array()}
-    return call(launch, gradients.gradient_tiles, arguments, outputs, arrays=arrays)["exponentials"]
+    return call(launch, gradients.gradient_tiles, arguments, outputs)["exponentials"]
 
 
 def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chunk) -> Array:
@@ -212,8 +202,7 @@ def hidden_gradient(launch: Launch, exponentials: Array, sums: Array, chunk: Chu
         "BLOCK_T": tile["rows"],
         "BLOCK_H": tile["columns"],
     }
-    arrays = {"chunk": chunk.array()}
-    return call(launch, gradients.hidden_gradient, arguments, {}, arrays=arrays, in_place={"out": sums})["out"]
+    return call(launch, gradients.hidden_gradient, arguments, {"out": sums})["out"]
 
 
 def weight_gradient(
@@ -235,5 +224,4 @@ def weight_gradient(
         "BLOCK_V": tile["rows"],
         "BLOCK_H": tile["columns"],
     }
-    arrays = {"chunk": chunk.array()}
-    return call(launch, gradients.weight_gradient, arguments, {}, arrays=arrays, in_place={"out": out})["out"]
+    return call(launch, gradients.weight_gradient, arguments, {"out": out})["out"]

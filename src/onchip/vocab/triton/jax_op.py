@@ -9,7 +9,7 @@ each chunk's rows of the weight's gradient are written once.  What surrounds the
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +72,6 @@ def plan(problem: Problem, strategy: str, budget: int | None) -> MosaicPlan:
     return replace(mosaic_spec.plan(problem, "recompute", budget), halves=False)
 
 
-class Saved(NamedTuple):
-    """What forward leaves for backward."""
-
-    call: Call
-    stats: TokenStats
-
-
 def _calls() -> Any:
     """Triton need not be installed: only where it is used."""
     from onchip.vocab.triton import jax_calls
@@ -92,7 +85,7 @@ def _launch(at: Positions) -> Any:
     return _calls().Launch(at, stored_tiles(at.call, heuristics), programs)
 
 
-def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved | None]:
+def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Any]:
     """The statistics of each position, and what backward needs."""
     at = Positions.of(call)
     launch, made, done = _launch(at), [], call.tokens.number
@@ -102,20 +95,21 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
         made.append(at.stats(partials, at.target_logit(rows, part), part))
         done = made[-1].lse
     stats = joined(made)
-    return stats, None if plan.strategy == "forward" else Saved(call, TokenStats(stats.lse, stats.log_prob))
+    return stats, None if plan.strategy == "forward" else (call, TokenStats(stats.lse, stats.log_prob))
 
 
-def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
+def backward(plan: MosaicPlan, needs: Projection, saved: tuple[Call, TokenStats], grad_loss: Array) -> Projection:
     """The gradients of hidden, weight and bias in their dtypes; what isn't needed is None."""
-    calls, at = _calls(), Positions.of(saved.call)
-    launch, above, layer = _launch(at), Upstream.of(at, saved.stats, grad_loss), at.layer
-    rows = at.rows(saved.call.tokens.source)
+    call, stats = saved
+    calls, at = _calls(), Positions.of(call)
+    launch, above, layer = _launch(at), Upstream.of(at, stats, grad_loss), at.layer
+    rows = at.rows(call.tokens.source)
     padded = len(rows)
 
     def add(first: Any, size: int, state: dict[str, Array]) -> dict[str, Array]:
         """The gradients with those from `size` entries of the vocabulary, from tile `first` on."""
         state, chunk = dict(state), calls.Chunk(first, size // VOCAB_TILE)
-        g = calls.gradient_tiles(launch, rows, saved.stats, above, chunk)
+        g = calls.gradient_tiles(launch, rows, stats, above, chunk)
         if needs.hidden:
             state["sums"] = calls.hidden_gradient(launch, g, state["sums"], chunk)
         if needs.weight:

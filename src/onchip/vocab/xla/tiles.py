@@ -329,11 +329,9 @@ class TokenStats(NamedTuple):
 
     @staticmethod
     def empty(ids: Array, wanted: Wanted) -> "TokenStats":
-        n = ids.shape[0]
-        zeros = jnp.zeros(n, jnp.float32)
-        entropy, even = zeros if wanted.entropy else None, zeros if wanted.even else None
-        argmax = jnp.full(n, -1, jnp.int32) if wanted.argmax else None
-        return TokenStats(zeros, jnp.zeros(ids.shape, jnp.float32), entropy, entropy, even, argmax)
+        """Zeros."""
+        made = jax.eval_shape(lambda: Softmax.empty(ids, wanted).complete(ids, 1))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)  # type: ignore[no-any-return]
 
 
 class Softmax(NamedTuple):
