@@ -210,10 +210,6 @@ class _Checked:
     errors: Mapping[str, tuple[float, float]]
 
     @property
-    def worst(self) -> tuple[float, float]:
-        return worst(self.errors.values())
-
-    @property
     def ok(self) -> bool:
         return all(error <= bound for error, bound in self.errors.values())  # False for NaN
 
@@ -298,7 +294,7 @@ class _CaseRun:
                 self.give_up(c.impl, mode, one_line(e))
                 continue
             self.tick(f"memory of {mode}")
-            error, bound = c.worst
+            error, bound = worst(c.errors.values())
             row = Row(
                 op=self.name,
                 case=self.case,

@@ -146,7 +146,7 @@ def _growth_panels(above: "Axes", below: "Axes", points: Sequence[Point], styles
     if floors:
         above.plot(*zip(*floors, strict=True), color=_GRAY, linestyle=_DASHES, label="matrix products alone")
     sizes = sorted({x for x, _ in points})
-    _log_axis(below, "x", sizes, lambda x: f"{x:.0f}", sizes)
+    _log_axis(below, "x", sizes, lambda x: f"{x:.0f}")
 
 
 def _sweeps(rows: Rows) -> dict[str, list[Point]]:
@@ -197,35 +197,31 @@ def _styles(rows: Rows) -> Styles:
 
 
 def _time_axis(axes: "Axes", which: str, times: Sequence[float]) -> None:
-    _log_axis(axes, which, times, _format_time, [float(f"{x:.2g}") for x in _evenly(times)])
+    _log_axis(axes, which, times, _format_time, lambda ms: float(f"{ms:.2g}"))
 
 
 def _memory_axis(axes: "Axes", rows: Rows) -> None:
-    heights = [_height(r) for r in rows]
-    _log_axis(axes, "y", heights, _format_height, [2.0 ** round(math.log2(x)) for x in _evenly(heights)])
+    _log_axis(axes, "y", [_height(r) for r in rows], _format_height, lambda size: 2.0 ** round(math.log2(size)))
     axes.set_ylabel("extra memory at the peak")
 
 
-def _evenly(values: Sequence[float]) -> list[float]:
-    """Five numbers that are evenly spread on a logarithmic axis around `values`."""
-    return [float(x) for x in np.geomspace(*_limits(values), 7)[1:-1]]
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Of a logarithmic axis: so wide that there are several round numbers in any case."""
-    low, high = min(values), max(values)
-    margin = max(1.5, (high / low) ** 0.08)
-    return low / margin, high * margin
-
-
 def _log_axis(
-    axes: "Axes", which: str, values: Sequence[float], form: Callable[[float], str], ticks: Sequence[float]
+    axes: "Axes",
+    which: str,
+    values: Sequence[float],
+    form: Callable[[float], str],
+    rounded: Callable[[float], float] | None = None,
 ) -> None:
+    """A logarithmic axis around `values` with evenly spread round ticks, or with a tick for each value."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    axes.set(**{f"{which}scale": "log", f"{which}lim": _limits(values)})
+    low, high = min(values), max(values)
+    margin = max(1.5, (high / low) ** 0.08)  # so wide that there are several round numbers in any case
+    limits = low / margin, high * margin
+    ticks = {rounded(float(x)) for x in np.geomspace(*limits, 7)[1:-1]} if rounded else set(values)
+    axes.set(**{f"{which}scale": "log", f"{which}lim": limits})
     axis: Axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(FixedLocator(sorted(set(ticks))))
+    axis.set_major_locator(FixedLocator(sorted(ticks)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
     axis.set_minor_locator(NullLocator())
 

@@ -12,7 +12,10 @@ CHECK_CASES = (
     *loss_cases(_case, bias=True),
     _case("bias", 127, 64, 1000, bias=True),
 )
+# deepseek-v3 has the widest rows; with twice the tokens it is also the largest of the products.
+MODEL_CASES = tuple(_case(name, 8192 if name == "deepseek-v3" else 4096, h, v) for name, (h, v) in MODELS.items())
 LLAMA = "llama3.1-8b"
+LLAMA_TOKEN_SWEEP = tuple(_case(f"{LLAMA}-t{t}", t, *MODELS[LLAMA]) for t in (1024, 4096, 8192, 16384, 32768))
 # What `onchip bench` runs.
 SUITES = {
     "cpu": (_case("cpu", 4096, 1024, 32768),),
@@ -21,12 +24,11 @@ SUITES = {
         *(_case(f"tokens-{t}", t, 512, 16384) for t in (256, 512, 1024, 2048, 4096)),
     ),
     "cuda": (
-        # deepseek-v3 has the widest rows; with twice the tokens it is also the largest of the products.
-        *(_case(name, 8192 if name == "deepseek-v3" else 4096, h, v) for name, (h, v) in MODELS.items()),
+        *MODEL_CASES,
         _case(f"{LLAMA}-half-ignored", 4096, *MODELS[LLAMA], ignored=0.5),
         _case(f"{LLAMA}-zipf", 4096, *MODELS[LLAMA], zipf=True),
         _case(f"{LLAMA}-peaked", 4096, *MODELS[LLAMA], target_prob=0.999),
         _case(f"{LLAMA}-std30", 4096, *MODELS[LLAMA], logit_std=30.0),
-        *(_case(f"{LLAMA}-t{t}", t, *MODELS[LLAMA]) for t in (1024, 4096, 8192, 16384, 32768)),
+        *LLAMA_TOKEN_SWEEP,
     ),
 }
