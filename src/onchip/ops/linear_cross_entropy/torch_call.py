@@ -27,7 +27,7 @@ class Call(LinearCall):
 
     @property
     def target(self) -> Tensor:
-        """[...]"""
+        """The ids, [...]."""
         return self.ids
 
     def tokens(self, *, check_values: bool) -> Tokens:

@@ -49,7 +49,7 @@ class LinearCall(Layer):
 
     @property
     def several(self) -> int:
-        """K, of ids without a dimension for it 1."""
+        """K: 1 where ids have no dimension for it."""
         return self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
 
     @property
@@ -59,7 +59,7 @@ class LinearCall(Layer):
 
     @property
     def budget(self) -> int | None:
-        """A number: a plan makes one of a symbol."""
+        """scratch_bytes as a number, where it may be a symbol."""
         scratch_bytes = self.options.scratch_bytes
         return None if scratch_bytes is None else int(scratch_bytes)
 

@@ -62,7 +62,7 @@ def plan(call: LinearCall, **more: Any) -> TritonPlan:
 
 
 class Saved(NamedTuple):
-    """What forward leaves for backward; see walks.py.  But for the vectors, empty where no gradient is wanted."""
+    """What forward leaves for backward; see walks.py.  Where no gradient is wanted, all but the vectors is empty."""
 
     hidden_memory: Tensor  # of hidden's gradient: the hidden states by position
     weight_memory: Tensor  # of weight's gradient and a chunk more, [rows, H]: exponentials
