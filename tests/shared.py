@@ -5,8 +5,6 @@ import re
 import pytest
 import torch
 
-from onchip.vocab.torch import tiles as torch_tiles
-
 
 def assert_within_bounds(checks):
     """Every quantity is within its bounds of the oracle."""
@@ -23,19 +21,6 @@ def assert_refused(op, call, kind, message):
 
 def gradients(loss, *inputs, grad=None):
     return torch.autograd.grad(loss, inputs, grad_outputs=grad)
-
-
-def count_products(monkeypatch, *modules):
-    """A list that gets the multiplications of each product in `modules`, which import it, and in what is shared."""
-    work, product = [], torch_tiles.product
-
-    def counted(out, a, b, **options):
-        work.append(a.shape[0] * a.shape[1] * b.shape[1])
-        product(out, a, b, **options)
-
-    for module in (torch_tiles, *modules):
-        monkeypatch.setattr(module, "product", counted)
-    return work
 
 
 # On a GPU.
