@@ -7,8 +7,6 @@ import torch
 from typer.testing import CliRunner
 
 from onchip import cli
-from onchip.vocab.torch import tiles as torch_tiles
-
 
 def run_cli(*arguments, columns=200):
     """By default wide enough that no message is wrapped."""
@@ -30,19 +28,6 @@ def assert_refused(op, call, kind, message):
 
 def gradients(loss, *inputs, grad=None):
     return torch.autograd.grad(loss, inputs, grad_outputs=grad)
-
-
-def count_products(monkeypatch, *modules):
-    """A list that gets the multiplications of each product in `modules`, which import it, and in what is shared."""
-    work, product = [], torch_tiles.product
-
-    def counted(out, a, b, **options):
-        work.append(a.shape[0] * a.shape[1] * b.shape[1])
-        product(out, a, b, **options)
-
-    for module in (torch_tiles, *modules):
-        monkeypatch.setattr(module, "product", counted)
-    return work
 
 
 # On a GPU.

@@ -1,11 +1,28 @@
-"""The JAX ops on several devices, in a process of its own that has them."""
+"""The JAX ops under `jax.shard_map` on two devices, against one: a script, whose process has two from the start."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
-SCRIPT = Path(__file__).with_name("sharded_jax.py")
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from onchip.jax import cross_entropy, linear_cross_entropy, linear_jsd, linear_log_probs
+from shared_jax import assert_same
+
+OPS = {
+    "linear_cross_entropy, stash": partial(linear_cross_entropy, reduction="sum", strategy="stash"),
+    "linear_cross_entropy, recompute": partial(
+        linear_cross_entropy, reduction="sum", strategy="recompute", scratch_bytes=450_000
+    ),
+    "linear_log_probs": lambda h, w, y: linear_log_probs(h, w, y, scratch_bytes=450_000).sum(),
+    "linear_jsd": lambda h, w, y: linear_jsd(h, w, h, w[::-1], labels=y, hard_weight=0.5, reduction="sum"),
+    "cross_entropy": lambda h, w, y: cross_entropy(jnp.matmul(h, w.T, precision="highest"), y, reduction="sum"),
+}
 
 
 def test_shard_map():
@@ -14,7 +31,30 @@ def test_shard_map():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    command = [sys.executable, SCRIPT]
+    command = [sys.executable, __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 5
+
+
+def main():
+    jax.config.update("jax_disable_most_optimizations", True)
+    rng = np.random.default_rng(0)
+    h, w = jnp.float32(rng.standard_normal((128, 16))), jnp.float32(rng.standard_normal((1100, 16)))
+    y = jnp.asarray(rng.integers(1100, size=128), jnp.int32).at[:50].set(-100)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    split = partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")))
+    for name, op in OPS.items():
+        expected = jax.jit(jax.value_and_grad(op, (0, 1)))(h, w, y)
+
+        def step(h, w, y, op=op):
+            loss, grads = jax.value_and_grad(op, (0, 1))(h, w, y)
+            return jax.lax.psum(loss, "data"), grads
+
+        # JAX itself sums the gradient of weight, which all devices have, over them.
+        assert_same(jax.jit(split(step, out_specs=(P(), (P("data"), P()))))(h, w, y), expected)
+        print(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -34,12 +34,6 @@ class Way:
     def __str__(self):
         return f"{self.loss}-{self.loss.backend}{'-mixed' if self.mixed else ''}"
 
-    def call(self, given, **options):
-        return self.loss.call(given, **options)
-
-    def run(self, given, upstream=None, **options):
-        return self.loss.run(given, upstream, **options)
-
     def make(self, tokens, hidden, vocab, *, ids=None, std=1.0, zipf=False, device="cuda", dtype=None):
         """Arguments with logits of standard deviation `std`; `zipf`: one id is that of a tenth of the tokens."""
         g = torch.Generator(device).manual_seed(0)
@@ -102,13 +96,13 @@ def test_the_same_bits_every_time(way):
     """On a side stream as well, and from one retained graph: what races differs."""
     given = way.make(1000, 520, 5003, ids=4, zipf=True)
     given[way.loss.ids][:100] = -100
-    first = way.run(given)
+    first = way.loss.run(given)
     for _ in range(3):
-        assert same_bits(way.run(given), first)
-    made = aside(lambda: way.run(given))
+        assert same_bits(way.loss.run(given), first)
+    made = aside(lambda: way.loss.run(given))
     torch.cuda.synchronize()
     assert same_bits(made, first)
-    made = way.call(given)
+    made = way.loss.call(given)
     upstream = way.loss.upstream(made)
     leaves = {name: x for name, x in given.items() if x.requires_grad}
     for retain in (True, True, False):
@@ -130,8 +124,8 @@ def test_nothing_synchronises_and_a_cuda_graph_replays(way, options):
         if way.mixed:
             more.pop("softcap")
             more.pop("label_smoothing", None)
-    upstream = {n: x.clone() for n, x in way.loss.upstream(way.call(given, **more)).items()}
-    step = partial(way.run, given, upstream, **more)
+    upstream = {n: x.clone() for n, x in way.loss.upstream(way.loss.call(given, **more)).items()}
+    step = partial(way.loss.run, given, upstream, **more)
     without_synchronisation(step)
     graph, captured = capture(step)
     with torch.no_grad():
@@ -151,11 +145,11 @@ def test_nothing_synchronises_and_a_cuda_graph_replays(way, options):
 
 @every_way
 def test_every_device_whichever_is_current(way):
-    expected = way.run(way.make(300, 128, 1000, ids=2))
+    expected = way.loss.run(way.make(300, 128, 1000, ids=2))
     given = way.make(300, 128, 1000, ids=2)
     for index in range(torch.cuda.device_count()):
         there = {n: x.detach().to(f"cuda:{index}").requires_grad_(x.requires_grad) for n, x in given.items()}
-        made = way.run(there)
+        made = way.loss.run(there)
         assert all(x.device == there[way.loss.ids].device for x in made.values())
         assert all(torch.equal(x.to("cuda:0"), expected[name]) for name, x in made.items())
 
@@ -192,14 +186,14 @@ def test_ignored_tokens_leak_nothing(ignored, way):
     given[way.loss.ids][gone] = -100
     name = "hidden" if way.loss.linear else "logits"
     zeroed = given | {name: given[name].detach().masked_fill(gone[:, None], 0).requires_grad_()}
-    expected = way.run(zeroed)
+    expected = way.loss.run(zeroed)
     with torch.no_grad():
         given[name][gone] = math.nan
     upstream = {n: x.clone() for n, x in way.loss.upstream(expected).items()}
     for x in upstream.values():
         if x.ndim:
             x[gone] = math.nan
-    made = way.run(given, upstream)
+    made = way.loss.run(given, upstream)
     assert all(x.isfinite().all() for x in made.values())
     assert same_bits(made, expected)
     assert not made[f"grad_{name}"][gone].any()
@@ -259,7 +253,7 @@ def test_kernels_are_no_less_accurate_than_eager(way, size, more, bound, ids):
     how = {"entropy": loss.options.get("entropy", False)}
     reference = float64(given, **how)
     eager = differentiated(partial(plain, **how), given)
-    made = differentiated(way.call, given)
+    made = differentiated(way.loss.call, given)
     for name, x in reference.items():
         assert made[name].isfinite().all()
         limit = max(bound * relative(eager[name], x), 1e-5 if name in ("loss", "log_prob") else 0)
@@ -275,7 +269,7 @@ def test_a_models_head_in_bfloat16_beats_the_plain_expression(way, std):
     given = way.make(1365, 2880, 128256, std=std)
     reference = float64(given)
     eager = differentiated(partial(plain, wide=False), given)
-    made = differentiated(way.call, given)
+    made = differentiated(way.loss.call, given)
     assert relative(made.pop("loss"), reference.pop("loss")) <= 1e-5
     assert all(relative(made[name], x) <= 2 * relative(eager[name], x) for name, x in reference.items())
 
@@ -287,9 +281,9 @@ def test_float16_keeps_gradients_that_float16_can_not_hold(way):
         return
     given = way.make(4096, 64, 8000, std=0.08, dtype=torch.float16)
     scale = 65536 if "reduction" in way.loss.options else 16.0
-    made = way.call(given)
+    made = way.loss.call(given)
     upstream = {n: torch.full_like(made[n], scale if n == way.loss.values[0] else 0) for n in way.loss.values}
-    made = way.run(given, upstream)
+    made = way.loss.run(given, upstream)
     wide = {n: x.detach().double().requires_grad_() if x.requires_grad else x for n, x in given.items()}
     exact = plain(wide)
     names = ("hidden", "weight")
@@ -307,15 +301,15 @@ def test_more_logits_than_32_bits_count(way):
     given[loss.ids].view(-1)[-6:] = torch.arange(vocab - 6, vocab, device="cuda")
     options = {"normalizer": 1} if loss.options.get("reduction") == "mean" else {}
     options |= {"scratch_bytes": 1 << 40} if way in FP8 else {}  # all tokens in one chunk
-    upstream = {n: torch.ones_like(x) for n, x in way.call(given, **options).items() if n in loss.values}
-    made = way.run(given, upstream, **options)
+    upstream = {n: torch.ones_like(x) for n, x in way.loss.call(given, **options).items() if n in loss.values}
+    made = way.loss.run(given, upstream, **options)
     total, bound = 0, 5e-2 if way in FP8 else 1e-2
     quarter = -(-tokens // 4)
     for start in range(0, tokens, quarter) if loss.linear else (0, tokens - 64):
         rows = slice(start, start + quarter if loss.linear else start + 64)
         part = {n: x[rows] if n != "weight" else x for n, x in given.items()}
         part = {n: x.detach().requires_grad_(given[n].requires_grad) for n, x in part.items()}
-        expected = way.run(part, {n: x[rows] if x.ndim else x for n, x in upstream.items()}, **options)
+        expected = way.loss.run(part, {n: x[rows] if x.ndim else x for n, x in upstream.items()}, **options)
         assert relative(made["lse"][rows], expected["lse"]) < 1e-5
         assert relative(made[f"grad_{first}"][rows], expected[f"grad_{first}"]) < bound
         total = total + expected["grad_weight"].double() if loss.linear else 0
@@ -360,8 +354,8 @@ def test_a_weight_whose_columns_lie_in_rows(size, options, way):
         return
     given = way.make(600, *size, ids=3)
     turned = given["weight"].detach().T.contiguous().T.requires_grad_()
-    expected = way.run(given, **options)
-    for name, x in way.run(given | {"weight": turned}, **options).items():
+    expected = way.loss.run(given, **options)
+    for name, x in way.loss.run(given | {"weight": turned}, **options).items():
         assert torch.equal(x, expected[name]) if name in CHOICES else relative(x, expected[name]) < 1e-3, name
 
 
@@ -372,8 +366,8 @@ def test_weight_grad_out_accumulates(hidden, way):
     expected = total.double()
     for tokens in (700, 1400):
         given = way.make(tokens, hidden, 5003)
-        made = way.run(given)
-        loss = way.call(given, weight_grad_out=total)["loss"]
+        made = way.loss.run(given)
+        loss = way.loss.call(given, weight_grad_out=total)["loss"]
         loss.backward(way.loss.upstream({"loss": loss})["loss"])
         expected += made["grad_weight"].double()
         assert given["weight"].grad is None
@@ -432,11 +426,11 @@ def test_every_row_against_float64(dtype, vocab, std):
 @pytest.mark.parametrize("vocab", [1000, 128256])
 def test_the_upstream_gradient_is_known_to_the_device_alone(vocab, upstream):
     given = ROWS.make(300, 0, vocab, dtype=torch.float32)
-    g = ROWS.run(given, {"loss": torch.tensor(upstream, device="cuda")})["grad_logits"]
+    g = ROWS.loss.run(given, {"loss": torch.tensor(upstream, device="cuda")})["grad_logits"]
     if upstream == math.inf:
         assert not g.isfinite().any()
     else:
-        expected = PYTORCH[4].run(given, {"loss": torch.tensor(upstream, device="cuda")})
+        expected = PYTORCH[4].loss.run(given, {"loss": torch.tensor(upstream, device="cuda")})
         assert_near("grad_logits", g, expected["grad_logits"].cpu())
 
 
@@ -460,9 +454,9 @@ def test_small_losses_of_long_rows_keep_their_digits(reduction):
     rest[i, y] = -math.inf
     loss = torch.log1p((rest.logsumexp(1) - z[i, y]).exp())
     assert loss.min() < 1e-8
-    made = ROWS.call(given, reduction="none")["loss"]
+    made = ROWS.loss.call(given, reduction="none")["loss"]
     assert float((made / loss - 1).abs().max()) < 3e-5
-    value = ROWS.call(given, reduction=reduction)["loss"]
+    value = ROWS.loss.call(given, reduction=reduction)["loss"]
     (g,) = torch.autograd.grad(value, given["logits"], torch.ones_like(value))
     g = g * (200 if reduction == "mean" else 1)
     assert float((g[i, y] / torch.expm1(-loss) - 1).abs().max()) < 3e-5
@@ -479,7 +473,7 @@ def test_a_student_that_agrees_with_its_teacher(way):
     wide = {n: x.detach().double().requires_grad_() for n, x in given.items() if x.requires_grad}
     with torch.no_grad():
         p, given["ids"] = F.linear(wide["hidden"], wide["weight"]).softmax(-1).topk(16)
-    made = way.run(given, {"log_prob": p.float()})
+    made = way.loss.run(given, {"log_prob": p.float()})
     exact = plain(wide | {"ids": given["ids"]})["log_prob"]
     for (name, _), g in zip(wide.items(), torch.autograd.grad(exact, list(wide.values()), p), strict=True):
         assert relative(made[f"grad_{name}"], g) < RIGHT[torch.bfloat16]
