@@ -87,12 +87,13 @@ def gradients(f, op):
 
 
 @pytest.mark.parametrize(("op", "jit"), [(op, i % 2 == 0) for i, op in enumerate(OPS.values())])
-def test_gradients_and_numpy(op, jit):
+def test_gradients_also_of_zero_and_numpy(op, jit):
     wrap = (lambda f: jax.jit(jax.checkpoint(f))) if jit else (lambda f: f)
     parameters, labels = problem(op)
-    f = wrap(lambda h, *rest: 0.3 * op.loss(jnp.tanh(h), *rest))
-    got = gradients(f, op)(*parameters, labels)
+    run = gradients(wrap(lambda h, *rest: rest[-1] * op.loss(jnp.tanh(h), *rest[:-1])), op)
+    got = run(*parameters, labels, 0.3)
     assert_same(got, gradients(lambda h, *rest: 0.3 * op.plain(jnp.tanh(h), *rest), op)(*parameters, labels))
+    assert not any(x.any() for x in jax.tree.leaves(run(*parameters, labels, 0.0)))
     given = (*map(np.asarray, parameters), np.asarray(labels, np.int64))
     assert_same(op.loss(*given), op.plain(*parameters, labels))
 
@@ -133,21 +134,20 @@ def test_scan(op):
     assert_same(got, expected)
 
 
-@every_op
-def test_upstream_gradients_of_zero_and_per_token(op):
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.per_token])
+def test_upstream_gradients_per_token(op):
     parameters, labels = problem(op)
     labels = labels.at[0, 0].set(-100)
-    zero = jax.jit(gradients(lambda *x: 0.0 * op.loss(*x), op))
-    assert not any(x.any() for x in jax.tree.leaves(zero(*parameters, labels)))
-    if op.per_token:
-        each = jnp.linspace(-1, 2, 24).reshape(2, 12)
-        for arguments in ((0,), tuple(range(len(parameters)))):  # the first alone can be made in forward
+    each = jnp.linspace(-1, 2, 24).reshape(2, 12)
 
-            def weighted(f, *x):
-                return (f(*x, reduction="none") * each).sum()
+    def weighted(f, *x):
+        return (f(*x, reduction="none") * each).sum()
 
-            got, expected = (jax.jit(jax.grad(partial(weighted, f), arguments))(*parameters, labels) for f in op[:2])
-            assert_same(got, expected)
+    every = tuple(range(len(parameters)))
+    expected = jax.jit(jax.grad(partial(weighted, op.plain), every))(*parameters, labels)
+    for arguments in ((0,), every)[: len(parameters)]:  # the first alone can be made in forward
+        got = jax.jit(jax.grad(partial(weighted, op.loss), arguments))(*parameters, labels)
+        assert_same(got, expected[: len(arguments)])
 
 
 @every_op
@@ -156,11 +156,12 @@ def test_integer_labels_get_float0_and_constants_zero(op):
     last = len(parameters)
     grads = jax.grad(op.loss, (0, last), allow_int=True)(*parameters, labels)
     assert (grads[1].dtype, grads[1].shape) == (jax.dtypes.float0, labels.shape)
-    assert jax.grad(op.loss, last, allow_int=True)(*parameters, labels).dtype == jax.dtypes.float0
     constants = {name: jnp.float32(0.5) for name in op.constants}
     constants |= {name: jnp.full((2, 12), 0.5) for name in ("temperature",) if name in constants}
     constants |= {"token_weight": jnp.ones((2, 12))} if op.per_token else {}
-    found = jax.grad(lambda c: op.loss(*parameters, labels, **c))(constants)
+    f = lambda y, c: op.loss(*parameters, y, **c)  # noqa: E731
+    of_labels, found = jax.grad(f, (0, 1), allow_int=True)(labels, constants)
+    assert of_labels.dtype == jax.dtypes.float0
     assert not any(g.any() for g in jax.tree.leaves(found))
 
 
@@ -226,9 +227,10 @@ def test_nothing_leaks_from_ignored_tokens(op):
         options["token_weight"] = ones.at[0, 3].set(jnp.nan)
     if op.constants:
         options["temperature"] = ones.at[0, 3].set(jnp.nan).at[1, 11].set(0)
+    clean = dict.fromkeys(options, ones)
     dirty = [x.at[0, 3].set(jnp.nan).at[1, 11].set(jnp.inf) if x.shape[:2] == (2, 12) else x for x in parameters]
     got = gradients(partial(op.loss, **options), op)(*dirty, labels)
-    assert_same(got, gradients(op.loss, op)(*parameters, labels))
+    assert_same(got, gradients(partial(op.loss, **clean), op)(*parameters, labels))
     assert not any(g[[0, 1], [3, 11]].any() for g in got[1] if g.shape[:2] == (2, 12))
     if op.per_token:
         f = partial(op.loss, reduction="none")
