@@ -280,8 +280,8 @@ def test_the_formula_holds(dtype, beta, hard):
     h, w, x, v = (torch.randn(*s).to(kind) for s in ((tokens, size), (vocab, size)) * 2)
     h.requires_grad_()
     w.requires_grad_()
-    head = Head(size, vocab, dtype, dtype, dtype)
-    p = Problem(tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), head, stash=True, hard=hard)
+    student, teacher = (Head(tokens, size, vocab, dtype, grad_hidden=g, grad_weight=g) for g in (True, False))
+    p = Problem(vocab, student, teacher, stash=True, hard=hard)
     budget = memory.PLANNER.least(p, "") + 8 * MIB
     formula = memory.scratch_bytes(p, memory.plan(p, budget=budget))
     y = torch.randint(vocab, (tokens,))

@@ -268,9 +268,9 @@ def test_the_memory_formula_holds(size, columns, dtype, teacher):
     if columns:
         leaves = [p.detach().T.contiguous().T.requires_grad_() if len(p) == vocab else p for p in leaves]
     name = str(dtype).removeprefix("torch.")
-    heads = [Head(hidden, vocab, name, name, name, wanted, wanted) for wanted in (True, teacher)]
-    copied = 2 * 2 * vocab * hidden if columns and vocab % 8 else 0
-    p = Problem(tokens, vocab, *heads, device="cuda", copied=copied)
+    known = {"device": "cuda", "copied": 2 * vocab * hidden if columns and vocab % 8 else 0}
+    wants = ({"grad_hidden": g, "grad_weight": g} for g in (True, teacher))
+    p = Problem(vocab, *(Head(tokens, hidden, vocab, name, **known, **grads) for grads in wants))
     wanted = leaves if teacher else leaves[:2]
 
     def step():

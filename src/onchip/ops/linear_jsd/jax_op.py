@@ -35,6 +35,7 @@ from onchip.vocab.xla.tiles import (
     Logits,
     Projection,
     Softmax,
+    Transform,
     Wanted,
     cut_rows,
     logits_gradient,
@@ -317,24 +318,17 @@ def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Con
     """Tokens of a chunk."""
 
     def head(model: Any, needs: Any) -> Head:
-        if model is None:
-            return Head()
-        if not isinstance(model, Projection):
-            return Head(vocab=model.shape[1], dtype=model.dtype.name, grad_logits=needs)
-        name, wanted = model.hidden.dtype.name, (needs.hidden, needs.weight, bool(needs.bias))
-        return Head(model.hidden.shape[1], model.vocab, name, name, name, *wanted)
+        if isinstance(model, Projection):
+            return model.problem(needs, static.platform, Transform(), op=static.options.op)
+        tokens, device = constants.labels.shape[0], "cpu" if static.platform == "cpu" else "cuda"
+        vocab, dtype = (0, "float32") if model is None else (model.shape[1], model.dtype.name)
+        return Head(
+            tokens, 0, vocab, dtype, device=device, op=static.options.op, grad_hidden=bool(needs), grad_weight=False
+        )
 
-    problem = Problem(
-        tokens=constants.labels.shape[0],
-        vocab=static.size,
-        student=head(models[0], needs[0]),
-        teacher=head(models[1], needs[1]),
-        topk=0 if constants.indices is None else constants.indices.shape[1],
-        hard=static.options.hard_weight > 0,
-        device="cpu" if static.platform == "cpu" else "cuda",
-        stash=stash,
-        op=static.options.op,
-    )
+    student, teacher = map(head, models, needs)
+    topk = 0 if constants.indices is None else constants.indices.shape[1]
+    problem = Problem(static.size, student, teacher, topk, static.options.hard_weight > 0, stash)
     return memory.jax_plan(problem, "", static.options.scratch_bytes)
 
 

@@ -1,6 +1,7 @@
 """What the public functions check at their door, and the call that they make: what is read off its arguments."""
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options, check_shapes
+from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
 
 
@@ -66,21 +68,6 @@ class Model(NamedTuple):
 
 PARAMETERS = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in Model._fields)
 """The tensors of a call that can have a gradient."""
-
-
-class Layer(NamedTuple):
-    """A model's last layer, as the Triton engine takes the call of an op with one."""
-
-    hidden: Tensor  # [..., H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    dtype: torch.dtype  # of the products
-    grads: tuple[bool, ...]  # of hidden, weight, bias
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What the gradients of hidden, weight and bias are returned in."""
-        return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
 
 class Call(NamedTuple):
@@ -152,34 +139,33 @@ class Call(NamedTuple):
         """Of the student's (0) or the teacher's (1) parameters."""
         return self.grads[4 * who : 4 * who + 4]
 
-    def layer(self, who: int) -> Layer | None:
-        """None of a model that is given by its logits."""
+    def layer(self, who: int) -> LinearCall | None:
+        """As the engine takes it; None of a model that is given by its logits."""
         hidden, weight, bias, _ = self.models[who]
         if hidden is None or weight is None:
             return None
-        return Layer(hidden, weight, bias, self.dtypes[who], self.grads_of(who)[:3])
+        grads = self.grads_of(who)[:3]
+        return LinearCall(hidden, weight, bias, None, self.dtypes[who], self.options, grads, copied=0)
 
     def head(self, who: int) -> Head:
         """What plans know of the student (0) or the teacher (1)."""
         hidden, weight, _, logits = self.models[who]
-        grads = self.grads_of(who)
+        grads, vocab = self.grads_of(who), 0 if logits is None else logits.shape[-1]
+        device = "cpu" if self.first.device.type == "cpu" else "cuda"
+        head = Head(
+            self.number, 0, vocab, device=device, grad_hidden=grads[3], grad_weight=False, op=self.options.op,
+            copied=copied_rows(hidden, logits),
+        )  # fmt: skip
         if hidden is None or weight is None:
-            return Head(vocab=0 if logits is None else logits.shape[-1], grad_logits=grads[3])
-        dtypes = DTYPES[self.dtypes[who]], DTYPES[hidden.dtype], DTYPES[weight.dtype]
-        return Head(hidden.shape[-1], weight.shape[0], *dtypes, *grads)
+            return head
+        return replace(
+            head, hidden=hidden.shape[-1], vocab=weight.shape[0], dtype=DTYPES[self.dtypes[who]],
+            hidden_dtype=DTYPES[hidden.dtype], weight_dtype=DTYPES[weight.dtype], grad_hidden=grads[0],
+            grad_weight=grads[1], grad_bias=grads[2],
+        )  # fmt: skip
 
     @property
     def problem(self) -> Problem:
         """What plans are made for."""
-        return Problem(
-            tokens=self.number,
-            vocab=self.size,
-            student=self.head(0),
-            teacher=self.head(1),
-            topk=0 if self.indices is None else self.indices.shape[-1],
-            hard=self.options.hard_weight > 0,
-            device="cpu" if self.first.device.type == "cpu" else "cuda",
-            stash=self.stash,
-            op=self.options.op,
-            copied=copied_rows(*(x for model in self.models for x in (model.hidden, model.logits))),
-        )
+        topk = 0 if self.indices is None else self.indices.shape[-1]
+        return Problem(self.size, self.head(0), self.head(1), topk, self.options.hard_weight > 0, self.stash)

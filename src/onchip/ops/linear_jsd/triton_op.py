@@ -45,16 +45,19 @@ def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) ->
 
 def _plan(call: Call) -> JsdPlan:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
-    copied = 0
-    for model, dtype in zip(call.models, call.dtypes, strict=True):
-        copied += copied_rows(model.hidden) + copied_rows(model.logits, columns_apart=False)
+    heads = []
+    for who, (model, dtype) in enumerate(zip(call.models, call.dtypes, strict=True)):
+        copied = copied_rows(model.hidden) + copied_rows(model.logits, columns_apart=False)
         copied += 0 if model.weight is None else copied_weight(model.weight[: call.size], dtype)
-    p = replace(call.problem, copied=copied)
+        heads.append(replace(call.head(who), copied=copied))
+    p = replace(call.problem, student=heads[0], teacher=heads[1])
     if call.student.hidden is None:
         triton_memory.PLANNER.require(p, "", call.options.scratch_bytes)
         return JsdPlan(0)
-    heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
-    p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))
+    heads = [
+        replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied)) for h in heads
+    ]
+    p = replace(p, vocab=int(p.vocab), student=heads[0], teacher=heads[1])
     return triton_memory.plan(p, call.options.scratch_bytes)
 
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Layer
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
+from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.tiles import Head
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
@@ -43,7 +44,7 @@ _REGISTERS = {2: 48, 4: 64}
 class Side:
     """One model: its last layer, or its logits."""
 
-    layer: Layer | None
+    layer: LinearCall | None
     config: TritonPlan  # how the engine cuts the layer's gradients
     run: Run | None  # of the layer's entries that count
     logits: Tensor | None  # [T, V'], columns side by side
