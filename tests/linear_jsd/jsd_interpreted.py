@@ -60,7 +60,7 @@ LOGITS = {
     },
     "all": Case(
         "all", 9, 31, 700, student="logits", teacher="logits", ignored=0.3, token_weight=True, padding=(8, 24),
-        options={"vocab": 700, "beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
+        options={"beta": 0.3, "temperature": 1.5, "hard_weight": 0.2, "reduction": "none"},
     ),
     "equal": Case("equal", 5, 31, 300, student="logits", teacher="logits", noise=0.0),
 }  # fmt: skip

@@ -219,7 +219,7 @@ def _call(
     if choose_torch_backend(options.op, backend, device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem, "", options.scratch_bytes)  # shows before anything runs
-    return (_STASHING if call.stash else OPERATORS[options.op])(call).loss
+    return OPERATORS[options.op](call).loss
 
 
 # ------------------------------------------------------------------------------------------------------- the operators
@@ -233,12 +233,13 @@ class Outputs(NamedTuple):
     teacher: Model
 
 
-class Stash(NamedTuple):
-    """What backward scales.  No input is kept alive."""
+class Kept(NamedTuple):
+    """What backward is given: with `stash` gradients to scale, and no input is kept alive; else the call."""
 
+    call: Call
     student: Model
     teacher: Model
-    dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
+    gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
 
 
 def _forward(call: Call) -> Outputs:
@@ -261,56 +262,43 @@ def _empty(call: Call, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor
     return [x.new_empty(x.shape, dtype=dtype) if x is not None and want else None for x, want in pairs]
 
 
-def _save(call: Call, made: Outputs) -> Call:
-    return call
+def _save(call: Call, made: Outputs) -> Kept:
+    dtypes = tuple(torch.float32 if x is None else x.dtype for x in call.parameters)
+    if call.stash:
+        nothing: Any = dict.fromkeys(("indices", "values", "target", "token_weight", "normalizer"))
+        call = call._replace(student=Model(), teacher=Model(), **nothing)
+    return Kept(call, made.student, made.teacher, dtypes)
 
 
-def _save_stash(call: Call, made: Outputs) -> Stash:
-    dtypes = (torch.float32 if x is None else x.dtype for x in call.parameters)
-    return Stash(made.student, made.teacher, tuple(dtypes))
-
-
-def _gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstream
     assert grad_loss is not None
-    tokens = call.tokens(check=False)
-    row = tokens.weight * tokens.inverse_count
-    row = row * (tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss)
-    _, made = walk(call, tokens, row, wanted)
-    pairs = zip(made, call.parameters, strict=True)
-    return [None if x is None or like is None else x.to(like.dtype) for x, like in pairs]
-
-
-def _scale(stash: Stash, upstream: Made, wanted: Wanted) -> Made:
-    (grad_loss,) = upstream
-    assert grad_loss is not None
-    factor = None if is_plain_one(grad_loss) else grad_loss
+    call = kept.call
+    made: Made = (*kept.student, *kept.teacher)
+    if call.stash:
+        factor = None if is_plain_one(grad_loss) else grad_loss
+    else:
+        tokens, factor = call.tokens(check=False), None
+        row = tokens.weight * tokens.inverse_count
+        row = row * (tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss)
+        _, made = walk(call, tokens, row, wanted)
     return [
         scale_stash(x, factor, dtype) if want and x is not None else None
-        for x, dtype, want in zip((*stash.student, *stash.teacher), stash.dtypes, wanted, strict=True)
+        for x, dtype, want in zip(made, kept.gradient_dtypes, wanted, strict=True)
     ]
 
 
 OPERATORS = {
     op: register(
-        f"{op}_by_torch_again",
+        f"{op}_by_torch",
         op=op,
         forward=_forward,
         fake=_fake,
         save=_save,
         gradients=_gradients,
-        fake_gradients=lambda call, upstream, wanted: _empty(call, wanted, None),
+        fake_gradients=lambda kept, upstream, wanted: _empty(kept.call, wanted, None),
         differentiable=PARAMETERS,
+        direct=lambda kept: kept.call.stash,
     )
     for op in (OP, LOGITS_OP)
 }
-_STASHING = register(
-    f"{OP}_by_torch_at_once",
-    op=OP,
-    forward=_forward,
-    fake=_fake,
-    save=_save_stash,
-    gradients=_scale,
-    fake_gradients=None,
-    differentiable=PARAMETERS,
-)
