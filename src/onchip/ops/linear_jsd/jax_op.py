@@ -177,11 +177,7 @@ def jsd(
 ) -> Any:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
-    With s = softmax(student_logits / temperature), t the same of the teacher and m = (1 - beta) * s + beta * t, the
-    loss of a token is::
-
-        jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
-        loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
+    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
 
     Args:
         student_logits: [..., V] float32, bfloat16 or float16.  -inf takes an entry out.
@@ -268,7 +264,15 @@ def _call(
     layout: str,
 ) -> Any:
     named = named_arrays(options.op, student, teacher, topk, labels=labels, token_weight=token_weight)
-    shape, size = _check_arrays(options, named, layout)
+    check_layout(options.op, layout)
+    arrays = require_arrays(options.op, named, optional=())
+    # In the other layout a weight is checked as if transposed.
+    turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
+    shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
+    shape, size = check_shapes(options, shapes, "labels")
+    check_kinds(options.op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
+    for whose in ("student_", "teacher_"):
+        check_product_dtype(options.op, arrays, whose)
     check_normalizer(options.op, normalizer, options.reduction)
     choose_backend(options.op, backend, dict.fromkeys(BACKENDS))
     total = math.prod(shape)
@@ -294,24 +298,6 @@ def _call(
 
 def _none(models: Any) -> Any:
     return jax.tree.map(lambda _: False, models)
-
-
-def _check_arrays(options: Options, named: dict[str, Any], layout: str) -> tuple[tuple[int, ...], int]:
-    """Raise for what doesn't fit together, by types, shapes and dtypes alone: it works on tracers.
-
-    Return the tokens' shape and the entries that count.
-    """
-    op = options.op
-    check_layout(op, layout)
-    arrays = require_arrays(op, named, optional=())
-    # In the other layout a weight is checked as if transposed.
-    turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
-    shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
-    leading, size = check_shapes(options, shapes, "labels")
-    check_kinds(op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
-    for whose in ("student_", "teacher_"):
-        check_product_dtype(op, arrays, whose)
-    return leading, size
 
 
 def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Constants) -> int:

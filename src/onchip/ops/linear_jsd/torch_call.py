@@ -1,42 +1,18 @@
-"""What the public functions check at their door, and the call that they make: what is read off its arguments."""
+"""The call that the public functions make, and what is read off its arguments."""
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import (
-    DTYPES,
-    check_kinds,
-    copied_rows,
-    product_dtype,
-    refuse_gradient,
-    require_tensors,
-)
+from onchip.frontend.torch_inputs import DTYPES, copied_rows
+from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import Options, check_shapes
+from onchip.ops.linear_jsd.spec import Options
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
-
-
-def check_tensors(options: Options, named: dict[str, Any]) -> tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]:
-    """Raise for what can be seen without reading values.
-
-    Return the tokens' shape, the entries that count, and the dtype of both models' products (of none: float32).
-    """
-    op = options.op
-    tensors = require_tensors(op, named, optional=())
-    leading, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
-    check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
-    if "teacher_topk.values" in tensors:
-        refuse_gradient(op, "teacher_topk.values", tensors["teacher_topk.values"])
-    dtypes = (
-        product_dtype(op, tensors, whose) if f"{whose}hidden" in tensors else torch.float32
-        for whose in ("student_", "teacher_")
-    )
-    return leading, size, tuple(dtypes)
 
 
 def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> None:
@@ -111,6 +87,11 @@ class Call(NamedTuple):
     def new_loss(self) -> Tensor:
         """Memory for the result."""
         return self.first.new_empty(self.shape if self.options.reduction == "none" else (), dtype=torch.float32)
+
+    def empty_gradients(self, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
+        """Memory for gradients in `dtype`, by default their parameters'."""
+        pairs = zip(self.parameters, wanted, strict=True)
+        return [x.new_empty(x.shape, dtype=dtype) if x is not None and want else None for x, want in pairs]
 
     def targets(self) -> tuple[Tensor, int]:
         """Targets [...] and what is ignored of them; all are kept where there are none."""

@@ -53,7 +53,7 @@ def _plan(call: Call) -> JsdPlan:
     p = replace(call.problem, student=heads[0], teacher=heads[1])
     if call.student.hidden is None:
         triton_memory.PLANNER.require(p, "", call.options.scratch_bytes)
-        return JsdPlan(0)
+        return JsdPlan(call.number)
     heads = [
         replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied)) for h in heads
     ]
@@ -61,24 +61,27 @@ def _plan(call: Call) -> JsdPlan:
     return triton_memory.plan(p, call.options.scratch_bytes)
 
 
-class Outputs(NamedTuple):
-    """The loss, and what forward leaves for backward; empty where nothing is needed."""
+class Left(NamedTuple):
+    """What forward leaves for backward; empty where nothing is needed."""
 
-    loss: Tensor
     stats: Tensor  # float32, by position
     vectors: Tensor  # int32: `Vectors.packed`
     student: Saved
     teacher: Saved
 
 
+class Outputs(NamedTuple):
+    """What the operator returns."""
+
+    loss: Tensor
+    left: Left
+
+
 class Kept(NamedTuple):
     """What backward is given."""
 
     call: Call
-    stats: Tensor
-    vectors: Tensor
-    student: Saved
-    teacher: Saved
+    left: Left
 
 
 def _forward(call: Call) -> Outputs:
@@ -88,8 +91,7 @@ def _forward(call: Call) -> Outputs:
         call.tokens(check=True)  # for its checks alone
     plan = _plan(call)
     made = _memory(call, plan)
-    loss, vectors = triton_walk.forward(call, plan, made.stats, (made.student, made.teacher))
-    return made._replace(loss=loss, vectors=vectors.packed)
+    return made._replace(loss=triton_walk.forward(call, plan, made.left))
 
 
 def _fake(call: Call) -> Outputs:
@@ -106,18 +108,13 @@ def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
         made = setup.make_saved(layer, config_of(call.head(who), plan), fake=fake)
         return made._replace(vectors=made.vectors.new_empty(0))  # those of the call serve both models
 
-    floats, ints = triton_memory.vector_elements(call.number), engine_memory.vector_elements(call.number)
-    return Outputs(
-        call.new_loss(),
-        call.first.new_empty(floats, dtype=torch.float32),
-        call.first.new_empty(ints, dtype=torch.int32),
-        saved(0),
-        saved(1),
-    )
+    stats = call.first.new_empty(triton_memory.vector_elements(call.number), dtype=torch.float32)
+    vectors = call.first.new_empty(engine_memory.vector_elements(call.number), dtype=torch.int32)
+    return Outputs(call.new_loss(), Left(stats, vectors, saved(0), saved(1)))
 
 
 def _save(call: Call, made: Outputs) -> Kept:
-    return Kept(call, *made[1:])
+    return Kept(call, made.left)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -126,25 +123,18 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     (grad_loss,) = upstream
     assert grad_loss is not None
-    plan, saved = _plan(kept.call), (kept.student, kept.teacher)
-    return triton_walk.backward(kept.call, plan, kept.stats, kept.vectors, saved, grad_loss, wanted)
+    return triton_walk.backward(kept.call, _plan(kept.call), kept.left, grad_loss, wanted)
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    made: list[Tensor | None] = []
-    for who, saved in enumerate((kept.student, kept.teacher)):
-        _, weight, bias, logits = wanted[4 * who : 4 * who + 4]
-        new = (False, weight and saved.weight_memory.numel() == 0, bias, logits)
-        made += [
-            x.new_empty(x.shape) if x is not None and want else None
-            for x, want in zip(kept.call.models[who], new, strict=True)
-        ]
-    return made
+    saved = kept.left.student, kept.left.teacher
+    new = [x for of in saved for x in (False, of.weight_memory.numel() == 0, True, True)]
+    return kept.call.empty_gradients([a and b for a, b in zip(wanted, new, strict=True)], None)
 
 
 def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
     grads = list(made)
-    for who, saved in enumerate((kept.student, kept.teacher)):
+    for who, saved in enumerate((kept.left.student, kept.left.teacher)):
         layer = kept.call.layer(who)
         if layer is not None:
             grads[4 * who : 4 * who + 2] = setup.in_memory(saved, layer.weight, grads[4 * who + 1])
@@ -161,7 +151,9 @@ OPERATORS = {
         gradients=_gradients,
         fake_gradients=_fake_gradients,
         differentiable=PARAMETERS,
-        consumed=[f"{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")],
+        consumed=[
+            f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")
+        ],
         collect=_collect,
         clone=setup.clone,
     )
