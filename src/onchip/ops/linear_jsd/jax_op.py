@@ -37,6 +37,7 @@ from onchip.vocab.xla.tiles import (
     Softmax,
     Transform,
     Wanted,
+    cut,
     cut_rows,
     logits_gradient,
     select_tokens,
@@ -221,11 +222,16 @@ class _Model(NamedTuple):
     bias: Any = None
     logits: Any = None  # [..., V]
 
-    def source(self, layout: str) -> Any:
-        """What of it may get a gradient, with the leading dimensions flattened to T: a `Projection`, logits or None."""
+    def source(self, layout: str, size: int) -> Any:
+        """What of it may get a gradient, leading dimensions flattened to T: a `Projection`, logits or None.
+
+        Padding is cut off here, by what JAX differentiates itself.
+        """
         if self.logits is not None:
-            return _flat(jnp.asarray(self.logits))
-        return None if self.hidden is None else Projection.of(self.hidden, self.weight, self.bias, layout)
+            return cut(_flat(jnp.asarray(self.logits)), 0, size, 1)
+        if self.hidden is None:
+            return None
+        return Projection.of(self.hidden, self.weight, self.bias, layout).part(Columns(0, size))
 
 
 def _flat(x: Any) -> Any:
@@ -276,8 +282,8 @@ def _call(
     check_normalizer(options.op, normalizer, options.reduction)
     choose_backend(options.op, backend, dict.fromkeys(BACKENDS))
     total = math.prod(shape)
-    taught = teacher.source(layout)
-    models = student.source(layout), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
+    taught = teacher.source(layout, size)
+    models = student.source(layout, size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
     no_labels = jnp.zeros(total, jnp.int32)
     constants = _Constants(
         no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
@@ -354,9 +360,8 @@ def _walk(
     labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
     reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
-    size, padded = static.size, tokens.source.shape[0]
-    given = [(x, need) for x, need in zip(models, needs, strict=True) if x is not None]
-    sources = [_source(static, x) for x, _ in given]
+    given = [(_source(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
+    sources = [x for x, _ in given]
 
     def step(start: jax.Array, *z: jax.Array) -> tuple[jax.Array, list[Any]]:
         source, label, scale = cut_rows((tokens.source, labels, row_scale), start, chunk)
@@ -365,50 +370,40 @@ def _walk(
         def take(x: jax.Array) -> jax.Array:
             return x.at[source].get(mode="fill", fill_value=0)
 
-        def of_source(g: jax.Array | None, x: Projection | Logits) -> Any:
-            if g is None:
-                return None
+        def scaled(g: jax.Array | None) -> Any:
             # Where, not a factor of 0: what is behind the kept tokens may be infinite.
-            g = jnp.where(there[:, None], g * scale[:, None], 0)
-            return jnp.pad(g, ((0, 0), (0, x.vocab - size)))
+            return None if g is None else jnp.where(there[:, None], g * scale[:, None], 0)
 
-        own, *others = (x[:, :size] for x in z)
+        own, *others = z
         teacher: Any = others[0] if others else None
         if constants.indices is not None and constants.values is not None:
             ids, values = take(constants.indices), take(constants.values)
             values = jnp.where(ids < 0, jnp.nan, values)
             teacher = TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)
         value, *gradients = divergence.rows(_ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
-        return jnp.where(there, value, 0), [of_source(g, x) for g, x in zip(gradients, sources, strict=False)]
+        return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 
-    def whole(sums: Any, source: Projection | Logits, model: Any) -> Any:
-        """With zeros for ignored tokens and for the entries that don't count."""
+    def whole(sums: Any, source: Projection | Logits) -> Any:
+        """With zeros for ignored tokens."""
         if isinstance(source, Logits):
             return None if sums is None else source.floats(sums)
-        hidden = None if sums.hidden is None else tokens.spread(sums.hidden)
-        weight, bias = _padded(sums.weight, model.weight), _padded(sums.bias, model.bias)
-        return replace(sums, hidden=hidden, weight=weight, bias=bias)
+        return sums if sums.hidden is None else replace(sums, hidden=tokens.spread(sums.hidden))
 
-    zeros = jnp.zeros(padded, jnp.float32)
+    zeros = jnp.zeros(tokens.source.shape, jnp.float32)
     losses, sums = by_rows(chunk, tokens, sources, [need for _, need in given], zeros, step)
     loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
-    made = [whole(g, source, x) for g, source, (x, _) in zip(sums, sources, given, strict=True)]
+    made = [whole(g, source) for g, source in zip(sums, sources, strict=True)]
     return loss, (*made, *[None] * (2 - len(made)))
 
 
 def _source(static: _Static, model: Any) -> Projection | Logits:
-    """A model's last layer over the entries that count, or its logits."""
+    """A model's last layer, in float32 where products of 16 bits won't do, or its logits."""
     if not isinstance(model, Projection):
         return Logits.of(model)
-    weight = lax.slice_in_dim(model.weight, 0, static.size, axis=model.vocab_axis)
-    if static.platform == "cpu" or weight.dtype == jnp.float16:
+    if static.platform == "cpu" or model.weight.dtype == jnp.float16:
         # The CPU's 16-bit products round; float16's range is short for a gradient.
-        weight = weight.astype(jnp.float32)
-    return replace(model, weight=weight, bias=None if model.bias is None else model.bias[: static.size])
-
-
-def _padded(x: Any, like: Any) -> Any:
-    return None if x is None else jnp.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
+        return replace(model, weight=model.weight.astype(jnp.float32))
+    return model
 
 
 def _cross_entropy(z: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
