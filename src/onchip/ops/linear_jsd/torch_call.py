@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES, copied_rows
+from onchip.frontend.torch_inputs import DTYPES, copied_rows, copied_weight
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options
@@ -128,14 +128,17 @@ class Call(NamedTuple):
         grads = self.grads_of(who)[:3]
         return LinearCall(hidden, weight, bias, None, self.dtypes[who], self.options, grads, copied=0)
 
-    def head(self, who: int) -> Head:
-        """What plans know of the student (0) or the teacher (1)."""
+    def head(self, who: int, *, kernels: bool = False) -> Head:
+        """What plans know of the student (0) or the teacher (1); with `kernels` those of the Triton kernels."""
         hidden, weight, _, logits = self.models[who]
         grads, vocab = self.grads_of(who), 0 if logits is None else logits.shape[-1]
         device = "cpu" if self.first.device.type == "cpu" else "cuda"
+        copied = copied_rows(hidden) + copied_rows(logits, columns_apart=not kernels)
+        if kernels and weight is not None:
+            copied += copied_weight(weight[: self.size], self.dtypes[who])
         head = Head(
             self.number, 0, vocab, device=device, grad_hidden=grads[3], grad_weight=False, op=self.options.op,
-            copied=copied_rows(hidden, logits),
+            copied=copied,
         )  # fmt: skip
         if hidden is None or weight is None:
             return head
@@ -145,8 +148,8 @@ class Call(NamedTuple):
             grad_weight=grads[1], grad_bias=grads[2],
         )  # fmt: skip
 
-    @property
-    def problem(self) -> Problem:
+    def problem(self, *, kernels: bool = False) -> Problem:
         """What plans are made for."""
+        student, teacher = (self.head(who, kernels=kernels) for who in (0, 1))
         topk = 0 if self.indices is None else self.indices.shape[-1]
-        return Problem(self.size, self.head(0), self.head(1), topk, self.options.hard_weight > 0, self.stash)
+        return Problem(self.size, student, teacher, topk, self.options.hard_weight > 0, self.stash)

@@ -234,7 +234,7 @@ def _call(
     )  # fmt: skip
     if choose_torch_backend(op, backend, device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
-    memory.PLANNER.require(call.problem, "", options.scratch_bytes)  # shows before anything runs
+    memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
     return OPERATORS[op](call).loss
 
 

@@ -30,7 +30,7 @@ def walk(
     """The losses of the computed tokens, without weights, and the gradients that are wanted: of logits in their own
     dtype, of all else in float32."""
     n, label = tokens.number, tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
-    chunk = min(n, memory.plan(call.problem, "", call.options.scratch_bytes))
+    chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
     whole = call.indices is None
     sides = [_Side(call, who, grads[4 * who : 4 * who + 4], tokens, chunk) for who in ((0, 1) if whole else (0,))]
     losses, block = row.new_empty(n), -(-chunk // BLOCKS)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import copied_rows, copied_weight
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.ops.linear_jsd import triton_memory
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
@@ -45,19 +44,15 @@ def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) ->
 
 def _plan(call: Call) -> JsdPlan:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
-    heads = []
-    for who, (model, dtype) in enumerate(zip(call.models, call.dtypes, strict=True)):
-        copied = copied_rows(model.hidden) + copied_rows(model.logits, columns_apart=False)
-        copied += 0 if model.weight is None else copied_weight(model.weight[: call.size], dtype)
-        heads.append(replace(call.head(who), copied=copied))
-    p = replace(call.problem, student=heads[0], teacher=heads[1])
+    p = call.problem(kernels=True)
     if call.student.hidden is None:
         triton_memory.PLANNER.require(p, "", call.options.scratch_bytes)
         return JsdPlan(call.number)
-    heads = [
-        replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied)) for h in heads
-    ]
-    p = replace(p, vocab=int(p.vocab), student=heads[0], teacher=heads[1])
+    student, teacher = (
+        replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied))
+        for h in (p.student, p.teacher)
+    )
+    p = replace(p, vocab=int(p.vocab), student=student, teacher=teacher)
     return triton_memory.plan(p, call.options.scratch_bytes)
 
 
