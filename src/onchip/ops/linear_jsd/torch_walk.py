@@ -18,7 +18,7 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.loss import Loss, loss_gradient
 from onchip.vocab.torch.softmax import Running
-from onchip.vocab.torch.tiles import Projection, Tokens, product, spans
+from onchip.vocab.torch.tiles import Tokens, product, spans
 
 
 def walk(
@@ -60,12 +60,9 @@ class _Side:
 
     def __init__(self, call: Call, who: int, grads: Sequence[bool], tokens: Tokens, chunk: int) -> None:
         model, self.tokens, self.vocab, self.wanted = call.models[who], tokens, call.size, any(grads)
-        hidden, weight, bias, logits = model
-        self.layer, self.logits = None, None
-        if hidden is not None and weight is not None:
-            self.layer = Projection.of(hidden, weight, bias, call.dtypes[who])
-        if logits is not None:
-            self.logits = Rows(logits.reshape(-1, logits.shape[-1])[:, : self.vocab])
+        layer, logits = call.layer(who), model.logits
+        self.layer = None if layer is None else layer.layer
+        self.logits = None if logits is None else Rows(logits.reshape(-1, logits.shape[-1])[:, : self.vocab])
         self.buffer = call.first.new_empty((chunk, self.vocab), dtype=torch.float32)
         self.made = Model(*(
             x.new_zeros(x.shape, dtype=x.dtype if x is logits else torch.float32) if x is not None and wanted else None
