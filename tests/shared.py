@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from onchip import cli
 
+
 def run_cli(*arguments, columns=200):
     """By default wide enough that no message is wrapped."""
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [str(a) for a in arguments])

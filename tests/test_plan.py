@@ -221,8 +221,9 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
     assert first("cross_entropy") == rows
     log_probs = memory.Problem(8192, 4096, 128256, dtype="bfloat16", device="cuda", ids=1)
     assert first("linear_log_probs") == memory.plan(log_probs, "forward").token_chunk
-    student, teacher = (jsd_spec.Head(h, 128256, "bfloat16") for h in (4096, 2048))
-    jsd = jsd_spec.Problem(8192, 128256, student, teacher, device="cuda")
+    alone = {"device": "cuda", "grad_hidden": False, "grad_weight": False}
+    student, teacher = (memory.Problem(8192, h, 128256, "bfloat16", **alone) for h in (4096, 2048))
+    jsd = jsd_spec.Problem(128256, student, teacher)
     assert first("linear_jsd", "--teacher-hidden", "2048") == jsd_spec.plan(jsd)
 
     for plan in plans("cross_entropy", "triton"):

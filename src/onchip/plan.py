@@ -342,13 +342,11 @@ def _jsd_passes(call: Call, backend: str) -> list[Way]:
     triton = backend == "triton"
     names = ("forward", "both passes") if triton else ("forward alone", "forward with gradients")
     planner: Planner[Any] = jsd_triton_memory.PLANNER if triton else jsd_memory.PLANNER
-    dtypes = (call.dtype, call.dtype, call.weight_dtype)
     ways = []
     for name, products, grad in zip(names, (2, 4), (False, True), strict=True):
-        student = jsd_memory.Head(call.hidden, call.vocab, *dtypes, grad, grad)
-        teacher = jsd_memory.Head(call.teacher_hidden, call.vocab, *dtypes)
-        stash = grad and not triton
-        p = jsd_memory.Problem(call.tokens, call.vocab, student, teacher, device=call.device, stash=stash)
+        student = call.problem(grad=grad, op=linear_jsd.OP)
+        teacher = call.problem(grad=False, hidden=call.teacher_hidden)
+        p = jsd_memory.Problem(call.vocab, student, teacher, stash=grad and not triton)
         ways.append(Way(name, products, planner, p, partial(planner.plan, p, ""), 2))
     return ways
 

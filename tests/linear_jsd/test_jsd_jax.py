@@ -103,10 +103,8 @@ def test_the_teacher_is_a_constant_unless_asked():
 def test_the_formula_holds(dtype):
     tokens, size, vocab = 512, 64, 8192
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((tokens, size), (vocab, size)) * 2]
-    p = Problem(
-        tokens, vocab, Head(size, vocab, dtype, dtype, dtype, True, True), Head(size, vocab, dtype, dtype, dtype),
-        stash=True,
-    )  # fmt: skip
+    student, teacher = (Head(tokens, size, vocab, dtype, grad_hidden=g, grad_weight=g) for g in (True, False))
+    p = Problem(vocab, student, teacher, stash=True)
     budget = memory.JAX_PLANNER.least(p, "") + 16 * MIB
     step = jax.value_and_grad(partial(linear_jsd, scratch_bytes=budget, temperature=2.0), (0, 1))
     used = jax.jit(step).lower(*shapes).compile().memory_analysis().temp_size_in_bytes

@@ -1,13 +1,14 @@
 """Named problems after real models and with awkward numbers, used by the tests and `onchip check`."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import cases
-from onchip.oracle.cases import draw_factors, ignore_some
+from onchip.oracle.cases import draw_factors, ignore_some, named_case
 
 Float = npt.NDArray[np.float32]
 
@@ -29,6 +30,10 @@ class Case(cases.Case):
     """The teacher is the student, its hidden states off by so much (0: exactly); None: a model of its own."""
     padding: tuple[int, int] = (0, 0)
     """Entries behind `vocab` in the student and in the teacher."""
+
+    def __post_init__(self) -> None:
+        if any(self.padding):
+            object.__setattr__(self, "options", {**self.options, "vocab": self.vocab})
 
 
 class Inputs(NamedTuple):
@@ -82,21 +87,15 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         target = rng.integers(2 * case.masked, vocab, size=tokens)
         ignore_some(case, target, rng)
     token_weight, _, grad_loss = draw_factors(case, rng)
-    linear = case.student == "hidden"
-    dense = case.teacher == "hidden" and linear
-    student: tuple[Any, ...] = (h, w, b, None) if linear else (None, None, None, z)
-    teacher: tuple[Any, ...] = (x, v, c) if dense else (None, None, None)
-    given_logits = None if dense or topk is not None else u
-    return Inputs(*student, *teacher, given_logits, topk, target, token_weight, grad_loss)  # type: ignore[call-arg]
+    dense = case.teacher == case.student == "hidden"
+    student: Any = (h, w, b, None) if case.student == "hidden" else (None, None, None, z)
+    teacher: Any = (x, v, c, None) if dense else (None, None, None, u if topk is None else None)
+    return Inputs(*student, *teacher, topk, target, token_weight, grad_loss)  # type: ignore[call-arg]
 
 
-def _case(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
-    fields = {k: more.pop(k) for k in list(more) if k in Case.__dataclass_fields__}
-    if "padding" in fields:
-        more["vocab"] = vocab
-    return Case(name, tokens, hidden, vocab, **fields, options=more)
-
-
+_case = partial(named_case, Case)
+_EVERYTHING = {"teacher_hidden": 40, "bias": True, "padding": (8, 24), "ignored": 0.3, "token_weight": True}
+_EVERYTHING |= {"beta": 0.3, "temperature": 1.5, "temperature_squared": True, "hard_weight": 0.2, "normalizer": 50}
 # `onchip check`: small enough for two CPU cores, awkward on purpose.  Small logits show padding mistakes that large
 # ones hide; ragged sizes show masking mistakes; close models show cancellation.
 CHECK_CASES = (
@@ -124,23 +123,8 @@ CHECK_CASES = (
     _case("teacher's logits", 61, 40, 500, teacher="logits"),
     *(_case(f"top-k, {x}", 61, 40, 500, teacher=x, logit_std=3.0) for x in ("tail", "truncated", "renormalised")),
     *(_case(f"logits, beta {b}", 61, 31, 500, student="logits", teacher="logits", beta=b) for b in (0.0, 0.3, 1.0)),
-    _case(
-        "everything",
-        61,
-        40,
-        500,
-        teacher_hidden=40,
-        bias=True,
-        padding=(8, 24),
-        ignored=0.3,
-        token_weight=True,
-        beta=0.3,
-        temperature=1.5,
-        temperature_squared=True,
-        hard_weight=0.2,
-        normalizer=50,
-    ),
-)  # fmt: skip
+    _case("everything", 61, 40, 500, **_EVERYTHING),
+)
 # What `onchip bench` runs: llama3.1-8b's head as both models, then models with hidden sizes of their own, named student
 # and teacher.
 SUITES = {

@@ -1,7 +1,7 @@
 """How the ops are compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -61,26 +61,20 @@ plain_refusals = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
 
 
 def _keywords(inputs: Inputs) -> dict[str, Any]:
-    topk = dict(zip(("indices", "values", "kind", "rest"), inputs.topk or (), strict=False))
+    topk = dict(zip(TopK._fields, inputs.topk or (), strict=False))
     return {"target": inputs.target, "token_weight": inputs.token_weight, **topk}
 
 
-_OF_LINEAR = tuple(f"{who}_{part}" for who in ("student", "teacher") for part in ("hidden", "weight", "bias"))
-
-
-def _arguments(given: Mapping[str, Any], topk_of: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+def _arguments(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Which of the two ops is called, and its arguments; those of a top-k teacher as one."""
-    rest = {name: x for name, x in given.items() if name not in TopK._fields}
-    topk = [given.get(name) for name in TopK._fields]
-    rest["teacher_topk"] = None if topk[0] is None else topk_of(*topk)
-    if rest["student_hidden"] is None:
-        return "jsd", {name: x for name, x in rest.items() if name not in _OF_LINEAR}
-    del rest["student_logits"]
-    return "linear_jsd", rest
+    made = {name: x for name, x in given.items() if x is not None and name not in TopK._fields}
+    if "indices" in given:
+        made["teacher_topk"] = TopK(*(given[name] for name in TopK._fields))
+    return "jsd" if "student_logits" in made else "linear_jsd", made
 
 
 def _oracle(**given: Any) -> reference.Result:
-    name, arguments = _arguments(given, lambda *topk: topk)
+    name, arguments = _arguments(given)
     made: reference.Result = getattr(reference, name)(**arguments)
     return made
 
@@ -91,13 +85,13 @@ def _constant_teacher(how: Mapping[str, Any], student_hidden: Any, teacher_logit
 
 
 def _call(fw: Any, how: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    name, arguments = _arguments(given, TopK)
+    name, arguments = _arguments(given)
     arguments[fw.IDS] = arguments.pop("target", None)
-    for weight in ("student_weight", "teacher_weight"):
-        if how.get("weight_layout") == "hv" and arguments.get(weight) is not None:
+    for weight in {"student_weight", "teacher_weight"} & set(arguments):
+        if how.get("weight_layout") == "hv":
             arguments[weight] = arguments[weight].T
     constant = _constant_teacher(how, given["student_hidden"], given["teacher_logits"])
-    teacher_grad = arguments["teacher_topk"] is None and not constant
+    teacher_grad = "teacher_topk" not in arguments and not constant
     return {"loss": op_in(fw, "linear_jsd", name)(**arguments, **how, teacher_grad=teacher_grad)}
 
 

@@ -35,7 +35,9 @@ from onchip.vocab.xla.tiles import (
     Logits,
     Projection,
     Softmax,
+    Transform,
     Wanted,
+    cut,
     cut_rows,
     logits_gradient,
     select_tokens,
@@ -176,11 +178,7 @@ def jsd(
 ) -> Any:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
-    With s = softmax(student_logits / temperature), t the same of the teacher and m = (1 - beta) * s + beta * t, the
-    loss of a token is::
-
-        jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
-        loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
+    The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
 
     Args:
         student_logits: [..., V] float32, bfloat16 or float16.  -inf takes an entry out.
@@ -224,11 +222,16 @@ class _Model(NamedTuple):
     bias: Any = None
     logits: Any = None  # [..., V]
 
-    def source(self, layout: str) -> Any:
-        """What of it may get a gradient, with the leading dimensions flattened to T: a `Projection`, logits or None."""
+    def source(self, layout: str, size: int) -> Any:
+        """What of it may get a gradient, leading dimensions flattened to T: a `Projection`, logits or None.
+
+        Padding is cut off here, by what JAX differentiates itself.
+        """
         if self.logits is not None:
-            return _flat(jnp.asarray(self.logits))
-        return None if self.hidden is None else Projection.of(self.hidden, self.weight, self.bias, layout)
+            return cut(_flat(jnp.asarray(self.logits)), 0, size, 1)
+        if self.hidden is None:
+            return None
+        return Projection.of(self.hidden, self.weight, self.bias, layout).part(Columns(0, size))
 
 
 def _flat(x: Any) -> Any:
@@ -267,12 +270,20 @@ def _call(
     layout: str,
 ) -> Any:
     named = named_arrays(options.op, student, teacher, topk, labels=labels, token_weight=token_weight)
-    shape, size = _check_arrays(options, named, layout)
+    check_layout(options.op, layout)
+    arrays = require_arrays(options.op, named, optional=())
+    # In the other layout a weight is checked as if transposed.
+    turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
+    shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
+    shape, size = check_shapes(options, shapes, "labels")
+    check_kinds(options.op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
+    for whose in ("student_", "teacher_"):
+        check_product_dtype(options.op, arrays, whose)
     check_normalizer(options.op, normalizer, options.reduction)
     choose_backend(options.op, backend, dict.fromkeys(BACKENDS))
     total = math.prod(shape)
-    taught = teacher.source(layout)
-    models = student.source(layout), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
+    taught = teacher.source(layout, size)
+    models = student.source(layout, size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
     no_labels = jnp.zeros(total, jnp.int32)
     constants = _Constants(
         no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
@@ -295,46 +306,21 @@ def _none(models: Any) -> Any:
     return jax.tree.map(lambda _: False, models)
 
 
-def _check_arrays(options: Options, named: dict[str, Any], layout: str) -> tuple[tuple[int, ...], int]:
-    """Raise for what doesn't fit together, by types, shapes and dtypes alone: it works on tracers.
-
-    Return the tokens' shape and the entries that count.
-    """
-    op = options.op
-    check_layout(op, layout)
-    arrays = require_arrays(op, named, optional=())
-    # In the other layout a weight is checked as if transposed.
-    turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
-    shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
-    leading, size = check_shapes(options, shapes, "labels")
-    check_kinds(op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
-    for whose in ("student_", "teacher_"):
-        check_product_dtype(op, arrays, whose)
-    return leading, size
-
-
 def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Constants) -> int:
     """Tokens of a chunk."""
 
     def head(model: Any, needs: Any) -> Head:
-        if model is None:
-            return Head()
-        if not isinstance(model, Projection):
-            return Head(vocab=model.shape[1], dtype=model.dtype.name, grad_logits=needs)
-        name, wanted = model.hidden.dtype.name, (needs.hidden, needs.weight, bool(needs.bias))
-        return Head(model.hidden.shape[1], model.vocab, name, name, name, *wanted)
+        if isinstance(model, Projection):
+            return model.problem(needs, static.platform, Transform(), op=static.options.op)
+        tokens, device = constants.labels.shape[0], "cpu" if static.platform == "cpu" else "cuda"
+        vocab, dtype = (0, "float32") if model is None else (model.shape[1], model.dtype.name)
+        return Head(
+            tokens, 0, vocab, dtype, device=device, op=static.options.op, grad_hidden=bool(needs), grad_weight=False
+        )
 
-    problem = Problem(
-        tokens=constants.labels.shape[0],
-        vocab=static.size,
-        student=head(models[0], needs[0]),
-        teacher=head(models[1], needs[1]),
-        topk=0 if constants.indices is None else constants.indices.shape[1],
-        hard=static.options.hard_weight > 0,
-        device="cpu" if static.platform == "cpu" else "cuda",
-        stash=stash,
-        op=static.options.op,
-    )
+    student, teacher = map(head, models, needs)
+    topk = 0 if constants.indices is None else constants.indices.shape[1]
+    problem = Problem(static.size, student, teacher, topk, static.options.hard_weight > 0, stash)
     return memory.jax_plan(problem, "", static.options.scratch_bytes)
 
 
@@ -374,9 +360,8 @@ def _walk(
     labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
     reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
-    size, padded = static.size, tokens.source.shape[0]
-    given = [(x, need) for x, need in zip(models, needs, strict=True) if x is not None]
-    sources = [_source(static, x) for x, _ in given]
+    given = [(_source(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
+    sources = [x for x, _ in given]
 
     def step(start: jax.Array, *z: jax.Array) -> tuple[jax.Array, list[Any]]:
         source, label, scale = cut_rows((tokens.source, labels, row_scale), start, chunk)
@@ -385,50 +370,40 @@ def _walk(
         def take(x: jax.Array) -> jax.Array:
             return x.at[source].get(mode="fill", fill_value=0)
 
-        def of_source(g: jax.Array | None, x: Projection | Logits) -> Any:
-            if g is None:
-                return None
+        def scaled(g: jax.Array | None) -> Any:
             # Where, not a factor of 0: what is behind the kept tokens may be infinite.
-            g = jnp.where(there[:, None], g * scale[:, None], 0)
-            return jnp.pad(g, ((0, 0), (0, x.vocab - size)))
+            return None if g is None else jnp.where(there[:, None], g * scale[:, None], 0)
 
-        own, *others = (x[:, :size] for x in z)
+        own, *others = z
         teacher: Any = others[0] if others else None
         if constants.indices is not None and constants.values is not None:
             ids, values = take(constants.indices), take(constants.values)
             values = jnp.where(ids < 0, jnp.nan, values)
             teacher = TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)
         value, *gradients = divergence.rows(_ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
-        return jnp.where(there, value, 0), [of_source(g, x) for g, x in zip(gradients, sources, strict=False)]
+        return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 
-    def whole(sums: Any, source: Projection | Logits, model: Any) -> Any:
-        """With zeros for ignored tokens and for the entries that don't count."""
+    def whole(sums: Any, source: Projection | Logits) -> Any:
+        """With zeros for ignored tokens."""
         if isinstance(source, Logits):
             return None if sums is None else source.floats(sums)
-        hidden = None if sums.hidden is None else tokens.spread(sums.hidden)
-        weight, bias = _padded(sums.weight, model.weight), _padded(sums.bias, model.bias)
-        return replace(sums, hidden=hidden, weight=weight, bias=bias)
+        return sums if sums.hidden is None else replace(sums, hidden=tokens.spread(sums.hidden))
 
-    zeros = jnp.zeros(padded, jnp.float32)
+    zeros = jnp.zeros(tokens.source.shape, jnp.float32)
     losses, sums = by_rows(chunk, tokens, sources, [need for _, need in given], zeros, step)
     loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
-    made = [whole(g, source, x) for g, source, (x, _) in zip(sums, sources, given, strict=True)]
+    made = [whole(g, source) for g, source in zip(sums, sources, strict=True)]
     return loss, (*made, *[None] * (2 - len(made)))
 
 
 def _source(static: _Static, model: Any) -> Projection | Logits:
-    """A model's last layer over the entries that count, or its logits."""
+    """A model's last layer, in float32 where products of 16 bits won't do, or its logits."""
     if not isinstance(model, Projection):
         return Logits.of(model)
-    weight = lax.slice_in_dim(model.weight, 0, static.size, axis=model.vocab_axis)
-    if static.platform == "cpu" or weight.dtype == jnp.float16:
+    if static.platform == "cpu" or model.weight.dtype == jnp.float16:
         # The CPU's 16-bit products round; float16's range is short for a gradient.
-        weight = weight.astype(jnp.float32)
-    return replace(model, weight=weight, bias=None if model.bias is None else model.bias[: static.size])
-
-
-def _padded(x: Any, like: Any) -> Any:
-    return None if x is None else jnp.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
+        return replace(model, weight=model.weight.astype(jnp.float32))
+    return model
 
 
 def _cross_entropy(z: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from onchip.core.sizes import DTYPE_BYTES
-from onchip.ops.linear_jsd.spec import OP
+from onchip.vocab import memory
 from onchip.vocab.chunks import Planner, default_scratch, even_chunk, largest
 
 # Tokens of a chunk.  Below the smallest nothing is planned, whatever the budget.  The default budget allows for a
@@ -17,55 +17,55 @@ BLOCKS = 10
 SLAB = 4096
 
 
-@dataclass(frozen=True)
-class Head:
-    """A model's last layer.  `hidden` 0: its logits are given."""
-
-    hidden: int = 0
-    vocab: int = 0
-    """Rows of the weight, padding included."""
-    dtype: str = "float32"
-    """What the products read: the inputs' dtype, or autocast's."""
-    hidden_dtype: str = ""
-    weight_dtype: str = ""
-    grad_hidden: bool = False
-    grad_weight: bool = False
-    grad_bias: bool = False
-    grad_logits: bool = False
-
-    @property
-    def any_grad(self) -> bool:
-        return self.grad_hidden or self.grad_weight or self.grad_bias or self.grad_logits
+Head = memory.Problem
+"""A model's last layer; or with `hidden` 0 its logits, whose gradient is `grad_hidden`; with `vocab` 0 neither."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All that memory depends on.  Sizes in elements, dtypes by name, `device` 'cpu' or 'cuda'."""
+    """All that memory depends on."""
 
-    tokens: int
     vocab: int
-    """Entries that count."""
+    """Entries that count; those of the models include padding."""
     student: Head
     teacher: Head
     topk: int = 0
     """K, where the teacher is a top-k."""
     hard: bool = False
-    device: str = "cpu"
     stash: bool = False
     """Gradients are made in forward and kept, in float32."""
-    copied: int = 0
-    """Bytes of the copies that are made of inputs whose strides don't suit."""
-    op: str = OP
-    """What errors speak for."""
+
+    @property
+    def tokens(self) -> int:
+        return self.student.tokens
+
+    @property
+    def device(self) -> str:
+        return self.student.device
+
+    @property
+    def op(self) -> str:
+        """What errors speak for."""
+        return self.student.op
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the copies that are made of inputs whose strides don't suit."""
+        return self.student.copied + self.teacher.copied
 
     @property
     def any_grad(self) -> bool:
         return self.student.any_grad or self.teacher.any_grad
 
-    def widened(self, head: Head) -> bool:
-        """16-bit operands are widened to float32 before a product: on the CPU, whose 16-bit products round their
-        results, and float16 everywhere, which can't hold a small gradient."""
-        return head.dtype == "float16" or (self.device == "cpu" and head.dtype == "bfloat16")
+    @property
+    def layers(self) -> list[Head]:
+        """Of the models whose logits are not given."""
+        return [h for h in (self.student, self.teacher) if h.hidden]
+
+
+def _widened(h: Head) -> bool:
+    """Operands are widened to float32 before a product: float16 everywhere, since it can't hold a small gradient."""
+    return h.widened or h.dtype == "float16"
 
 
 def logits_bytes(p: Problem) -> int:
@@ -75,24 +75,23 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part, with chunks of so many tokens."""
-    heads = [h for h in (p.student, p.teacher) if h.hidden]
     block = -(-chunk // BLOCKS)
     dense = 1 if p.topk else 2
     rows = casts = kept_hidden = kept_weight = widened = 0
-    for h in heads:
+    for h in p.layers:
         element = DTYPE_BYTES[h.dtype]
-        rows += (element + (4 if p.widened(h) else 0) + (4 if h.grad_hidden else 0)) * chunk * h.hidden
-        casts += element * p.tokens * h.hidden if (h.hidden_dtype or h.dtype) != h.dtype else 0
-        casts += element * h.vocab * h.hidden if (h.weight_dtype or h.dtype) != h.dtype else 0
+        rows += (element + (4 if _widened(h) else 0) + (4 if h.grad_hidden else 0)) * chunk * h.hidden
+        casts += element * p.tokens * h.hidden if h.hidden_dtype != h.dtype else 0
+        casts += element * h.vocab * h.hidden if h.weight_dtype != h.dtype else 0
         # float32 sums; on the CPU those of float32 parameters are handed out as they are.
         copied = p.stash and p.device == "cuda"
-        if h.grad_hidden and (copied or (h.hidden_dtype or h.dtype) != "float32"):
+        if h.grad_hidden and (copied or h.hidden_dtype != "float32"):
             kept_hidden += 4 * p.tokens * h.hidden
-        if h.grad_weight and (copied or (h.weight_dtype or h.dtype) != "float32"):
+        if h.grad_weight and (copied or h.weight_dtype != "float32"):
             kept_weight += 4 * h.vocab * h.hidden
-        if p.widened(h):
+        if _widened(h):
             widened = max(widened, 4 * min(SLAB, p.vocab) * h.hidden)
-    narrow = p.any_grad and p.device == "cuda" and any(h.dtype == "bfloat16" for h in heads)
+    narrow = p.any_grad and p.device == "cuda" and any(h.dtype == "bfloat16" for h in p.layers)
     return {
         "logits": 4 * dense * chunk * p.vocab,
         # the softmaxes, their logarithms' difference, and what is made of them
@@ -111,22 +110,21 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
 
 def jax_scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     """Bytes that XLA allocates beyond arguments and results in a jitted step, part by part."""
-    heads = [h for h in (p.student, p.teacher) if h.hidden]
     gradient = int(p.any_grad)
     rows = sums = widened = 0
-    for h in heads:
+    for h in p.layers:
         rows += (DTYPE_BYTES[h.dtype] + 8) * chunk * h.hidden
         # Sums in float32, and where backward scales them, or a loop carries them, another copy.
         sums += (4 * p.tokens * h.hidden if h.grad_hidden else 0) + (8 * h.vocab * h.hidden if h.grad_weight else 0)
-        widened += 4 * h.vocab * h.hidden if h.dtype == "float16" or (p.device == "cpu" and h.dtype != "float32") else 0
-    given = sum(DTYPE_BYTES[h.dtype] * p.tokens * h.vocab for h in (p.student, p.teacher) if h.grad_logits)
+        widened += 4 * h.vocab * h.hidden if _widened(h) else 0
+    given = [h for h in (p.student, p.teacher) if h.grad_hidden and not h.hidden]
     return {
         "logits and what is made of them": 4 * (9 + 3 * gradient + 2 * int(p.hard)) * chunk * p.vocab,
         "top-k rows": 128 * chunk * (p.topk + 1) if p.topk else 0,
         "hidden rows": rows,
         "weights in float32": widened,
         "gradients in float32": sums,
-        "gradients of logits": given,
+        "gradients of logits": sum(DTYPE_BYTES[h.dtype] * p.tokens * h.vocab for h in given),
         "vectors": 96 * p.tokens + 16 * p.vocab,
     }
 

@@ -10,7 +10,7 @@ from onchip.oracle.reference import Array, Linear
 
 
 class Result(NamedTuple):
-    """Loss and gradients.  Gradients of what wasn't given are None."""
+    """Loss and gradients.  Gradients of what wasn't given are None, but for a bias."""
 
     loss: Array
     grad_student_hidden: Array | None = None
@@ -28,7 +28,7 @@ class Result(NamedTuple):
 class _Rows(NamedTuple):
     loss: Array  # [n]
     student: Array  # [n, V] gradient of the student's logits
-    teacher: Array | None  # [n, V] gradient of the teacher's, if it has logits
+    teacher: Array  # [n, K] gradient of the teacher's, if these are logits
     squares: Array  # [n] sum of (s + t) / 2 * (log t - log s)**2
 
 
@@ -47,28 +47,20 @@ def linear_jsd(
     ignored = np.zeros(np.shape(student_hidden)[:-1], bool)
     if options.get("target") is not None:
         ignored = np.asarray(options["target"]) == options.get("ignore_index", -100)
-
-    def head(hidden: Any, weight: Any, bias: Any) -> tuple[Linear, Array]:
-        """The layer and its logits."""
-        layer = Linear(np.where(ignored[..., None], 0, hidden), weight, bias)  # 0 * NaN is NaN
-        return layer, layer.products(slice(None)).reshape(*ignored.shape, layer.vocab)
-
-    def gradients(who: str, layer: Linear, bias: Any, dz: Array | None) -> dict[str, Array | None]:
-        assert dz is not None
-        layer.backward(slice(None), dz.reshape(-1, layer.vocab))
-        made = {f"grad_{who}_hidden": layer.grad_hidden, f"grad_{who}_weight": layer.grad_weight}
-        return made | {f"grad_{who}_bias": None if bias is None else layer.grad_bias}
-
-    own, z = head(student_hidden, student_weight, student_bias)
-    if teacher_hidden is None:
-        r = jsd(z, teacher_logits, **options)
-        teacher = {"grad_teacher_logits": r.grad_teacher_logits}
-    else:
-        other, u = head(teacher_hidden, teacher_weight, teacher_bias)
-        r = jsd(z, u, **options)
-        teacher = gradients("teacher", other, teacher_bias, r.grad_teacher_logits)
-    student = gradients("student", own, student_bias, r.grad_student_logits)
-    return Result(r.loss, **student, **teacher, distance=r.distance)
+    layers = {
+        who: Linear(np.where(ignored[..., None], 0, hidden), weight, bias)  # 0 * NaN is NaN
+        for who, hidden, weight, bias in (
+            ("student", student_hidden, student_weight, student_bias),
+            ("teacher", teacher_hidden, teacher_weight, teacher_bias),
+        )
+        if hidden is not None and weight is not None
+    }
+    logits = {who: x.products(slice(None)).reshape(*ignored.shape, x.vocab) for who, x in layers.items()}
+    made = jsd(logits["student"], logits.get("teacher", teacher_logits), **options)._asdict()
+    for who, layer in layers.items():
+        layer.backward(slice(None), made.pop(f"grad_{who}_logits").reshape(-1, layer.vocab))
+        made |= {f"grad_{who}_{part}": getattr(layer, f"grad_{part}") for part in ("hidden", "weight", "bias")}
+    return Result(**made)
 
 
 def jsd(
@@ -111,17 +103,16 @@ def jsd(
     row = np.broadcast_to(upstream / denominator, (n_tokens,)) * tw
 
     r = np.flatnonzero(kept)
-    topk = None
-    u = None
-    if teacher_topk is not None:
-        indices, values, kind, rest = teacher_topk
-        k = np.asarray(indices).shape[-1]
-        topk = (np.asarray(indices).reshape(-1, k)[r], np.asarray(values, np.float64).reshape(-1, k)[r], kind, rest)
-    else:
-        u_all = np.asarray(teacher_logits, np.float64)
-        u = u_all.reshape(n_tokens, u_all.shape[-1])[r, :size]
+    # Of a teacher with all logits the top-k is all of them.
+    every = np.broadcast_to(np.arange(size), (n_tokens, size))
+    indices, values, kind, rest = teacher_topk or (every, teacher_logits, "logits", "renormalised")
+    values = np.asarray(values, np.float64)
+    columns = values.shape[-1]
+    indices = np.asarray(indices)
+    indices = indices.reshape(n_tokens, indices.shape[-1])[r]
+    u = values.reshape(n_tokens, columns)[r, : indices.shape[1]]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        rows = _soft(z[r] / temperature, None if u is None else u / temperature, topk, beta, temperature)
+        rows = _soft(z[r] / temperature, indices, u, kind, rest, beta, temperature)
         factor = (1 - hard_weight) * (temperature**2 if temperature_squared else 1)
         loss_r, dz_r = factor * rows.loss, factor / temperature * rows.student
         if hard_weight > 0:
@@ -134,10 +125,10 @@ def jsd(
     token_loss[r] = loss_r * tw[r]
     dz[r, :size] = dz_r * row[r, None]
     du: Array | None = None
-    if rows.teacher is not None:
-        du = np.zeros((n_tokens, u_all.shape[-1]))
+    if teacher_topk is None:
+        du = np.zeros((n_tokens, columns))
         du[r, :size] = factor / temperature * rows.teacher * row[r, None]
-        du = du.reshape(u_all.shape)
+        du = du.reshape(values.shape)
     loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator
     distance = float(np.sqrt(rows.squares.mean())) if r.size else 0.0
     return Result(
@@ -150,41 +141,27 @@ def _log_softmax(z: Array) -> Array:
     return np.asarray(shift - np.log(np.exp(shift).sum(1, keepdims=True)))
 
 
-def _soft(z: Array, u: Array | None, topk: Any, beta: float, temperature: float) -> _Rows:
-    """The divergence of each row from logits over temperature, and its gradients by these."""
-    n, size = z.shape
-    if topk is None:
-        assert u is not None
-        ls, lt = _log_softmax(z), _log_softmax(u)
-        loss, by_s, by_t = _divergence(ls, lt, beta)
-        return _Rows(loss, _centred(ls, by_s), _centred(lt, by_t), _squares(ls, lt))
-    indices, values, kind, rest = topk
-    i = np.arange(n)[:, None]
-    values = values / temperature if kind == "logits" else values
-    inside = np.zeros((n, size), bool)
+def _soft(z: Array, indices: Any, values: Array, kind: str, rest: str, beta: float, temperature: float) -> _Rows:
+    """The divergence of each row from logits over temperature, and its gradients by these and the teacher's values."""
+    inside, i = np.zeros(z.shape, bool), np.arange(len(z))[:, None]
     inside[i, indices] = True
-    dz = np.zeros((n, size))
+    lt = values / temperature if kind == "logits" else values
     if rest == "renormalised":  # both given that the next token is one of the K
-        ls, lt = _log_softmax(z[i, indices]), _log_softmax(values)
-        loss, by_s, _ = _divergence(ls, lt, beta)
-        dz[i, indices] = _centred(ls, by_s)
-    elif rest == "truncated":  # the sum over the K entries alone
-        full, lt = _log_softmax(z), values
-        ls = full[i, indices]
-        loss, by_s, _ = _divergence(ls, lt, beta)
-        dz[i, indices] = by_s
-        dz -= np.exp(full) * by_s.sum(1, keepdims=True)
-    else:  # one more outcome: any other token
-        full = _log_softmax(z)
+        z, lt = np.where(inside, z, -np.inf), _log_softmax(lt)
+    full = _log_softmax(z)
+    ls = full[i, indices]
+    if rest == "tail":  # one more outcome: any other token
         other = np.log(np.where(inside, 0, np.exp(full)).sum(1, keepdims=True))
-        ls = np.concatenate([full[i, indices], other], 1)
-        lt = np.concatenate([values, np.log(np.maximum(0, 1 - np.exp(values).sum(1, keepdims=True)))], 1)
-        loss, by_s, _ = _divergence(ls, lt, beta)
-        by_event = _centred(ls, by_s)
-        share = np.where(np.isneginf(other), 0, np.exp(full - other))
-        dz = np.where(inside, 0, share * by_event[:, -1:])
-        dz[i, indices] = by_event[:, :-1]
-    return _Rows(loss, dz, None, _squares(ls, lt))
+        ls = np.concatenate([ls, other], 1)
+        lt = np.concatenate([lt, np.log(np.maximum(0, 1 - np.exp(lt).sum(1, keepdims=True)))], 1)
+    loss, by_s, by_t = _divergence(ls, lt, beta)
+    dz = -np.exp(full) * by_s.sum(1, keepdims=True)
+    dz[i, indices] += by_s[:, : indices.shape[1]]
+    if rest == "tail":
+        dz += np.where(inside | np.isneginf(other), 0, np.exp(full - other)) * by_s[:, -1:]
+    d = lt - ls
+    squares = np.where(np.isfinite(d), (np.exp(ls) + np.exp(lt)) / 2 * d**2, 0).sum(1)
+    return _Rows(loss, dz, by_t - np.exp(lt) * by_t.sum(1, keepdims=True), squares)
 
 
 def _divergence(ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]:
@@ -200,13 +177,3 @@ def _divergence(ls: Array, lt: Array, beta: float) -> tuple[Array, Array, Array]
     from_s = np.where(s > 0, (1 - beta) * s * (ls - lm), 0)
     from_t = np.where(t > 0, beta * t * (lt - lm), 0)
     return (from_s + from_t).sum(1), from_s, from_t
-
-
-def _centred(log_p: Array, by_log_p: Array) -> Array:
-    """The derivative by logits, from that by the log-probabilities that they give."""
-    return np.asarray(by_log_p - np.exp(log_p) * by_log_p.sum(1, keepdims=True))
-
-
-def _squares(ls: Array, lt: Array) -> Array:
-    d = lt - ls
-    return np.asarray(np.where(np.isfinite(d), (np.exp(ls) + np.exp(lt)) / 2 * d**2, 0).sum(1))

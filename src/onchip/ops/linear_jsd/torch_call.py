@@ -1,41 +1,18 @@
-"""What the public functions check at their door, and the call that they make: what is read off its arguments."""
+"""The call that the public functions make, and what is read off its arguments."""
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import (
-    DTYPES,
-    check_kinds,
-    copied_rows,
-    product_dtype,
-    refuse_gradient,
-    require_tensors,
-)
+from onchip.frontend.torch_inputs import DTYPES, copied_rows, copied_weight
+from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import Options, check_shapes
+from onchip.ops.linear_jsd.spec import Options
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.tiles import Tokens, divisor, select, weighed
-
-
-def check_tensors(options: Options, named: dict[str, Any]) -> tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]:
-    """Raise for what can be seen without reading values.
-
-    Return the tokens' shape, the entries that count, and the dtype of both models' products (of none: float32).
-    """
-    op = options.op
-    tensors = require_tensors(op, named, optional=())
-    leading, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
-    check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
-    if "teacher_topk.values" in tensors:
-        refuse_gradient(op, "teacher_topk.values", tensors["teacher_topk.values"])
-    dtypes = (
-        product_dtype(op, tensors, whose) if f"{whose}hidden" in tensors else torch.float32
-        for whose in ("student_", "teacher_")
-    )
-    return leading, size, tuple(dtypes)
 
 
 def check_indices(op: str, indices: Tensor, kept: Tensor | None, vocab: int) -> None:
@@ -111,6 +88,11 @@ class Call(NamedTuple):
         """Memory for the result."""
         return self.first.new_empty(self.shape if self.options.reduction == "none" else (), dtype=torch.float32)
 
+    def empty_gradients(self, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
+        """Memory for gradients in `dtype`, by default their parameters'."""
+        pairs = zip(self.parameters, wanted, strict=True)
+        return [x.new_empty(x.shape, dtype=dtype) if x is not None and want else None for x, want in pairs]
+
     def targets(self) -> tuple[Tensor, int]:
         """Targets [...] and what is ignored of them; all are kept where there are none."""
         if self.target is None:
@@ -139,33 +121,35 @@ class Call(NamedTuple):
         return self.grads[4 * who : 4 * who + 4]
 
     def layer(self, who: int) -> Layer | None:
-        """None of a model that is given by its logits."""
+        """As the engine takes it; None of a model that is given by its logits."""
         hidden, weight, bias, _ = self.models[who]
         if hidden is None or weight is None:
             return None
-        return Layer(hidden, weight, bias, self.dtypes[who], self.grads_of(who)[:3])
+        grads = self.grads_of(who)[:3]
+        return Layer(hidden, weight, bias, self.dtypes[who], grads)
 
-    def head(self, who: int) -> Head:
-        """What plans know of the student (0) or the teacher (1)."""
+    def head(self, who: int, *, kernels: bool = False) -> Head:
+        """What plans know of the student (0) or the teacher (1); with `kernels` those of the Triton kernels."""
         hidden, weight, _, logits = self.models[who]
-        grads = self.grads_of(who)
+        grads, vocab = self.grads_of(who), 0 if logits is None else logits.shape[-1]
+        device = "cpu" if self.first.device.type == "cpu" else "cuda"
+        copied = copied_rows(hidden) + copied_rows(logits, columns_apart=not kernels)
+        if kernels and weight is not None:
+            copied += copied_weight(weight[: self.size], self.dtypes[who])
+        head = Head(
+            self.number, 0, vocab, device=device, grad_hidden=grads[3], grad_weight=False, op=self.options.op,
+            copied=copied,
+        )  # fmt: skip
         if hidden is None or weight is None:
-            return Head(vocab=0 if logits is None else logits.shape[-1], grad_logits=grads[3])
-        dtypes = DTYPES[self.dtypes[who]], DTYPES[hidden.dtype], DTYPES[weight.dtype]
-        return Head(hidden.shape[-1], weight.shape[0], *dtypes, *grads)
+            return head
+        return replace(
+            head, hidden=hidden.shape[-1], vocab=weight.shape[0], dtype=DTYPES[self.dtypes[who]],
+            hidden_dtype=DTYPES[hidden.dtype], weight_dtype=DTYPES[weight.dtype], grad_hidden=grads[0],
+            grad_weight=grads[1], grad_bias=grads[2],
+        )  # fmt: skip
 
-    @property
-    def problem(self) -> Problem:
+    def problem(self, *, kernels: bool = False) -> Problem:
         """What plans are made for."""
-        return Problem(
-            tokens=self.number,
-            vocab=self.size,
-            student=self.head(0),
-            teacher=self.head(1),
-            topk=0 if self.indices is None else self.indices.shape[-1],
-            hard=self.options.hard_weight > 0,
-            device="cpu" if self.first.device.type == "cpu" else "cuda",
-            stash=self.stash,
-            op=self.options.op,
-            copied=copied_rows(*(x for model in self.models for x in (model.hidden, model.logits))),
-        )
+        student, teacher = (self.head(who, kernels=kernels) for who in (0, 1))
+        topk = 0 if self.indices is None else self.indices.shape[-1]
+        return Problem(self.size, student, teacher, topk, self.options.hard_weight > 0, self.stash)

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
-from onchip.frontend.torch_inputs import check_normalizer, choose_torch_backend
+from onchip.frontend.torch_inputs import (
+    check_kinds,
+    check_normalizer,
+    choose_torch_backend,
+    product_dtype,
+    refuse_gradient,
+    require_tensors,
+)
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.linear_jsd import memory, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, named_arrays
-from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model, check_tensors
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, check_shapes, named_arrays
+from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_walk import walk
 
 # The order of preference of "auto".
@@ -203,10 +210,19 @@ def _call(
     normalizer: Any,
     backend: str,
 ) -> Tensor:
-    named = named_arrays(options.op, student, teacher, topk, target=target, token_weight=token_weight)
-    shape, size, dtypes = check_tensors(options, named)
-    device = next(iter(named.values())).device
-    normalizer = check_normalizer(options.op, normalizer, options.reduction, "the student", device)
+    op = options.op
+    named = named_arrays(op, student, teacher, topk, target=target, token_weight=token_weight)
+    tensors = require_tensors(op, named, optional=())
+    shape, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
+    check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
+    if topk is not None:
+        refuse_gradient(op, "teacher_topk.values", topk.values)
+    dtypes = tuple(
+        product_dtype(op, tensors, who) if f"{who}hidden" in tensors else torch.float32
+        for who in ("student_", "teacher_")
+    )
+    device = next(iter(tensors.values())).device
+    normalizer = check_normalizer(op, normalizer, options.reduction, "the student", device)
     if not options.teacher_grad:
         teacher = Model(*(None if x is None else x.detach() for x in teacher))
     grads = needed(*student, *teacher)
@@ -216,10 +232,10 @@ def _call(
         student, teacher, indices, values, target, token_weight, normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    if choose_torch_backend(options.op, backend, device, triton_op.refusal(call)) == "triton":
+    if choose_torch_backend(op, backend, device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
-    memory.PLANNER.require(call.problem, "", options.scratch_bytes)  # shows before anything runs
-    return (_STASHING if call.stash else OPERATORS[options.op])(call).loss
+    memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
+    return OPERATORS[op](call).loss
 
 
 # ------------------------------------------------------------------------------------------------------- the operators
@@ -233,12 +249,13 @@ class Outputs(NamedTuple):
     teacher: Model
 
 
-class Stash(NamedTuple):
-    """What backward scales.  No input is kept alive."""
+class Kept(NamedTuple):
+    """What backward is given: with `stash` gradients to scale, and no input is kept alive; else the call."""
 
+    call: Call
     student: Model
     teacher: Model
-    dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
+    gradient_dtypes: tuple[torch.dtype, ...]  # of the parameters; float32 of those that aren't there
 
 
 def _forward(call: Call) -> Outputs:
@@ -251,66 +268,47 @@ def _forward(call: Call) -> Outputs:
 
 
 def _fake(call: Call) -> Outputs:
-    made = _empty(call, call.grads if call.stash else [False] * len(PARAMETERS), torch.float32)
+    made = call.empty_gradients(call.grads if call.stash else [False] * len(PARAMETERS), torch.float32)
     return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
 
 
-def _empty(call: Call, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
-    """Memory for gradients in `dtype`, by default their parameters'."""
-    pairs = zip(call.parameters, wanted, strict=True)
-    return [x.new_empty(x.shape, dtype=dtype) if x is not None and want else None for x, want in pairs]
+def _save(call: Call, made: Outputs) -> Kept:
+    dtypes = tuple(torch.float32 if x is None else x.dtype for x in call.parameters)
+    if call.stash:
+        nothing: Any = dict.fromkeys(("indices", "values", "target", "token_weight", "normalizer"))
+        call = call._replace(student=Model(), teacher=Model(), **nothing)
+    return Kept(call, made.student, made.teacher, dtypes)
 
 
-def _save(call: Call, made: Outputs) -> Call:
-    return call
-
-
-def _save_stash(call: Call, made: Outputs) -> Stash:
-    dtypes = (torch.float32 if x is None else x.dtype for x in call.parameters)
-    return Stash(made.student, made.teacher, tuple(dtypes))
-
-
-def _gradients(call: Call, upstream: Made, wanted: Wanted) -> Made:
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_loss,) = upstream
     assert grad_loss is not None
-    tokens = call.tokens(check=False)
-    row = tokens.weight * tokens.inverse_count
-    row = row * (tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss)
-    _, made = walk(call, tokens, row, wanted)
-    pairs = zip(made, call.parameters, strict=True)
-    return [None if x is None or like is None else x.to(like.dtype) for x, like in pairs]
-
-
-def _scale(stash: Stash, upstream: Made, wanted: Wanted) -> Made:
-    (grad_loss,) = upstream
-    assert grad_loss is not None
-    factor = None if is_plain_one(grad_loss) else grad_loss
+    call = kept.call
+    made: Made = (*kept.student, *kept.teacher)
+    if call.stash:
+        factor = None if is_plain_one(grad_loss) else grad_loss
+    else:
+        tokens, factor = call.tokens(check=False), None
+        row = tokens.weight * tokens.inverse_count
+        row = row * (tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss)
+        _, made = walk(call, tokens, row, wanted)
     return [
         scale_stash(x, factor, dtype) if want and x is not None else None
-        for x, dtype, want in zip((*stash.student, *stash.teacher), stash.dtypes, wanted, strict=True)
+        for x, dtype, want in zip(made, kept.gradient_dtypes, wanted, strict=True)
     ]
 
 
 OPERATORS = {
     op: register(
-        f"{op}_by_torch_again",
+        f"{op}_by_torch",
         op=op,
         forward=_forward,
         fake=_fake,
         save=_save,
         gradients=_gradients,
-        fake_gradients=lambda call, upstream, wanted: _empty(call, wanted, None),
+        fake_gradients=lambda kept, upstream, wanted: kept.call.empty_gradients(wanted, None),
         differentiable=PARAMETERS,
+        direct=lambda kept: kept.call.stash,
     )
     for op in (OP, LOGITS_OP)
 }
-_STASHING = register(
-    f"{OP}_by_torch_at_once",
-    op=OP,
-    forward=_forward,
-    fake=_fake,
-    save=_save_stash,
-    gradients=_scale,
-    fake_gradients=None,
-    differentiable=PARAMETERS,
-)

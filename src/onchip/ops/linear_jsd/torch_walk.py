@@ -19,7 +19,7 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Running
-from onchip.vocab.torch.tiles import Projection, Tokens, product, spans
+from onchip.vocab.torch.tiles import Tokens, product, spans
 
 
 def walk(
@@ -31,7 +31,7 @@ def walk(
     """The losses of the computed tokens, without weights, and the gradients that are wanted: of logits in their own
     dtype, of all else in float32."""
     n, label = tokens.number, tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
-    chunk = min(n, memory.plan(call.problem, "", call.options.scratch_bytes))
+    chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
     whole = call.indices is None
     sides = [_Side(call, who, grads[4 * who : 4 * who + 4], tokens, chunk) for who in ((0, 1) if whole else (0,))]
     losses, block = row.new_empty(n), -(-chunk // BLOCKS)
@@ -61,12 +61,9 @@ class _Side:
 
     def __init__(self, call: Call, who: int, grads: Sequence[bool], tokens: Tokens, chunk: int) -> None:
         model, self.tokens, self.vocab, self.wanted = call.models[who], tokens, call.size, any(grads)
-        hidden, weight, bias, logits = model
-        self.layer, self.logits = None, None
-        if hidden is not None and weight is not None:
-            self.layer = Projection.of(hidden, weight, bias, call.dtypes[who])
-        if logits is not None:
-            self.logits = Rows(logits.reshape(-1, logits.shape[-1])[:, : self.vocab])
+        layer, logits = call.layer(who), model.logits
+        self.layer = None if layer is None else layer.layer
+        self.logits = None if logits is None else Rows(logits.reshape(-1, logits.shape[-1])[:, : self.vocab])
         self.buffer = call.first.new_empty((chunk, self.vocab), dtype=torch.float32)
         self.made = Model(*(
             x.new_zeros(x.shape, dtype=x.dtype if x is logits else torch.float32) if x is not None and wanted else None

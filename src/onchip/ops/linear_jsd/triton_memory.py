@@ -39,17 +39,9 @@ def vector_elements(tokens: int) -> int:
     return 10 * tokens
 
 
-def capacity(head: Head) -> int:
-    """Tokens whose logits' gradient fits in the memory of the weight's."""
-    if not head.grad_weight:
-        return 0
-    rows = head.hidden * DTYPE_BYTES[head.weight_dtype or head.dtype] // DTYPE_BYTES[head.dtype]
-    return rows // TOKEN_TILE * TOKEN_TILE
-
-
 def config_of(head: Head, c: JsdPlan) -> triton_memory.TritonPlan:
     """The plan of one model, as the engine takes it: what of `kept` is in the memory of its weight's gradient."""
-    in_gradient = min(c.kept, capacity(head))
+    in_gradient = min(c.kept, triton_memory.capacity(head))
     return triton_memory.TritonPlan(c.token_chunk, c.vocab_chunk, c.weight_chunk, in_gradient, c.kept - in_gradient)
 
 
@@ -68,11 +60,9 @@ def scratch_parts(p: Problem, c: JsdPlan) -> dict[str, int]:
     again = max(0, up(p.tokens, TOKEN_TILE) - c.kept) if p.any_grad else 0
     chunk = up(min(c.token_chunk, p.tokens), TOKEN_TILE)
     casts = kept = more = in_scratch = forward = backward = 0
-    for h in (p.student, p.teacher):
-        if not h.hidden:
-            continue
+    for h in p.layers:
         element, of_head = DTYPE_BYTES[h.dtype], config_of(h, c)
-        casts += block_bytes(element * h.vocab * h.hidden) if (h.weight_dtype or h.dtype) != h.dtype else 0
+        casts += block_bytes(element * h.vocab * h.hidden) if h.weight_dtype != h.dtype else 0
         distance = 4 if h.dtype == "float16" else 2
         forward += block_bytes(distance * chunk * columns) + 12 * chunk * tiles
         if again:
@@ -83,7 +73,7 @@ def scratch_parts(p: Problem, c: JsdPlan) -> dict[str, int]:
             continue
         kept += 0 if h.grad_hidden else block_bytes(element * p.tokens * h.hidden)
         if h.grad_weight:
-            row = DTYPE_BYTES[h.weight_dtype or h.dtype] * h.hidden
+            row = DTYPE_BYTES[h.weight_dtype] * h.hidden
             # Each chunk of the gradient overwrites the previous chunk's inputs while it reads its own.
             rows = up(h.vocab, VOCAB_TILE) + c.weight_chunk if of_head.kept_in_gradient else h.vocab
             more += block_bytes(row * rows) - row * h.vocab
@@ -109,9 +99,7 @@ def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
     again = 1 - min(1.0, c.kept / max(1, p.tokens)) if p.any_grad else 0.0
     chunks = list(_sizes(p.tokens, c.token_chunk))
     time = launch * 5 * len(chunks)
-    for h in (p.student, p.teacher):
-        if not h.hidden:
-            continue
+    for h in p.layers:
         product = 2e-9 * p.tokens * h.hidden * p.vocab / rates.product
         for size in chunks:
             cut = -(-size // TOKEN_TILE)
@@ -165,7 +153,7 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[JsdPlan]:
         return scratch_bytes(p, _config(p, kept, tokens, *cut)) <= budget
 
     rows, tiles = up(p.tokens, TOKEN_TILE), up(p.vocab, VOCAB_TILE) // VOCAB_TILE
-    per_tile = min([2 * -(-h.hidden // 256) for h in (p.student, p.teacher) if h.grad_weight] or [1])
+    per_tile = min([2 * -(-h.hidden // 256) for h in p.layers if h.grad_weight] or [1])
     programs = RATES["h100"].programs
     weights = {n * programs // per_tile for n in (1, 2, 3, 4, 6, 8, 12, 16)} | {1, min(USEFUL_TILES, tiles)}
     beside = (min(rows, USEFUL_TOKENS), TOKEN_TILE) if p.any_grad else ()

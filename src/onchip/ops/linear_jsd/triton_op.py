@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import copied_rows, copied_weight
 from onchip.frontend.torch_register import Made, Wanted, register
 from onchip.ops.linear_jsd import triton_memory
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
@@ -44,37 +43,39 @@ def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) ->
 
 def _plan(call: Call) -> JsdPlan:
     """Inside torch.compile sizes may be symbols: a plan makes numbers of them, and a graph for each."""
-    copied = 0
-    for model, dtype in zip(call.models, call.dtypes, strict=True):
-        copied += copied_rows(model.hidden) + copied_rows(model.logits, columns_apart=False)
-        copied += 0 if model.weight is None else copied_weight(model.weight[: call.size], dtype)
-    p = replace(call.problem, copied=copied)
+    p = call.problem(kernels=True)
     if call.student.hidden is None:
         triton_memory.PLANNER.require(p, "", call.options.scratch_bytes)
-        return JsdPlan(0)
-    heads = [replace(h, hidden=int(h.hidden), vocab=int(h.vocab)) for h in (p.student, p.teacher)]
-    p = replace(p, tokens=int(p.tokens), vocab=int(p.vocab), student=heads[0], teacher=heads[1], copied=int(copied))
+        return JsdPlan(call.number)
+    student, teacher = (
+        replace(h, tokens=int(h.tokens), hidden=int(h.hidden), vocab=int(h.vocab), copied=int(h.copied))
+        for h in (p.student, p.teacher)
+    )
+    p = replace(p, vocab=int(p.vocab), student=student, teacher=teacher)
     return triton_memory.plan(p, call.options.scratch_bytes)
 
 
-class Outputs(NamedTuple):
-    """The loss, and what forward leaves for backward; empty where nothing is needed."""
+class Left(NamedTuple):
+    """What forward leaves for backward; empty where nothing is needed."""
 
-    loss: Tensor
     stats: Tensor  # float32, by position
     vectors: Tensor  # int32: `Vectors.packed`
     student: Saved
     teacher: Saved
 
 
+class Outputs(NamedTuple):
+    """What the operator returns."""
+
+    loss: Tensor
+    left: Left
+
+
 class Kept(NamedTuple):
     """What backward is given."""
 
     call: Call
-    stats: Tensor
-    vectors: Tensor
-    student: Saved
-    teacher: Saved
+    left: Left
 
 
 def _forward(call: Call) -> Outputs:
@@ -84,8 +85,7 @@ def _forward(call: Call) -> Outputs:
         call.tokens(check=True)  # for its checks alone
     plan = _plan(call)
     made = _memory(call, plan)
-    loss, vectors = triton_walk.forward(call, plan, made.stats, (made.student, made.teacher))
-    return made._replace(loss=loss, vectors=vectors.packed)
+    return made._replace(loss=triton_walk.forward(call, plan, made.left))
 
 
 def _fake(call: Call) -> Outputs:
@@ -102,18 +102,13 @@ def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
         made = setup.make_saved(layer, config_of(call.head(who), plan), fake=fake)
         return made._replace(vectors=made.vectors.new_empty(0))  # those of the call serve both models
 
-    floats, ints = triton_memory.vector_elements(call.number), engine_memory.vector_elements(call.number)
-    return Outputs(
-        call.new_loss(),
-        call.first.new_empty(floats, dtype=torch.float32),
-        call.first.new_empty(ints, dtype=torch.int32),
-        saved(0),
-        saved(1),
-    )
+    stats = call.first.new_empty(triton_memory.vector_elements(call.number), dtype=torch.float32)
+    vectors = call.first.new_empty(engine_memory.vector_elements(call.number), dtype=torch.int32)
+    return Outputs(call.new_loss(), Left(stats, vectors, saved(0), saved(1)))
 
 
 def _save(call: Call, made: Outputs) -> Kept:
-    return Kept(call, *made[1:])
+    return Kept(call, made.left)
 
 
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
@@ -122,25 +117,18 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     (grad_loss,) = upstream
     assert grad_loss is not None
-    plan, saved = _plan(kept.call), (kept.student, kept.teacher)
-    return triton_walk.backward(kept.call, plan, kept.stats, kept.vectors, saved, grad_loss, wanted)
+    return triton_walk.backward(kept.call, _plan(kept.call), kept.left, grad_loss, wanted)
 
 
 def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
-    made: list[Tensor | None] = []
-    for who, saved in enumerate((kept.student, kept.teacher)):
-        _, weight, bias, logits = wanted[4 * who : 4 * who + 4]
-        new = (False, weight and saved.weight_memory.numel() == 0, bias, logits)
-        made += [
-            x.new_empty(x.shape) if x is not None and want else None
-            for x, want in zip(kept.call.models[who], new, strict=True)
-        ]
-    return made
+    saved = kept.left.student, kept.left.teacher
+    new = [x for of in saved for x in (False, of.weight_memory.numel() == 0, True, True)]
+    return kept.call.empty_gradients([a and b for a, b in zip(wanted, new, strict=True)], None)
 
 
 def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
     grads = list(made)
-    for who, saved in enumerate((kept.student, kept.teacher)):
+    for who, saved in enumerate((kept.left.student, kept.left.teacher)):
         layer = kept.call.layer(who)
         if layer is not None:
             grads[4 * who : 4 * who + 2] = setup.in_memory(saved, layer.weight, grads[4 * who + 1])
@@ -157,7 +145,9 @@ OPERATORS = {
         gradients=_gradients,
         fake_gradients=_fake_gradients,
         differentiable=PARAMETERS,
-        consumed=[f"{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")],
+        consumed=[
+            f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")
+        ],
         collect=_collect,
         clone=setup.clone,
     )

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.options import LossOptions
+from onchip.frontend.torch_register import Wanted
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_jsd import triton_kernels as kernels
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
+from onchip.ops.linear_jsd.triton_op import Left
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
@@ -103,13 +105,13 @@ class Pair:
     stats: Tensor  # [STATS, T] float32
 
     @staticmethod
-    def of(call: Call, plan: JsdPlan, vectors: Vectors, stats: Tensor) -> "Pair":
+    def of(call: Call, plan: JsdPlan, vectors: Tensor, stats: Tensor) -> "Pair":
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = target.reshape(-1, 1).to(torch.int64).contiguous()
         target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
         stats = stats.view(-1, tokens) if tokens else stats
         sides = Side.of(call, plan, 0), Side.of(call, plan, 1)
-        return Pair(call, sides, vectors, ids, ignore_index, target_logit, stats)
+        return Pair(call, sides, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
 
     @property
     def tiles(self) -> int:
@@ -248,21 +250,17 @@ def nearly_equal(beta: float) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- walks
 
 
-def forward(call: Call, plan: JsdPlan, stats: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Vectors]:
-    """The loss, and what is known of the tokens; fills in `stats`, and for both models what `saved` is to hold."""
-    tokens = call.number
-    pair = Pair.of(call, plan, Vectors.empty(tokens, call.first.device), stats)
-    loss = torch.zeros(tokens, dtype=torch.float32, device=call.first.device)
-    made = {"loss": loss, "token_weight": setup.flat(call.token_weight)}
-    if tokens:
+def forward(call: Call, plan: JsdPlan, left: Left) -> Tensor:
+    """The loss; fills in `left`."""
+    pair = Pair.of(call, plan, left.vectors.zero_(), left.stats)
+    loss = torch.zeros(call.number, dtype=torch.float32, device=call.first.device)
+    if call.number:
         pair.number_tokens()
-        if call.student.hidden is None:
-            divergence(pair, (None, None), 0, tokens, 0, pair.tiles, (None, None), **made).run()
-        else:
-            _chunks_of_tokens(pair, plan, saved, made)
+        made = {"loss": loss, "token_weight": setup.flat(call.token_weight)}
+        _chunks_of_tokens(pair, plan, (left.student, left.teacher), made)
     if call.options.reduction == "none":
-        return loss.view(call.shape), pair.vectors
-    return loss.sum() / call.divisor(pair.vectors.number), pair.vectors
+        return loss.view(call.shape)
+    return loss.sum() / call.divisor(pair.vectors.number)
 
 
 def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], made: Mapping[str, Tensor | None]) -> None:
@@ -286,28 +284,21 @@ def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], made: M
         divergence(pair, tiles_of, first, size, 0, pair.tiles, into, **made).run()
 
 
-def backward(
-    call: Call,
-    plan: JsdPlan,
-    stats: Tensor,
-    vectors: Tensor,
-    saved: Sequence[Saved],
-    grad_loss: Tensor,
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """The gradients that are wanted, but for those that `saved` has the memory of: these are filled in there."""
-    tokens = call.number
-    pair = Pair.of(call, plan, Vectors.unpack(vectors.clone(), tokens), stats)  # launches write to some of the vectors
+def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
+    """The gradients that are wanted, but for those that `left` has the memory of: these are filled in there."""
+    tokens, saved = call.number, (left.student, left.teacher)
+    pair = Pair.of(call, plan, left.vectors.clone(), left.stats)  # launches write to some of the vectors
     row_scale = _row_scale(call, pair.vectors, grad_loss)
+    made: list[Tensor | None] = [None] * len(PARAMETERS)
     if call.student.hidden is None:
-        of_logits = [
+        made[3::4] = [
             torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and want else None
             for x, want in zip((call.student.logits, call.teacher.logits), wanted[3::4], strict=True)
         ]
         if tokens:
-            into = [None if g is None else g.view(-1, g.shape[-1]) for g in of_logits]
+            into = [None if g is None else g.view(-1, g.shape[-1]) for g in made[3::4]]
             divergence(pair, (None, None), 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
-        return [None, None, None, of_logits[0], None, None, None, of_logits[1]]
+        return made
     parts = [wanted[4 * who : 4 * who + 3] for who in (0, 1)]  # of hidden, weight and bias
     grads = {
         who: setup.Gradients.of(side.layer, saved[who], parts[who])
@@ -316,7 +307,6 @@ def backward(
     }
     if tokens:
         _chunks_of_vocabulary(pair, plan, row_scale, saved, grads)
-    made: list[Tensor | None] = [None] * len(PARAMETERS)
     for who, of_side in grads.items():
         if of_side.weight is not None:
             of_side.weight[call.size :].zero_()  # padding

@@ -34,6 +34,11 @@ class Layer:
         """What the gradients of hidden, weight and bias are returned in."""
         return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
 
+    @property
+    def layer(self) -> Projection:
+        """In the products' dtype."""
+        return Projection.of(self.hidden, self.weight, self.bias, self.dtype)
+
 
 @dataclass(frozen=True)
 class LinearCall(Layer):
@@ -67,11 +72,6 @@ class LinearCall(Layer):
     def operand(self) -> torch.dtype:
         """The dtype of the logits' gradient, as the products read it."""
         return torch.float32 if self.device == "cpu" else self.dtype
-
-    @property
-    def layer(self) -> Projection:
-        """In the products' dtype."""
-        return Projection.of(self.hidden, self.weight, self.bias, self.dtype)
 
     @property
     def of_op(self) -> dict[str, Any]:
