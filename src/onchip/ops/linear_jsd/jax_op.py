@@ -363,7 +363,7 @@ def _walk(
     given = [(_source(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     sources = [x for x, _ in given]
 
-    def step(start: jax.Array, *z: jax.Array) -> tuple[jax.Array, list[Any]]:
+    def step(start: jax.Array, own: jax.Array, teacher: Any = None) -> tuple[jax.Array, list[Any]]:
         source, label, scale = cut_rows((tokens.source, labels, row_scale), start, chunk)
         there = start + jnp.arange(chunk) < tokens.number
 
@@ -374,8 +374,6 @@ def _walk(
             # Where, not a factor of 0: what is behind the kept tokens may be infinite.
             return None if g is None else jnp.where(there[:, None], g * scale[:, None], 0)
 
-        own, *others = z
-        teacher: Any = others[0] if others else None
         if constants.indices is not None and constants.values is not None:
             ids, values = take(constants.indices), take(constants.values)
             values = jnp.where(ids < 0, jnp.nan, values)

@@ -154,7 +154,7 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: LogitTiles, first: int, firs
         "first": first,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "inverse_temperature": 1 / float(pair.call.options.temperature),
+        "inverse_temperature": 1 / pair.call.options.temperature,
         "BLOCK_T": t.rows,
         "PARTS": parts,
     }
@@ -175,8 +175,7 @@ def divergence(
     row_scale: Tensor | None = None,  # [T] float32, by position
 ) -> Launch:
     """Losses of some positions, and their logits' gradients."""
-    options = pair.call.options
-    beta = float(options.beta)  # Triton takes no numbers of NumPy's
+    options, beta = pair.call.options, pair.call.options.beta
     arguments: dict[str, Any] = {}
     width, tile_rows, pad = 2, 0, 1 if pair.sides[0].run is None else TOKEN_TILE
     for k, (who, side) in enumerate(zip(("student", "teacher"), pair.sides, strict=True)):
@@ -209,14 +208,14 @@ def divergence(
         "tile_rows": tile_rows,
         "T": pair.call.number,
         "V": pair.call.size,
-        "inverse_temperature": 1 / float(pair.call.options.temperature),
+        "inverse_temperature": 1 / pair.call.options.temperature,
         "beta": beta,
         "near": tuple(nearly_equal(beta)),
-        "soft_weight": float(options.soft_factor),
-        "hard_weight": float(options.hard_weight),
+        "soft_weight": options.soft_factor,
+        "hard_weight": options.hard_weight,
         "MODE": {0.0: kernels.FORWARD_KL, 1.0: kernels.REVERSE_KL}.get(beta, kernels.MIXTURE).value,
         "EVEN": beta == 0.5,
-        "HARD": bool(options.hard_weight > 0),
+        "HARD": options.hard_weight > 0,
         "TILES": _TILES,
         "PAD": pad,
     }
