@@ -111,10 +111,13 @@ def op_in(fw: Any, op: str, name: str = "") -> Any:
     return getattr(import_module(f"onchip.ops.{op}.{fw.NAME}_op"), name or op)
 
 
-def kernel_refusals(refusal: str, device: str, dtype: str, framework: str) -> dict[str, str | None]:
-    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None.
+def kernel_refusals(
+    refusal: str, device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}
+) -> dict[str, str | None]:
+    """Why each backend can't serve a call on the current "cpu" or "cuda" device, or None.
 
-    `refusal`, "module:name", says it of the Triton kernels.
+    `refusal`, "module:name", says it of the Triton kernels.  `given` has sizes and options by name, and may have more
+    than those that matter; what isn't there is plain.
     """
     if framework == "jax":
         return {"xla": None}
@@ -141,7 +144,7 @@ class Checker:
     """`call(fw, how, **arguments, **keywords)` gives values under the names of the oracle's fields."""
     cases: Sequence[Any]
     refusals: Callable[..., Mapping[str, str | None]]
-    """`refusals(device, dtype's name, framework, case, how)`: why each backend can't run a check, or None."""
+    """`refusals(device, dtype's name, framework, given)`: as `kernel_refusals`, of a case and a `how`."""
     hows: Callable[[Any], Sequence[Mapping[str, Any]]] = lambda fw: [{}]
     """`hows(fw)`: the variants in which each case is checked in each dtype, backends left out."""
     plain: Callable[..., Mapping[str, Any]] | None = None
@@ -170,7 +173,9 @@ class Checker:
         return [
             partial(self.check_case, case, dtype, device, backend=backend, **how)
             for case, how, dtype in product(self.cases, self.hows(fw), fw.DTYPES)
-            for backend, reason in self.refusals(device, dtype_name(dtype), framework, case, how).items()
+            for backend, reason in self.refusals(
+                device, dtype_name(dtype), framework, {**vars(case), **case.options, **how}
+            ).items()
             if reason is None
         ]
 

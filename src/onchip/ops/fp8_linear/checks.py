@@ -54,19 +54,20 @@ def bound(depth: int, dtype: str, *, tensor_cores: bool) -> float:
 
 
 def plain_refusals(
-    device: str, dtype: str = "bfloat16", framework: str = "torch", **options: str
+    device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
 ) -> dict[str, str | None]:
-    """Why each backend can't serve a call with these options on the current "cpu" or "cuda" device, or None."""
+    """As `kernel_refusals`, of the two options that are `given`."""
+    options = Options(**{name: given[name] for name in ("grad_dtype", "scale") if name in given})
     if framework == "jax":
         from onchip.ops.fp8_linear import jax_op
         from onchip.oracle.jax import platform_of
 
-        return jax_op.refusals(platform_of(device), Options(**options))
+        return jax_op.refusals(platform_of(device), options)
     import torch
 
     from onchip.ops.fp8_linear import torch_op
 
-    return torch_op.refusals(torch.device(device), Options(**options).grad_dtype)
+    return torch_op.refusals(torch.device(device), options.grad_dtype)
 
 
 def _call(
@@ -83,7 +84,7 @@ CHECKER = Checker(
     call=_call,
     cases=CHECK_CASES,
     hows=lambda fw: [{"weight_layout": x} for x in ("nk", "kn")] if fw.NAME == "jax" else [{}],
-    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework, **case.options),
+    refusals=plain_refusals,
     values=("out",),
     keywords=lambda inputs: {},
     defaults={"torch": {"backend": "dequantize"}, "jax": {"backend": "xla", "weight_layout": "nk"}},
@@ -91,4 +92,3 @@ CHECKER = Checker(
     constant=lambda name, inputs, how: name == "grad_out",  # among the arguments to be rounded as they are
     limits=limits,
 )
-check_case, planned_checks = CHECKER.check_case, CHECKER.planned_checks

@@ -157,7 +157,7 @@ CHECKER = Checker(
     oracle=_oracle,
     call=_call,
     cases=CHECK_CASES,
-    refusals=lambda device, dtype, framework, case, how: {"auto": None},
+    refusals=lambda device, dtype, framework, given: {"auto": None},
     plain=_plain,
     keywords=_keywords,
     defaults={"torch": {"backend": "auto"}, "jax": {"backend": "auto"}},
@@ -167,4 +167,3 @@ CHECKER = Checker(
     ),
     limits=limits,
 )
-check_case, planned_checks = CHECKER.check_case, CHECKER.planned_checks
