@@ -24,11 +24,15 @@ from onchip.bench.peers import (
     xla_only_narrow,
 )
 from onchip.bench.timing import Step
+from onchip.core.backends import choose_backend
 from onchip.core.sizes import MIB
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
 from onchip.oracle.checks import dtype_name, op_in
 from onchip.vocab import memory
+from onchip.vocab.mosaic import memory as mosaic_memory
+from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.xla import memory as xla_memory
 
 Loss = Callable[..., Any]
 """Mean cross-entropy of (hidden [T, H], weight [V, H], target [T]) over the tokens whose target is not IGNORED."""
@@ -64,27 +68,18 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
 def _small(fw: Any, p: memory.Problem) -> int:
     """As the name says; in JAX, with many more tokens than H, what the kernels need for a useful chunk."""
     budget = 64 * MIB + 4 * p.tokens * p.hidden
-    if fw.NAME == "torch":
-        return budget
-    from onchip.vocab.mosaic.memory import useful_scratch
-
-    return max(budget, useful_scratch(p, "auto"))
+    return budget if fw.NAME == "torch" else max(budget, mosaic_memory.useful_scratch(p, "auto"))
 
 
 def _part_of_logits(n: int, fw: Any, p: memory.Problem) -> int:
     """The float32 logits' bytes / n, or what the smallest chunk needs."""
-    if fw.NAME == "torch":
-        least = memory.scratch_at_least(_at_worst(p), "recompute")
-    else:
-        from onchip.vocab.xla import memory as xla_memory
-
-        least = xla_memory.scratch_at_least(p, "recompute")
+    least: int = (memory if fw.NAME == "torch" else xla_memory).scratch_at_least(_at_worst(fw, p), "recompute")
     return max(memory.logits_bytes(p) // n, least)
 
 
-def _at_worst(p: memory.Problem) -> memory.Problem:
-    """The problem as the op sees it before it has looked at the targets."""
-    return replace(p, compacted=p.device == "cpu")
+def _at_worst(fw: Any, p: memory.Problem) -> memory.Problem:
+    """The problem as the op sees it before it has looked at the labels."""
+    return replace(p, compacted=fw.NAME == "jax" or p.device == "cpu")
 
 
 def _own(
@@ -102,9 +97,7 @@ def _own(
         return plain_refusals(device, dtype, fw.NAME)[options["backend"]] if "backend" in options else None
 
     def record(problem: Problem, mode: str) -> dict[str, Any]:
-        scratch = budget(fw, _sizes(fw, problem))
-        plan = _torch_plan if fw.NAME == "torch" else _jax_plan
-        return plan(problem, _sizes(fw, problem, mode), scratch, **options)
+        return _plan(fw, _sizes(fw, problem, mode), budget(fw, _sizes(fw, problem)), **options)
 
     def steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
         benchmark = TORCH if fw.NAME == "torch" else JAX
@@ -114,24 +107,21 @@ def _own(
     return Implementation(name, load, unavailable, package="onchip", steps=steps, record=record)
 
 
-def _torch_plan(problem: Problem, p: memory.Problem, scratch: int | None, strategy: str = "auto") -> dict[str, Any]:
-    from onchip.vocab.triton import memory as triton_memory
-    from onchip.vocab.triton.setup import refusal
-
-    hidden = problem.arrays[0]
-    if refusal(p.device, hidden.device.index, hidden.dtype) is None:
-        return {"backend": "triton", "scratch_bytes": scratch, **vars(triton_memory.plan(p, strategy, scratch))}
-    plan = memory.plan(p, memory.choose_strategy(_at_worst(p), strategy, scratch), scratch)
-    return {"scratch_bytes": scratch, **vars(plan)}
-
-
-def _jax_plan(problem: Problem, p: memory.Problem, scratch: int | None, backend: str = "auto") -> dict[str, Any]:
-    from onchip.core.backends import choose_backend
-    from onchip.ops.linear_cross_entropy.jax_op import MODULES, refusals
-    from onchip.oracle.jax import platform_of
-
-    name = choose_backend("linear_cross_entropy", backend, refusals(p, platform_of(p.device)))
-    return {"backend": name, "scratch_bytes": scratch, **vars(MODULES[name].plan(p, "auto", scratch))}
+def _plan(
+    fw: Any, p: memory.Problem, scratch: int | None, strategy: str = "auto", backend: str = "auto"
+) -> dict[str, Any]:
+    """The backend that takes the problem, and how it cuts it."""
+    refusals = plain_refusals(p.device, p.dtype, fw.NAME, vars(p))
+    plan: Any
+    if fw.NAME == "jax":
+        backend = choose_backend("linear_cross_entropy", backend, refusals)
+        plan = op_in(fw, "linear_cross_entropy", "MODULES")[backend].plan(p, strategy, scratch)
+    elif refusals["triton"] is None:
+        backend, plan = "triton", triton_memory.plan(p, strategy, scratch)
+    else:
+        strategy = memory.choose_strategy(_at_worst(fw, p), strategy, scratch)
+        backend, plan = "torch", memory.plan(p, strategy, scratch)
+    return {"backend": backend, "scratch_bytes": scratch, **vars(plan)}
 
 
 # Of precision='fp8', an approximation: the loss, and 25 dB of each gradient.
