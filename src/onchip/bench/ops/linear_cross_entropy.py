@@ -21,6 +21,7 @@ from onchip.bench.peers import (
     no_compiler,
     only_narrow,
     optional,
+    plain_peers,
     xla_only_narrow,
 )
 from onchip.bench.timing import Step
@@ -259,7 +260,6 @@ def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) ->
 
 def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
-    narrow = Implementation("XLA, 16-bit logits", lambda: plain(fw), xla_only_narrow, package="jax")
     one_hot, optax = partial(plain, fw, losses=fw.one_hot), partial(plain, fw, losses=fw.by_optax)
     no_tokamax, turned = needs("tokamax"), partial(_of_counted_tokens, turned=True)
     load_cce = partial(imported, "jax_cce:linear_cross_entropy")
@@ -269,9 +269,8 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8)),
         own("onchip triton", not_on_cpu="it runs on GPUs", backend="triton"),
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
-        narrow,
-        replace(narrow, name="XLA, 16-bit logits, one-hot", load=one_hot, options={"one_hot": True}),
-        Implementation("XLA, float32 logits", lambda: plain(fw, wide=True), package="jax"),
+        *plain_peers("jax", partial(plain, fw)),
+        Implementation("XLA, 16-bit logits, one-hot", one_hot, xla_only_narrow, {"one_hot": True}, "jax"),
         Implementation("optax, float32 logits", partial(optax, wide=True), needs("optax"), package="optax"),
         optional("tokamax xla", "tokamax", _tokamax, no_tokamax, turned, implementation="xla"),
         optional("tokamax chunked_xla", "tokamax", _tokamax, no_tokamax, turned, implementation="chunked_xla"),
