@@ -159,8 +159,6 @@ class Checker:
         default_factory=lambda: {"torch": {"backend": "torch"}, "jax": {"backend": "xla"}}
     )
     """Defaults of `how`, by framework."""
-    label: Callable[[Any, Mapping[str, Any]], str] = lambda fw, how: str(how["backend"])
-    """The check's name for the implementation."""
     constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False
     """Whether an argument gets no gradient."""
     limits: Callable[..., Mapping[str, tuple[Any, float]]] = _softmax_limits
@@ -225,7 +223,8 @@ class Checker:
                 plain = fw.differentiate(partial(self.plain, fw, how), named, keywords, upstream, leaves)
         given = {n: fw.as_array(x) for n, x in named.items() if x is not None}
         limits = self.limits(case, name, how, oracle, given)
-        label = self.label(fw, how)
+        # The backend first.  What is on is told by its name, what is off by nothing.
+        label = " ".join(option if x is True else str(x) for option, x in how.items() if x is not False)
         return [
             Check(case.name, name, label, quantity, *_compared(quantity, results, plain, *limits[quantity]))
             for quantity in [*results, *(quantity for quantity in limits if " " in quantity)]

@@ -96,10 +96,6 @@ class Sample(NamedTuple):
 class Benchmark(Op):
     """The benchmark in one framework."""
 
-    @cached_property
-    def MODES(self) -> Sequence[str]:
-        return tuple(BASELINES[self.framework])
-
     def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
         steps: Mapping[str, Step] = self.fw.steps(layer, (problem.x, problem.weight), 2, (problem.grad_out,))
         return steps
@@ -174,32 +170,28 @@ class Benchmark(Op):
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _own(fw: Any, backends: Sequence[str]) -> list[Implementation]:
-    op = op_in(fw, "fp8_linear")
-    return own(lambda backend: lambda x, weight: op(x, weight, backend=backend), backends)
-
-
 def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
-    def refusal(name: str) -> Callable[[str, str], str | None]:
-        return lambda device, dtype: plain_refusals(device, dtype, "jax")[name]
+    op = op_in(fw, "fp8_linear")
 
-    _, *named = _own(fw, ("mosaic_gpu", "xla"))  # 'auto' is one of the two
-    return (
-        *(replace(impl, unavailable=refusal(impl.options["backend"])) for impl in named),
-        optional(UNQUANTISED, "jax", lambda: lambda x, weight: x @ weight.T, always),
-    )
+    def named(backend: str) -> Implementation:
+        def refusal(device: str, dtype: str) -> str | None:
+            return plain_refusals(device, dtype, "jax")[backend]
+
+        return optional(f"onchip {backend}", "onchip", partial(partial, op), refusal, backend=backend)
+
+    plain = optional(UNQUANTISED, "jax", lambda: lambda x, weight: x @ weight.T, always)
+    return (named("mosaic_gpu"), named("xla"), plain)  # 'auto' is one of the two
 
 
 def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
-    from onchip.ops.fp8_linear.torch_op import BACKENDS
-
-    own = [replace(impl, record=partial(_chosen, impl)) for impl in _own(fw, BACKENDS)]
+    made = own(partial(partial, op_in(fw, "fp8_linear")), op_in(fw, "fp8_linear", "BACKENDS"))
+    made = [replace(impl, record=partial(_chosen, impl)) for impl in made]
     linear = partial(imported, "torch.nn.functional:linear")
     scaled_mm = partial(imported, "onchip.fp8.torch_products:scaled_mm_product")
     refusals = {"onchip dequantize": _only_cpu}
     return (
-        *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in own),
-        replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda, steps=_quantized_before_steps),
+        *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in made),
+        replace(made[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda, steps=_quantized_before_steps),
         Implementation(LINEAR, linear),
         optional("torchao blockwise", "torchao", _torchao, gpu_only("torchao", ("bfloat16",), "torchao")),
         Implementation(SCALED_MM, scaled_mm, _no_scaled_mm, {"quantising": "not timed"}, steps=_product_steps),
@@ -267,5 +259,5 @@ def _no_scaled_mm(device: str, dtype: str) -> str | None:
     return scaled_mm_refusal(torch.device(device))
 
 
-TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make)
+TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make, MODES=tuple(RETURNED))
 JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make)

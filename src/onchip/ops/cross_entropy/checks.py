@@ -29,5 +29,4 @@ CHECKER = Checker(
     hows=lambda fw: [{"inplace": x} for x in (False, True)] if fw.NAME == "torch" else [{}],
     refusals=plain_refusals,
     plain=lambda fw, how, logits, target, **keywords: {"loss": plain_cross_entropy(logits, target, **keywords)},
-    label=lambda fw, how: f"{how['backend']} in place" if how.get("inplace") else how["backend"],
 )

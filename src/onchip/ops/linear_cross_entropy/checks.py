@@ -44,5 +44,4 @@ CHECKER = Checker(
     hows=lambda fw: [{"strategy": x} for x in ("stash", "recompute")],
     refusals=plain_refusals,
     plain=lambda fw, how, **given: {"loss": plain_linear_cross_entropy(**given)},
-    label=lambda fw, how: f"{how['backend']} {how.get('strategy', 'auto')}",
 )

@@ -67,5 +67,4 @@ CHECKER = Checker(
     refusals=plain_refusals,
     plain=lambda fw, how, **given: plain_linear_log_probs(**given, entropy=how.get("entropy", True))._asdict(),
     values=("log_prob", "entropy", "lse"),
-    label=lambda fw, how: f"{how['backend']} with entropy" if how.get("entropy", True) else how["backend"],
 )
