@@ -4,6 +4,7 @@ Modes are the layer's and, in PyTorch, each of its three products alone, of oper
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -159,7 +160,7 @@ class Benchmark(Op):
                     "times_faster_than": baseline[2],
                     "cases": len(gains),
                     "least_N_and_K": LEAST_SIZE,
-                    "geometric_mean": math.exp(math.fsum(map(math.log, gains.values())) / len(gains)),
+                    "geometric_mean": statistics.geometric_mean(gains.values()),
                     "least": gains[least],
                     "least_case": least,
                 }

@@ -31,6 +31,7 @@ from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
 from onchip.oracle.checks import dtype_name, op_in
 from onchip.vocab import memory
+from onchip.vocab.fp8 import memory as fp8_memory
 from onchip.vocab.mosaic import memory as mosaic_memory
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.xla import memory as xla_memory
@@ -141,8 +142,6 @@ def _in_fp8(fw: Any, name: str, before: bool) -> Implementation:
         return fp8_op.refusals(torch.device(device))["triton"]
 
     def record(problem: Problem, mode: str) -> dict[str, Any]:
-        from onchip.vocab.fp8 import memory as fp8_memory
-
         chunk = fp8_memory.plan(_sizes(fw, problem), None)
         return {**_FP8, "weight_quantised_before": before, "chunk": chunk}
 
@@ -211,10 +210,10 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
     load_cce = partial(imported, "cut_cross_entropy:linear_cross_entropy")
     load_quack = partial(imported, "quack.linear_cross_entropy:chunked_linear_cross_entropy")
     return (
-        own("onchip auto", strategy="auto"),
-        own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs", strategy="auto"),
+        own("onchip auto"),
+        own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs"),
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8), "a budget for GPUs"),
-        own("onchip, no bound", lambda fw, p: 1 << 60, "a budget for GPUs", strategy="auto"),
+        own("onchip, no bound", lambda fw, p: 1 << 60, "a budget for GPUs"),
         own("onchip stash", strategy="stash"),
         own("onchip recompute", partial(_part_of_logits, 16), strategy="recompute"),
         _in_fp8(fw, "onchip fp8, approximate", before=False),
