@@ -266,7 +266,7 @@ def small_losses_keep_their_digits(loss):
         if ids:  # the others would hide the gradient of the first
             inputs.grad_log_prob[:, 1:] = 0
             inputs.ids[:, ids - 1] = (inputs.ids[:, 0] + 1) % 500
-        arguments, _ = loss.checks.as_arguments(case, inputs, torch.float32, loss.device)
+        arguments, _ = loss.checks.CHECKER.as_arguments(case, inputs, torch.float32, loss.device)
         given = {n: x for n, x in zip(loss.checks.CHECKER.names, arguments, strict=True) if x is not None}
         upstream = {"log_prob": torch.from_numpy(inputs.grad_log_prob)} if loss.of_ids else {}
         if loss.of_ids and loss.options["entropy"]:

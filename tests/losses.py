@@ -137,7 +137,7 @@ class Loss:
         how = self.options | how
         how = {name: x for name, x in how.items() if name != "reduction"}
         dtype = self.dtype if dtype is None else dtype
-        assert_within_bounds(self.checks.check_case(case, dtype, self.device, backend=self.backend, **how))
+        assert_within_bounds(self.checks.CHECKER.check_case(case, dtype, self.device, backend=self.backend, **how))
 
     def case(self, name, tokens, hidden, vocab, **more):
         """A case of these sizes; `hidden` and a bias are for the linear ones."""

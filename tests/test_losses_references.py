@@ -25,7 +25,7 @@ CASES = [
 @pytest.mark.parametrize(("loss", "case"), CASES)
 def test_autograd_in_float64(loss, case):
     inputs = loss.cases.make_inputs(case, seed=1)
-    arguments, keywords = loss.checks.as_arguments(case, inputs, torch.float64)
+    arguments, keywords = loss.checks.CHECKER.as_arguments(case, inputs, torch.float64)
     given = {n: x for n, x in zip(loss.checks.CHECKER.names, arguments, strict=True) if x is not None}
     plain = next(f for key, f in PLAIN.items() if key.op is loss.op)
     made = plain(**given, **keywords)
@@ -34,7 +34,7 @@ def test_autograd_in_float64(loss, case):
     upstream = [torch.from_numpy(np.asarray(getattr(inputs, f"grad_{n}"))).to(made[n]) for n in loss.values]
     grads = torch.autograd.grad([made[n] for n in loss.values], list(leaves.values()), upstream)
     made |= {f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}
-    oracle = loss.checks.run_oracle(arguments, keywords, inputs)
+    oracle = loss.checks.CHECKER.run_oracle(arguments, keywords, inputs)
     for name, x in made.items():
         expected = x.detach().numpy()
         error = np.linalg.norm(getattr(oracle, name) - expected)

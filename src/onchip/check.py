@@ -62,11 +62,11 @@ def run_check(
     devices = {framework: resolve_device(device, framework) for framework in frameworks}
     for framework, op in product(frameworks, chosen):
         device, name = devices[framework], FRAMEWORKS[framework]
-        checks = import_module(f"onchip.ops.{op}.checks")
+        checker = import_module(f"onchip.ops.{op}.checks").CHECKER
         table = Table(title=f"{op} in {name} on {device}, against the float64 oracle")
         for column in ("case", "dtype", "implementation", "worst of", "error", "bound", ""):
             table.add_column(column, justify="right" if column in ("error", "bound") else "left")
-        planned = checks.planned_checks(device, framework)
+        planned = checker.planned_checks(device, framework)
         if not full:
             planned = planned[:: -_ONE_IN[framework]][::-1]
         for run in track(planned, description=f"checking {op} in {name}", console=console, transient=True):

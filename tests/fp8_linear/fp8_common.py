@@ -5,7 +5,7 @@ import torch
 
 from onchip.fp8 import torch_quantize
 from onchip.ops.fp8_linear import reference
-from onchip.ops.fp8_linear.checks import check_case
+from onchip.ops.fp8_linear.checks import CHECKER
 from onchip.torch import fp8_linear
 
 
@@ -49,7 +49,7 @@ def operands(m, n, k, by_block, fmt="e4m3", device="cpu"):
 
 def assert_right(case, dtype=torch.float32, device="cpu", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
-    wrong = [c for c in check_case(case, dtype, device, **how) if not c.ok]
+    wrong = [c for c in CHECKER.check_case(case, dtype, device, **how) if not c.ok]
     assert not wrong, wrong
 
 

@@ -115,7 +115,7 @@ def test_quantising_more_elements_than_32_bits_count(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CHECK_CASES, ids=str)
 def test_cases(case, dtype, backend):
-    if plain_refusals("cuda", **case.options)[backend] is None:
+    if plain_refusals("cuda", given=case.options)[backend] is None:
         assert_right(case, dtype, "cuda", backend=backend)
     else:
         with pytest.raises(ValueError, match="no blockwise scales for E5M2"):

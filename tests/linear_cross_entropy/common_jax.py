@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.ops.linear_cross_entropy.checks import check_case
+from onchip.ops.linear_cross_entropy.checks import CHECKER
 from shared import assert_within_bounds
 from shared_jax import assert_same as assert_same
 from shared_jax import plain_loss
@@ -25,7 +25,7 @@ def small_problem(tokens=24, hidden=16, vocab=70, dtype="float32", seed=0):
 
 def assert_right(case, dtype="float32", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
-    assert_within_bounds(check_case(case, dtype, **how))
+    assert_within_bounds(CHECKER.check_case(case, dtype, **how))
 
 
 def plain(hidden, weight, labels, bias=0.0, **options):

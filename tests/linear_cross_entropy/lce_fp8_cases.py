@@ -5,7 +5,7 @@ import torch
 
 from onchip.ops.fp8_linear.reference import snr_db
 from onchip.ops.linear_cross_entropy.cases import Case, make_inputs
-from onchip.ops.linear_cross_entropy.checks import as_arguments, run_oracle
+from onchip.ops.linear_cross_entropy.checks import CHECKER
 from onchip.torch import linear_cross_entropy
 
 # Of a mean over tokens, and of the gradients: what FP8 may cost.
@@ -38,10 +38,10 @@ CASES = (
 def results(case, dtype, device="cpu", **how):
     """(results, oracle): loss, statistics and gradients, by the names of the oracle's fields."""
     inputs = make_inputs(case)
-    arguments, keywords = as_arguments(case, inputs, dtype, device)
+    arguments, keywords = CHECKER.as_arguments(case, inputs, dtype, device)
     if case.options.get("reduction") == "none" and arguments[3] is not None:
         arguments[3].requires_grad_(False)
-    oracle = run_oracle(arguments, keywords, inputs)
+    oracle = CHECKER.run_oracle(arguments, keywords, inputs)
     loss, stats = linear_cross_entropy(*arguments, **keywords, precision="fp8", return_stats=True, **how)
     loss.backward(torch.from_numpy(np.asarray(inputs.grad_loss)).to(device))
     made = {"loss": loss, **stats._asdict()}

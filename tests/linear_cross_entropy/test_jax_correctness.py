@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onchip.jax import cross_entropy, linear_cross_entropy
 from onchip.ops.linear_cross_entropy import reference
 from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, Case, make_inputs
-from onchip.ops.linear_cross_entropy.checks import as_arguments, run_oracle
+from onchip.ops.linear_cross_entropy.checks import CHECKER
 from onchip.ops.linear_cross_entropy.spec import Options
 from onchip.oracle.checks import relative_error
 from onchip.vocab.chunks import Config
@@ -218,8 +218,8 @@ def test_small_losses_keep_their_digits(op):
     """p - 1 and log p of a p that float32 can hardly tell from 1, row by row."""
     case = Case("peaked", 64, 64, 500, target_prob=0.9999999, options={"reduction": "none"})
     inputs = make_inputs(case)
-    arguments, _ = as_arguments(case, inputs, "float32")
-    oracle = run_oracle(arguments, case.options, inputs)
+    arguments, _ = CHECKER.as_arguments(case, inputs, "float32")
+    oracle = CHECKER.run_oracle(arguments, case.options, inputs)
     _, w, y, _ = arguments
     loss, pullback = jax.vjp(lambda h: op(h, w, y, reduction="none"), arguments[0])
     bound = 8 * np.finfo(np.float32).eps * float(np.abs(oracle.lse).max())

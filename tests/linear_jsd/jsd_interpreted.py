@@ -18,7 +18,7 @@ import torch
 from interpreter import main, registering
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
-from onchip.ops.linear_jsd.checks import check_case
+from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import TopK, linear_jsd
 
@@ -32,7 +32,7 @@ def planned(*sizes):
 
 
 def assert_right(case, dtype=torch.float16):
-    made = check_case(case, dtype, "cpu", backend="triton")
+    made = CHECKER.check_case(case, dtype, "cpu", backend="triton")
     assert made
     assert all(x.ok for x in made), [x for x in made if not x.ok]
 

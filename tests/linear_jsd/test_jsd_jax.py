@@ -10,7 +10,7 @@ import pytest
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES
-from onchip.ops.linear_jsd.checks import check_case
+from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import TopK
@@ -34,7 +34,7 @@ def assert_same(a, b):
 
 
 def assert_right(*case, **how):
-    assert_within_bounds(check_case(*case, **how))
+    assert_within_bounds(CHECKER.check_case(*case, **how))
 
 
 # Compiling takes nearly all of the time: `onchip check` runs all combinations.

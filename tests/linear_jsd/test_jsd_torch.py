@@ -14,7 +14,7 @@ from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
-from onchip.ops.linear_jsd.checks import check_case
+from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options, TopK
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
@@ -47,7 +47,7 @@ def assert_same(a, b, scale=1.0):
 
 
 def assert_right(*case, **how):
-    assert_within_bounds(check_case(*case, **how))
+    assert_within_bounds(CHECKER.check_case(*case, **how))
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -12,7 +12,7 @@ from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.linear_jsd import triton_memory as triton_spec
 from onchip.ops.linear_jsd.cases import CHECK_CASES
-from onchip.ops.linear_jsd.checks import check_case, plain_divergence
+from onchip.ops.linear_jsd.checks import CHECKER, plain_divergence
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.triton_memory import JsdPlan
 from onchip.torch import jsd, linear_jsd
@@ -80,7 +80,7 @@ def plain(h, w, x, v, beta, *, dtype=None):
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.usefixtures("poisoned")
 def test_check_cases(case, dtype):
-    wrong = [x for x in check_case(case, dtype, "cuda", backend="triton") if not x.ok]
+    wrong = [x for x in CHECKER.check_case(case, dtype, "cuda", backend="triton") if not x.ok]
     assert not wrong, wrong
 
 

@@ -8,7 +8,7 @@ from common_llp_jax import small_problem
 
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
-from onchip.ops.linear_log_probs.checks import check_case
+from onchip.ops.linear_log_probs.checks import CHECKER
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
@@ -18,7 +18,7 @@ from shared_jax import assert_same, quick_compilation  # noqa: F401
 
 def assert_right(case, dtype="float32", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
-    assert_within_bounds(check_case(case, dtype, **how))
+    assert_within_bounds(CHECKER.check_case(case, dtype, **how))
 
 
 # Compiling takes nearly all of the time: `onchip check` runs all cases in all dtypes.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -38,11 +38,8 @@ class Op(ABC):
     """`make(fw, case, device, dtype)`: the inputs of a case on the device."""
 
     DTYPES: ClassVar[Sequence[str]] = tuple(DTYPE_BYTES)
-
-    @cached_property
-    def MODES(self) -> Sequence[str]:
-        """What is timed, in this order."""
-        return MODES
+    MODES: Sequence[str] = field(default=MODES, kw_only=True)
+    """What is timed, in this order."""
 
     @cached_property
     def CASES(self) -> Mapping[str, Any]:
@@ -174,9 +171,12 @@ def run_cases(
     # No refreshing thread: it would take time from the steps.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=per_case * len(cases))
+
+        def tick(doing: str, advance: int = 1) -> None:
+            progress.update(task, advance=advance, description=f"{case}: {doing}", refresh=True)
+
         try:
             for i, case in enumerate(cases):
-                tick = partial(_tick, progress, task, case)
                 tick("reference", advance=0)
                 # Memory is measured after a garbage collection each time, which need not look through all modules, nor
                 # through those that earlier cases have loaded.
@@ -194,10 +194,6 @@ def run_cases(
         finally:
             gc.unfreeze()
     return outcome
-
-
-def _tick(progress: Progress, task: Any, case: str, doing: str, advance: int = 1) -> None:
-    progress.update(task, advance=advance, description=f"{case}: {doing}", refresh=True)
 
 
 @dataclass(frozen=True)

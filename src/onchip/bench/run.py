@@ -1,7 +1,7 @@
 """`onchip bench`: checks the options, runs the harness, writes the results file and the page beside it."""
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, TypedDict
@@ -135,12 +135,7 @@ def _earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any] | Non
 def _added(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The earlier document, with this one's rows in place of those that they repeat."""
 
-    def table(row: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        return row["case"], str(row.get("sizes")), row["dtype"], row["mode"]
-
-    done = {(table(row), row["impl"]) for row in now["rows"]}
-    kept = [row for row in earlier["rows"] if (table(row), row["impl"]) not in done]
-    order = list(dict.fromkeys(map(table, [*kept, *now["rows"]])))
-    rows = sorted([*kept, *now["rows"]], key=lambda row: order.index(table(row)))
+    names = ("case", "sizes", "dtype", "mode", "impl")
+    rows = {str([row.get(name) for name in names]): row for row in (*earlier["rows"], *now["rows"])}
     not_run = [entry for entry in earlier["not_run"] if entry not in now["not_run"]]
-    return {"environment": now["environment"], "rows": rows, "not_run": [*not_run, *now["not_run"]]}
+    return {**now, "rows": list(rows.values()), "not_run": [*not_run, *now["not_run"]]}

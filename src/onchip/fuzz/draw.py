@@ -76,7 +76,7 @@ TABLES: Mapping[str, Table] = {
 }  # fmt: skip
 _TORCH: Table = {
     "strides": _STRIDES, "weight_strides": _STRIDES, "constant_strides": ("plain", "strided"),
-    "upstream_strides": ("plain", "strided", "expanded"), "autocast": _NO,
+    "upstream_strides": ("plain", "strided", "expanded"), "autocast": _NO, "check_inputs": _NO,
 }  # fmt: skip
 _JAX: Table = {"jit": _YES, "traced": _NO}
 # Of one front end alone.
@@ -93,9 +93,7 @@ _MORE: Mapping[tuple[str, str], Table] = {
 
 def table(framework: str, op: str) -> Table:
     """What each value of a call may be, simpler ones first."""
-    front = _TORCH if framework == "torch" else _JAX
-    checked: Table = {"check_inputs": _NO} if framework == "torch" else {}
-    return {**TABLES[op], **front, **checked, **_MORE.get((framework, op), {})}
+    return {**TABLES[op], **(_TORCH if framework == "torch" else _JAX), **_MORE.get((framework, op), {})}
 
 
 def draw(rng: Random, framework: str, device: str, op: str) -> Call:

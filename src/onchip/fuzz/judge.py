@@ -142,11 +142,7 @@ Limits = tuple[dict[str, float], dict[str, tuple[float, float]]]
 
 def _linear(case: Any, dtype: str, given: Arrays, *, tensor_cores: bool) -> Limits:
     x, g, w, bias = given["x"], given["grad_out"], given["weight"], given.get("bias", 0.0)
-    depths = {"out": case.k, "grad_x": case.n, "grad_weight": case.m, "grad_bias": case.m}
-    limits = {
-        name: fp8_checks.bound(depth, dtype, tensor_cores=tensor_cores and name != "grad_bias")
-        for name, depth in depths.items()
-    }
+    limits = fp8_checks.bounds(case, dtype, tensor_cores=tensor_cores)
     sizes = {"out": _size(x, w.T) + float(np.linalg.norm(bias + np.zeros((case.m, case.n))))}
     sizes |= {"grad_x": _size(g, w), "grad_weight": _size(g.T, x), "grad_bias": float(np.linalg.norm(g))}
     return limits, {name: (size, 0.0) for name, size in sizes.items()}

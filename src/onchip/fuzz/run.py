@@ -81,24 +81,10 @@ def drawn(seed: int, targets: Sequence[tuple[str, str, str]]) -> Iterator[Call]:
     for number in itertools.count():
         rng = random.Random(f"{seed} {number}")
         call = draw(rng, *rng.choice(targets))
-        yield legal({**call, "backend": rng.choice(("auto", *_backends(call)))})
-
-
-def _backends(call: Call) -> list[str]:
-    """Those that can run the call."""
-    framework, device, op = call["framework"], call["device"], call["op"]
-    checks = import_module(f"onchip.ops.{op}.checks")
-    if op == "fp8_linear":
-        refusals = checks.plain_refusals(
-            device, call["dtype"], framework, grad_dtype=call["grad_dtype"], scale=call["scale"]
-        )
-    elif op == "linear_cross_entropy" and framework == "jax":
-        sizes = (call["hidden"], call["vocab"], call["strategy"])
-        refusals = checks.plain_refusals(device, call["dtype"], framework, *sizes)
-        refusals = refusals if call["weight_layout"] == "vh" else {"xla": None}
-    else:
-        refusals = checks.plain_refusals(device, call["dtype"], framework)
-    return [name for name, reason in refusals.items() if reason is None]
+        refusals = import_module(f"onchip.ops.{call['op']}.checks").plain_refusals
+        reasons = refusals(call["device"], call["dtype"], call["framework"], call)
+        usable = [name for name, reason in reasons.items() if reason is None]
+        yield legal({**call, "backend": rng.choice(("auto", *usable))})
 
 
 def attempt(call: Call) -> tuple[Exception | None, int]:

@@ -111,10 +111,13 @@ def op_in(fw: Any, op: str, name: str = "") -> Any:
     return getattr(import_module(f"onchip.ops.{op}.{fw.NAME}_op"), name or op)
 
 
-def kernel_refusals(refusal: str, device: str, dtype: str, framework: str) -> dict[str, str | None]:
-    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None.
+def kernel_refusals(
+    refusal: str, device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}
+) -> dict[str, str | None]:
+    """Why each backend can't serve a call on the current "cpu" or "cuda" device, or None.
 
-    `refusal`, "module:name", says it of the Triton kernels.
+    `refusal`, "module:name", says it of the Triton kernels.  `given` has sizes and options by name, and may have more
+    than those that matter; what isn't there is plain.
     """
     if framework == "jax":
         return {"xla": None}
@@ -141,7 +144,7 @@ class Checker:
     """`call(fw, how, **arguments, **keywords)` gives values under the names of the oracle's fields."""
     cases: Sequence[Any]
     refusals: Callable[..., Mapping[str, str | None]]
-    """`refusals(device, dtype's name, framework, case, how)`: why each backend can't run a check, or None."""
+    """`refusals(device, dtype's name, framework, given)`: as `kernel_refusals`, of a case and a `how`."""
     hows: Callable[[Any], Sequence[Mapping[str, Any]]] = lambda fw: [{}]
     """`hows(fw)`: the variants in which each case is checked in each dtype, backends left out."""
     plain: Callable[..., Mapping[str, Any]] | None = None
@@ -156,8 +159,6 @@ class Checker:
         default_factory=lambda: {"torch": {"backend": "torch"}, "jax": {"backend": "xla"}}
     )
     """Defaults of `how`, by framework."""
-    label: Callable[[Any, Mapping[str, Any]], str] = lambda fw, how: str(how["backend"])
-    """The check's name for the implementation."""
     constant: Callable[[str, Any, Mapping[str, Any]], bool] = lambda name, inputs, how: False
     """Whether an argument gets no gradient."""
     limits: Callable[..., Mapping[str, tuple[Any, float]]] = _softmax_limits
@@ -170,7 +171,9 @@ class Checker:
         return [
             partial(self.check_case, case, dtype, device, backend=backend, **how)
             for case, how, dtype in product(self.cases, self.hows(fw), fw.DTYPES)
-            for backend, reason in self.refusals(device, dtype_name(dtype), framework, case, how).items()
+            for backend, reason in self.refusals(
+                device, dtype_name(dtype), framework, {**vars(case), **case.options, **how}
+            ).items()
             if reason is None
         ]
 
@@ -220,7 +223,8 @@ class Checker:
                 plain = fw.differentiate(partial(self.plain, fw, how), named, keywords, upstream, leaves)
         given = {n: fw.as_array(x) for n, x in named.items() if x is not None}
         limits = self.limits(case, name, how, oracle, given)
-        label = self.label(fw, how)
+        # The backend first.  What is on is told by its name, what is off by nothing.
+        label = " ".join(option if x is True else str(x) for option, x in how.items() if x is not False)
         return [
             Check(case.name, name, label, quantity, *_compared(quantity, results, plain, *limits[quantity]))
             for quantity in [*results, *(quantity for quantity in limits if " " in quantity)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onchip.bench.benchmark import Benchmark, Problem, cross_entropies
-from onchip.bench.peers import NARROW, Implementation, gpu_only, needs, optional, own, plain_peers
+from onchip.bench.peers import NARROW, Implementation, gpu_only, imported, needs, optional, own, plain_peers
 from onchip.ops.cross_entropy import cases
 from onchip.oracle.cases import draw_target, ignore_some
 from onchip.oracle.checks import op_in
@@ -43,12 +43,6 @@ def _liger(inplace: bool) -> Loss:
     return loss
 
 
-def _quack(inplace: bool) -> Loss:
-    from quack.cross_entropy import cross_entropy
-
-    return lambda logits, target: cross_entropy(logits, target, reduction="mean", inplace_backward=inplace)
-
-
 def _implementations(fw: Any) -> Sequence[Implementation]:
     op, backends = op_in(fw, "cross_entropy"), op_in(fw, "cross_entropy", "BACKENDS")
 
@@ -60,14 +54,15 @@ def _implementations(fw: Any) -> Sequence[Implementation]:
     if fw.NAME == "jax":
         optax = partial(_plain, fw, wide=True, losses=fw.by_optax)
         return (*common, Implementation("optax, float32 logits", optax, needs("optax"), package="optax"))
+    load_quack = partial(imported, "quack.cross_entropy:cross_entropy", reduction="mean")
     liger, quack = (gpu_only(package, ("float32", *NARROW)) for package in ("liger-kernel", "quack-kernels"))
     return (
         *common,
         *(replace(impl, steps=_in_place_steps) for impl in own(load, backends, ", in place", inplace=True)),
         # It writes the gradient over the logits in forward.
         optional("liger", "liger-kernel", _liger, liger, _in_place_steps, inplace=True),
-        optional("quack", "quack-kernels", _quack, quack, inplace=False),
-        optional("quack, in place", "quack-kernels", _quack, quack, _in_place_steps, inplace=True),
+        optional("quack", "quack-kernels", load_quack, quack, inplace_backward=False),
+        optional("quack, in place", "quack-kernels", load_quack, quack, _in_place_steps, inplace_backward=True),
     )
 
 

@@ -4,6 +4,7 @@ Modes are the layer's and, in PyTorch, each of its three products alone, of oper
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -50,14 +51,6 @@ _CHECKED_ROWS = 128
 LEAST_SIZE = 4096
 
 
-class Operands(NamedTuple):
-    """A, B and whether B's scales are 128x128."""
-
-    a: Any
-    b: Any
-    by_block: bool
-
-
 @dataclass(frozen=True)
 class Problem:
     """Inputs of one case, in the dtype and on the device of the run."""
@@ -66,15 +59,12 @@ class Problem:
     weight: Any  # [N, K]; in PyTorch a Parameter
     grad_out: Any  # [M, N]
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of each result."""
-        (m, k), n = self.x.shape, len(self.weight)
-        return {"out": (m, n), "grad_x": (m, k), "grad_weight": (n, k)}
-
     @cached_property
-    def operands(self) -> dict[str, Operands]:
-        """What each product in PyTorch multiplies.  All quantisers make the same bits; a kernel takes less time."""
+    def operands(self) -> dict[str, tuple[Any, Any, bool]]:
+        """What each product in PyTorch multiplies, and whether the second one's scales are 128x128.
+
+        All quantisers make the same bits; a kernel takes less time.
+        """
         from onchip.fp8.torch_operands import quantizer
         from onchip.fp8.torch_products import triton_refusal
 
@@ -82,7 +72,7 @@ class Problem:
         x, x_turned = quantize(self.x.detach(), "e4m3", "float32")
         g, g_turned = quantize(self.grad_out, "e4m3", "float32")
         w, w_turned = quantize(self.weight.detach(), "e4m3", "float32", by_block=True)
-        made = (Operands(x, w, True), Operands(g, w_turned, True), Operands(g_turned, x_turned, False))
+        made = ((x, w, True), (g, w_turned, True), (g_turned, x_turned, False))
         return dict(zip(PRODUCTS, made, strict=True))
 
 
@@ -95,22 +85,17 @@ def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
     return Problem(x, weight, normal(case.m, case.n, dtype=dtype))
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Some rows of each of a step's results, by products of the unquantised numbers in float64."""
+class Sample(NamedTuple):
+    """Some rows of a result, by a product of the unquantised numbers in float64."""
 
-    shapes: Mapping[str, tuple[int, int]]
-    where: Mapping[str, npt.NDArray[np.int64]]
-    values: Mapping[str, Any]
+    shape: tuple[int, int]  # of the whole result
+    rows: npt.NDArray[np.int64]
+    values: Any
 
 
 @dataclass
 class Benchmark(Op):
     """The benchmark in one framework."""
-
-    @cached_property
-    def MODES(self) -> Sequence[str]:
-        return tuple(BASELINES[self.framework])
 
     def plain_steps(self, problem: Problem, layer: Layer) -> Mapping[str, Step]:
         steps: Mapping[str, Step] = self.fw.steps(layer, (problem.x, problem.weight), 2, (problem.grad_out,))
@@ -124,40 +109,29 @@ class Benchmark(Op):
         made: Step | None = self.fw.products(mode, problem.x, problem.weight) if mode in LAYER else None
         return made
 
-    def reference(self, problem: Problem) -> Reference:
+    def reference(self, problem: Problem) -> dict[str, Sample]:
         """Random rows and the last ones: all of them in float64 would take longer than what is timed."""
-        wide, shapes = self.fw.wide, problem.shapes
-        x, weight, grad_out = problem.x, problem.weight, problem.grad_out
-        rng = np.random.default_rng(0)
-        half = _CHECKED_ROWS // 2
-        where = {
-            name: np.union1d(rng.integers(rows, size=half), np.arange(max(0, rows - half), rows))
-            for name, (rows, _) in shapes.items()
-        }
+        wide, x, weight, grad_out = self.fw.wide, problem.x, problem.weight, problem.grad_out
+        rng, half, samples = np.random.default_rng(0), _CHECKED_ROWS // 2, {}
+        for name, a, b in (("out", x, weight.T), ("grad_x", grad_out, weight), ("grad_weight", grad_out.T, x)):
+            rows = np.union1d(rng.integers(len(a), size=half), np.arange(max(0, len(a) - half), len(a)))
+            with self.fw.in_float64():
+                some = a[rows]
+                values = sum(wide(some[:, part]) @ wide(b[part]) for part in chunks(*b.shape))
+            samples[name] = Sample((len(a), b.shape[1]), rows, values)
+        return samples
 
-        def summed(a: Any, b: Any) -> Any:
-            """a @ b, a chunk of b's rows at a time."""
-            return sum(wide(a[:, rows]) @ wide(b[rows]) for rows in chunks(*b.shape))
-
-        with self.fw.in_float64():
-            some = wide(x[where["out"]])
-            values = {
-                "out": self.fw.xp.concatenate([some @ wide(weight[rows]).T for rows in chunks(*weight.shape)], 1),
-                "grad_x": summed(grad_out[where["grad_x"]], weight),
-                "grad_weight": summed(grad_out[:, where["grad_weight"]].T, x),
-            }
-        return Reference(shapes, where, values)
-
-    def check(self, reference: Reference, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    def check(
+        self, reference: Mapping[str, Sample], mode: str, returned: Sequence[Any]
+    ) -> dict[str, tuple[float, float]]:
         """Relative error of these rows, and its bound; NaN if a number anywhere in the result is NaN or infinite."""
         errors = {}
         for name, result in zip(RETURNED[mode], returned, strict=True):
-            if tuple(result.shape) != reference.shapes[name]:
-                right = list(reference.shapes[name])
-                raise ValueError(f"{name} has shape {list(result.shape)} where {right} is right")
-            error = math.nan
+            right, error = reference[name], math.nan
+            if tuple(result.shape) != right.shape:
+                raise ValueError(f"{name} has shape {list(result.shape)} where {list(right.shape)} is right")
             if all(bool(self.fw.xp.isfinite(result[rows]).all()) for rows in chunks(*result.shape)):
-                error = relative_error(self.fw, result[reference.where[name]], reference.values[name])
+                error = relative_error(self.fw, result[right.rows], right.values)
             errors[name] = (error, BOUND)
         return errors
 
@@ -186,7 +160,7 @@ class Benchmark(Op):
                     "times_faster_than": baseline[2],
                     "cases": len(gains),
                     "least_N_and_K": LEAST_SIZE,
-                    "geometric_mean": math.exp(math.fsum(map(math.log, gains.values())) / len(gains)),
+                    "geometric_mean": statistics.geometric_mean(gains.values()),
                     "least": gains[least],
                     "least_case": least,
                 }
@@ -197,32 +171,28 @@ class Benchmark(Op):
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _own(fw: Any, backends: Sequence[str]) -> list[Implementation]:
-    op = op_in(fw, "fp8_linear")
-    return own(lambda backend: lambda x, weight: op(x, weight, backend=backend), backends)
-
-
 def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
-    def refusal(name: str) -> Callable[[str, str], str | None]:
-        return lambda device, dtype: plain_refusals(device, dtype, "jax")[name]
+    op = op_in(fw, "fp8_linear")
 
-    _, *named = _own(fw, ("mosaic_gpu", "xla"))  # 'auto' is one of the two
-    return (
-        *(replace(impl, unavailable=refusal(impl.options["backend"])) for impl in named),
-        optional(UNQUANTISED, "jax", lambda: lambda x, weight: x @ weight.T, always),
-    )
+    def named(backend: str) -> Implementation:
+        def refusal(device: str, dtype: str) -> str | None:
+            return plain_refusals(device, dtype, "jax")[backend]
+
+        return optional(f"onchip {backend}", "onchip", partial(partial, op), refusal, backend=backend)
+
+    plain = optional(UNQUANTISED, "jax", lambda: lambda x, weight: x @ weight.T, always)
+    return (named("mosaic_gpu"), named("xla"), plain)  # 'auto' is one of the two
 
 
 def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
-    from onchip.ops.fp8_linear.torch_op import BACKENDS
-
-    own = [replace(impl, record=partial(_chosen, impl)) for impl in _own(fw, BACKENDS)]
+    made = own(partial(partial, op_in(fw, "fp8_linear")), op_in(fw, "fp8_linear", "BACKENDS"))
+    made = [replace(impl, record=partial(_chosen, impl)) for impl in made]
     linear = partial(imported, "torch.nn.functional:linear")
     scaled_mm = partial(imported, "onchip.fp8.torch_products:scaled_mm_product")
     refusals = {"onchip dequantize": _only_cpu}
     return (
-        *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in own),
-        replace(own[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda, steps=_quantized_before_steps),
+        *(replace(x, unavailable=refusals.get(x.name, always), steps=partial(_own_steps, x)) for x in made),
+        replace(made[0], name=QUANTIZED_BEFORE, unavailable=_only_cuda, steps=_quantized_before_steps),
         Implementation(LINEAR, linear),
         optional("torchao blockwise", "torchao", _torchao, gpu_only("torchao", ("bfloat16",), "torchao")),
         Implementation(SCALED_MM, scaled_mm, _no_scaled_mm, {"quantising": "not timed"}, steps=_product_steps),
@@ -252,10 +222,10 @@ def _quantized_before_steps(problem: Problem, layer: Layer) -> Mapping[str, Step
 
 
 def _product_steps(problem: Problem, product: Callable[..., Any]) -> Mapping[str, Step]:
-    def step(o: Operands) -> Step:
-        return lambda: [product(o.a, o.b, o.by_block, None, problem.x.dtype, None)]
+    def step(*operands: Any) -> Step:
+        return lambda: [product(*operands, None, problem.x.dtype, None)]
 
-    return {mode: step(operands) for mode, operands in problem.operands.items()}
+    return {mode: step(*operands) for mode, operands in problem.operands.items()}
 
 
 def _torchao() -> Layer:
@@ -290,5 +260,5 @@ def _no_scaled_mm(device: str, dtype: str) -> str | None:
     return scaled_mm_refusal(torch.device(device))
 
 
-TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make)
+TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make, MODES=tuple(RETURNED))
 JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make)

@@ -21,14 +21,20 @@ from onchip.bench.peers import (
     no_compiler,
     only_narrow,
     optional,
+    plain_peers,
     xla_only_narrow,
 )
 from onchip.bench.timing import Step
+from onchip.core.backends import choose_backend
 from onchip.core.sizes import MIB
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_cross_entropy.checks import plain_refusals
 from onchip.oracle.checks import dtype_name, op_in
 from onchip.vocab import memory
+from onchip.vocab.fp8 import memory as fp8_memory
+from onchip.vocab.mosaic import memory as mosaic_memory
+from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.xla import memory as xla_memory
 
 Loss = Callable[..., Any]
 """Mean cross-entropy of (hidden [T, H], weight [V, H], target [T]) over the tokens whose target is not IGNORED."""
@@ -64,27 +70,18 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
 def _small(fw: Any, p: memory.Problem) -> int:
     """As the name says; in JAX, with many more tokens than H, what the kernels need for a useful chunk."""
     budget = 64 * MIB + 4 * p.tokens * p.hidden
-    if fw.NAME == "torch":
-        return budget
-    from onchip.vocab.mosaic.memory import useful_scratch
-
-    return max(budget, useful_scratch(p, "auto"))
+    return budget if fw.NAME == "torch" else max(budget, mosaic_memory.useful_scratch(p, "auto"))
 
 
 def _part_of_logits(n: int, fw: Any, p: memory.Problem) -> int:
     """The float32 logits' bytes / n, or what the smallest chunk needs."""
-    if fw.NAME == "torch":
-        least = memory.scratch_at_least(_at_worst(p), "recompute")
-    else:
-        from onchip.vocab.xla import memory as xla_memory
-
-        least = xla_memory.scratch_at_least(p, "recompute")
+    least: int = (memory if fw.NAME == "torch" else xla_memory).scratch_at_least(_at_worst(fw, p), "recompute")
     return max(memory.logits_bytes(p) // n, least)
 
 
-def _at_worst(p: memory.Problem) -> memory.Problem:
-    """The problem as the op sees it before it has looked at the targets."""
-    return replace(p, compacted=p.device == "cpu")
+def _at_worst(fw: Any, p: memory.Problem) -> memory.Problem:
+    """The problem as the op sees it before it has looked at the labels."""
+    return replace(p, compacted=fw.NAME == "jax" or p.device == "cpu")
 
 
 def _own(
@@ -102,9 +99,7 @@ def _own(
         return plain_refusals(device, dtype, fw.NAME)[options["backend"]] if "backend" in options else None
 
     def record(problem: Problem, mode: str) -> dict[str, Any]:
-        scratch = budget(fw, _sizes(fw, problem))
-        plan = _torch_plan if fw.NAME == "torch" else _jax_plan
-        return plan(problem, _sizes(fw, problem, mode), scratch, **options)
+        return _plan(fw, _sizes(fw, problem, mode), budget(fw, _sizes(fw, problem)), **options)
 
     def steps(problem: Problem, op: Loss) -> Mapping[str, Step]:
         benchmark = TORCH if fw.NAME == "torch" else JAX
@@ -114,24 +109,21 @@ def _own(
     return Implementation(name, load, unavailable, package="onchip", steps=steps, record=record)
 
 
-def _torch_plan(problem: Problem, p: memory.Problem, scratch: int | None, strategy: str = "auto") -> dict[str, Any]:
-    from onchip.vocab.triton import memory as triton_memory
-    from onchip.vocab.triton.setup import refusal
-
-    hidden = problem.arrays[0]
-    if refusal(p.device, hidden.device.index, hidden.dtype) is None:
-        return {"backend": "triton", "scratch_bytes": scratch, **vars(triton_memory.plan(p, strategy, scratch))}
-    plan = memory.plan(p, memory.choose_strategy(_at_worst(p), strategy, scratch), scratch)
-    return {"scratch_bytes": scratch, **vars(plan)}
-
-
-def _jax_plan(problem: Problem, p: memory.Problem, scratch: int | None, backend: str = "auto") -> dict[str, Any]:
-    from onchip.core.backends import choose_backend
-    from onchip.ops.linear_cross_entropy.jax_op import MODULES, refusals
-    from onchip.oracle.jax import platform_of
-
-    name = choose_backend("linear_cross_entropy", backend, refusals(p, platform_of(p.device)))
-    return {"backend": name, "scratch_bytes": scratch, **vars(MODULES[name].plan(p, "auto", scratch))}
+def _plan(
+    fw: Any, p: memory.Problem, scratch: int | None, strategy: str = "auto", backend: str = "auto"
+) -> dict[str, Any]:
+    """The backend that takes the problem, and how it cuts it."""
+    refusals = plain_refusals(p.device, p.dtype, fw.NAME, vars(p))
+    plan: Any
+    if fw.NAME == "jax":
+        backend = choose_backend("linear_cross_entropy", backend, refusals)
+        plan = op_in(fw, "linear_cross_entropy", "MODULES")[backend].plan(p, strategy, scratch)
+    elif refusals["triton"] is None:
+        backend, plan = "triton", triton_memory.plan(p, strategy, scratch)
+    else:
+        strategy = memory.choose_strategy(_at_worst(fw, p), strategy, scratch)
+        backend, plan = "torch", memory.plan(p, strategy, scratch)
+    return {"backend": backend, "scratch_bytes": scratch, **vars(plan)}
 
 
 # Of precision='fp8', an approximation: the loss, and 25 dB of each gradient.
@@ -150,8 +142,6 @@ def _in_fp8(fw: Any, name: str, before: bool) -> Implementation:
         return fp8_op.refusals(torch.device(device))["triton"]
 
     def record(problem: Problem, mode: str) -> dict[str, Any]:
-        from onchip.vocab.fp8 import memory as fp8_memory
-
         chunk = fp8_memory.plan(_sizes(fw, problem), None)
         return {**_FP8, "weight_quantised_before": before, "chunk": chunk}
 
@@ -220,10 +210,10 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
     load_cce = partial(imported, "cut_cross_entropy:linear_cross_entropy")
     load_quack = partial(imported, "quack.linear_cross_entropy:chunked_linear_cross_entropy")
     return (
-        own("onchip auto", strategy="auto"),
-        own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs", strategy="auto"),
+        own("onchip auto"),
+        own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs"),
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8), "a budget for GPUs"),
-        own("onchip, no bound", lambda fw, p: 1 << 60, "a budget for GPUs", strategy="auto"),
+        own("onchip, no bound", lambda fw, p: 1 << 60, "a budget for GPUs"),
         own("onchip stash", strategy="stash"),
         own("onchip recompute", partial(_part_of_logits, 16), strategy="recompute"),
         _in_fp8(fw, "onchip fp8, approximate", before=False),
@@ -269,7 +259,6 @@ def _of_counted_tokens(problem: Problem, loss: Loss, *, turned: bool = False) ->
 
 def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     own = partial(_own, fw)
-    narrow = Implementation("XLA, 16-bit logits", lambda: plain(fw), xla_only_narrow, package="jax")
     one_hot, optax = partial(plain, fw, losses=fw.one_hot), partial(plain, fw, losses=fw.by_optax)
     no_tokamax, turned = needs("tokamax"), partial(_of_counted_tokens, turned=True)
     load_cce = partial(imported, "jax_cce:linear_cross_entropy")
@@ -279,9 +268,8 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8)),
         own("onchip triton", not_on_cpu="it runs on GPUs", backend="triton"),
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
-        narrow,
-        replace(narrow, name="XLA, 16-bit logits, one-hot", load=one_hot, options={"one_hot": True}),
-        Implementation("XLA, float32 logits", lambda: plain(fw, wide=True), package="jax"),
+        *plain_peers("jax", partial(plain, fw)),
+        Implementation("XLA, 16-bit logits, one-hot", one_hot, xla_only_narrow, {"one_hot": True}, "jax"),
         Implementation("optax, float32 logits", partial(optax, wide=True), needs("optax"), package="optax"),
         optional("tokamax xla", "tokamax", _tokamax, no_tokamax, turned, implementation="xla"),
         optional("tokamax chunked_xla", "tokamax", _tokamax, no_tokamax, turned, implementation="chunked_xla"),

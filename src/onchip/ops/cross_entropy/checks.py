@@ -27,9 +27,6 @@ CHECKER = Checker(
     cases=CHECK_CASES,
     # With a new gradient and, in PyTorch, one over the logits.
     hows=lambda fw: [{"inplace": x} for x in (False, True)] if fw.NAME == "torch" else [{}],
-    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework),
+    refusals=plain_refusals,
     plain=lambda fw, how, logits, target, **keywords: {"loss": plain_cross_entropy(logits, target, **keywords)},
-    label=lambda fw, how: f"{how['backend']} in place" if how.get("inplace") else how["backend"],
 )
-as_arguments, check_case, run_oracle = CHECKER.as_arguments, CHECKER.check_case, CHECKER.run_oracle
-planned_checks = CHECKER.planned_checks

@@ -25,12 +25,8 @@ def limits(
 
     Against the layer without FP8 the noise, ||error|| / ||ref||, may be no louder than `case.snr_db` says.
     """
-    tensor_cores = how["backend"] not in ("dequantize", "xla")
-    depths = {"out": case.k, "grad_x": case.n, "grad_weight": case.m, "grad_bias": case.m}
-    made = {
-        name: (getattr(oracle, name), bound(depth, dtype, tensor_cores=tensor_cores and name != "grad_bias"))
-        for name, depth in depths.items()
-    }
+    own = bounds(case, dtype, tensor_cores=how["backend"] not in ("dequantize", "xla"))
+    made = {name: (getattr(oracle, name), limit) for name, limit in own.items()}
     if case.snr_db is not None:
         x, w, g = (given[name] for name in ("x", "weight", "grad_out"))
         exact = {"out": x @ w.T + given.get("bias", 0), "grad_x": g @ w, "grad_weight": g.T @ x}
@@ -45,28 +41,34 @@ def in_range(case: Case, dtype: str) -> Case:
     return replace(case, spread=min(case.spread, 1.0), grad_std=max(case.grad_std, 1e-3))
 
 
-def bound(depth: int, dtype: str, *, tensor_cores: bool) -> float:
-    """Limit of the relative error of a sum of so many products, rounded to `dtype` at the end."""
-    # Partial sums grow as they go: the random walk's variance is a third of that at full size, of a twelfth of an ulp.
-    walk = float(np.finfo(np.float32).eps) * (1 + float(np.sqrt(depth / 24)))
-    rounding = 0.0 if dtype == "float32" else UNIT_ROUNDOFF[dtype]
-    return DEVIATIONS * walk + rounding + (TENSOR_CORE_ERROR if tensor_cores else 0.0)
+def bounds(case: Case, dtype: str, *, tensor_cores: bool) -> dict[str, float]:
+    """Limits of the relative errors of the results, sums of products that are rounded to `dtype` at the end."""
+
+    def bound(depth: int, of_products: bool = True) -> float:
+        # Partial sums grow as they go: the walk's variance is a third of that at full size, of a twelfth of an ulp.
+        walk = float(np.finfo(np.float32).eps) * (1 + float(np.sqrt(depth / 24)))
+        rounding = 0.0 if dtype == "float32" else UNIT_ROUNDOFF[dtype]
+        return DEVIATIONS * walk + rounding + (TENSOR_CORE_ERROR if tensor_cores and of_products else 0.0)
+
+    made = {"out": bound(case.k), "grad_x": bound(case.n), "grad_weight": bound(case.m)}
+    return made | {"grad_bias": bound(case.m, of_products=False)}
 
 
 def plain_refusals(
-    device: str, dtype: str = "bfloat16", framework: str = "torch", **options: str
+    device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
 ) -> dict[str, str | None]:
-    """Why each backend can't serve a call with these options on the current "cpu" or "cuda" device, or None."""
+    """As `kernel_refusals`, of the two options that are `given`."""
+    options = Options(**{name: given[name] for name in ("grad_dtype", "scale") if name in given})
     if framework == "jax":
         from onchip.ops.fp8_linear import jax_op
         from onchip.oracle.jax import platform_of
 
-        return jax_op.refusals(platform_of(device), Options(**options))
+        return jax_op.refusals(platform_of(device), options)
     import torch
 
     from onchip.ops.fp8_linear import torch_op
 
-    return torch_op.refusals(torch.device(device), Options(**options).grad_dtype)
+    return torch_op.refusals(torch.device(device), options.grad_dtype)
 
 
 def _call(
@@ -83,12 +85,10 @@ CHECKER = Checker(
     call=_call,
     cases=CHECK_CASES,
     hows=lambda fw: [{"weight_layout": x} for x in ("nk", "kn")] if fw.NAME == "jax" else [{}],
-    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework, **case.options),
+    refusals=plain_refusals,
     values=("out",),
     keywords=lambda inputs: {},
     defaults={"torch": {"backend": "dequantize"}, "jax": {"backend": "xla", "weight_layout": "nk"}},
-    label=lambda fw, how: " ".join([how["backend"], *([how["weight_layout"]] if fw.NAME == "jax" else [])]),
     constant=lambda name, inputs, how: name == "grad_out",  # among the arguments to be rounded as they are
     limits=limits,
 )
-check_case, planned_checks = CHECKER.check_case, CHECKER.planned_checks

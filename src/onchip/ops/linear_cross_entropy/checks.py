@@ -8,21 +8,17 @@ from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, make_inputs
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_cross_entropy
 
 
-def plain_refusals(
-    device: str, dtype: str, framework: str, hidden: int = 128, vocab: int = 1024, strategy: str = "auto"
-) -> dict[str, str | None]:
-    """Why each backend can't serve a call without options on the current "cpu" or "cuda" device, or None.
-
-    JAX's depend on the sizes.
-    """
+def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}) -> dict[str, str | None]:
+    """As `kernel_refusals`; in JAX they depend on the sizes, the layout and the strategy."""
     if framework == "torch":
         return kernel_refusals("onchip.vocab.triton.setup:refusal", device, dtype, framework)
     from onchip.ops.linear_cross_entropy.jax_op import refusals
     from onchip.oracle.jax import platform_of
     from onchip.vocab.memory import Problem
 
-    problem = Problem(1, hidden, vocab, dtype=dtype, device=device, compacted=True)
-    return refusals(problem, platform_of(device), strategy=strategy)
+    given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
+    problem = Problem(1, given["hidden"], given["vocab"], dtype=dtype, device=device, compacted=True)
+    return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
 
 
 def _call(
@@ -46,11 +42,6 @@ CHECKER = Checker(
     call=_call,
     cases=CHECK_CASES,
     hows=lambda fw: [{"strategy": x} for x in ("stash", "recompute")],
-    refusals=lambda device, dtype, framework, case, how: plain_refusals(
-        device, dtype, framework, case.hidden, case.vocab, **how
-    ),
+    refusals=plain_refusals,
     plain=lambda fw, how, **given: {"loss": plain_linear_cross_entropy(**given)},
-    label=lambda fw, how: f"{how['backend']} {how.get('strategy', 'auto')}",
 )
-as_arguments, check_case, run_oracle = CHECKER.as_arguments, CHECKER.check_case, CHECKER.run_oracle
-planned_checks = CHECKER.planned_checks

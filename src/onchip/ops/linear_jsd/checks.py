@@ -146,25 +146,18 @@ def plain_divergence(ls: Any, lt: Any, beta: float) -> Any:
     return (1 - beta) * (xp.exp(ls) * (ls - lm)).sum(-1) + beta * (xp.exp(lt) * (lt - lm)).sum(-1)
 
 
-def _label(fw: Any, how: Mapping[str, Any]) -> str:
-    default = "torch" if fw.NAME == "torch" else "xla"
-    return default if how["backend"] == "auto" else str(how["backend"])
-
-
 CHECKER = Checker(
     names=Inputs._fields[:8],
     inputs=lambda case, dtype: make_inputs(case),
     oracle=_oracle,
     call=_call,
     cases=CHECK_CASES,
-    refusals=lambda device, dtype, framework, case, how: {"auto": None},
+    refusals=lambda device, dtype, framework, given: {"auto": None},
     plain=_plain,
     keywords=_keywords,
     defaults={"torch": {"backend": "auto"}, "jax": {"backend": "auto"}},
-    label=_label,
     constant=lambda name, inputs, how: (
         name.startswith("teacher") and _constant_teacher(how, inputs.student_hidden, inputs.teacher_logits)
     ),
     limits=limits,
 )
-check_case, planned_checks = CHECKER.check_case, CHECKER.planned_checks

@@ -64,10 +64,7 @@ CHECKER = Checker(
     call=_call,
     cases=CHECK_CASES,
     hows=lambda fw: [{"entropy": x} for x in (False, True)],
-    refusals=lambda device, dtype, framework, case, how: plain_refusals(device, dtype, framework),
+    refusals=plain_refusals,
     plain=lambda fw, how, **given: plain_linear_log_probs(**given, entropy=how.get("entropy", True))._asdict(),
     values=("log_prob", "entropy", "lse"),
-    label=lambda fw, how: f"{how['backend']} with entropy" if how.get("entropy", True) else how["backend"],
 )
-as_arguments, check_case, run_oracle = CHECKER.as_arguments, CHECKER.check_case, CHECKER.run_oracle
-planned_checks = CHECKER.planned_checks
