@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from onchip.ops.linear_jsd import reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_jsd.spec import Options, TopK
+from onchip.ops.linear_jsd.spec import OP, Options, TopK
 from onchip.oracle.checks import DEVIATIONS, Checker, adapter_of, kernel_refusals, op_in, plain_reduction
 
 # Half the distance of two numbers next to each other, relative to them.
@@ -104,7 +103,7 @@ def _plain(
     normalizer: float | None = None,
     **given: Any,
 ) -> dict[str, Any]:
-    xp, options = fw.xp, Options(**{f.name: given[f.name] for f in fields(Options) if f.name in given})
+    xp, options = fw.xp, Options.of(OP, given)
     tau, hard = options.temperature, options.hard_weight
 
     def logits(model: str) -> Any:

@@ -6,6 +6,7 @@ divergence.py.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from onchip.frontend.jax_inputs import (
 )
 from onchip.ops.linear_jsd import divergence, memory
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, check_shapes, named_arrays
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, TopK, check_shapes, named_arrays
 from onchip.vocab.xla.loss import Reduction, TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,
@@ -140,21 +141,7 @@ def linear_jsd(
 
     Sources: GKD (arXiv:2306.13649) for the divergence; Liger Kernel (arXiv:2410.10989) for the chunks.
     """
-    options = Options(
-        op=OP,
-        beta=beta,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        hard_weight=hard_weight,
-        vocab=vocab,
-        teacher_grad=teacher_grad,
-        scratch_bytes=scratch_bytes,
-    )
-    student = _Model(student_hidden, student_weight, student_bias)
-    teacher = _Model(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
-    return _call(options, student, teacher, teacher_topk, labels, token_weight, normalizer, backend, weight_layout)
+    return _call(OP, locals())
 
 
 def jsd(
@@ -198,40 +185,20 @@ def jsd(
 
     Source: GKD (arXiv:2306.13649).
     """
-    options = Options(
-        op=LOGITS_OP,
-        beta=beta,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        hard_weight=hard_weight,
-        vocab=vocab,
-        teacher_grad=teacher_grad,
-        scratch_bytes=scratch_bytes,
-    )
-    student, teacher = _Model(logits=student_logits), _Model(logits=teacher_logits)
-    return _call(options, student, teacher, teacher_topk, labels, token_weight, normalizer, backend, "vh")
+    return _call(LOGITS_OP, locals())
 
 
-class _Model(NamedTuple):
-    """A model's arguments."""
+def _model(given: Mapping[str, Any], who: str, size: int) -> Any:
+    """What of a model may get a gradient, leading dimensions flattened to T: a `Projection`, logits or None.
 
-    hidden: Any = None  # [..., H]
-    weight: Any = None
-    bias: Any = None
-    logits: Any = None  # [..., V]
-
-    def source(self, layout: str, size: int) -> Any:
-        """What of it may get a gradient, leading dimensions flattened to T: a `Projection`, logits or None.
-
-        Padding is cut off here, by what JAX differentiates itself.
-        """
-        if self.logits is not None:
-            return cut(_flat(jnp.asarray(self.logits)), 0, size, 1)
-        if self.hidden is None:
-            return None
-        return Projection.of(self.hidden, self.weight, self.bias, layout).part(Columns(0, size))
+    Padding is cut off here, by what JAX differentiates itself.
+    """
+    hidden, weight, bias, logits = (given.get(f"{who}_{part}") for part in PARTS)
+    if logits is not None:
+        return cut(_flat(jnp.asarray(logits)), 0, size, 1)
+    if hidden is None:
+        return None
+    return Projection.of(hidden, weight, bias, given["weight_layout"]).part(Columns(0, size))
 
 
 def _flat(x: Any) -> Any:
@@ -258,39 +225,31 @@ class _Static(NamedTuple):
     topk_rest: str
 
 
-def _call(
-    options: Options,
-    student: _Model,
-    teacher: _Model,
-    topk: TopK | None,
-    labels: Any,
-    token_weight: Any,
-    normalizer: Any,
-    backend: str,
-    layout: str,
-) -> Any:
-    named = named_arrays(options.op, student, teacher, topk, labels=labels, token_weight=token_weight)
-    check_layout(options.op, layout)
-    arrays = require_arrays(options.op, named, optional=())
+def _call(op: str, given: Mapping[str, Any]) -> Any:
+    """`given` are the arguments of a public function."""
+    options, topk, labels = Options.of(op, given), given["teacher_topk"], given["labels"]
+    named, layout = named_arrays(op, given, "labels"), given.get("weight_layout", "vh")
+    check_layout(op, layout)
+    arrays = require_arrays(op, named, optional=())
     # In the other layout a weight is checked as if transposed.
     turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
     shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
     shape, size = check_shapes(options, shapes, "labels")
-    check_kinds(options.op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
+    check_kinds(op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
     for whose in ("student_", "teacher_"):
-        check_product_dtype(options.op, arrays, whose)
-    check_normalizer(options.op, normalizer, options.reduction)
-    choose_backend(options.op, backend, dict.fromkeys(BACKENDS))
+        check_product_dtype(op, arrays, whose)
+    check_normalizer(op, given["normalizer"], options.reduction)
+    choose_backend(op, given["backend"], dict.fromkeys(BACKENDS))
     total = math.prod(shape)
-    taught = teacher.source(layout, size)
-    models = student.source(layout, size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
+    taught = _model(given, "teacher", size)
+    models = _model(given, "student", size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
     no_labels = jnp.zeros(total, jnp.int32)
     constants = _Constants(
         no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
         None if topk is None else plain_labels(_flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), jnp.float32)),
-        per_token_constant(token_weight),
-        as_constant(normalizer),
+        per_token_constant(given["token_weight"]),
+        as_constant(given["normalizer"]),
     )
     models, constants = vary_alike((models, constants))
     words = ("", "") if topk is None else topk[2:]

@@ -1,7 +1,7 @@
 """What every front end of linear_jsd and jsd shares: options, top-k teachers, shapes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from onchip.frontend.options import check_head, check_options, require_one_of
@@ -60,27 +60,37 @@ class Options:
     def __post_init__(self) -> None:
         check_options(self.op, self, op=(OP, LOGITS_OP))
 
+    @staticmethod
+    def of(op: str, given: Mapping[str, Any]) -> "Options":
+        """Those among the arguments of a public function."""
+        return Options(op, **{name: given[name] for name in _OPTIONS if name in given})
+
     @property
     def soft_factor(self) -> float:
         """What the divergence is multiplied by."""
         return (1 - self.hard_weight) * (self.temperature**2 if self.temperature_squared else 1.0)
 
 
+_OPTIONS = tuple(f.name for f in fields(Options)[1:])
+
+
 # ------------------------------------------------------------------------------------------------ what fits together
 
+PARTS = ("hidden", "weight", "bias", "logits")
+"""What a model is given by: its last layer or its logits, arguments like `student_hidden`."""
 _REQUIRED = {OP: ("student_hidden", "student_weight"), LOGITS_OP: ("student_logits",)}
 _ROWS = ("teacher_hidden", "teacher_logits", "teacher_topk.indices", "teacher_topk.values")
 """The arguments that have a row of numbers for each token."""
 
 
-def named_arrays(op: str, student: Any, teacher: Any, topk: Any, **others: Any) -> dict[str, Any]:
+def named_arrays(op: str, given: Mapping[str, Any], labels: str) -> dict[str, Any]:
     """The arrays that are given or must be, by the names that errors give them; raise for a wrong top-k.
 
-    Both models have the fields hidden, weight, bias and logits.
+    `given` are the arguments of a public function, `labels` is the front end's word for targets.
     """
-    named = {f"student_{x}": getattr(student, x) for x in student._fields}
-    named |= {f"teacher_{x}": getattr(teacher, x) for x in teacher._fields} | others
-    named = {name: x for name, x in named.items() if x is not None or name in _REQUIRED[op]}
+    names = (*(f"{who}_{part}" for who in ("student", "teacher") for part in PARTS), labels, "token_weight")
+    named = {name: given.get(name) for name in names if given.get(name) is not None or name in _REQUIRED[op]}
+    topk = given["teacher_topk"]
     if topk is None:
         return named
     if not isinstance(topk, TopK):

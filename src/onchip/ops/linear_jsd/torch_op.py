@@ -5,6 +5,7 @@ A public function checks its inputs (torch_call.py) and calls an operator, whose
 backward scales them.  Otherwise backward walks again, in `_gradients`.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_register import Made, Wanted, needed, register
 from onchip.ops.linear_jsd import memory, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, Options, TopK, check_shapes, named_arrays
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, TopK, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_walk import walk
 
@@ -118,22 +119,7 @@ def linear_jsd(
 
     Sources: GKD (arXiv:2306.13649) for the divergence; Liger Kernel (arXiv:2410.10989) for the chunks.
     """
-    options = Options(
-        op=OP,
-        beta=beta,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        hard_weight=hard_weight,
-        vocab=vocab,
-        teacher_grad=teacher_grad,
-        check_inputs=check_inputs,
-        scratch_bytes=scratch_bytes,
-    )
-    student = Model(student_hidden, student_weight, student_bias)
-    teacher = Model(teacher_hidden, teacher_weight, teacher_bias, teacher_logits)
-    return _call(options, student, teacher, teacher_topk, target, token_weight, normalizer, backend)
+    return _call(OP, locals())
 
 
 def jsd(
@@ -183,36 +169,13 @@ def jsd(
 
     Source: GKD (arXiv:2306.13649).
     """
-    options = Options(
-        op=LOGITS_OP,
-        beta=beta,
-        temperature=temperature,
-        temperature_squared=temperature_squared,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        hard_weight=hard_weight,
-        vocab=vocab,
-        teacher_grad=teacher_grad,
-        check_inputs=check_inputs,
-        scratch_bytes=scratch_bytes,
-    )
-    student, teacher = Model(logits=student_logits), Model(logits=teacher_logits)
-    return _call(options, student, teacher, teacher_topk, target, token_weight, normalizer, backend)
+    return _call(LOGITS_OP, locals())
 
 
-def _call(
-    options: Options,
-    student: Model,
-    teacher: Model,
-    topk: TopK | None,
-    target: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Any,
-    backend: str,
-) -> Tensor:
-    op = options.op
-    named = named_arrays(op, student, teacher, topk, target=target, token_weight=token_weight)
-    tensors = require_tensors(op, named, optional=())
+def _call(op: str, given: Mapping[str, Any]) -> Tensor:
+    """`given` are the arguments of a public function."""
+    options, topk = Options.of(op, given), given["teacher_topk"]
+    tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
     shape, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
     check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
     if topk is not None:
@@ -222,17 +185,18 @@ def _call(
         for who in ("student_", "teacher_")
     )
     device = next(iter(tensors.values())).device
-    normalizer = check_normalizer(op, normalizer, options.reduction, "the student", device)
+    normalizer = check_normalizer(op, given["normalizer"], options.reduction, "the student", device)
+    student, teacher = (Model(*(given.get(f"{who}_{part}") for part in PARTS)) for who in ("student", "teacher"))
     if not options.teacher_grad:
         teacher = Model(*(None if x is None else x.detach() for x in teacher))
     grads = needed(*student, *teacher)
     given_logits = grads[3] or grads[7]
     indices, values, kind, rest = topk or (None, None, "", "")
     call = Call(
-        student, teacher, indices, values, target, token_weight, normalizer, dtypes, shape, size,
+        student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    if choose_torch_backend(op, backend, device, triton_op.refusal(call)) == "triton":
+    if choose_torch_backend(op, given["backend"], device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
     return OPERATORS[op](call).loss

@@ -6,6 +6,7 @@ rows (divergence.py), which overwrite the logits.  Nothing here synchronises a G
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
 from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.vocab.rows.torch import Rows
+from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.loss import loss_gradient
 from onchip.vocab.torch.softmax import Running
-from onchip.vocab.torch.tiles import Tokens, product, spans
+from onchip.vocab.torch.tiles import Tokens, operand_dtype, spans
+from onchip.vocab.torch.walk import Accumulated
 
 
 def walk(
@@ -33,11 +36,14 @@ def walk(
     n, label = tokens.number, tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
     chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
     whole = call.indices is None
-    sides = [_Side(call, who, grads[4 * who : 4 * who + 4], tokens, chunk) for who in ((0, 1) if whole else (0,))]
+    models = [_model(call, who, grads[4 * who : 4 * who + 4], tokens) for who in ((0, 1) if whole else (0,))]
+    buffers = [row.new_empty((chunk, call.size)) for _ in models]
     losses, block = row.new_empty(n), -(-chunk // BLOCKS)
-    want = sides[0].wanted, sides[-1].wanted and whole
+    want = models[0][1] is not None, models[-1][1] is not None
     for start, stop in spans(n, chunk):
-        filled = [side.fill(start, stop) for side in sides]
+        filled = [buffer[: stop - start] for buffer in buffers]
+        for z, (source, _, _) in zip(filled, models, strict=True):
+            source.read(tokens, start, stop, z)
         for b0, b1 in spans(stop - start, block):
             t0, t1 = start + b0, start + b1
             teacher = filled[1][b0:b1] if whole else _topk_rows(call, tokens, t0, t1)
@@ -49,70 +55,48 @@ def walk(
                     if tokens.kept is not None:  # an infinite divergence times 0 is NaN
                         into[b0:b1].masked_fill_(~tokens.kept[t0:t1, None], 0)
             del value, gradients
-        for side in sides:
-            if side.wanted:
-                side.add(start, stop)
-    made = [x for side in sides for x in side.made]
+        for g, (_, sink, _) in zip(filled, models, strict=True):
+            if sink is not None:
+                sink.write(tokens, start, stop, g)
+    made = [x for *_, gradients in models for x in gradients]
     return losses, made + [None] * (len(PARAMETERS) - len(made))
 
 
-class _Side:
-    """One model during a walk: the rows of its hidden states, its logits' buffer, its gradients so far."""
-
-    def __init__(self, call: Call, who: int, grads: Sequence[bool], tokens: Tokens, chunk: int) -> None:
-        model, self.tokens, self.vocab, self.wanted = call.models[who], tokens, call.size, any(grads)
-        layer, logits = call.layer(who), model.logits
-        self.layer = None if layer is None else layer.layer
-        self.logits = None if logits is None else Rows(logits.reshape(-1, logits.shape[-1])[:, : self.vocab])
-        self.buffer = call.first.new_empty((chunk, self.vocab), dtype=torch.float32)
-        self.made = Model(*(
-            x.new_zeros(x.shape, dtype=x.dtype if x is logits else torch.float32) if x is not None and wanted else None
-            for x, wanted in zip(model, grads, strict=True)
-        ))  # fmt: skip
-        self.rows = self.buffer[:0]
-
-    @property
-    def slabs(self) -> Sequence[tuple[int, int]]:
-        """The parts of the vocabulary whose weights are widened at a time; all of it where they aren't."""
-        assert self.layer is not None
-        return [*spans(self.vocab, SLAB if self.rows.dtype != self.layer.weight.dtype else self.vocab)]
-
-    def fill(self, start: int, stop: int) -> Tensor:
-        """The logits of the computed tokens [start, stop)."""
-        out = self.buffer[: stop - start]
-        if self.logits is not None:
-            self.logits.read(self.tokens, start, stop, out)
-        if self.layer is not None:
-            self.rows = _widen(self.tokens.rows(self.layer.hidden, start, stop))
-            for v0, v1 in self.slabs:
-                product(out[:, v0:v1], self.rows, _widen(self.layer.weight[v0:v1]).t())
-            if self.layer.bias is not None:
-                out.add_(self.layer.bias[: self.vocab])
-        return out
-
-    def add(self, start: int, stop: int) -> None:
-        """Add what the gradient of these tokens' logits, in the buffer, gives."""
-        tokens, g = self.tokens, self.buffer[: stop - start]
-        hidden, weight, bias, logits = self.made
-        if logits is not None:
-            Rows(logits.view(-1, logits.shape[-1])[:, : self.vocab]).write(tokens, start, stop, g)
-        if bias is not None:
-            bias[: self.vocab] += g.sum(0)
-        g = g.to(self.rows.dtype)
-        if hidden is not None and self.layer is not None:
-            hidden = hidden.view(-1, hidden.shape[-1])
-            part = hidden[start:stop] if tokens.index is None else torch.zeros_like(hidden[: stop - start])
-            for v0, v1 in self.slabs:
-                product(part, g[:, v0:v1], _widen(self.layer.weight[v0:v1]), accumulate=True)
-            if tokens.index is not None:
-                hidden.index_copy_(0, tokens.index[start:stop], part)
-        if weight is not None:
-            product(weight[: self.vocab], g.t(), self.rows, accumulate=True)
+def _model(call: Call, who: int, grads: Sequence[bool], tokens: Tokens) -> tuple[Any, Any, Model]:
+    """What its logits are read from, what their gradient is written to if one is wanted, and the gradients made."""
+    layer, logits = call.layer(who), call.models[who].logits
+    if layer is not None:
+        linear = _Linear(layer, call.size, grads, tokens)
+        return linear, linear if any(grads) else None, linear.made
+    assert logits is not None
+    made = logits.new_zeros(logits.shape) if grads[3] else None
+    source, sink = (x if x is None else Rows(x.reshape(-1, x.shape[-1])[:, : call.size]) for x in (logits, made))
+    return source, sink, Model(logits=made)
 
 
-def _widen(x: Tensor) -> Tensor:
-    """What a product reads: float32 on the CPU, whose 16-bit products round, and for float16, whose range is short."""
-    return x.float() if x.device.type == "cpu" or x.dtype == torch.float16 else x
+class _Linear:
+    """A model's last layer, with `read` and `write` as of `Rows`."""
+
+    def __init__(self, layer: Layer, vocab: int, grads: Sequence[bool], tokens: Tokens) -> None:
+        self.layer, self.vocab = layer.layer, vocab
+        weight = self.layer.weight
+        # float16 is widened too: its range is short for a gradient.
+        self.operand = torch.float32 if weight.dtype == torch.float16 else operand_dtype(weight)
+        self.slab = vocab if self.operand == weight.dtype else SLAB
+        self.sums = Accumulated(self.layer, tokens, self.slab, grads)
+        if self.sums.weight is not None:
+            self.sums.weight[vocab:] = 0  # of the padding
+        hidden = None if self.sums.hidden is None else self.sums.hidden.view(layer.hidden.shape)
+        self.made = Model(hidden, self.sums.weight, self.sums.bias)
+
+    def read(self, tokens: Tokens, start: int, stop: int, into: Tensor) -> None:
+        self.rows = tokens.rows(self.layer.hidden, start, stop).to(self.operand)
+        for v0, v1 in spans(self.vocab, self.slab):
+            self.layer.logits(into[:, v0:v1], self.rows, v0)
+
+    def write(self, tokens: Tokens, start: int, stop: int, values: Tensor) -> None:
+        weight = None if self.sums.weight is None else self.sums.weight[: self.vocab]
+        self.sums.add(values, values.to(self.operand), self.rows, start, stop, 0, weight)
 
 
 def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK:

@@ -33,7 +33,7 @@ class Projection:
     def logits(self, out: Tensor, h: Tensor, start: int) -> None:
         """The logits of rows `h` and of the vocabulary from `start` on, as wide as `out`."""
         stop = start + out.shape[1]
-        product(out, h, widen(self.weight[start:stop]).t())
+        product(out, h, self.weight[start:stop].to(h.dtype).t())
         if self.bias is not None:
             out.add_(self.bias[start:stop])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Running, TokenGradient, TokenStats
-from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, product, spans, temperature_of, widen
+from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, product, spans, temperature_of
 
 Gradients = tuple[Tensor | None, ...]
 """Of hidden, weight and bias; None: not wanted."""
@@ -58,7 +58,7 @@ def stash(
     running = Running.empty(tokens.ids)
     size = min(n, config.token_chunk) * vocab
     tile = Tile(size, layer.hidden, slope=options.softcap is not None, spare=entropy, narrow=True)
-    into = _Accumulated(layer, tokens, config, call.grads)
+    into = Accumulated(layer, tokens, config.vocab_chunk, call.grads)
     for t0, t1 in spans(n, config.token_chunk):
         h = tokens.rows(layer.hidden, t0, t1)
         part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
@@ -69,7 +69,7 @@ def stash(
         e = part.absorb(z, 0, ids, uniform=uniform, spare=spare)
         made = gradient(part.lse, part.log_prob, t0, t1)
         g = made.of_exponentials(e, made.factor / part.total, ids, 0, slope)
-        into.add(g, tile, h, t0, t1, 0, into.weight)
+        into.add(g, tile.operand(g), h, t0, t1, 0, into.weight)
     grad_hidden, *others = (_unscaled(x, grad_scale) for x in (into.hidden, into.weight, into.bias))
     grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
     return running.stats(tokens, vocab, entropy=entropy, uniform=uniform), (grad_hidden, *others)
@@ -94,7 +94,7 @@ def recompute(
     size = min(n, config.token_chunk) * config.vocab_chunk
     spare = gradient.entropy_row is not None
     tile = Tile(size, hidden, slope=options.softcap is not None, spare=spare, narrow=True)
-    into = _Accumulated(layer, tokens, config, (grads[0], False, grads[2]))
+    into = Accumulated(layer, tokens, config.vocab_chunk, (grads[0], False, grads[2]))
     grad_weight = weight_grad_out if grads[1] else None
     if grads[1] and weight_grad_out is None:
         grad_weight = torch.empty(layer.weight.shape, dtype=dtypes[1], device=hidden.device)
@@ -115,7 +115,7 @@ def recompute(
             layer.logits(z, rows, v0)
             apply(options, z, temperature_of(tokens, t0, t1), slope)
             g = gradient.part(t0, t1).of_logits(z, tokens.ids[t0:t1], v0, slope, beside)
-            into.add(g, tile, rows, t0, t1, v0, part)
+            into.add(g, tile.operand(g), rows, t0, t1, v0, part)
         if grad_weight is not None and part is not None:
             _unscaled(part, grad_scale)
             if weight_grad_out is not None:
@@ -130,33 +130,33 @@ def recompute(
     )
 
 
-class _Accumulated:
+class Accumulated:
     """The gradients in float32, to which tiles of the logits' gradient are added."""
 
-    def __init__(self, layer: Projection, tokens: Ids, config: Config, grads: Sequence[bool]) -> None:
+    def __init__(self, layer: Projection, tokens: Ids, chunk: int, grads: Sequence[bool]) -> None:
         hidden = layer.hidden
-        self._layer, self._tokens, self._chunk = layer, tokens, config.vocab_chunk
+        self._layer, self._tokens, self._chunk = layer, tokens, chunk
         self.hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if grads[0] else None
         self.weight = hidden.new_empty(layer.weight.shape, dtype=torch.float32) if grads[1] else None
         if self.weight is not None and tokens.number == 0:
             self.weight.zero_()
         self.bias = hidden.new_zeros(layer.vocab, dtype=torch.float32) if grads[2] else None
 
-    def add(self, g: Tensor, tile: Tile, h: Tensor, t0: int, t1: int, v0: int, weight_rows: Tensor | None) -> None:
+    def add(self, g: Tensor, operand: Tensor, h: Tensor, t0: int, t1: int, v0: int, weight_rows: Tensor | None) -> None:
         """Add the gradients that follow from `g`, that of the logits of tokens [t0, t1) and the vocabulary from v0 on;
-        the weight's go to `weight_rows`, which the first tokens overwrite."""
+        the weight's go to `weight_rows`, which the first tokens overwrite.  `operand` is `g` as products read it, in
+        the dtype of `h`."""
         if self.bias is not None:
             self.bias[v0 : v0 + g.shape[1]].add_(g.sum(0))
-        g = tile.operand(g)
         if self.hidden is not None:
             index = self._tokens.index
             rows = self.hidden[t0:t1] if index is None else self.hidden.new_zeros(t1 - t0, self.hidden.shape[1])
             for c0, c1 in spans(g.shape[1], self._chunk):
-                product(rows, g[:, c0:c1], widen(self._layer.weight[v0 + c0 : v0 + c1]), accumulate=True)
+                product(rows, operand[:, c0:c1], self._layer.weight[v0 + c0 : v0 + c1].to(h.dtype), accumulate=True)
             if index is not None:
                 self.hidden.index_add_(0, index[t0:t1], rows)
         if weight_rows is not None:
-            product(weight_rows, g.t(), h, accumulate=t0 > 0)
+            product(weight_rows, operand.t(), h, accumulate=t0 > 0)
 
 
 def _unscaled(gradient: Tensor | None, grad_scale: Tensor | None) -> Tensor | None:
