@@ -120,7 +120,7 @@ class Pair:
     def number_tokens(self) -> None:
         """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
         known = {"target": self.ids, "ignore_index": self.ignore_index, "T": self.call.number, "BLOCK": 4096}
-        Launch.of(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
+        Launch(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
         if self.sides[0].run is None:
             target = self.ids[self.vectors.order, 0]
             self.vectors.label.copy_(target.masked_fill((target < 0) | (target >= self.call.size), -1))
@@ -220,7 +220,7 @@ def divergence(
         "PAD": pad,
     }
     grid = (up(tokens, pad),)
-    return Launch.of(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
+    return Launch(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
 
 
 @lru_cache(maxsize=64)

@@ -143,7 +143,7 @@ class Run:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], vectors: Vectors, *, warps: int = 4, **more: Any) -> Launch:
         """Of a kernel whose arguments are known, or among `more`."""
-        return Launch.of(kernel, grid, {**self.known, **vectors.known, **more}, warps)
+        return Launch(kernel, grid, {**self.known, **vectors.known, **more}, warps)
 
     def product(self, name: str, kernel: Any, vectors: Vectors, arguments: Mapping[str, Any]) -> Launch:
         """Of a kernel that is cut as the tiles of this name say."""
@@ -158,7 +158,7 @@ class Run:
             **vectors.known,
             **arguments,
         }
-        return Launch.of(kernel, (self.programs,), known, t.warps, t.stages)
+        return Launch(kernel, (self.programs,), known, t.warps, t.stages)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
