@@ -29,7 +29,7 @@ from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_op import Left
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
+from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
@@ -336,20 +336,10 @@ def _chunks_of_vocabulary(
     row_scales, products = {}, {}
     for who, to in grads.items():
         side = pair.sides[who]
-        run, layer, config = side.run, side.layer, side.config
-        assert run is not None
-        assert layer is not None
-        rows = setup.position_rows(layer, saved[who])
-        buffer = setup.logit_buffer(layer, config, saved[who], max(0, up(tokens, TOKEN_TILE) - config.kept))
-        row_scales[who], product_scale, inverse = _scales(pair, who, row_scale, rows.dtype)
-        sums = None
-        if to.hidden is not None:
-            sums = torch.zeros((tokens, run.hidden), dtype=torch.float32, device=row_scale.device)
-        weight = None if to.weight is None else to.weight[: pair.call.size]
-        products[who] = Products(
-            run, buffer, rows, product_scale, inverse, sums, weight, to.bias,
-            config.weight_chunk // VOCAB_TILE,
-        )  # fmt: skip
+        assert side.run is not None
+        assert side.layer is not None
+        row_scales[who], kept_scale, inverse = _scales(pair, who, row_scale, side.layer.dtype)
+        products[who] = Products.of(side.run, side.layer, side.config, saved[who], to, kept_scale, inverse)
         products[who].take_kept()
     heads = {}
     for who, side in enumerate(pair.sides):
@@ -373,10 +363,8 @@ def _chunks_of_vocabulary(
                 divergence(pair, tiles_of, kept, left, first, count, into, row_scale=row_scales[who]).run()
         for p in products.values():
             p.take_chunk(first, count)
-    for who, p in products.items():
-        grad_hidden = grads[who].hidden
-        if p.sums is not None and grad_hidden is not None:
-            finish(p.run, p.sums, p.inverse_grad_scale, grad_hidden).run()
+    for p in products.values():
+        p.finish()
 
 
 def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -444,28 +444,3 @@ def hidden_product(
         "BLOCK_H": t.columns,
     }
     return run.product("hidden_gradient", gradients.hidden_gradient, arguments)
-
-
-def finish(
-    run: Run,
-    sums: Tensor,
-    inverse_grad_scale: Tensor | None,
-    out: Tensor,
-    kept: int = 0,
-    half_rows: int = 0,
-    terms: Terms | None = None,
-) -> Launch:
-    """With `terms` the ids' entries are added."""
-    return run.launch(
-        gradients.finish_hidden,
-        (run.tokens, -(-run.hidden // BLOCK)),
-        sums=sums,
-        label=None if terms is None else terms.entry_label,
-        at_target=None if terms is None else terms.entry,
-        inverse_grad_scale=inverse_grad_scale,
-        out=out,
-        kept=kept,
-        half_rows=half_rows,
-        IDS=1 if terms is None else terms.ids,
-        BLOCK=BLOCK,
-    )

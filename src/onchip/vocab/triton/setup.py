@@ -162,6 +162,7 @@ class Gradients(NamedTuple):
     weight: Tensor | None  # [V, H], what forward left, the caller's or new
     new_weight: Tensor | None  # the same if it is new
     bias: Tensor | None  # [V] float32
+    add: bool  # to the weight's, which is the caller's
 
     @staticmethod
     def of(layer: Layer, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
@@ -175,7 +176,8 @@ class Gradients(NamedTuple):
                 weight.zero_()
         if wanted[2]:
             bias = layer.weight.new_zeros(vocab, dtype=torch.float32)
-        return Gradients(saved.hidden_memory.view(-1, size) if wanted[0] else None, weight, new, bias)
+        hidden = saved.hidden_memory.view(-1, size) if wanted[0] else None
+        return Gradients(hidden, weight, new, bias, add_to is not None)
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of hidden, weight and, in this dtype, bias that are in no memory of forward's or the caller's."""

@@ -18,7 +18,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
-from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import blocks, gradients, launches, setup, softmax
 from onchip.vocab.triton.launches import (
@@ -34,7 +34,7 @@ from onchip.vocab.triton.launches import (
     Vectors,
 )
 from onchip.vocab.triton.memory import TritonPlan, up
-from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.setup import Gradients, Saved
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
@@ -160,20 +160,36 @@ def loss_gradients(run: Run, made: TokenSoftmax, grad_loss: Tensor) -> OutputGra
 
 @dataclass(frozen=True)
 class Products:
-    """The products that make a head's gradients of its logits' gradient, in `buffer`."""
+    """The products that make a layer's gradients of its logits' gradient, in `buffer`."""
 
     run: Run
+    grads: Gradients  # out; the weight's memory may be the buffer's, if that begins a chunk further on
+    config: TritonPlan
     buffer: LogitBuffer
     rows: Tensor  # [T, H] by position, for the products to use up
+    sums: Tensor | None  # [T or more, H] float32 zeros: hidden's gradient by position
     product_scale: Tensor  # [T] float32: what multiplies that of the positions that are kept
     inverse_grad_scale: Tensor | None  # [] float32
-    sums: Tensor | None  # [T or more, H] float32 zeros: hidden's gradient by position
-    grad_weight: Tensor | None  # [V, H] out; its memory may be the buffer's, if that begins a chunk further on
-    grad_bias: Tensor | None  # [V] float32 out
-    weight_tiles: int
-    """Tiles of the vocabulary in a chunk of weight's gradient."""
-    add: bool = False
-    halves: bool = False
+
+    @staticmethod
+    def of(
+        run: Run,
+        layer: Layer,
+        config: TritonPlan,
+        saved: Saved,
+        grads: Gradients,
+        product_scale: Tensor,
+        inverse_grad_scale: Tensor | None,
+    ) -> "Products":
+        """Those of what forward left in `saved`, with memory for what is recomputed."""
+        rows = setup.position_rows(layer, saved)
+        recomputed = max(0, up(run.tokens, TOKEN_TILE) - config.kept)
+        buffer = setup.logit_buffer(layer, config, saved, recomputed)
+        sums = None
+        if grads.hidden is not None:
+            size = min(config.kept, run.tokens) + 2 * recomputed if config.halves else run.tokens
+            sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
+        return Products(run, grads, config, buffer, rows, sums, product_scale, inverse_grad_scale)
 
     @property
     def kept(self) -> int:
@@ -194,24 +210,41 @@ class Products:
         """A chunk of the vocabulary, with what is recomputed of it."""
         run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
         if self.kept < run.tokens and self.sums is not None:
-            launches.hidden_product(run, buffer, None, self.sums, self.halves, first, tiles).run()
-        if self.grad_bias is not None:
+            launches.hidden_product(run, buffer, None, self.sums, self.config.halves, first, tiles).run()
+        if self.grads.bias is not None:
             run.launch(
                 gradients.bias_gradient,
                 (tiles, VOCAB_TILE // 64),
                 **buffer.known,
                 product_scale=self.product_scale,
                 inverse_grad_scale=inverse,
-                out=self.grad_bias,
+                out=self.grads.bias,
                 first_tile=first,
                 BLOCK_T=64,
                 BLOCK_V=64,
             ).run()
-        if self.grad_weight is not None:
-            for part in chunks(first, first + tiles, self.weight_tiles):
-                launches.weight_product(
-                    run, buffer, self.rows, self.grad_weight, inverse, first, *part, add=self.add
-                ).run()
+        if self.grads.weight is not None:
+            out = self.grads.weight[: run.vocab]
+            for part in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
+                launches.weight_product(run, buffer, self.rows, out, inverse, first, *part, add=self.grads.add).run()
+
+    def finish(self, terms: Terms | None = None) -> None:
+        """Hidden's gradient of its sums; with `terms` the ids' entries are added."""
+        if self.sums is None:
+            return
+        self.run.launch(
+            gradients.finish_hidden,
+            (self.run.tokens, -(-self.run.hidden // BLOCK)),
+            sums=self.sums,
+            label=None if terms is None else terms.entry_label,
+            at_target=None if terms is None else terms.entry,
+            inverse_grad_scale=self.inverse_grad_scale,
+            out=self.grads.hidden,
+            kept=self.kept,
+            half_rows=self.buffer.rows.recomputed if self.config.halves else 0,
+            IDS=1 if terms is None else terms.ids,
+            BLOCK=BLOCK,
+        ).run()
 
 
 def backward(
@@ -230,29 +263,19 @@ def backward(
 
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
     """
-    tokens, grads = run.tokens, setup.Gradients.of(call, saved, wanted, add_to)
+    tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
     if tokens > 0:
         ids = _ids(call)
-        recomputed = max(0, up(tokens, TOKEN_TILE) - config.kept)
-        buffer = setup.logit_buffer(call, config, saved, recomputed)
-        kept = min(buffer.kept, tokens)
         terms = position_terms(run, ids, call.options.ignore_index, known, upstream)
-        sums = None
-        rows = setup.position_rows(call, saved)
-        if grads.hidden is not None:
-            size = kept + 2 * recomputed if config.halves else tokens
-            sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
-        products = Products(
-            run, buffer, rows, terms.product_scale, terms.inverse_grad_scale, sums, grads.weight, grads.bias,
-            config.weight_chunk // VOCAB_TILE, add_to is not None, config.halves,
-        )  # fmt: skip
+        products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
+        buffer, kept = products.buffer, products.kept
         if kept > 0 and terms.entropy_scale is not None:
             grid = (run.vocab_tiles, buffer.kept // 32)
             run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             if kept < tokens:
-                launches.gradient(run, rows, terms, buffer, *chunk).run()
+                launches.gradient(run, products.rows, terms, buffer, *chunk).run()
                 if terms.ids > 1:
                     label = terms.entry_label.view(ids.shape)
                     entry = terms.entry if kept == 0 else None  # where some are added to the results, all are
@@ -260,9 +283,7 @@ def backward(
             products.take_chunk(*chunk)
         if kept > 0 and (wanted[1] or wanted[2]):
             _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
-        if sums is not None and grads.hidden is not None:
-            half_rows, own = recomputed if config.halves else 0, terms if kept else None
-            launches.finish(run, sums, terms.inverse_grad_scale, grads.hidden, kept, half_rows, own).run()
+        products.finish(terms if kept else None)
     return grads.made(call.dtypes[2])
 
 
