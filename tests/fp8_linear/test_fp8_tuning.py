@@ -63,7 +63,7 @@ def test_a_stored_config_serves_sizes_near_it(rows, columns, depth, found):
 def test_a_launch_takes_the_stored_config_and_one_that_is_given_before_it(by_block, monkeypatch):
     """On a device that is none: what would be launched is looked at, not run."""
     launched = []
-    monkeypatch.setattr(triton_launches, "_device", lambda index: ("h100", 90, 132, 232448))
+    monkeypatch.setattr(triton_launches, "describe", lambda device: ("h100", 90, 132, 232448))
     monkeypatch.setattr(triton_launches, "_run", lambda x, launch: launched.append(launch.arguments))
     x = torch.randn(256, 130)
     a, b = (quantize(x, "e4m3", "float32", by_block=blocks, turned=False)[0] for blocks in (False, by_block))

@@ -10,7 +10,8 @@ from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.kernels.triton.launch import Launch
 from onchip.ops.linear_cross_entropy.spec import Options
 from onchip.vocab.fp8 import launches as fp8_launches
-from onchip.vocab.fp8.torch import Call, Gradient, Softmax
+from onchip.vocab.fp8.torch import Call, Gradient
+from onchip.vocab.torch.loss import Outputs
 
 HOPPER, SHARED = 90, 232448
 LIKE = torch.zeros(1)
@@ -54,7 +55,8 @@ def test_it_fits(options):
 def test_the_statistics_and_the_targets_logits(options):
     hidden, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (256, 128256))
     logits = torch.empty(256, 128256, dtype=torch.bfloat16)  # never touched, so it costs nothing
-    call, softmax, found = make_call(256, **options), Softmax.empty(256, LIKE, stats=False), []
+    call, found = make_call(256, **options), []
+    softmax = Outputs(*(torch.empty(256) for _ in range(3)), None, None)
     with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
         targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
         fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, torch.empty(2, 128256)))

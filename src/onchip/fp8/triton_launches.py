@@ -3,23 +3,20 @@
 A `Launch` is run, or compiled ahead of time.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
-from onchip.core.configs import device_slug
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
 from onchip.fp8.torch_quantize import Quantized, empty
 from onchip.fp8.triton_kernels import scaled_product
 from onchip.fp8.triton_tiles import ProductConfig, heuristic_product, product_sizes, stored_product
 from onchip.fp8.triton_words import quantize_words
 from onchip.frontend.torch_inputs import dtype_name
-from onchip.kernels.triton.launch import Launch, device_of
+from onchip.kernels.triton.launch import Launch, describe, device_of
 
 # Of a quantiser's program.
 _WARPS = 8
@@ -51,7 +48,7 @@ def product(
 ) -> Tensor:
     """As `torch_products.multiply`, in one launch."""
     out = a.data.new_empty((len(a.data), len(b.data)), dtype=dtype) if add_to is None else add_to
-    device, capability, processors, shared = _device(out.device.index)
+    device, capability, processors, shared = describe(out.device)
     if config is None:
         sizes = product_sizes(by_block, len(out), out.shape[1], a.data.shape[1])
         heuristic = heuristic_product(shared, by_block)
@@ -159,13 +156,3 @@ def _operand(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
 def _run(x: Tensor, launch: Launch) -> None:
     with device_of(x):
         launch.run()
-
-
-@lru_cache
-def _device(index: int | None) -> tuple[str, int, int, int]:
-    """The name in stored configs, compute capability, multiprocessors, and bytes of a block's shared memory."""
-    if triton.knobs.runtime.interpret:
-        return "interpreter", 90, 2, 232448
-    p = torch.cuda.get_device_properties(index)
-    shared: int = p.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return device_slug(p.name), 10 * p.major + p.minor, p.multi_processor_count, shared

@@ -17,6 +17,7 @@ from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.options import LossOptions
 from onchip.tune.harness import worst_error
 from onchip.tune.vocab_chunk import CASES, DEFAULT_CASES, DTYPES, LSE, SHIFT, chunk_of  # noqa: F401 - an op has them
+from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
@@ -68,7 +69,6 @@ class Problem:
 
     run: "launches.Run"
     rows: Tensor  # [T, H]
-    vectors: "launches.Vectors"
     terms: "launches.Terms"
     exponentials: Tensor  # [tiles, T up to a multiple of 128, VOCAB_TILE]
     buffer: "launches.LogitBuffer"
@@ -90,8 +90,10 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
     vocab = chunk_of(vocab)
     tiles, padded = -(-vocab // VOCAB_TILE), up(tokens, TOKEN_TILE)
     weight = (normal(vocab, hidden) / math.sqrt(hidden)).to(kind)
-    run = setup.make_run(weight, None, kind, tokens, LossOptions())
-    vectors = launches.Vectors.empty(tokens, torch.device(device))
+    rows = normal(tokens, hidden).to(kind)
+    packed = torch.zeros(triton_spec.vector_elements(tokens), dtype=torch.int32, device=device)
+    run = setup.make_run(Layer(rows, weight, None, kind, (True, True, False)), LossOptions(), packed)
+    vectors = run.vectors
     for by_position in (vectors.position, vectors.order):
         by_position.copy_(torch.arange(tokens, device=device))
     vectors.label.copy_(torch.randint(vocab, (tokens,), generator=generator, device=device))
@@ -121,8 +123,7 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
         buffer = launches.logit_buffer(memory, 0, padded, padded, nothing, 0, nothing, 0)
     return Problem(
         run,
-        normal(tokens, hidden).to(kind),
-        vectors,
+        rows,
         terms,
         exponentials,
         buffer,
@@ -150,13 +151,13 @@ def step(kernel: str, problem: Problem, config: Mapping[str, int]) -> Callable[[
     run = replace(p.run, tiles={**p.run.tiles, kernel: launches.Tiles(**config)})
     tiles = run.vocab_tiles
     launch = {
-        "softmax_tiles": lambda: launches.softmax(run, p.rows, p.vectors, p.partials, p.buffer, 0),
-        "gradient_tiles": lambda: launches.gradient(run, p.rows, p.vectors, p.terms, p.buffer, 0, tiles),
+        "softmax_tiles": lambda: launches.softmax(run, p.rows, p.partials, p.buffer, 0),
+        "gradient_tiles": lambda: launches.gradient(run, p.rows, p.terms, p.buffer, 0, tiles),
         "weight_gradient": lambda: launches.weight_product(
-            run, p.buffer, p.rows, p.vectors, p.grad_weight, None, 0, 0, tiles, add=False
+            run, p.buffer, p.rows, p.grad_weight, None, 0, 0, tiles, add=False
         ),
         "hidden_gradient": lambda: launches.hidden_product(
-            run, p.buffer, p.vectors, p.terms.product_scale, p.sums, False, 0, tiles
+            run, p.buffer, p.terms.product_scale, p.sums, False, 0, tiles
         ),
     }[kernel]()
     for out in outputs:
@@ -183,7 +184,7 @@ def reference(kernel: str, problem: Problem) -> tuple[Tensor, ...]:
         return (kept @ weight * p.terms.product_scale[:, None],)
     z = rows @ weight.T
     z[:, p.run.vocab :] = -math.inf
-    at_target = p.vectors.label[:, None] == torch.arange(z.shape[1], device=z.device)
+    at_target = p.run.vectors.label[:, None] == torch.arange(z.shape[1], device=z.device)
     # [tiles, T, VOCAB_TILE] from here on.
     z, at_target = (x.unflatten(1, (-1, VOCAB_TILE)).transpose(0, 1) for x in (z, at_target))
     if kernel == "gradient_tiles":

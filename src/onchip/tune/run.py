@@ -80,8 +80,8 @@ def run_tune(
     chosen_cases = matching("--case", cases, tuning.CASES) if cases else list(tuning.DEFAULT_CASES)
     rows = [Row(kernel, case, dtype, tuning.CASES[case]) for kernel in chosen_kernels for case in chosen_cases]
     if compare and not cases:
-        stored = {(e.kernel, e.dtype, format_config(e.sizes)): e for e in _stored(op, machine.slug)}
-        rows = [Row(k, name, d, e.sizes) for (k, d, name), e in stored.items() if k in chosen_kernels]
+        entries = configs.read_entries(configs.user_folder(), op, machine.slug)
+        rows = [Row(e.kernel, format_config(e.sizes), e.dtype, e.sizes) for e in entries if e.kernel in chosen_kernels]
     # Hours of work must not end in a file that can't be read or a folder that can't be written.
     configs.read_entries(folder, op, machine.slug)
     if not compare:
@@ -131,11 +131,6 @@ def _machine(framework: str) -> Machine:
         device = jax.devices("gpu")[0]
         name = device.device_kind
     return Machine("cuda", configs.device_slug(name), device.shared_memory_per_block_optin, framework)
-
-
-def _stored(name: str, device: str) -> list[configs.Entry]:
-    """The user's configs; ValueError for a broken file, which a launch passes over."""
-    return [*configs.read_entries(configs.user_folder(), name, device)]
 
 
 def _tune(search: Search, name: str, folder: Path, *, again: bool) -> None:
@@ -209,7 +204,7 @@ def tuned_configs(devices: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         try:
             op = _module(framework, name)
             for device in dict.fromkeys(devices[framework]):
-                _stored(name, device)
+                configs.read_entries(configs.user_folder(), name, device)  # raises for a broken file
                 rows += [
                     _found(name, op, device, kernel, case, dtype)
                     for kernel in op.KERNELS

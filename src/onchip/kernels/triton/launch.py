@@ -22,27 +22,19 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
+    """By the parameters' names; given more, it keeps those that the kernel takes."""
     warps: int = 4
     stages: int = 1
     registers: int | None = None
     """The most that a thread may have; None leaves it to the compiler."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", {name: self.arguments[name] for name in self.kernel.arg_names})
+
     @property
     def options(self) -> dict[str, Any]:
         """How it is compiled."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
-
-    @staticmethod
-    def of(
-        kernel: Any,
-        grid: tuple[int, ...],
-        known: Mapping[str, Any],
-        warps: int = 4,
-        stages: int = 1,
-        registers: int | None = None,
-    ) -> "Launch":
-        """With the kernel's arguments found by its parameters' names."""
-        return Launch(kernel, grid, {name: known[name] for name in kernel.arg_names}, warps, stages, registers)
 
     def run(self) -> None:
         self.kernel[self.grid](**self.arguments, **self.options)

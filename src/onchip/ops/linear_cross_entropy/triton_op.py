@@ -5,7 +5,7 @@ logits in the weight's, the tokens' hidden states in hidden's.  `_gradients` tur
 What is launched is in `vocab.triton.walks`.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,9 +16,6 @@ from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
-
-if TYPE_CHECKING:  # Triton is imported where something is launched
-    from onchip.vocab.triton import launches
 
 
 class TritonOutputs(NamedTuple):
@@ -38,22 +35,19 @@ class Kept(NamedTuple):
     saved: Saved
 
 
-def _run(call: Call) -> "launches.Run":
-    return setup.make_run(call.weight, call.bias, call.dtype, call.number, call.options, call.weight_grad_out)
-
-
 def _forward(call: Call) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
     config, options, shape = setup.plan(call), call.options, call.target.shape
     if options.check_inputs:
         call.tokens(check_values=True)
-    run, saved = _run(call), setup.make_saved(call, config)
-    out, vectors = walks.forward(run, call, config, saved, stats=options.return_stats)
-    losses, correct = walks.losses(run, vectors, out, setup.flat(call.token_weight))
+    saved = setup.make_saved(call, config)
+    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out)
+    out = walks.forward(run, call, config, saved, stats=options.return_stats)
+    losses, correct = walks.losses(run, out, setup.flat(call.token_weight))
     loss = losses.view(shape)
     if options.reduction != "none":
-        loss = losses.sum() / call.divisor(vectors.number)
+        loss = losses.sum() / call.divisor(run.vectors.number)
     made = (out.lse, out.log_prob, out.entropy, correct)
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 
@@ -70,20 +64,18 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     """Turn hidden's and weight's memory into their gradients; weight's is added to the caller's if there is any."""
     from onchip.vocab.triton import launches, walks
 
-    call, run, (grad_loss,) = kept.call, _run(kept.call), upstream
+    call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
-    vectors = launches.Vectors.unpack(kept.saved.vectors, call.number)
+    run = setup.make_run(call, call.options, kept.saved.vectors, call.weight_grad_out)
     grad = grad_loss.reshape(-1).float()
     if call.options.reduction != "none":
-        grad = (grad / call.divisor(vectors.number)).expand(call.number)
+        grad = (grad / call.divisor(run.vectors.number)).expand(call.number)
     weights = setup.flat(call.token_weight)
     if weights is not None:
         grad = grad * weights
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     by_output = walks.loss_gradients(run, known, grad)
-    return walks.backward(
-        run, call, kept.config, kept.saved, vectors, known, by_output, wanted, add_to=call.weight_grad_out
-    )
+    return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
 
 
 LOSS = register(

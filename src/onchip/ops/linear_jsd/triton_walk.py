@@ -11,7 +11,7 @@ Logits that are given are read where the tiles would be.  Nothing here waits for
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_op import Left
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
-from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, finish, gather
+from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
@@ -58,7 +58,7 @@ class Side:
         return self.layer is not None and any(self.grads) and self.layer.dtype == torch.float16
 
     @staticmethod
-    def of(call: Call, plan: JsdPlan, who: int) -> "Side":
+    def of(call: Call, plan: JsdPlan, who: int, vectors: Tensor) -> "Side":
         layer, logits, run = call.layer(who), call.models[who].logits, None
         if logits is not None:
             logits = logits.reshape(-1, logits.shape[-1])
@@ -66,7 +66,8 @@ class Side:
         if layer is not None:
             # The products are linear_cross_entropy's, and tiles that suit them there do here.
             bias = None if layer.bias is None else layer.bias[: call.size]
-            run = setup.make_run(layer.weight[: call.size], bias, layer.dtype, call.number, LossOptions())
+            counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
+            run = setup.make_run(counted, LossOptions(), vectors)
         return Side(layer, config_of(call.head(who), plan), run, logits, call.grads_of(who))
 
 
@@ -110,7 +111,7 @@ class Pair:
         ids = target.reshape(-1, 1).to(torch.int64).contiguous()
         target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
         stats = stats.view(-1, tokens) if tokens else stats
-        sides = Side.of(call, plan, 0), Side.of(call, plan, 1)
+        sides = Side.of(call, plan, 0, vectors), Side.of(call, plan, 1, vectors)
         return Pair(call, sides, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
 
     @property
@@ -120,7 +121,7 @@ class Pair:
     def number_tokens(self) -> None:
         """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
         known = {"target": self.ids, "ignore_index": self.ignore_index, "T": self.call.number, "BLOCK": 4096}
-        Launch.of(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
+        Launch(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
         if self.sides[0].run is None:
             target = self.ids[self.vectors.order, 0]
             self.vectors.label.copy_(target.masked_fill((target < 0) | (target >= self.call.size), -1))
@@ -132,7 +133,7 @@ class Pair:
         assert side.layer is not None
         hidden = side.layer.hidden.reshape(-1, side.run.hidden)
         picked = Picked(self.target_logit if who == 0 else torch.empty_like(self.target_logit), None, None)
-        gather(side.run, hidden, self.ids, self.ignore_index, None, self.vectors, picked, rows, first).run()
+        gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
 
 
 # ---------------------------------------------------------------------------------------------------------- launches
@@ -158,7 +159,7 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: LogitTiles, first: int, firs
         "BLOCK_T": t.rows,
         "PARTS": parts,
     }
-    return run.product("softmax_tiles", kernels.logit_tiles, pair.vectors, arguments)
+    return run.product("softmax_tiles", kernels.logit_tiles, arguments)
 
 
 def divergence(
@@ -220,7 +221,7 @@ def divergence(
         "PAD": pad,
     }
     grid = (up(tokens, pad),)
-    return Launch.of(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
+    return Launch(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
 
 
 @lru_cache(maxsize=64)
@@ -330,25 +331,15 @@ def _chunks_of_vocabulary(
     pair: Pair, plan: JsdPlan, row_scale: Tensor, saved: Sequence[Saved], grads: Mapping[int, Gradients]
 ) -> None:
     """Fill in the gradients of hidden states, weights and biases."""
-    tokens, vectors, kept = pair.call.number, pair.vectors, min(plan.kept, pair.call.number)
+    tokens, kept = pair.call.number, min(plan.kept, pair.call.number)
     left, chunk_tiles = tokens - kept, plan.vocab_chunk // VOCAB_TILE
     row_scales, products = {}, {}
     for who, to in grads.items():
         side = pair.sides[who]
-        run, layer, config = side.run, side.layer, side.config
-        assert run is not None
-        assert layer is not None
-        rows = setup.position_rows(layer, saved[who])
-        buffer = setup.logit_buffer(layer, config, saved[who], max(0, up(tokens, TOKEN_TILE) - config.kept))
-        row_scales[who], product_scale, inverse = _scales(pair, who, row_scale, rows.dtype)
-        sums = None
-        if to.hidden is not None:
-            sums = torch.zeros((tokens, run.hidden), dtype=torch.float32, device=row_scale.device)
-        weight = None if to.weight is None else to.weight[: pair.call.size]
-        products[who] = Products(
-            run, vectors, buffer, rows, product_scale, inverse, sums, weight, to.bias,
-            config.weight_chunk // VOCAB_TILE,
-        )  # fmt: skip
+        assert side.run is not None
+        assert side.layer is not None
+        row_scales[who], kept_scale, inverse = _scales(pair, who, row_scale, side.layer.dtype)
+        products[who] = Products.of(side.run, side.layer, side.config, saved[who], to, kept_scale, inverse)
         products[who].take_kept()
     heads = {}
     for who, side in enumerate(pair.sides):
@@ -372,10 +363,8 @@ def _chunks_of_vocabulary(
                 divergence(pair, tiles_of, kept, left, first, count, into, row_scale=row_scales[who]).run()
         for p in products.values():
             p.take_chunk(first, count)
-    for who, p in products.items():
-        grad_hidden = grads[who].hidden
-        if p.sums is not None and grad_hidden is not None:
-            finish(p.run, p.sums, vectors, p.inverse_grad_scale, grad_hidden).run()
+    for p in products.values():
+        p.finish()
 
 
 def _scales(pair: Pair, who: int, row_scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

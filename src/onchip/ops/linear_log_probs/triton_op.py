@@ -4,7 +4,7 @@ As in linear_cross_entropy's triton_op.py, forward leaves what gradients need in
 backward turns it into them, in place.  What is launched is in `vocab.triton.walks`.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,9 +14,6 @@ from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
-
-if TYPE_CHECKING:  # Triton is imported where something is launched
-    from onchip.vocab.triton import launches
 
 
 class TritonOutputs(NamedTuple):
@@ -46,10 +43,6 @@ def _plan(call: Call) -> TritonPlan:
     return setup.plan(call, stats=_stats(call))
 
 
-def _run(call: Call) -> "launches.Run":
-    return setup.make_run(call.weight, call.bias, call.dtype, call.number, call.options)
-
-
 def _forward(call: Call) -> TritonOutputs:
     from onchip.vocab.triton import walks
 
@@ -57,7 +50,8 @@ def _forward(call: Call) -> TritonOutputs:
     if call.options.check_inputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
-    out, _ = walks.forward(_run(call), call, config, saved, stats=_stats(call))
+    run = setup.make_run(call, call.options, saved.vectors)
+    out = walks.forward(run, call, config, saved, stats=_stats(call))
     made = Outputs(
         out.log_prob.view(call.ids.shape),
         None if out.entropy is None else out.entropy.view(shape),
@@ -85,9 +79,9 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     by_output = walks.OutputGradients(
         None if log_prob is None else log_prob.view(shape), lse, entropy if _stats(call) else None
     )
-    vectors = launches.Vectors.unpack(kept.saved.vectors, call.number)
+    run = setup.make_run(call, call.options, kept.saved.vectors)
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(shape), setup.flat(kept.entropy))
-    return walks.backward(_run(call), call, kept.config, kept.saved, vectors, known, by_output, wanted)
+    return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted)
 
 
 LOG_PROBS = register(

@@ -10,8 +10,9 @@ from onchip.fp8.numbers import BLOCK, blocks
 from onchip.kernels.triton.launch import Launch, device_of
 from onchip.vocab.fp8 import kernels
 from onchip.vocab.fp8.memory import TERMS
-from onchip.vocab.fp8.torch import Call, Gradient, Softmax
+from onchip.vocab.fp8.torch import Call, Gradient
 from onchip.vocab.rows.launches import launch_rows, transform_scales
+from onchip.vocab.torch.loss import Outputs
 
 # Of a gradient's program.  Two on a multiprocessor, with a few registers spilled, take 0.64 ms for 2048 x 128256 logits
 # on an H100; one, with none spilled, takes 0.95.
@@ -38,7 +39,7 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     return out
 
 
-def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softmax, into: Gradient) -> None:
+def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Outputs, into: Gradient) -> None:
     """The loss and the statistics of a chunk's tokens, and the gradient of its logits."""
     terms = of_targets.new_empty(TERMS, len(logits)) if into.wanted else None
     with device_of(logits):

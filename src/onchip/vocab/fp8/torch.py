@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK
 from onchip.fp8.torch_quantize import Quantized, quantize
-from onchip.vocab.torch.loss import loss_gradient, scaled_rows, token_losses
+from onchip.vocab.torch.loss import Outputs, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import Running
 from onchip.vocab.torch.tiles import Tokens, apply
 
@@ -28,26 +28,6 @@ class Call(NamedTuple):
     def part(self, start: int, stop: int) -> "Call":
         """Of tokens [start, stop)."""
         return Call._make([*(None if x is None else x[start:stop] for x in self[:3]), *self[3:]])
-
-
-class Softmax(NamedTuple):
-    """What is known of each token's softmax, [T]; of ignored ones 0."""
-
-    loss: Tensor  # float32, weighted and not yet reduced
-    lse: Tensor  # float32
-    log_prob: Tensor  # float32
-    entropy: Tensor | None  # float32
-    correct: Tensor | None  # bool
-
-    @staticmethod
-    def empty(tokens: int, like: Tensor, *, stats: bool) -> "Softmax":
-        loss, lse, log_prob, entropy = (like.new_empty(tokens, dtype=torch.float32) for _ in range(4))
-        correct = like.new_empty(tokens, dtype=torch.bool)
-        return Softmax(loss, lse, log_prob, *((entropy, correct) if stats else (None, None)))
-
-    def part(self, start: int, stop: int) -> "Softmax":
-        """The same storage for tokens [start, stop)."""
-        return Softmax._make(None if x is None else x[start:stop] for x in self)
 
 
 class Gradient(NamedTuple):
@@ -75,8 +55,8 @@ def target_logits(
     return z if bias is None else z + bias[y].float()
 
 
-def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Softmax, into: Gradient) -> None:
-    """Fill `out`, and `into` for an upstream gradient of 1.
+def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Outputs, into: Gradient) -> None:
+    """Fill `out`, per token and 0 for ignored ones, and `into` for an upstream gradient of 1.
 
     `logits` [n, V] are products and bias, before scale, softcap and temperature; those of ignored tokens are not NaN.
     `of_targets` [n] stand in for those of the targets.

@@ -9,6 +9,7 @@ so it is rounded once.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from onchip.fp8.torch_operands import Copies, quantizer
 from onchip.fp8.torch_products import multiply
 from onchip.fp8.torch_quantize import Quantized, empty, operand
 from onchip.vocab.fp8 import torch as fp8_torch
-from onchip.vocab.fp8.torch import Call, Gradient, Softmax
+from onchip.vocab.fp8.torch import Call, Gradient
+from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.torch.tiles import spans
 
 # The backends, best first, and which of fp8_linear's quantises as each does.
@@ -59,13 +61,13 @@ def forward(
     call: Call,
     grads: Sequence[bool],  # of hidden, weight, bias
     chunk: int,
-) -> tuple[Softmax, Parts]:
-    """The softmax of every token and what backward needs, so many tokens at a time."""
+) -> tuple[Outputs, Parts]:
+    """Each token's loss and softmax, [T], and what backward needs, so many tokens at a time."""
     softmaxes: Any = fp8_torch
     if backend == "triton":
         from onchip.vocab.fp8 import launches as softmaxes
     quantize, products = quantizer(QUANTIZERS[backend]), products_of(backend, hidden)
-    softmax = Softmax.empty(len(call.target), hidden, stats=call.options.return_stats)
+    softmax = Outputs.empty(replace(call.options, reduction="none"), hidden, call.target.shape)
     kept, (vocab, size) = Parts.empty(hidden, weight, grads), weight.shape
     plain, transposed = copies.operand, operand(copies.turned, copies.turned_scales)
     bias = None if bias is None else bias.to(LOGITS).contiguous()  # as kernels take it
@@ -90,7 +92,8 @@ def forward(
             columns,
             None if kept.grad_bias is None else kept.grad_bias.new_empty(blocks(n), vocab),
         )
-        softmaxes.softmax_of_chunk(part, logits, of_targets, softmax.part(start, stop), into)
+        out = Outputs._make(None if x is None else x[start:stop] for x in softmax)
+        softmaxes.softmax_of_chunk(part, logits, of_targets, out, into)
         del logits
         if kept.grad_hidden is not None:
             made = multiply(products, into.rows, transposed, by_block=True, dtype=torch.float32)

@@ -70,7 +70,7 @@ def launch_rows(
     }
     grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
     function = getattr(triton_rows, kernel)
-    Launch.of(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+    Launch(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
 
 
 # By this name, so that it can be replaced where tiles are compared.

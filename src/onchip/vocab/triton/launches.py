@@ -1,7 +1,6 @@
 """Launches of the kernels of a head and a loss, and the memory that they work on; walks.py has their order.
 
-A kernel's arguments are found by its parameters' names: in what a run knows, in the vectors of its tokens, and in what
-a launch adds.
+A kernel's arguments are found by its parameters' names: in what a run knows, and in what a launch adds.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from onchip.kernels.triton.launch import Launch
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
-from onchip.vocab.triton.memory import vector_elements
 
 VOCAB_TILE: int = blocks.VOCAB_TILE.value
 # Rows that kernels take at a time, and to a multiple of which rows beyond the last token are zeroed.
@@ -54,10 +52,6 @@ class Vectors(NamedTuple):
     shift: Tensor  # [T] float32: what a tile's exponentials are stored relative to, unless they are far above it
     base: Tensor  # [T] float32: what they are relative to in the end
 
-    @staticmethod
-    def empty(tokens: int, device: torch.device) -> "Vectors":
-        return Vectors.unpack(torch.zeros(vector_elements(tokens), dtype=torch.int32, device=device), tokens)
-
     @property
     def known(self) -> dict[str, Any]:
         return {**self._asdict(), "vectors": self, "count": self.number}
@@ -72,12 +66,13 @@ class Vectors(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A linear layer and a loss of its logits: sizes, options, and how the kernels are cut."""
+    """A linear layer and a loss of its logits: sizes, options, the tokens' vectors, and how the kernels are cut."""
 
     weight: Tensor  # [V, H] in the products' dtype
     bias: Tensor | None  # [V] float32
     tokens: int
     options: Any  # of a loss
+    vectors: Vectors
     tiles: Mapping[str, Tiles]
     programs: int
     tma: bool
@@ -133,6 +128,7 @@ class Run:
             "exponential_scale": self.exponential_scale,
             "inverse_exponential_scale": 1 / self.exponential_scale,
             "RAGGED": self.vocab % VOCAB_TILE > 0,
+            **self.vectors.known,
         }
 
     def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
@@ -141,11 +137,11 @@ class Run:
         operand = self.operand(self.weight.T, columns, rows) if turned else self.operand(self.weight, rows, columns)
         return {"weight": operand, "weight_stride": max(self.weight.stride()), "TURNED": turned}
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], vectors: Vectors, *, warps: int = 4, **more: Any) -> Launch:
+    def launch(self, kernel: Any, grid: tuple[int, ...], *, warps: int = 4, **more: Any) -> Launch:
         """Of a kernel whose arguments are known, or among `more`."""
-        return Launch.of(kernel, grid, {**self.known, **vectors.known, **more}, warps)
+        return Launch(kernel, grid, self.known | more, warps)
 
-    def product(self, name: str, kernel: Any, vectors: Vectors, arguments: Mapping[str, Any]) -> Launch:
+    def product(self, name: str, kernel: Any, arguments: Mapping[str, Any]) -> Launch:
         """Of a kernel that is cut as the tiles of this name say."""
         t = self.tiles[name]
         known = {
@@ -155,10 +151,9 @@ class Run:
             "PARTS": t.parts,
             "TMA": self.tma,
             **self.known,
-            **vectors.known,
             **arguments,
         }
-        return Launch.of(kernel, (self.programs,), known, t.warps, t.stages)
+        return Launch(kernel, (self.programs,), known, t.warps, t.stages)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -297,7 +292,6 @@ def gather(
     ids: Tensor,  # [T, K] int64
     ignore_index: int,
     temperature: Tensor | None,  # [T] float32
-    vectors: Vectors,
     picked: Picked,
     rows: Tensor,
     first: int,
@@ -305,7 +299,6 @@ def gather(
     return run.launch(
         softmax_kernels.gather_tokens,
         (min(len(rows), run.tokens - first),),
-        vectors,
         picked=picked,
         hidden=hidden,
         hidden_stride_t=hidden.stride(0),
@@ -323,9 +316,8 @@ def gather(
     )
 
 
-def softmax(
-    run: Run, rows: Tensor, vectors: Vectors, partials: Partials, kept: LogitBuffer | None, first: int
-) -> Launch:
+def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None, first: int) -> Launch:
+    vectors = run.vectors
     t = run.tiles["softmax_tiles"]
     label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
     arguments = {
@@ -340,7 +332,7 @@ def softmax(
         "buffer": None if kept is None else kept.rows,
         "BLOCK_T": t.rows,
     }
-    return run.product("softmax_tiles", softmax_kernels.softmax_tiles, vectors, arguments)
+    return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
 
 
 def write(
@@ -348,7 +340,6 @@ def write(
     buffer: LogitBuffer,
     label: Tensor,  # [T, K] int32
     entry: Tensor | None,  # [T, K] float32; None: zeros
-    vectors: Vectors,
     positions: tuple[int, int],  # the first, and the last and one
     first_tile: int,
     tiles: int,
@@ -356,7 +347,6 @@ def write(
     return run.launch(
         gradients.write_entries,
         (-(-label.numel() // BLOCK),),
-        vectors,
         **buffer.known,
         label=label,
         entry=entry,
@@ -369,9 +359,7 @@ def write(
     )
 
 
-def gradient(
-    run: Run, rows: Tensor, vectors: Vectors, terms: Terms, buffer: LogitBuffer, first_tile: int, tiles: int
-) -> Launch:
+def gradient(run: Run, rows: Tensor, terms: Terms, buffer: LogitBuffer, first_tile: int, tiles: int) -> Launch:
     """The gradient of logits that are recomputed."""
     t = run.tiles["gradient_tiles"]
     arguments = {
@@ -388,14 +376,13 @@ def gradient(
         "chunk_tiles": tiles,
         "BLOCK_T": t.rows,
     }
-    return run.product("gradient_tiles", gradients.gradient_tiles, vectors, arguments)
+    return run.product("gradient_tiles", gradients.gradient_tiles, arguments)
 
 
 def weight_product(
     run: Run,
     buffer: LogitBuffer,
     rows: Tensor,
-    vectors: Vectors,
     out: Tensor,
     inverse_grad_scale: Tensor | None,
     recomputed_from: int,
@@ -422,13 +409,12 @@ def weight_product(
         "BLOCK_H": t.columns,
         "PARTS": parts,
     }
-    return run.product("weight_gradient", gradients.weight_gradient, vectors, arguments)
+    return run.product("weight_gradient", gradients.weight_gradient, arguments)
 
 
 def hidden_product(
     run: Run,
     buffer: LogitBuffer,
-    vectors: Vectors,
     product_scale: Tensor | None,
     sums: Tensor,
     halves: bool,
@@ -457,31 +443,4 @@ def hidden_product(
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
     }
-    return run.product("hidden_gradient", gradients.hidden_gradient, vectors, arguments)
-
-
-def finish(
-    run: Run,
-    sums: Tensor,
-    vectors: Vectors,
-    inverse_grad_scale: Tensor | None,
-    out: Tensor,
-    kept: int = 0,
-    half_rows: int = 0,
-    terms: Terms | None = None,
-) -> Launch:
-    """With `terms` the ids' entries are added."""
-    return run.launch(
-        gradients.finish_hidden,
-        (run.tokens, -(-run.hidden // BLOCK)),
-        vectors,
-        sums=sums,
-        label=None if terms is None else terms.entry_label,
-        at_target=None if terms is None else terms.entry,
-        inverse_grad_scale=inverse_grad_scale,
-        out=out,
-        kept=kept,
-        half_rows=half_rows,
-        IDS=1 if terms is None else terms.ids,
-        BLOCK=BLOCK,
-    )
+    return run.product("hidden_gradient", gradients.hidden_gradient, arguments)

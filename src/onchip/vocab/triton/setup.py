@@ -162,6 +162,7 @@ class Gradients(NamedTuple):
     weight: Tensor | None  # [V, H], what forward left, the caller's or new
     new_weight: Tensor | None  # the same if it is new
     bias: Tensor | None  # [V] float32
+    add: bool  # to the weight's, which is the caller's
 
     @staticmethod
     def of(layer: Layer, saved: Saved, wanted: Wanted, add_to: Tensor | None = None) -> "Gradients":
@@ -175,7 +176,8 @@ class Gradients(NamedTuple):
                 weight.zero_()
         if wanted[2]:
             bias = layer.weight.new_zeros(vocab, dtype=torch.float32)
-        return Gradients(saved.hidden_memory.view(-1, size) if wanted[0] else None, weight, new, bias)
+        hidden = saved.hidden_memory.view(-1, size) if wanted[0] else None
+        return Gradients(hidden, weight, new, bias, add_to is not None)
 
     def made(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Those of hidden, weight and, in this dtype, bias that are in no memory of forward's or the caller's."""
@@ -215,18 +217,17 @@ IN_PLACE: dict[str, Any] = {
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def make_run(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tokens: int, options: Any, out: Tensor | None = None
-) -> "launches.Run":
-    """A linear layer with products in `dtype` as the walks take it, its kernels' tiles from the stored configs.
+def make_run(layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = None) -> "launches.Run":
+    """A linear layer as the walks take it, its kernels' tiles from the stored configs.
 
-    `options`: those of a loss.  `out`: memory of the caller's for the weight's gradient.
+    `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
     """
     from onchip.vocab.triton import launches
 
-    weight = product_weight(weight, dtype)
+    dtype, tokens = layer.dtype, layer.number
+    weight = product_weight(layer.weight, dtype)
     # The bias in the products' dtype first, as F.linear does under autocast.
-    bias = None if bias is None else bias.to(dtype).float()
+    bias = None if layer.bias is None else layer.bias.to(dtype).float()
     slug, capability, programs, shared = describe(weight.device)
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
     tiles = {
@@ -237,4 +238,6 @@ def make_run(
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
-    return launches.Run(weight, bias, tokens, options, tiles, programs, tma=capability >= 90 and aligned_rows)
+    unpacked = launches.Vectors.unpack(vectors, tokens)
+    tma = capability >= 90 and aligned_rows
+    return launches.Run(weight, bias, tokens, options, unpacked, tiles, programs, tma=tma)

@@ -18,7 +18,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
-from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import blocks, gradients, launches, setup, softmax
 from onchip.vocab.triton.launches import (
@@ -34,7 +34,7 @@ from onchip.vocab.triton.launches import (
     Vectors,
 )
 from onchip.vocab.triton.memory import TritonPlan, up
-from onchip.vocab.triton.setup import Saved
+from onchip.vocab.triton.setup import Gradients, Saved
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
@@ -57,9 +57,7 @@ class OutputGradients(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
-def forward(
-    run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, stats: bool
-) -> tuple[TokenSoftmax, Vectors]:
+def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, stats: bool) -> TokenSoftmax:
     """The log-probabilities of each token's ids, and lse; with `stats` entropy and top1 as well.
 
     Where gradients are wanted, `saved` is filled in for backward.
@@ -80,9 +78,9 @@ def forward(
         empty() if smoothing else None,
         empty(dtype=torch.int64) if stats else None,
     )
-    vectors = Vectors.unpack(saved.vectors.zero_(), tokens)
+    run.vectors.packed.zero_()
     if tokens == 0:
-        return made, vectors
+        return made
     rows, kept = setup.rows_and_buffer(call, config, saved)
     temperature = call.token_temperature
     if temperature is not None:
@@ -91,16 +89,13 @@ def forward(
     picked = Picked(empty(), *((None, None) if k == 1 else (empty(k), empty(k, dtype=torch.int32))))
     partials = Partials.empty(run.vocab_tiles, len(rows), device, smoothing=smoothing, stats=stats)
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
-    run.launch(
-        softmax.compact_tokens, (1,), vectors, warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096
-    ).run()
+    run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
     for first in range(0, tokens, len(rows)):
-        launches.gather(run, hidden, ids, ignore_index, temperature, vectors, picked, rows, first).run()
-        launches.softmax(run, rows, vectors, partials, kept, first).run()
+        launches.gather(run, hidden, ids, ignore_index, temperature, picked, rows, first).run()
+        launches.softmax(run, rows, partials, kept, first).run()
         run.launch(
             softmax.merge_tiles,
             (-(-tokens // 16),),
-            vectors,
             warps=8,
             picked=picked,
             partials=partials,
@@ -114,7 +109,6 @@ def forward(
         run.launch(
             softmax.rebase_exponentials,
             (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE),
-            vectors,
             warps=8,
             **kept.known,
             partials=partials,
@@ -125,7 +119,6 @@ def forward(
         run.launch(
             softmax.spread_log_probs,
             (-(-ids.numel() // BLOCK),),
-            vectors,
             picked=picked,
             out=made,
             ids=ids,
@@ -135,8 +128,8 @@ def forward(
             BLOCK=BLOCK,
         ).run()
         if kept is not None:
-            launches.write(run, kept, picked.label, None, vectors, (0, kept.kept), 0, run.vocab_tiles).run()
-    return made, vectors
+            launches.write(run, kept, picked.label, None, (0, kept.kept), 0, run.vocab_tiles).run()
+    return made
 
 
 def _ids(call: LinearCall) -> Tensor:
@@ -144,13 +137,13 @@ def _ids(call: LinearCall) -> Tensor:
     return call.ids.reshape(call.number, call.several).to(torch.int64).contiguous()
 
 
-def losses(run: Run, vectors: Vectors, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Each token's weighted cross-entropy, and where top1 is known whether it is the target."""
     loss = torch.empty_like(made.lse)
     correct = None if made.top1 is None else torch.empty_like(made.top1, dtype=torch.bool)
     if run.tokens > 0:
         run.launch(
-            softmax.token_losses, (-(-run.tokens // 256),), vectors, known=made, token_weight=token_weight, loss=loss,
+            softmax.token_losses, (-(-run.tokens // 256),), known=made, token_weight=token_weight, loss=loss,
             correct=correct, BLOCK=256,
         ).run()  # fmt: skip
     return loss, correct
@@ -167,21 +160,36 @@ def loss_gradients(run: Run, made: TokenSoftmax, grad_loss: Tensor) -> OutputGra
 
 @dataclass(frozen=True)
 class Products:
-    """The products that make a head's gradients of its logits' gradient, in `buffer`."""
+    """The products that make a layer's gradients of its logits' gradient, in `buffer`."""
 
     run: Run
-    vectors: Vectors
+    grads: Gradients  # out; the weight's memory may be the buffer's, if that begins a chunk further on
+    config: TritonPlan
     buffer: LogitBuffer
     rows: Tensor  # [T, H] by position, for the products to use up
+    sums: Tensor | None  # [T or more, H] float32 zeros: hidden's gradient by position
     product_scale: Tensor  # [T] float32: what multiplies that of the positions that are kept
     inverse_grad_scale: Tensor | None  # [] float32
-    sums: Tensor | None  # [T or more, H] float32 zeros: hidden's gradient by position
-    grad_weight: Tensor | None  # [V, H] out; its memory may be the buffer's, if that begins a chunk further on
-    grad_bias: Tensor | None  # [V] float32 out
-    weight_tiles: int
-    """Tiles of the vocabulary in a chunk of weight's gradient."""
-    add: bool = False
-    halves: bool = False
+
+    @staticmethod
+    def of(
+        run: Run,
+        layer: Layer,
+        config: TritonPlan,
+        saved: Saved,
+        grads: Gradients,
+        product_scale: Tensor,
+        inverse_grad_scale: Tensor | None,
+    ) -> "Products":
+        """Those of what forward left in `saved`, with memory for what is recomputed."""
+        rows = setup.position_rows(layer, saved)
+        recomputed = max(0, up(run.tokens, TOKEN_TILE) - config.kept)
+        buffer = setup.logit_buffer(layer, config, saved, recomputed)
+        sums = None
+        if grads.hidden is not None:
+            size = min(config.kept, run.tokens) + 2 * recomputed if config.halves else run.tokens
+            sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
+        return Products(run, grads, config, buffer, rows, sums, product_scale, inverse_grad_scale)
 
     @property
     def kept(self) -> int:
@@ -191,38 +199,52 @@ class Products:
         """What comes before weight's gradient takes the place of what is kept."""
         if self.kept > 0 and scale:
             self.run.launch(
-                gradients.scale_rows, (self.run.tokens,), self.vectors, rows=self.rows, kept=self.kept,
+                gradients.scale_rows, (self.run.tokens,), rows=self.rows, kept=self.kept,
                 product_scale=self.product_scale, BLOCK=BLOCK,
             ).run()  # fmt: skip
         if self.kept > 0 and self.sums is not None:
             tiles = self.run.vocab_tiles
-            launches.hidden_product(
-                self.run, self.buffer, self.vectors, self.product_scale, self.sums, False, 0, tiles
-            ).run()
+            launches.hidden_product(self.run, self.buffer, self.product_scale, self.sums, False, 0, tiles).run()
 
     def take_chunk(self, first: int, tiles: int) -> None:
         """A chunk of the vocabulary, with what is recomputed of it."""
-        run, vectors, buffer, inverse = self.run, self.vectors, self.buffer, self.inverse_grad_scale
+        run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
         if self.kept < run.tokens and self.sums is not None:
-            launches.hidden_product(run, buffer, vectors, None, self.sums, self.halves, first, tiles).run()
-        if self.grad_bias is not None:
+            launches.hidden_product(run, buffer, None, self.sums, self.config.halves, first, tiles).run()
+        if self.grads.bias is not None:
             run.launch(
                 gradients.bias_gradient,
                 (tiles, VOCAB_TILE // 64),
-                vectors,
                 **buffer.known,
                 product_scale=self.product_scale,
                 inverse_grad_scale=inverse,
-                out=self.grad_bias,
+                out=self.grads.bias,
                 first_tile=first,
                 BLOCK_T=64,
                 BLOCK_V=64,
             ).run()
-        if self.grad_weight is not None:
-            for part in chunks(first, first + tiles, self.weight_tiles):
-                launches.weight_product(
-                    run, buffer, self.rows, vectors, self.grad_weight, inverse, first, *part, add=self.add
-                ).run()
+        if self.grads.weight is not None:
+            out = self.grads.weight[: run.vocab]
+            for part in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
+                launches.weight_product(run, buffer, self.rows, out, inverse, first, *part, add=self.grads.add).run()
+
+    def finish(self, terms: Terms | None = None) -> None:
+        """Hidden's gradient of its sums; with `terms` the ids' entries are added."""
+        if self.sums is None:
+            return
+        self.run.launch(
+            gradients.finish_hidden,
+            (self.run.tokens, -(-self.run.hidden // BLOCK)),
+            sums=self.sums,
+            label=None if terms is None else terms.entry_label,
+            at_target=None if terms is None else terms.entry,
+            inverse_grad_scale=self.inverse_grad_scale,
+            out=self.grads.hidden,
+            kept=self.kept,
+            half_rows=self.buffer.rows.recomputed if self.config.halves else 0,
+            IDS=1 if terms is None else terms.ids,
+            BLOCK=BLOCK,
+        ).run()
 
 
 def backward(
@@ -230,7 +252,6 @@ def backward(
     call: LinearCall,
     config: TritonPlan,
     saved: Saved,
-    vectors: Vectors,
     known: TokenSoftmax,
     upstream: OutputGradients,
     wanted: Sequence[bool],
@@ -242,54 +263,41 @@ def backward(
 
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
     """
-    tokens, grads = run.tokens, setup.Gradients.of(call, saved, wanted, add_to)
+    tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
     if tokens > 0:
         ids = _ids(call)
-        recomputed = max(0, up(tokens, TOKEN_TILE) - config.kept)
-        buffer = setup.logit_buffer(call, config, saved, recomputed)
-        kept = min(buffer.kept, tokens)
-        terms = position_terms(run, vectors, ids, call.options.ignore_index, known, upstream)
-        sums = None
-        rows = setup.position_rows(call, saved)
-        if grads.hidden is not None:
-            size = kept + 2 * recomputed if config.halves else tokens
-            sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
-        products = Products(
-            run, vectors, buffer, rows, terms.product_scale, terms.inverse_grad_scale, sums, grads.weight, grads.bias,
-            config.weight_chunk // VOCAB_TILE, add_to is not None, config.halves,
-        )  # fmt: skip
+        terms = position_terms(run, ids, call.options.ignore_index, known, upstream)
+        products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
+        buffer, kept = products.buffer, products.kept
         if kept > 0 and terms.entropy_scale is not None:
             grid = (run.vocab_tiles, buffer.kept // 32)
-            run.launch(gradients.entropy_gradient, grid, vectors, **buffer.known, terms=terms, BLOCK_T=32).run()
+            run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             if kept < tokens:
-                launches.gradient(run, rows, vectors, terms, buffer, *chunk).run()
+                launches.gradient(run, products.rows, terms, buffer, *chunk).run()
                 if terms.ids > 1:
                     label = terms.entry_label.view(ids.shape)
                     entry = terms.entry if kept == 0 else None  # where some are added to the results, all are
-                    launches.write(run, buffer, label, entry, vectors, (kept, tokens), *chunk).run()
+                    launches.write(run, buffer, label, entry, (kept, tokens), *chunk).run()
             products.take_chunk(*chunk)
         if kept > 0 and (wanted[1] or wanted[2]):
-            _target_terms(run, call.hidden.reshape(tokens, run.hidden), vectors, terms, grads.weight, grads.bias).run()
-        if sums is not None and grads.hidden is not None:
-            half_rows, own = recomputed if config.halves else 0, terms if kept else None
-            launches.finish(run, sums, vectors, terms.inverse_grad_scale, grads.hidden, kept, half_rows, own).run()
+            _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
+        products.finish(terms if kept else None)
     return grads.made(call.dtypes[2])
 
 
 def _target_terms(
-    run: Run, hidden: Tensor, vectors: Vectors, terms: Terms, grad_weight: Tensor | None, grad_bias: Tensor | None
+    run: Run, hidden: Tensor, terms: Terms, grad_weight: Tensor | None, grad_bias: Tensor | None
 ) -> Launch:
     """Of what is kept: the targets of each vocabulary entry together."""
     number = len(terms.entry_label)
-    there = torch.arange(number, device=hidden.device) < vectors.number * terms.ids
+    there = torch.arange(number, device=hidden.device) < run.vectors.number * terms.ids
     there &= terms.entry_label >= 0
     labels, positions = terms.entry_label.masked_fill(~there, blocks.NO_LABEL.value).sort(stable=True)
     return run.launch(
         gradients.add_targets,
         (number, 1 if grad_weight is None else -(-run.hidden // BLOCK)),
-        vectors,
         hidden=hidden,
         hidden_stride_t=hidden.stride(0),
         hidden_stride_h=hidden.stride(1),
@@ -307,9 +315,7 @@ def _target_terms(
     )
 
 
-def position_terms(
-    run: Run, vectors: Vectors, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients
-) -> Terms:
+def position_terms(run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients) -> Terms:
     """What the gradients of the positions' logits are made of."""
     tokens = run.tokens
     sizes = [tokens] * 4 + [ids.numel()] + [tokens] * 3
@@ -335,7 +341,6 @@ def position_terms(
     run.launch(
         gradients.position_terms,
         (-(-tokens // block_t), -(-ids.shape[1] // block_k)),
-        vectors,
         known=known,
         upstream=upstream,
         terms=terms,
@@ -347,7 +352,7 @@ def position_terms(
         BLOCK_T=block_t,
         BLOCK_K=block_k,
     ).run()
-    grad_scale = float16_scale(size, vectors, run.weight.dtype)
+    grad_scale = float16_scale(size, run.vectors, run.weight.dtype)
     if grad_scale is not None:
         packed[: sum(sizes[:5])] *= grad_scale
         terms = terms._replace(inverse_grad_scale=1 / grad_scale)
