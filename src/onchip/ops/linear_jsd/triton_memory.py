@@ -18,6 +18,8 @@ from onchip.vocab.triton.memory import RATES, TOKEN_TILE, VOCAB_TILE, Rates, eve
 DEFAULT_SCRATCH = 512 * MIB
 # Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
+# float32 numbers that forward leaves of each token; triton_kernels.py names them.
+STATS = 10
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,6 @@ class JsdPlan:
     """Columns of the other tokens' logits' gradient that are computed at a time in backward, a multiple of 256."""
     weight_chunk: int = 0
     """Rows of a weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
-
-
-def vector_elements(tokens: int) -> int:
-    """float32 numbers that forward leaves of each token."""
-    return 10 * tokens
 
 
 def config_of(head: Head, c: JsdPlan) -> triton_memory.TritonPlan:
