@@ -94,7 +94,7 @@ def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
     launch = 1e-3 * rates.launch
     tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     again = 1 - min(1.0, c.kept / max(1, p.tokens)) if p.any_grad else 0.0
-    chunks = list(_sizes(p.tokens, c.token_chunk))
+    chunks = [min(c.token_chunk, p.tokens - first) for first in range(0, p.tokens, max(1, c.token_chunk))]
     time = launch * 5 * len(chunks)
     for h in p.layers:
         product = 2e-9 * p.tokens * h.hidden * p.vocab / rates.product
@@ -107,17 +107,12 @@ def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
             time += again * product * evenness(cut, rates) + launch * 3 * -(-tiles // columns)
         blocks = -(-h.hidden // 256)
         if h.grad_weight:
-            parts = list(_sizes(tiles, min(c.weight_chunk, c.vocab_chunk) // VOCAB_TILE))
-            cut = parts[0] * VOCAB_TILE // TOKEN_TILE * blocks
-            time += product * evenness(cut, rates) + launch * len(parts)
+            part = min(c.weight_chunk // VOCAB_TILE, tiles)
+            cut = part * VOCAB_TILE // TOKEN_TILE * blocks
+            time += product * evenness(cut, rates) + launch * -(-tiles // part)
         if h.grad_hidden:
             time += product + 1e-9 * rates.add * p.tokens * h.hidden
     return time
-
-
-def _sizes(total: int, chunk: int) -> Iterator[int]:
-    for start in range(0, total, max(1, chunk)):
-        yield min(chunk, total - start)
 
 
 def least_scratch(p: Problem, strategy: str = "", tokens: int = TOKEN_TILE, tiles: int = 1) -> int:

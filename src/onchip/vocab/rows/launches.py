@@ -1,7 +1,6 @@
 """The launch of a Triton kernel over rows of logits that exist."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.kernels.triton.launch import Launch, describe
-from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.memory import RowTiles
+from onchip.vocab.rows.memory import heuristic_tiles
 
 
 def launch_rows(
@@ -27,7 +25,7 @@ def launch_rows(
     from onchip.vocab.rows import triton as triton_rows
 
     tokens, vocab = target.numel(), logits.shape[-1]
-    tiles = tiles_of(vocab, DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
+    tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
     inner, *rows = _rows(logits, out)
     given = [logits] if out is None else [logits, out]
     strides = [x.stride(-1) if vocab > 1 else 1 for x in given]
@@ -71,10 +69,6 @@ def launch_rows(
     grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
     function = getattr(triton_rows, kernel)
     Launch.of(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
-
-
-# By this name, so that it can be replaced where tiles are compared.
-tiles_of: Callable[..., RowTiles] = row_memory.heuristic_tiles
 
 
 def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, int, int, int, int]:
