@@ -169,9 +169,4 @@ PLANNER: Planner[JsdPlan] = Planner(
     needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab} on backend 'triton', which needs",
     slack=1.007,
 )
-scratch_bytes = PLANNER.scratch_bytes
-
-
-def plan(p: Problem, budget: int | None = None) -> JsdPlan:
-    """The plan of the least predicted time whose scratch fits the budget.  Raises ValueError if nothing fits."""
-    return PLANNER.plan(p, "", budget)
+plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

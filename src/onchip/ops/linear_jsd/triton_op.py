@@ -47,7 +47,7 @@ def _plan(call: Call) -> JsdPlan:
         for h in (p.student, p.teacher)
     )
     p = replace(p, vocab=int(p.vocab), student=student, teacher=teacher)
-    return triton_memory.plan(p, call.options.scratch_bytes)
+    return triton_memory.plan(p, "", call.options.scratch_bytes)
 
 
 class Left(NamedTuple):
