@@ -185,7 +185,7 @@ def compiled_with_a_budget_and_sizes_that_change(budget):
 def small_tiles():
     """Tiles of 256 elements, one warp: rows of a few hundred have several."""
     tiles = RowTiles(tile=256, warps=1, programs=1, stages=1)
-    return mock.patch.object(row_launches, "tiles_of", return_value=tiles)
+    return mock.patch.object(row_launches, "heuristic_tiles", return_value=tiles)
 
 
 MANY_TILES = {

@@ -164,7 +164,7 @@ def test_rows(changes, options, monkeypatch):
     monkeypatch.setitem(row_memory.USEFUL, "cpu", 1 << 22)  # so that it is seen beside the allocator's noise
     p = row_memory.Problem(512, 8192, **changes)
     budget = row_memory.default_scratch(p)
-    formula = row_memory.scratch_bytes(p, row_memory.plan(p, budget))
+    formula = row_memory.scratch_bytes(p, row_memory.plan(p, "", budget))
     assert formula <= budget
     assert_held(step_of(p, "torch", budget, **options), formula, "cpu")
 

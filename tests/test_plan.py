@@ -238,7 +238,7 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
     student = dataclasses.replace(student, grad_hidden=True, grad_weight=True)
     jsd = dataclasses.replace(jsd, student=student)
     for budget, plan in zip((None, 1 << 30), plans("linear_jsd", "triton", "--teacher-hidden", "2048"), strict=True):
-        config = jsd_triton.plan(jsd, budget)
+        config = jsd_triton.plan(jsd, "", budget)
         chunk = plan["both passes"]["chunk"]
         assert chunk == {"tokens": config.token_chunk, "vocab": 128256} | {
             name: getattr(config, key)

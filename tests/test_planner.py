@@ -200,7 +200,7 @@ def test_of_equal_models_no_product_of_linear_jsd_is_made_twice_in_half_a_gigaby
     assert c.kept == 4096
     assert jsd_triton_memory.scratch_bytes(p, c) <= 512 * MIB
     # More memory takes more tokens at a time.
-    assert jsd_triton_memory.plan(p, 2048 * MIB).token_chunk > c.token_chunk
+    assert jsd_triton_memory.plan(p, "", 2048 * MIB).token_chunk > c.token_chunk
 
 
 # ------------------------------------------------------------------------------- the framework's own products
@@ -255,9 +255,9 @@ def test_default_is_256_mib_or_an_eighth_of_the_logits():
     assert memory.default_scratch(tiny, "stash") == least > memory.logits_bytes(tiny) // 8
     large = row_memory.Problem(8192, 128256, "bfloat16", device="cuda")
     assert row_memory.default_scratch(large) == 256 * MIB
-    assert 4 * row_memory.plan(large, 1 << 33) * large.vocab == row_memory.logits_bytes(large)
+    assert 4 * row_memory.plan(large, "", 1 << 33) * large.vocab == row_memory.logits_bytes(large)
     # ... and on the CPU no more rows than fit in the cache, whatever the budget.
-    assert row_memory.plan(row_memory.Problem(4096, 8192), 1 << 33) * 8192 <= row_memory.USEFUL["cpu"]
+    assert row_memory.plan(row_memory.Problem(4096, 8192), "", 1 << 33) * 8192 <= row_memory.USEFUL["cpu"]
 
 
 # ------------------------------------------------------------------------------------------------------- the parts

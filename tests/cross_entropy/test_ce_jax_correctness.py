@@ -46,7 +46,7 @@ def test_many_chunks(dtype):
     case = Case("chunks", 101, 700, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
     problem = row_memory.Problem(101, 700, dtype, softcap=True, stats=True, xla=True)
     budget = row_memory.scratch_bytes(problem, 8)
-    assert row_memory.plan(problem, budget) == 8
+    assert row_memory.plan(problem, "", budget) == 8
     assert_right(case, dtype, scratch_bytes=budget)
 
 

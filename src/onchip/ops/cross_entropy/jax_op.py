@@ -142,7 +142,7 @@ def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constant
         smoothing=constants.loss.label_smoothing is not None,
         xla=True,
     )
-    chunk = row_memory.plan(problem, static.options.scratch_bytes)
+    chunk = row_memory.plan(problem, "", static.options.scratch_bytes)
     call = constants.call(static.options.reduction, Logits.of(logits), select_tokens(constants.labels, chunk))
     wanted = constants.loss.wanted(static.options.return_stats)
     stats = statistics(Config("forward", chunk, vocab), wanted, call)

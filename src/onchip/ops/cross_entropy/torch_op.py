@@ -247,7 +247,7 @@ def _chunk(call: Call, tokens: Tokens) -> int:
         stats=options.return_stats,
         gathered=not flat or (tokens.index is not None and logits.dtype != torch.float32),
     )
-    return row_memory.plan(problem, options.scratch_bytes)
+    return row_memory.plan(problem, "", options.scratch_bytes)
 
 
 OPERATORS = {

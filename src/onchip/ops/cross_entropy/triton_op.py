@@ -41,7 +41,7 @@ def forward(call: Call) -> Outputs:
     logits, options, tokens = call.logits, call.options, call.target.numel()
     if options.scratch_bytes is not None:
         problem = Problem(tokens, logits.shape[-1], DTYPES[logits.dtype], "cuda", grad=call.grads[0], triton=True)
-        row_memory.plan(problem, options.scratch_bytes)
+        row_memory.plan(problem, "", options.scratch_bytes)
     if options.check_inputs:
         call.tokens(check_values=True)  # for its checks alone
     divisor = torch_tiles.divisor(OP, options.reduction, call.normalizer, call.target != options.ignore_index)

@@ -53,7 +53,6 @@ MAXIMUM, LOG_SUM = tl.constexpr(0), tl.constexpr(1)  # log2 p = (z - maximum) lo
 MEAN = tl.constexpr(2)  # what the gradient is centred by, over log(2)
 INVERSE_SCALE = tl.constexpr(3)  # a kept gradient is to be multiplied by
 HARD_LOG_SUM, LABEL_LOG_PROB = tl.constexpr(8), tl.constexpr(9)  # of the student at temperature 1
-STATS = tl.constexpr(10)
 
 
 class Logits(NamedTuple):

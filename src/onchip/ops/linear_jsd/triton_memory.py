@@ -18,6 +18,8 @@ from onchip.vocab.triton.memory import RATES, TOKEN_TILE, VOCAB_TILE, Rates, eve
 DEFAULT_SCRATCH = 512 * MIB
 # Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
+# float32 numbers that forward leaves of each token; triton_kernels.py names them.
+STATS = 10
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,6 @@ class JsdPlan:
     """Columns of the other tokens' logits' gradient that are computed at a time in backward, a multiple of 256."""
     weight_chunk: int = 0
     """Rows of a weight's gradient that are computed at a time, a multiple of 256, no more than `vocab_chunk`."""
-
-
-def vector_elements(tokens: int) -> int:
-    """float32 numbers that forward leaves of each token."""
-    return 10 * tokens
 
 
 def config_of(head: Head, c: JsdPlan) -> triton_memory.TritonPlan:
@@ -97,7 +94,7 @@ def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
     launch = 1e-3 * rates.launch
     tiles = up(p.vocab, VOCAB_TILE) // VOCAB_TILE
     again = 1 - min(1.0, c.kept / max(1, p.tokens)) if p.any_grad else 0.0
-    chunks = list(_sizes(p.tokens, c.token_chunk))
+    chunks = [min(c.token_chunk, p.tokens - first) for first in range(0, p.tokens, max(1, c.token_chunk))]
     time = launch * 5 * len(chunks)
     for h in p.layers:
         product = 2e-9 * p.tokens * h.hidden * p.vocab / rates.product
@@ -110,17 +107,12 @@ def predict(p: Problem, c: JsdPlan, rates: Rates = RATES["h100"]) -> float:
             time += again * product * evenness(cut, rates) + launch * 3 * -(-tiles // columns)
         blocks = -(-h.hidden // 256)
         if h.grad_weight:
-            parts = list(_sizes(tiles, min(c.weight_chunk, c.vocab_chunk) // VOCAB_TILE))
-            cut = parts[0] * VOCAB_TILE // TOKEN_TILE * blocks
-            time += product * evenness(cut, rates) + launch * len(parts)
+            part = min(c.weight_chunk // VOCAB_TILE, tiles)
+            cut = part * VOCAB_TILE // TOKEN_TILE * blocks
+            time += product * evenness(cut, rates) + launch * -(-tiles // part)
         if h.grad_hidden:
             time += product + 1e-9 * rates.add * p.tokens * h.hidden
     return time
-
-
-def _sizes(total: int, chunk: int) -> Iterator[int]:
-    for start in range(0, total, max(1, chunk)):
-        yield min(chunk, total - start)
 
 
 def least_scratch(p: Problem, strategy: str = "", tokens: int = TOKEN_TILE, tiles: int = 1) -> int:
@@ -177,9 +169,4 @@ PLANNER: Planner[JsdPlan] = Planner(
     needs=lambda p, strategy: f"T={p.tokens}, V={p.vocab} on backend 'triton', which needs",
     slack=1.007,
 )
-scratch_bytes = PLANNER.scratch_bytes
-
-
-def plan(p: Problem, budget: int | None = None) -> JsdPlan:
-    """The plan of the least predicted time whose scratch fits the budget.  Raises ValueError if nothing fits."""
-    return PLANNER.plan(p, "", budget)
+plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes

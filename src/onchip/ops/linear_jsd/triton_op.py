@@ -5,7 +5,6 @@ weight's, the tokens' hidden states in hidden's.  Backward turns these into the 
 first where the graph is retained.  What is launched is in triton_walk.py.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,18 +26,14 @@ def refusal(call: Call) -> str | None:
     heads = [k for k in (0, 1) if call.models[k].hidden is not None]
     # Logits are read in any dtype: without a product, one is asked about that suits.
     device = call.first.device
-    reason = refusal_of(device.type, device.index, [call.dtypes[k] for k in heads] or [torch.float16])
+    dtypes = [call.dtypes[k] for k in heads] or [torch.float16]
+    reasons = (setup.refusal(device.type, device.index, dtype) for dtype in dtypes)
+    reason = next((x for x in reasons if x is not None), None)
     if reason is None and call.indices is not None:
         reason = "it has no kernel for teacher_topk; pass backend='torch'"
     if reason is None and heads and call.grads_of(1)[3]:
         reason = "linear_jsd has no kernel for the gradient of teacher_logits; pass backend='torch' or jsd the logits"
     return reason
-
-
-def refusal_of(device: str, index: int | None, dtypes: Sequence[torch.dtype]) -> str | None:
-    """Why the kernels can't serve products in `dtypes` on this device, or None."""
-    reasons = (setup.refusal(device, index, dtype) for dtype in dtypes)
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _plan(call: Call) -> JsdPlan:
@@ -52,13 +47,13 @@ def _plan(call: Call) -> JsdPlan:
         for h in (p.student, p.teacher)
     )
     p = replace(p, vocab=int(p.vocab), student=student, teacher=teacher)
-    return triton_memory.plan(p, call.options.scratch_bytes)
+    return triton_memory.plan(p, "", call.options.scratch_bytes)
 
 
 class Left(NamedTuple):
     """What forward leaves for backward; empty where nothing is needed."""
 
-    stats: Tensor  # float32, by position
+    stats: Tensor  # [STATS, T] float32, by position
     vectors: Tensor  # int32: `Vectors.packed`
     student: Saved
     teacher: Saved
@@ -102,7 +97,7 @@ def _memory(call: Call, plan: JsdPlan, *, fake: bool = False) -> Outputs:
         made = setup.make_saved(layer, config_of(call.head(who), plan), fake=fake)
         return made._replace(vectors=made.vectors.new_empty(0))  # those of the call serve both models
 
-    stats = call.first.new_empty(triton_memory.vector_elements(call.number), dtype=torch.float32)
+    stats = call.first.new_empty((triton_memory.STATS, call.number), dtype=torch.float32)
     vectors = call.first.new_empty(engine_memory.vector_elements(call.number), dtype=torch.int32)
     return Outputs(call.new_loss(), Left(stats, vectors, saved(0), saved(1)))
 

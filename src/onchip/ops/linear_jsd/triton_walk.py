@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,61 +44,27 @@ _REGISTERS = {2: 48, 4: 64}
 
 @dataclass(frozen=True)
 class Side:
-    """One model: its last layer, or its logits."""
+    """One model's last layer."""
 
-    layer: Layer | None
+    layer: Layer
     config: TritonPlan  # how the engine cuts the layer's gradients
-    run: Run | None  # of the layer's entries that count
-    logits: Tensor | None  # [T, V'], columns side by side
-    grads: tuple[bool, ...]  # of hidden, weight, bias, logits
-
-    @property
-    def scaled(self) -> bool:
-        """Whether gradients by the logits that are kept need a factor, for float16's range."""
-        return self.layer is not None and any(self.grads) and self.layer.dtype == torch.float16
+    run: Run  # of the layer's entries that count
 
     @staticmethod
-    def of(call: Call, plan: JsdPlan, who: int, vectors: Tensor) -> "Side":
-        layer, logits, run = call.layer(who), call.models[who].logits, None
-        if logits is not None:
-            logits = logits.reshape(-1, logits.shape[-1])
-            logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        if layer is not None:
-            # The products are linear_cross_entropy's, and tiles that suit them there do here.
-            bias = None if layer.bias is None else layer.bias[: call.size]
-            counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
-            run = setup.make_run(counted, LossOptions(), vectors)
-        return Side(layer, config_of(call.head(who), plan), run, logits, call.grads_of(who))
-
-
-class LogitTiles(NamedTuple):
-    """A chunk of one model's logits, as `logit_tiles` leaves it; None: what is recomputed needs no sums."""
-
-    below: Tensor  # [tiles * tile_rows, VOCAB_TILE] float16, or float32 of float16 operands
-    largest: Tensor  # [tile_rows, tiles] float32
-    total: Tensor | None  # the same
-    others: Tensor | None  # the same
-    tile_rows: int
-
-    @staticmethod
-    def empty(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> "LogitTiles":
-        rows = up(tokens, TOKEN_TILE)
-        weight = run.weight
-
-        def make() -> Tensor:
-            return weight.new_empty((rows, tiles), dtype=torch.float32)
-
-        dtype = torch.float32 if weight.dtype == torch.float16 else torch.float16
-        below = weight.new_empty((tiles * rows, VOCAB_TILE), dtype=dtype)
-        return LogitTiles(below, make(), make() if sums else None, make() if hard else None, rows)
+    def of(call: Call, plan: JsdPlan, who: int, layer: Layer, vectors: Tensor) -> "Side":
+        # The products are linear_cross_entropy's, and tiles that suit them there do here.
+        bias = None if layer.bias is None else layer.bias[: call.size]
+        counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
+        return Side(layer, config_of(call.head(who), plan), setup.make_run(counted, LossOptions(), vectors))
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both models of a call, and what is known of its tokens."""
+    """Both models of a call, the student (0) and the teacher (1), and what is known of its tokens."""
 
     call: Call
-    sides: tuple[Side, Side]
+    sides: Mapping[int, Side]  # of both, of the student or of none
+    given: Mapping[int, Logits]  # of the others
     vectors: Vectors
     ids: Tensor  # [T, 1] int64: the targets
     ignore_index: int
@@ -111,8 +77,16 @@ class Pair:
         ids = target.reshape(-1, 1).to(torch.int64).contiguous()
         target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
         stats = stats.view(-1, tokens) if tokens else stats
-        sides = Side.of(call, plan, 0, vectors), Side.of(call, plan, 1, vectors)
-        return Pair(call, sides, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
+        sides, given = {}, {}
+        for who, model in enumerate(call.models):
+            layer = call.layer(who)
+            if layer is not None:
+                sides[who] = Side.of(call, plan, who, layer, vectors)
+            elif model.logits is not None:
+                x = model.logits.reshape(-1, model.logits.shape[-1])
+                x = x if x.stride(-1) == 1 else x.contiguous()
+                given[who] = Logits(x, x.stride(0), None, None, None)
+        return Pair(call, sides, given, Vectors.unpack(vectors, tokens), ids, ignore_index, target_logit, stats)
 
     @property
     def tiles(self) -> int:
@@ -122,27 +96,37 @@ class Pair:
         """Number the tokens that are not ignored; of given logits find their labels, which `gather` does otherwise."""
         known = {"target": self.ids, "ignore_index": self.ignore_index, "T": self.call.number, "BLOCK": 4096}
         Launch(compact_tokens, (1,), {**self.vectors.known, **known}, warps=8).run()
-        if self.sides[0].run is None:
+        if not self.sides:
             target = self.ids[self.vectors.order, 0]
             self.vectors.label.copy_(target.masked_fill((target < 0) | (target >= self.call.size), -1))
 
     def gather(self, who: int, rows: Tensor, first: int) -> None:
         """Put a model's hidden states of the positions from `first` on in `rows`."""
         side = self.sides[who]
-        assert side.run is not None
-        assert side.layer is not None
         hidden = side.layer.hidden.reshape(-1, side.run.hidden)
         picked = Picked(self.target_logit if who == 0 else torch.empty_like(self.target_logit), None, None)
         gather(side.run, hidden, self.ids, self.ignore_index, None, picked, rows, first).run()
 
 
+def empty_tiles(run: Run, tiles: int, tokens: int, *, sums: bool, hard: bool) -> Logits:
+    """Memory for a chunk of one model's logits, as `logit_tiles` leaves it; what is recomputed needs no sums."""
+    rows, weight = up(tokens, TOKEN_TILE), run.weight
+
+    def make(wanted: bool) -> Tensor | None:
+        return weight.new_empty((rows, tiles), dtype=torch.float32) if wanted else None
+
+    dtype = torch.float32 if weight.dtype == torch.float16 else torch.float16
+    below = weight.new_empty((tiles * rows, VOCAB_TILE), dtype=dtype)
+    return Logits(below, VOCAB_TILE, make(True), make(sums), make(hard))
+
+
 # ---------------------------------------------------------------------------------------------------------- launches
 
 
-def logits(pair: Pair, run: Run, rows: Tensor, out: LogitTiles, first: int, first_tile: int, tiles: int) -> Launch:
+def logits(pair: Pair, run: Run, rows: Tensor, out: Logits, first: int, first_tile: int, tiles: int) -> Launch:
     """Logits of the positions from `first` on, of which `rows` has the hidden states."""
     t = run.tiles["softmax_tiles"]
-    parts = t.parts * out.below.element_size() // 2  # the same bytes in shared memory
+    parts = t.parts * out.numbers.element_size() // 2  # the same bytes in shared memory
     arguments = {
         **out._asdict(),
         **run.weight_blocks(VOCAB_TILE, t.depth),
@@ -150,8 +134,9 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: LogitTiles, first: int, firs
         "rows_stride": rows.stride(0),
         "C": len(rows),
         "label": pair.vectors.label[first:],
-        "below": run.operand(out.below, t.rows, VOCAB_TILE // parts),
-        "below_rows": len(out.below),
+        "below": run.operand(out.numbers, t.rows, VOCAB_TILE // parts),
+        "below_rows": len(out.numbers),
+        "tile_rows": len(out.largest),
         "first": first,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
@@ -164,38 +149,34 @@ def logits(pair: Pair, run: Run, rows: Tensor, out: LogitTiles, first: int, firs
 
 def divergence(
     pair: Pair,
-    tiles_of: Sequence[LogitTiles | None],  # of the student's and the teacher's logits
+    made: Mapping[int, Logits],  # of the models whose logits aren't given
     first: int,
     tokens: int,  # from position `first` on
     first_tile: int,
     tiles: int,
-    into: Sequence[LogitBuffer | Tensor | None],  # for both logits' gradients
+    into: Mapping[int, LogitBuffer | Tensor],  # for the logits' gradients that are wanted
     *,
     loss: Tensor | None = None,  # [T] float32 out, by token: with it statistics are made, else used
     token_weight: Tensor | None = None,  # [T] float32
     row_scale: Tensor | None = None,  # [T] float32, by position
 ) -> Launch:
     """Losses of some positions, and their logits' gradients."""
-    options, beta = pair.call.options, pair.call.options.beta
+    call, options, beta = pair.call, pair.call.options, pair.call.options.beta
+    models = {**pair.given, **made}
     arguments: dict[str, Any] = {}
-    width, tile_rows, pad = 2, 0, 1 if pair.sides[0].run is None else TOKEN_TILE
-    for k, (who, side) in enumerate(zip(("student", "teacher"), pair.sides, strict=True)):
-        made, to = tiles_of[k], into[k]
-        numbers = side.logits if made is None else made.below
-        assert numbers is not None
-        width = max(width, min(4, numbers.element_size()))
-        tile_rows = tile_rows if made is None else made.tile_rows
-        sums = (None, None, None) if made is None else (made.largest, made.total, made.others)
+    for k, who in enumerate(("student", "teacher")):
+        to, wanted = into.get(k), any(call.grads_of(k))
         matrix = to.matrix if isinstance(to, LogitBuffer) else to
+        rows = to.rows if isinstance(to, LogitBuffer) else None
         arguments |= {
-            who: Logits(numbers, numbers.stride(0), *sums),
-            f"{who}_gradient": Gradient(
-                matrix, 0 if matrix is None else matrix.stride(0), to.rows if isinstance(to, LogitBuffer) else None
-            ),
+            who: models[k],
+            f"{who}_gradient": Gradient(matrix, 0 if matrix is None else matrix.stride(0), rows),
             # At the ends one of the gradients is a plain difference, s - t.
-            f"{who.upper()}_MEAN": any(side.grads) and beta != k,
-            f"{who.upper()}_SCALED": side.scaled,
+            f"{who.upper()}_MEAN": wanted and beta != k,
+            # Gradients that are kept need a factor, for float16's range.
+            f"{who.upper()}_SCALED": wanted and call.dtypes[k] == torch.float16,
         }
+    pad = TOKEN_TILE if pair.sides else 1
     arguments |= {
         **pair.vectors.known,
         "stats": pair.stats,
@@ -206,10 +187,10 @@ def divergence(
         "first": first,
         "first_tile": first_tile,
         "tiles": tiles,
-        "tile_rows": tile_rows,
-        "T": pair.call.number,
-        "V": pair.call.size,
-        "inverse_temperature": 1 / pair.call.options.temperature,
+        "tile_rows": max((len(x.largest) for x in made.values()), default=0),
+        "T": call.number,
+        "V": call.size,
+        "inverse_temperature": 1 / options.temperature,
         "beta": beta,
         "near": tuple(nearly_equal(beta)),
         "soft_weight": options.soft_factor,
@@ -220,8 +201,8 @@ def divergence(
         "TILES": _TILES,
         "PAD": pad,
     }
-    grid = (up(tokens, pad),)
-    return Launch(kernels.divergence_rows, grid, arguments, _WARPS, registers=_REGISTERS[width])
+    registers = _REGISTERS[max(x.numbers.element_size() for x in models.values())]
+    return Launch(kernels.divergence_rows, (up(tokens, pad),), arguments, _WARPS, registers=registers)
 
 
 @lru_cache(maxsize=64)
@@ -256,32 +237,31 @@ def forward(call: Call, plan: JsdPlan, left: Left) -> Tensor:
     loss = torch.zeros(call.number, dtype=torch.float32, device=call.first.device)
     if call.number:
         pair.number_tokens()
-        made = {"loss": loss, "token_weight": setup.flat(call.token_weight)}
-        _chunks_of_tokens(pair, plan, (left.student, left.teacher), made)
+        _chunks_of_tokens(pair, plan, (left.student, left.teacher), loss)
     if call.options.reduction == "none":
         return loss.view(call.shape)
     return loss.sum() / call.divisor(pair.vectors.number)
 
 
-def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], made: Mapping[str, Tensor | None]) -> None:
-    call, tokens = pair.call, pair.call.number
+def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: Tensor) -> None:
+    call, tokens, token_weight = pair.call, pair.call.number, setup.flat(pair.call.token_weight)
     chunk, kept = min(plan.token_chunk, tokens), min(plan.kept, tokens)
-    heads: dict[int, tuple[Run, Tensor, LogitTiles]] = {}
-    buffers: list[LogitBuffer | None] = [None, None]
-    for who, side in enumerate(pair.sides):
-        if side.run is not None and side.layer is not None:
-            rows, buffers[who] = setup.rows_and_buffer(side.layer, side.config, saved[who])
-            hard = call.options.hard_weight > 0 and who == 0
-            heads[who] = side.run, rows, LogitTiles.empty(side.run, pair.tiles, chunk, sums=True, hard=hard)
+    rows, made, buffers = {}, {}, {}
+    for who, side in pair.sides.items():
+        rows[who], buffer = setup.rows_and_buffer(side.layer, side.config, saved[who])
+        if buffer is not None:
+            buffers[who] = buffer
+        hard = call.options.hard_weight > 0 and who == 0
+        made[who] = empty_tiles(side.run, pair.tiles, chunk, sums=True, hard=hard)
     for first, size in (*chunks(0, kept, chunk), *chunks(kept, tokens, chunk)):
-        for who, (run, rows, out) in heads.items():
-            whole = len(rows) == tokens  # those of all chunks, for backward
+        for who, of_all in rows.items():
+            whole = len(of_all) == tokens  # those of all chunks, for backward
+            part = of_all[first : first + size] if whole else of_all[:size]
             if first == 0 or not whole:
-                pair.gather(who, rows if whole else rows[:size], first)
-            logits(pair, run, rows[first : first + size] if whole else rows[:size], out, first, 0, pair.tiles).run()
-        tiles_of = [heads[who][2] if who in heads else None for who in (0, 1)]
-        into = buffers if first < kept else (None, None)
-        divergence(pair, tiles_of, first, size, 0, pair.tiles, into, **made).run()
+                pair.gather(who, of_all if whole else part, first)
+            logits(pair, pair.sides[who].run, part, made[who], first, 0, pair.tiles).run()
+        into = buffers if first < kept else {}
+        divergence(pair, made, first, size, 0, pair.tiles, into, loss=loss, token_weight=token_weight).run()
 
 
 def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: Wanted) -> list[Tensor | None]:
@@ -290,29 +270,27 @@ def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: W
     pair = Pair.of(call, plan, left.vectors.clone(), left.stats)  # launches write to some of the vectors
     row_scale = _row_scale(call, pair.vectors, grad_loss)
     made: list[Tensor | None] = [None] * len(PARAMETERS)
-    if call.student.hidden is None:
-        made[3::4] = [
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if x is not None and want else None
-            for x, want in zip((call.student.logits, call.teacher.logits), wanted[3::4], strict=True)
-        ]
+    if not pair.sides:
+        into = {}
+        for who, model in enumerate(call.models):
+            if model.logits is not None and wanted[4 * who + 3]:
+                made[4 * who + 3] = g = torch.zeros_like(model.logits, memory_format=torch.contiguous_format)
+                into[who] = g.view(tokens, g.shape[-1])
         if tokens:
-            into = [None if g is None else g.view(-1, g.shape[-1]) for g in made[3::4]]
-            divergence(pair, (None, None), 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
+            divergence(pair, {}, 0, tokens, 0, pair.tiles, into, row_scale=row_scale).run()
         return made
     parts = [wanted[4 * who : 4 * who + 3] for who in (0, 1)]  # of hidden, weight and bias
     grads = {
         who: setup.Gradients.of(side.layer, saved[who], parts[who])
-        for who, side in enumerate(pair.sides)
-        if side.layer is not None and any(parts[who])
+        for who, side in pair.sides.items()
+        if any(parts[who])
     }
     if tokens:
         _chunks_of_vocabulary(pair, plan, row_scale, saved, grads)
     for who, of_side in grads.items():
         if of_side.weight is not None:
             of_side.weight[call.size :].zero_()  # padding
-        layer = pair.sides[who].layer
-        assert layer is not None
-        made[4 * who : 4 * who + 3] = of_side.made(layer.dtypes[2])
+        made[4 * who : 4 * who + 3] = of_side.made(pair.sides[who].layer.dtypes[2])
     return made
 
 
@@ -336,31 +314,25 @@ def _chunks_of_vocabulary(
     row_scales, products = {}, {}
     for who, to in grads.items():
         side = pair.sides[who]
-        assert side.run is not None
-        assert side.layer is not None
         row_scales[who], kept_scale, inverse = _scales(pair, who, row_scale, side.layer.dtype)
         products[who] = Products.of(side.run, side.layer, side.config, saved[who], to, kept_scale, inverse)
         products[who].take_kept()
     heads = {}
-    for who, side in enumerate(pair.sides):
-        if side.run is not None and left:
-            if who in products:
-                rows = products[who].rows[kept:]
-            else:
-                rows = side.run.weight.new_empty((left, side.run.hidden))
-                pair.gather(who, rows, kept)
-            tiles = min(chunk_tiles, pair.tiles)
-            heads[who] = side.run, rows, LogitTiles.empty(side.run, tiles, left, sums=False, hard=False)
+    for who, side in pair.sides.items() if left else ():
+        if who in products:
+            rows = products[who].rows[kept:]
+        else:
+            rows = side.run.weight.new_empty((left, side.run.hidden))
+            pair.gather(who, rows, kept)
+        heads[who] = rows, empty_tiles(side.run, min(chunk_tiles, pair.tiles), left, sums=False, hard=False)
     for first, count in chunks(0, pair.tiles, chunk_tiles):
-        tiles_of: list[LogitTiles | None] = [None, None]
-        for who, (run, rows, out) in heads.items():
-            largest = out.largest.view(-1)[: out.tile_rows * count].view(-1, count)
-            tiles_of[who] = part = out._replace(largest=largest)
-            logits(pair, run, rows, part, kept, first, count).run()
-        for who, p in products.items():
-            if left:
-                into = [p.buffer if i == who else None for i in (0, 1)]
-                divergence(pair, tiles_of, kept, left, first, count, into, row_scale=row_scales[who]).run()
+        made = {}
+        for who, (rows, out) in heads.items():
+            largest = out.largest.view(-1)[: len(out.largest) * count].view(-1, count)
+            made[who] = out._replace(largest=largest)
+            logits(pair, pair.sides[who].run, rows, made[who], kept, first, count).run()
+        for who, p in products.items() if left else ():
+            divergence(pair, made, kept, left, first, count, {who: p.buffer}, row_scale=row_scales[who]).run()
         for p in products.values():
             p.take_chunk(first, count)
     for p in products.values():

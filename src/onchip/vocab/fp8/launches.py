@@ -59,7 +59,7 @@ def gradient_launch(
 ) -> Launch:
     """The gradient of a chunk's tokens."""
     n, vocab = logits.shape
-    _, _, inner_scale = transform_scales(part.options)
+    inner_scale = transform_scales(part.options)["inner_scale"]
     arguments = {
         "logits": kernels.ChunkLogits(logits, logits.stride(0), part.target, terms, inner_scale),
         "rows": None if into.rows is None else into.rows.data,

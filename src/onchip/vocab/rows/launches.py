@@ -1,7 +1,6 @@
 """The launch of a Triton kernel over rows of logits that exist."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.kernels.triton.launch import Launch, describe
-from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.memory import RowTiles
+from onchip.vocab.rows.memory import heuristic_tiles
 
 
 def launch_rows(
@@ -27,17 +25,17 @@ def launch_rows(
     from onchip.vocab.rows import triton as triton_rows
 
     tokens, vocab = target.numel(), logits.shape[-1]
-    tiles = tiles_of(vocab, DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
-    inner, *rows = _rows(logits, out)
+    tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=kernel == "losses" and out is not None)
+    inner, rows = _rows(logits, out)
     given = [logits] if out is None else [logits, out]
     strides = [x.stride(-1) if vocab > 1 else 1 for x in given]
     # So many elements are read and written at a time.
     whole = all(x.data_ptr() % 16 == 0 for x in given) and set(strides) == {1}
-    unit = math.gcd(16 // logits.element_size(), vocab, *rows) if whole else 1
-    logits_outer, logits_inner, out_outer, out_inner = (x // unit for x in rows)
+    unit = math.gcd(16 // logits.element_size(), vocab, *rows.values()) if whole else 1
     loops = (vocab - 1) // tiles.tile
-    scale, outer, inner_scale = transform_scales(options)
     arguments = {
+        **{name: x // unit for name, x in rows.items()},
+        **transform_scales(options),
         "logits": logits,
         "target": target.reshape(-1).to(torch.int64).contiguous(),
         "token_weight": flat(token_weight),
@@ -50,15 +48,8 @@ def launch_rows(
         "loops": loops,
         "ignore_index": options.ignore_index,
         "inner": inner,
-        "logits_outer": logits_outer,
-        "logits_inner": logits_inner,
         "logits_stride": strides[0],
-        "out_outer": out_outer,
-        "out_inner": out_inner,
         "out_stride": strides[-1],
-        "inner_scale": inner_scale,
-        "outer_scale": outer,
-        "logit_scale": scale,
         "label_smoothing": options.label_smoothing,
         "z_loss": options.z_loss,
         "SMOOTHING": options.label_smoothing > 0,
@@ -73,28 +64,25 @@ def launch_rows(
     Launch(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
 
 
-# By this name, so that it can be replaced where tiles are compared.
-tiles_of: Callable[..., RowTiles] = row_memory.heuristic_tiles
-
-
-def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, int, int, int, int]:
+def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:
     """How many rows lie in an outer one, and the strides of outer and inner rows, of `logits` and `out`."""
     vocab, tokens = logits.shape[-1], logits.shape[:-1].numel()
     leading = leading_dimensions(logits)
     (_, outer), (inner, row) = ([(1, 0)] * 2 + leading)[-2:]
     if len(leading) < 2:
         inner = tokens
-    if out is logits:  # in place
-        return inner, outer, row, outer, row
-    return inner, outer, row, inner * vocab, vocab
+    out_outer, out_inner = (outer, row) if out is logits else (inner * vocab, vocab)
+    return inner, {"logits_outer": outer, "logits_inner": row, "out_outer": out_outer, "out_inner": out_inner}
 
 
-def transform_scales(options: Any) -> tuple[float, float, float | None]:
-    """What logits are multiplied by in all, without a softcap; after tanh, or without one in all; and before tanh."""
+def transform_scales(options: Any) -> dict[str, float | None]:
+    """What logits are multiplied by: in all, without a softcap; after tanh, or without one in all; and before tanh."""
     scale, softcap, temperature = options.logit_scale, options.softcap, options.temperature
-    if softcap is None:
-        return scale / temperature, scale / temperature, None
-    return scale / temperature, softcap / temperature, scale / softcap
+    return {
+        "logit_scale": scale / temperature,
+        "outer_scale": (scale if softcap is None else softcap) / temperature,
+        "inner_scale": None if softcap is None else scale / softcap,
+    }
 
 
 def flat(x: Tensor | None) -> Tensor | None:

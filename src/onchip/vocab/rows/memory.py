@@ -1,6 +1,6 @@
 """Memory and plan of losses of logits that exist: the problem, its scratch formula, chunks and tiles.  No framework."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from onchip.core.sizes import DTYPE_BYTES
@@ -85,18 +85,13 @@ PLANNER: Planner[int] = Planner(
     scratch_parts,
     _candidates,
     cost=lambda p, rows: 0,
-    least=lambda p, strategy: scratch_bytes(p, 1),
+    least=lambda p, strategy: PLANNER.scratch_bytes(p, 1),
     default=default_scratch,
     needs=lambda p, strategy: (
         f"T={p.tokens}, V={p.vocab} in {p.dtype}: " + ("the kernels need" if p.triton else "one row needs")
     ),
 )
-scratch_bytes: Callable[[Problem, int], int] = PLANNER.scratch_bytes
-
-
-def plan(p: Problem, budget: int | None = None) -> int:
-    """The rows of a chunk.  Raises ValueError if the budget is too small for one."""
-    return PLANNER.plan(p, "", budget)
+plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
 
 
 @dataclass(frozen=True)

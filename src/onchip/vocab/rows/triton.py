@@ -154,13 +154,12 @@ def _write(
 @triton.jit
 def _clear(row, stride, loops, V, TILE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr):
     """Zeros in a row of the gradient."""
+    steps, lanes = _steps(TILE, LANES, UNIT), _lanes(LANES, UNIT)
+    zeros = tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty)
     for i in range(loops):
-        at = row + (i * TILE + _lanes(LANES, UNIT) + _steps(TILE, LANES, UNIT)).to(tl.int64) * stride
-        tl.store(at, tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty))
+        tl.store(row + (i * TILE + lanes + steps).to(tl.int64) * stride, zeros)
     first = loops * TILE
-    at_last = row + (first + _lanes(LANES, UNIT) + _steps(TILE, LANES, UNIT)).to(tl.int64) * stride
-    inside = _steps(TILE, LANES, UNIT) < V - first - _lanes(LANES, UNIT)
-    tl.store(at_last, tl.zeros([TILE // (LANES * UNIT), LANES, UNIT], row.dtype.element_ty), mask=inside)
+    tl.store(row + (first + lanes + steps).to(tl.int64) * stride, zeros, mask=steps < V - first - lanes)
 
 
 @triton.jit
