@@ -3,12 +3,11 @@
 Sizes: T tokens, H hidden, V vocab, C the tokens of a chunk.  Tokens that are not ignored are compacted to the front: a
 *position* is an index among those, `count` of them, known to the device alone.
 
-Logits are never stored as such: of each tile of VOCAB_TILE columns it stores the largest logit of each
-position, in float32, the distances of all below it, taken from the float32 accumulator, and a sum of exponentials.  Of
+Logits are never stored as such.  Of each tile of VOCAB_TILE columns `logit_tiles` stores each position's largest logit,
+in float32, the distances of all logits below it, taken from the float32 accumulator, and a sum of exponentials.  Of
 bfloat16 operands the distances are float16: exact where the probability is, and elsewhere off by 2^-12 of themselves at
-most, which is less than the rounding of the hidden states moves a logit by, and a fraction of what a logit rounded to
-bfloat16 is off by.  Exponentials in 16 bits would do for s and t but not for log(s / t) of what is unlikely.  Of
-float16 operands, which are finer themselves, the distances are float32.
+most, which is less than the rounding of the hidden states moves a logit by.  Exponentials in 16 bits would do for s and
+t but not for log(s / t) of what is unlikely.  Of float16 operands, themselves finer, the distances are float32.
 
 The maths is in the package's docstring; what follows from it here, all logarithms being to base 2, as the device has
 them:
@@ -36,8 +35,8 @@ from onchip.kernels.triton.maths import LOG2E, LOWEST, expm1, log1p
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
 from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row, load_weight
 
-# log-probabilities below this are taken for it: a difference of two is never NaN, and one that passes INFINITE tells
-# that one of the two probabilities is 0.
+# Log-probabilities are at least this, so that no difference of two is NaN; one above INFINITE tells that one of the two
+# probabilities is 0.
 FLOOR = tl.constexpr(-1.0e30)
 INFINITE = tl.constexpr(1.0e29)
 # KL(t || s), KL(s || t), and what lies between.

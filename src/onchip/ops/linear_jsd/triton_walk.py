@@ -1,10 +1,10 @@
 """linear_jsd's own Triton kernels: their launches, and the walks over chunks that say what runs when, on what memory.
 
-`forward` takes chunks of tokens: two products leave both models' logits (below each tile's largest), and one
-kernel reads each token's row of both twice, first for the loss and the gradients' means, then for the gradients by the
-logits.  These stay in a `LogitBuffer`, and from there on the products of vocab/triton do the rest: `backward` makes
-hidden's and weight's gradients.  A token's factor (its weight, the upstream gradient) goes into the rows of hidden for
-the weight's gradient and into the result's rows for hidden's.
+`forward` takes chunks of tokens: two products leave both models' logits (below each tile's largest), and one kernel
+reads each token's row of both twice, first for the loss and the gradients' means, then for the logits' gradients.
+These stay in a `LogitBuffer`, of which `backward` makes hidden's and weight's gradients with vocab/triton's products.
+A token's factor (its weight, the upstream gradient) goes into the rows of hidden for the weight's gradient and into the
+result's rows for hidden's.
 
 Logits that are given are read where the tiles would be.  Nothing here waits for the device.
 """
@@ -50,13 +50,6 @@ class Side:
     config: TritonPlan  # how the engine cuts the layer's gradients
     run: Run  # of the layer's entries that count
 
-    @staticmethod
-    def of(call: Call, plan: JsdPlan, who: int, layer: Layer, vectors: Tensor) -> "Side":
-        # The products are linear_cross_entropy's, and tiles that suit them there do here.
-        bias = None if layer.bias is None else layer.bias[: call.size]
-        counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
-        return Side(layer, config_of(call.head(who), plan), setup.make_run(counted, LossOptions(), vectors))
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -76,12 +69,15 @@ class Pair:
         tokens, (target, ignore_index) = call.number, call.targets()
         ids = target.reshape(-1, 1).to(torch.int64).contiguous()
         target_logit = torch.empty(tokens, dtype=torch.float32, device=target.device)
-        stats = stats.view(-1, tokens) if tokens else stats
         sides, given = {}, {}
         for who, model in enumerate(call.models):
             layer = call.layer(who)
             if layer is not None:
-                sides[who] = Side.of(call, plan, who, layer, vectors)
+                # The products are linear_cross_entropy's, and tiles that suit them there do here.
+                bias = None if layer.bias is None else layer.bias[: call.size]
+                counted = replace(layer, weight=layer.weight[: call.size], bias=bias)
+                run = setup.make_run(counted, LossOptions(), vectors)
+                sides[who] = Side(layer, config_of(call.head(who), plan), run)
             elif model.logits is not None:
                 x = model.logits.reshape(-1, model.logits.shape[-1])
                 x = x if x.stride(-1) == 1 else x.contiguous()
