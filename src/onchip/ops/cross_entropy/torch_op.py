@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES, check_normalizer, choose_torch_backend, temperature_tensor
+from onchip.frontend.options import shapes_of
+from onchip.frontend.torch_inputs import (
+    DTYPES,
+    check_normalizer,
+    check_tensors,
+    choose_torch_backend,
+    temperature_tensor,
+)
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Wanted, needed, register
-from onchip.ops.cross_entropy import triton_op
+from onchip.ops.cross_entropy import spec, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import (
     Call,
     Kept,
     Outputs,
     check_inplace,
-    check_tensors,
     fake,
     fake_gradients,
     save,
@@ -131,7 +137,10 @@ def cross_entropy(
         inplace_backward=inplace_backward,
         scratch_bytes=scratch_bytes,
     )
-    check_tensors(logits, target, token_weight, per_token_temperature)
+    tensors = check_tensors(
+        OP, logits=logits, target=target, token_weight=token_weight, temperature=per_token_temperature
+    )
+    spec.check_shapes(shapes_of(tensors), "target")
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
     chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
     if inplace_backward:
@@ -173,20 +182,7 @@ class CrossEntropyLoss(LossModule):
         backend: str = "auto",
         scratch_bytes: int | None = None,
     ) -> None:
-        options = Options(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            return_stats=return_stats,
-            inplace_backward=inplace_backward,
-            scratch_bytes=scratch_bytes,
-        )
-        super().__init__(OP, options, normalizer, backend, BACKENDS)
+        super().__init__(OP, Options, BACKENDS, locals())
 
     def forward(
         self,

@@ -22,9 +22,10 @@ from onchip.frontend.jax_inputs import (
     check_layout,
     check_normalizer,
     checked_numbers,
-    per_token_shapes,
+    options_of,
     platform,
 )
+from onchip.frontend.options import shapes_of
 from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
@@ -138,42 +139,12 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
-    options = Options(
-        ignore_index=ignore_index,
-        reduction=reduction,
-        scratch_bytes=scratch_bytes,
-        strategy=strategy,
-        return_stats=return_stats,
-    )
+    given = locals()
+    options = options_of(Options, given)
     check_layout(OP, weight_layout)
-    arrays = check_arrays(
-        OP,
-        hidden=hidden,
-        weight=weight,
-        labels=labels,
-        bias=bias,
-        token_weight=token_weight,
-        temperature=temperature,
-    )
-    spec.check_shapes(
-        hidden.shape,
-        weight.shape,
-        labels.shape,
-        None if bias is None else bias.shape,
-        per_token_shapes(arrays),
-        layout=weight_layout,
-        target_name="labels",
-    )
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
     check_normalizer(OP, normalizer, reduction)
-    numbers = checked_numbers(
-        options,
-        OP,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-    )
+    numbers = checked_numbers(OP, options, given)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
     constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, numbers)

@@ -16,9 +16,11 @@ from onchip.frontend.jax_inputs import (
     check_arrays,
     check_layout,
     checked_numbers,
+    options_of,
     plain_labels,
     platform,
 )
+from onchip.frontend.options import shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.xla import memory, walk
@@ -123,18 +125,11 @@ def linear_log_probs(
     (arXiv:2411.09009), without its gradient filter; the running softmax is that of Milakov and Gimelshein
     (arXiv:1805.02867).
     """
-    options = Options(ignore_index=ignore_index, entropy=entropy, lse=lse, top1=top1, scratch_bytes=scratch_bytes)
+    given = locals()
+    options = options_of(Options, given)
     check_layout(OP, weight_layout)
-    check_arrays(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=temperature)
-    spec.check_shapes(
-        hidden.shape,
-        weight.shape,
-        ids.shape,
-        None if bias is None else bias.shape,
-        getattr(temperature, "shape", ()),
-        weight_layout,
-    )
-    numbers = checked_numbers(options, OP, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), weight_layout)
+    numbers = checked_numbers(OP, options, given)
 
     shape = hidden.shape[:-1]
     projection = Projection.of(hidden, weight, bias, weight_layout)

@@ -11,11 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import choose_torch_backend, copied_rows, copied_weight, temperature_tensor
+from onchip.frontend.options import shapes_of
+from onchip.frontend.torch_inputs import (
+    check_tensors,
+    choose_torch_backend,
+    copied_rows,
+    copied_weight,
+    product_dtype,
+    temperature_tensor,
+)
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed, register
-from onchip.ops.linear_log_probs import triton_op
+from onchip.ops.linear_log_probs import spec, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs, check_tensors
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
@@ -124,7 +132,9 @@ def linear_log_probs(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
     )
-    dtype = check_tensors(hidden, weight, ids, bias, token_temperature)
+    tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
+    spec.check_shapes(shapes_of(tensors))
+    dtype = product_dtype(OP, tensors)
     refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
     chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
