@@ -19,14 +19,11 @@ from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import Problem
-from onchip.vocab.xla.loss import Constants, LossStats, Outputs
+from onchip.vocab.xla.loss import Constants, Outputs
 from onchip.vocab.xla.tiles import Columns, Logits, TokenStats, cut_rows, logits_gradient, select_tokens
 from onchip.vocab.xla.walk import by_rows, statistics
 
 BACKENDS = ("xla",)
-
-
-CrossEntropyStats = LossStats
 
 
 def cross_entropy(

@@ -19,7 +19,7 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_module import LossModule
-from onchip.frontend.torch_register import Made, Wanted, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.cross_entropy import spec, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import (
@@ -41,9 +41,6 @@ from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
-
-
-CrossEntropyStats = LossStats
 
 
 def cross_entropy(
@@ -147,7 +144,7 @@ def cross_entropy(
         check_inplace(logits)
     call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))
     out = OPERATORS[chosen](call).out
-    return (out.loss, CrossEntropyStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
 
 
 class CrossEntropyLoss(LossModule):
@@ -247,7 +244,7 @@ def _chunk(call: Call, tokens: Tokens) -> int:
 
 
 OPERATORS = {
-    "triton": register(
+    "triton": Operator(
         "cross_entropy_by_triton",
         op=OP,
         forward=triton_op.forward,
@@ -260,7 +257,7 @@ OPERATORS = {
         collect=triton_op.collect,
         direct=lambda kept: kept.overwrites,
     ),
-    "torch": register(
+    "torch": Operator(
         "cross_entropy_by_torch",
         op=OP,
         forward=_forward,

@@ -32,7 +32,7 @@ from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.loss import Constants, LossStats, Outputs
+from onchip.vocab.xla.loss import Constants, Outputs
 from onchip.vocab.xla.tiles import Projection
 
 # Best first, by platform.
@@ -42,8 +42,6 @@ BACKENDS = {
     "tpu": ("xla", "mosaic_gpu", "triton"),
 }
 MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
-
-LinearCrossEntropyStats = LossStats
 
 
 def linear_cross_entropy(

@@ -25,7 +25,7 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_module import LossModule
-from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed
 from onchip.ops.linear_cross_entropy import fp8_op, spec, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
@@ -36,9 +36,6 @@ from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")
-
-
-LinearCrossEntropyStats = LossStats
 
 
 def linear_cross_entropy(
@@ -204,7 +201,7 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return (out.loss, LinearCrossEntropyStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
 
 
 class LinearCrossEntropyLoss(LossModule):
@@ -316,7 +313,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
 
-RECOMPUTED = register(
+RECOMPUTED = Operator(
     "linear_cross_entropy_again",
     op=OP,
     forward=_forward,
@@ -388,7 +385,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
-STASHED = register(
+STASHED = Operator(
     "linear_cross_entropy_at_once",
     op=OP,
     forward=_stash,

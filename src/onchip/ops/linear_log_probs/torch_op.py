@@ -20,7 +20,7 @@ from onchip.frontend.torch_inputs import (
     product_dtype,
     temperature_tensor,
 )
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.linear_log_probs import spec, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
@@ -249,7 +249,7 @@ def _token_gradient(kept: Kept, upstream: Made, tokens: Ids) -> tuple[TokenGradi
     ), grad_scale
 
 
-LOG_PROBS = register(
+LOG_PROBS = Operator(
     "linear_log_probs_again",
     op=OP,
     forward=_forward,
