@@ -1,13 +1,14 @@
 """Hopper kernels of linear_cross_entropy in Pallas Mosaic GPU, with their launchers.
 
 Sizes: T tokens (rounded up to a multiple of 128 by the caller), H hidden, V vocab.  Tokens that are not ignored come
-first: `count` of them, known to the device alone.  Kernels work through `count`, at least one tile, and skip the rest.
+first: `count` of them (`number` of `Operands`), known to the device alone.  Kernels work through these, at least one
+tile, and skip the rest.
 What callers must put beyond the last token, up to the next multiple of 128: 0 in `rows`, `scale`, `at_target` and
 `even`, +inf in `shift` and `lse`, 1 in `factor`; then exponentials and gradients there are exact zeros.
 
-The algorithm is that of the Triton kernels: see `onchip.vocab.triton`.  The
-product that all kernels here are made of is that of `onchip.kernels.mosaic`; where exponentials are kept is in
-blocks.py, the kernels without a product in rebase.py.
+The algorithm is that of the Triton kernels: see `onchip.vocab.triton`.  The product that all kernels here are made of
+is that of `onchip.kernels.mosaic`; where exponentials are kept is in blocks.py, the kernels without a product in
+rebase.py.
 
 Matrix operands come through TMA, which fills up with zeros outside of a matrix and writes nothing there.  It needs rows
 of a multiple of 16 bytes, and Mosaic a multiple of 64 columns and 8 rows.
