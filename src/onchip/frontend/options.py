@@ -1,10 +1,10 @@
-"""What the specs of the ops share: options, and checks of options and shapes.  No framework."""
+"""What the specs of the ops share: options, statistics, and checks of options and shapes.  No framework."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -78,6 +78,19 @@ class LossOptions:
     check_inputs: bool = False
     scratch_bytes: int | None = None
     return_stats: bool = False
+
+
+class LossStats(NamedTuple):
+    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False)."""
+
+    lse: Any
+    """[...] float32: log-sum-exp of the final logits."""
+    log_prob: Any
+    """[...] float32: log-probability of the target."""
+    entropy: Any
+    """[...] float32: entropy of the softmax, in nats."""
+    correct: Any
+    """[...] bool: whether the target is the argmax (the first one, where logits tie)."""
 
 
 def _require_softcap(op: str, name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import shapes_of
+from onchip.frontend.options import LossStats, shapes_of
 from onchip.frontend.torch_inputs import (
     DTYPES,
     check_normalizer,
@@ -35,7 +35,6 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import LossStats
 from onchip.vocab.torch.loss import Outputs as LossOutputs
 from onchip.vocab.torch.tiles import Tokens
 

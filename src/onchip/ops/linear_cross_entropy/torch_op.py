@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import shapes_of
+from onchip.frontend.options import LossStats, shapes_of
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
@@ -31,7 +31,7 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import LossStats, Outputs, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 

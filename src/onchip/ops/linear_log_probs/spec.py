@@ -1,7 +1,7 @@
-"""What both front ends of linear_log_probs share: options and what shapes go together.  No framework."""
+"""What both front ends of linear_log_probs share: options, results and what shapes go together.  No framework."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from onchip.frontend.options import Shapes, check_head, check_options
 
@@ -28,6 +28,20 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(OP, self)
+
+
+class LogProbs(NamedTuple):
+    """What `linear_log_probs` returns if more than log_prob was asked for; None is what wasn't."""
+
+    log_prob: Any
+    """[...] or [..., K] float32: log-probability of each id; 0 for ignored ones."""
+    entropy: Any
+    """[...] float32: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
+    lse: Any
+    """[...] float32: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
+    top1: Any
+    """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
+    tokens."""
 
 
 def check_shapes(shapes: Shapes, layout: str | None = None) -> None:

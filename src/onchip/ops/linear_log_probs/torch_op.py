@@ -22,7 +22,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.linear_log_probs import spec, triton_op
-from onchip.ops.linear_log_probs.spec import OP, Options
+from onchip.ops.linear_log_probs.spec import OP, LogProbs, Options
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
@@ -32,19 +32,6 @@ from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
-
-
-class LogProbs(NamedTuple):
-    """What `linear_log_probs` returns if more than log_prob was asked for; None is what wasn't."""
-
-    log_prob: Tensor
-    """[...] or [..., K] float32: log-probability of each id; 0 for ignored ones."""
-    entropy: Tensor | None
-    """[...] float32: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
-    lse: Tensor | None
-    """[...] float32: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
-    top1: Tensor | None
-    """[...] int64: the vocabulary index of the largest logit (the first one, where they tie); -1 for such tokens."""
 
 
 def linear_log_probs(
