@@ -1,11 +1,9 @@
 """linear_cross_entropy for JAX: the public function and the choice of a backend.
 
-From the public function to a kernel's launch there are four functions: `linear_cross_entropy` checks its inputs and
-chooses a backend; `call_forward` of `onchip.frontend.jax_call.with_gradients` is JAX's derivative rule; `_forward`
-plans the call and moves the tokens that count to the front; the backend's `forward` launches its kernels
-(`onchip.vocab.mosaic.op`, `.triton.jax_op`) or walks over XLA's own products (`.xla.walk`).  Backward goes by
-`call_backward`, `cast_backward`, `_backward` and the backend's `backward`.  What passes between is in
-`onchip.vocab.xla.loss`, the maths in the package's docstring.
+`linear_cross_entropy` checks its inputs, chooses a backend and calls `_op`, to which
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_forward` plans the call and moves the tokens that
+count to the front; the backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the
+package's docstring.
 """
 
 from functools import partial
@@ -85,8 +83,7 @@ def linear_cross_entropy(
         weight_layout: "vh" or "hv".
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
-        normalizer: above 0: what "mean" divides by instead of the token count: for gradient accumulation, the count
-            over all micro-batches.  Where every token is ignored any 0-d array will do.
+        normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
         label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.

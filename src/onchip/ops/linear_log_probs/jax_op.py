@@ -108,9 +108,8 @@ def linear_log_probs(
         >>> grads[1].shape
         (100, 16)
 
-    Sources: logits that are recomputed in backward from their log-sum-exp are those of Cut Cross-Entropy
-    (arXiv:2411.09009), without its gradient filter; the running softmax is that of Milakov and Gimelshein
-    (arXiv:1805.02867).
+    Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
+    Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
     given = locals()
     options = options_of(Options, given)
