@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -124,7 +124,8 @@ def check_options(op: str, options: Any, /, **words: Sequence[str]) -> None:
     An option of a name means the same in every op.  `words` are what some may be; what is left are flags.
     """
     words["reduction"] = REDUCTIONS
-    for name, value in [*vars(options).items()]:
+    for name in (field.name for field in fields(options)):  # PyTorch 2.11 can't trace `vars(options).items()`
+        value = getattr(options, name)
         if name in words:
             require_one_of(op, name, value, words[name])
         elif name in _NUMBERS:

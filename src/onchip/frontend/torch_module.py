@@ -25,7 +25,8 @@ class LossModule(Module):
 
     def keywords(self, **given: Any) -> dict[str, Any]:
         """What the op is called with: what is given and not None overrides the module's own."""
-        own: dict[str, Any] = {**vars(self.options), "normalizer": self.normalizer, "backend": self.backend}
+        own = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        own |= {"normalizer": self.normalizer, "backend": self.backend}
         return own | {name: x for name, x in given.items() if x is not None}
 
     def extra_repr(self) -> str:
