@@ -5,7 +5,7 @@ precision='fp8' a pass.  All rows are made of what a backend's planner says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -40,28 +40,6 @@ BUDGETS_MIB = (64, 256, 1024, 4096, 16384)
 NO_BOUND = 1 << 62
 # The device whose measured rates the predicted times come from.
 RATES_OF = "h100"
-
-
-@dataclass(frozen=True)
-class Call:
-    """What was asked for."""
-
-    framework: str
-    tokens: int
-    hidden: int
-    vocab: int
-    teacher_hidden: int
-    """Of linear_jsd; of other ops 0."""
-    dtype: str
-    weight_dtype: str
-    device: str
-    precision: str
-    """Of linear_cross_entropy; of other ops "full"."""
-
-    def problem(self, *, grad: bool = True, **options: Any) -> Problem:
-        """That of a linear loss."""
-        sizes = {name: getattr(self, name) for name in ("tokens", "hidden", "vocab", "dtype", "weight_dtype", "device")}
-        return Problem(**sizes | options, grad_hidden=grad, grad_weight=grad)
 
 
 class Way(NamedTuple):
@@ -152,38 +130,41 @@ def run_plan(
     if op == cross_entropy.OP or hidden is None:
         hidden = 0  # it has no product
     teacher = (teacher_hidden or hidden) if op == linear_jsd.OP else 0
-    call = Call(framework, tokens, hidden, vocab, teacher, dtype, weight_dtype or dtype, device, precision)
-    refusals = _refusals(op, call)
+    p = Problem(tokens, hidden, vocab, dtype, weight_dtype=weight_dtype or dtype, device=device, op=op)
+    refusals = _refusals(p, framework, precision)
     chosen = choose_backend(op, backend, refusals)
     number = tokens * vocab * (2 if op == linear_jsd.OP else 1)
     document = {
         "op": op,
-        **asdict(call),
+        "framework": framework,
+        **{name: getattr(p, name) for name in ("tokens", "hidden", "vocab", "dtype", "weight_dtype", "device")},
+        "teacher_hidden": teacher,
+        "precision": precision,
         "backend": chosen,
         "logits_bytes": {"float32": 4 * number, dtype: number * DTYPE_BYTES[dtype]},
     }
     if op == spec.OP and precision == "full":
-        document |= _strategies(call, chosen, scratch_mib)
+        document |= _strategies(p, chosen, scratch_mib)
     else:
         served = [name for name, reason in refusals.items() if reason is None and backend == "auto" and name != chosen]
         document["plans"] = [
-            {"backend": name, "pass": way.name} | _row(way, call, *budget)
+            {"backend": name, "pass": way.name} | _row(way, p, *budget)
             for name in [chosen, *served]
             for budget in _budgets(scratch_mib)
-            for way in _PASSES[op, precision](call, name)
+            for way in _PASSES[op, precision](p, name, teacher)
         ]
     _show(document, console)
     return document
 
 
-def _refusals(op: str, call: Call) -> dict[str, str | None]:
+def _refusals(p: Problem, framework: str, precision: str) -> dict[str, str | None]:
     """Why each backend has no plan, or None; in the order in which backend="auto" tries them."""
-    if call.framework == "jax":
-        platform = "gpu" if call.device == "cuda" else call.device
-        return {"mosaic_gpu": mosaic_memory.refusal(call.problem(), platform, weight_layout="vh"), "xla": None}
+    if framework == "jax":
+        platform = "gpu" if p.device == "cuda" else p.device
+        return {"mosaic_gpu": mosaic_memory.refusal(p, platform, weight_layout="vh"), "xla": None}
     # The Triton backend reads and quantises float32, but has no products of it.
-    runs = call.device == "cuda" and (call.dtype != "float32" or op == cross_entropy.OP or call.precision == "fp8")
-    return {"triton": None if runs else f"its kernels don't run in {call.dtype} on {call.device}", "torch": None}
+    runs = p.device == "cuda" and (p.dtype != "float32" or p.op == cross_entropy.OP or precision == "fp8")
+    return {"triton": None if runs else f"its kernels don't run in {p.dtype} on {p.device}", "torch": None}
 
 
 def _budgets(scratch_mib: Sequence[int] | None, p: Problem | None = None) -> list[tuple[str, int | None]]:
@@ -207,7 +188,7 @@ def in_mib(size: int) -> str:
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-def _row(way: Way, call: Call, name: str, budget: int | None) -> dict[str, Any]:
+def _row(way: Way, p: Problem, name: str, budget: int | None) -> dict[str, Any]:
     """The plan of one way in one budget, called `name`; without sizes where the budget is too small."""
     bound = None if budget == NO_BOUND else budget
     row: dict[str, Any] = {"products": way.products, "budget": name, "budget_bytes": bound}
@@ -216,12 +197,12 @@ def _row(way: Way, call: Call, name: str, budget: int | None) -> dict[str, Any]:
     except ValueError as error:
         return row | {"fits": False, "why": str(error)}
     sizes = _sizes(c)
-    chunk = {"tokens": sizes.pop("token_chunk"), "vocab": call.vocab}
+    chunk = {"tokens": sizes.pop("token_chunk"), "vocab": p.vocab}
     if isinstance(c, Config):
         chunk["vocab"] = c.vocab_chunk
     elif sizes:  # kernels keep what the gradients need of some tokens, and recompute the others' logits
-        again = max(0, call.tokens - c.kept) if way.problem.any_grad else 0
-        row |= {"products": way.products + way.products_again * again / call.tokens, "again": again}
+        again = max(0, p.tokens - c.kept) if way.problem.any_grad else 0
+        row |= {"products": way.products + way.products_again * again / p.tokens, "again": again}
         chunk |= sizes
     parts = way.planner.parts(way.problem, c)
     return row | {"fits": True, "chunk": chunk, "scratch_bytes": sum(parts.values()), "scratch_parts": parts}
@@ -257,16 +238,16 @@ _PRODUCT = {"triton": triton_memory.RATES[RATES_OF].product, "mosaic_gpu": mosai
 _CHOICES = {"torch": memory.choose_strategy, "xla": xla_memory.choose_strategy}
 
 
-def _strategies(call: Call, backend: str, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
+def _strategies(p: Problem, backend: str, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
     """The part of the document that is the backend's."""
-    planner, p, kernels = _PLANNERS[backend], call.problem(), backend in _PRODUCT
+    planner, kernels = _PLANNERS[backend], backend in _PRODUCT
     flops = 2 * p.tokens * p.hidden * p.vocab
     products = dict.fromkeys(spec.STRATEGIES, 3) if kernels else {"stash": 3, "recompute": 4}
     ways = [Way(s, number, planner, p, partial(planner.plan, p, s), 1) for s, number in products.items()]
     rows = []
     for name, budget in _budgets(scratch_mib, p if kernels else None):
         for way in ways:
-            row = {"strategy": way.name, **_row(way, call, name, budget)}
+            row = {"strategy": way.name, **_row(way, p, name, budget)}
             row |= {"smallest_scratch_bytes": planner.least(p, way.name), "flops": round(flops * row["products"])}
             if row["fits"] and kernels:
                 row |= {**_sizes(c := way.plan(budget)), "predicted_ms": planner.cost(p, c)}
@@ -278,7 +259,7 @@ def _strategies(call: Call, backend: str, scratch_mib: Sequence[int] | None) -> 
     if not kernels:
         return document
     product_ms = flops / _PRODUCT[backend] / 1e9
-    alone = replace(p, grad_hidden=False, grad_weight=False)
+    alone = _forward_alone(p)
     c = planner.plan(alone, "auto")
     forward = {
         "products": 1,
@@ -312,16 +293,20 @@ def written_per_chunk(p: Problem, c: Config) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------ the passes of other ops
 
 
-def _cross_entropy_passes(call: Call, backend: str) -> list[Way]:
-    p = row_memory.Problem(call.tokens, call.vocab, call.dtype, call.device, triton=backend == "triton")
+def _forward_alone(p: Problem) -> Problem:
+    return replace(p, grad_hidden=False, grad_weight=False)
+
+
+def _cross_entropy_passes(asked: Problem, backend: str, _: int) -> list[Way]:
+    p = row_memory.Problem(asked.tokens, asked.vocab, asked.dtype, asked.device, triton=backend == "triton")
     return [Way("forward, and backward", 0, row_memory.PLANNER, p, partial(row_memory.PLANNER.plan, p, ""))]
 
 
-def _log_probs_passes(call: Call, backend: str) -> list[Way]:
+def _log_probs_passes(asked: Problem, backend: str, _: int) -> list[Way]:
     ways = []
     for stats in (False, True):
-        problem = partial(call.problem, stats=stats, op=linear_log_probs.OP, ids=1)
-        alone, p, entropy = problem(grad=False), problem(), ", entropy" if stats else ""
+        p, entropy = replace(asked, stats=stats, ids=1), ", entropy" if stats else ""
+        alone = _forward_alone(p)
         if backend == "triton":
             planner = triton_memory.PLANNER
             ways.append(Way(f"forward{entropy}", 1, planner, alone, partial(planner.plan, alone, "auto")))
@@ -338,29 +323,30 @@ def _log_probs_forward(p: Problem, budget: int | None) -> Config:
     return memory.plan(p, "forward", budget)
 
 
-def _jsd_passes(call: Call, backend: str) -> list[Way]:
+def _jsd_passes(asked: Problem, backend: str, teacher_hidden: int) -> list[Way]:
     triton = backend == "triton"
     names = ("forward", "both passes") if triton else ("forward alone", "forward with gradients")
     planner: Planner[Any] = jsd_triton_memory.PLANNER if triton else jsd_memory.PLANNER
     ways = []
     for name, products, grad in zip(names, (2, 4), (False, True), strict=True):
-        student = call.problem(grad=grad, op=linear_jsd.OP)
-        teacher = call.problem(grad=False, hidden=call.teacher_hidden)
-        p = jsd_memory.Problem(call.vocab, student, teacher, stash=grad and not triton)
+        student = asked if grad else _forward_alone(asked)
+        teacher = replace(_forward_alone(asked), hidden=teacher_hidden)
+        p = jsd_memory.Problem(asked.vocab, student, teacher, stash=grad and not triton)
         ways.append(Way(name, products, planner, p, partial(planner.plan, p, ""), 2))
     return ways
 
 
-def _fp8_passes(call: Call, backend: str) -> list[Way]:
+def _fp8_passes(asked: Problem, backend: str, _: int) -> list[Way]:
     # The framework's own products take what they take on the CPU.
-    problem = partial(call.problem, device="cuda" if backend == "triton" else "cpu")
+    both = replace(asked, device="cuda" if backend == "triton" else "cpu")
     return [
         Way(name, products, fp8_memory.PLANNER, p, partial(fp8_memory.plan, p))
-        for name, products, p in (("forward", 1, problem(grad=False)), ("both passes", 3, problem()))
+        for name, products, p in (("forward", 1, _forward_alone(both)), ("both passes", 3, both))
     ]
 
 
-_PASSES: dict[tuple[str, str], Callable[[Call, str], list[Way]]] = {
+# Of the problem asked for, the backend and the teacher's hidden size.
+_PASSES: dict[tuple[str, str], Callable[[Problem, str, int], list[Way]]] = {
     (cross_entropy.OP, "full"): _cross_entropy_passes,
     (linear_log_probs.OP, "full"): _log_probs_passes,
     (linear_jsd.OP, "full"): _jsd_passes,

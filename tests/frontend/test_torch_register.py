@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from onchip.frontend.torch_register import needed, register
+from onchip.frontend.torch_register import Operator, needed
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _collect(kept, made, wanted):
     return kept.kept_memory, made[1]
 
 
-OP = register(
+OP = Operator(
     "test_register",
     op="toy",
     forward=_forward,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from common_llp_jax import small_problem
 
+from onchip.jax import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, Case
 from onchip.ops.linear_log_probs.checks import CHECKER
-from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import memory
 from shared import assert_within_bounds

@@ -1,7 +1,7 @@
 """What JAX's public functions check at their door, from types, shapes and dtypes alone: it works on tracers."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from onchip.frontend.options import require_positive
 
 LAYOUTS = ("vh", "hv")
 # Options of these values change nothing.
+_ARRAYS = ("hidden", "weight", "logits", "labels", "ids", "bias", "token_weight", "temperature")
 _NEUTRAL = {"label_smoothing": 0, "z_loss": 0, "softcap": None, "logit_scale": 1, "temperature": 1}
 
 
@@ -83,23 +84,22 @@ def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> 
             raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {other}; cast one of them")
 
 
-def check_arrays(op: str, **named: Any) -> dict[str, Any]:
+def options_of(kind: Any, given: Mapping[str, Any]) -> Any:
+    """The options among the arguments of a public function, but for the numbers that may be arrays."""
+    names = [field.name for field in fields(kind) if field.name in given and field.name not in _NEUTRAL]
+    return kind(**{name: given[name] for name in names})
+
+
+def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Raise for arguments of a vocabulary's loss that are no arrays, or whose dtypes are wrong or don't fit together.
 
     Return the arrays.  A temperature may also be a number.
     """
-    if not is_array(named["temperature"]):
-        named["temperature"] = None
+    named = {name: x for name, x in given.items() if name in _ARRAYS and (name != "temperature" or is_array(x))}
     arrays = require_arrays(op, named, ("bias", "token_weight", "temperature"))
     check_kinds(op, arrays, integers=("labels", "ids"), constants=("token_weight", "temperature"))
     check_product_dtype(op, arrays)
     return arrays
-
-
-def per_token_shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of those that have a number for each token; a temperature may be one for all."""
-    given = {name: arrays[name].shape for name in ("token_weight", "temperature") if name in arrays}
-    return {name: shape for name, shape in given.items() if name == "token_weight" or shape}
 
 
 def check_normalizer(op: str, normalizer: Any, reduction: str) -> None:
@@ -122,12 +122,13 @@ def check_scalar(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be a real number; got {x.dtype}")
 
 
-def checked_numbers(options: Any, op: str, **numbers: Any) -> dict[str, jax.Array | None]:
-    """Numbers as float32 that get no gradient; None for one that changes nothing, to leave it out.
+def checked_numbers(op: str, options: Any, given: Mapping[str, Any]) -> dict[str, jax.Array | None]:
+    """The numbers among the arguments as float32 without a gradient; None for one that changes nothing.
 
     Raise for one that is wrong: those whose values are known while tracing are checked as fields of `options`, and an
     array must be 0-d; a temperature may be one per token.
     """
+    numbers = {name: x for name, x in given.items() if name in _NEUTRAL}
     for name, x in numbers.items():
         if is_array(x) and not (name == "temperature" and x.ndim):
             check_scalar(op, name, x)

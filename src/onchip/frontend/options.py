@@ -1,10 +1,10 @@
-"""What the specs of the ops share: options, and checks of options and shapes.  No framework."""
+"""What the specs of the ops share: options, statistics, and checks of options and shapes.  No framework."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -80,6 +80,19 @@ class LossOptions:
     return_stats: bool = False
 
 
+class LossStats(NamedTuple):
+    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False)."""
+
+    lse: Any
+    """[...] float32: log-sum-exp of the final logits."""
+    log_prob: Any
+    """[...] float32: log-probability of the target."""
+    entropy: Any
+    """[...] float32: entropy of the softmax, in nats."""
+    correct: Any
+    """[...] bool: whether the target is the argmax (the first one, where logits tie)."""
+
+
 def _require_softcap(op: str, name: str, value: Any) -> None:
     if value is not None:
         require_positive(op, name, value, remedy="; pass None for no softcap")
@@ -126,23 +139,22 @@ def check_options(op: str, options: Any, /, **words: Sequence[str]) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- shapes
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the arguments that are given, by name."""
 
-def check_head(
-    op: str,
-    hidden: Sequence[int],
-    weight: Sequence[int],
-    bias: Sequence[int] | None,
-    *,
-    layout: str | None = None,
-    whose: str = "",
-) -> int:
-    """Raise ValueError unless the shapes are [..., H], [V, H] and [V]; return V.
 
-    A front end with an argument weight_layout gives it: for "hv" the second is [H, V].  `whose` comes before the
+def shapes_of(arrays: Mapping[str, Any]) -> Shapes:
+    return {name: tuple(x.shape) for name, x in arrays.items()}
+
+
+def check_head(op: str, shapes: Shapes, *, layout: str | None = None, whose: str = "") -> int:
+    """Raise ValueError unless hidden is [..., H], weight [V, H] and bias, if there is one, [V]; return V.
+
+    A front end with an argument weight_layout gives it: for "hv" the weight is [H, V].  `whose` comes before the
     arguments' names: "student_" for student_hidden.
     """
-    hidden, weight = tuple(hidden), tuple(weight)
     h, w, b = f"{whose}hidden", f"{whose}weight", f"{whose}bias"
+    hidden, weight, bias = shapes[h], shapes[w], shapes.get(b)
     must = f"{w} must be [H, V] with weight_layout='hv'" if layout == "hv" else f"{w} must be [V, H]"
     if len(weight) != 2 or weight[0] < 1 or weight[1] < 1:
         raise ValueError(f"{op}: {must}, V, H >= 1; got shape {list(weight)}")
@@ -153,27 +165,28 @@ def check_head(
         other = {"vh": "hv", "hv": "vh"}.get(layout or "")
         remedy = f"; or pass weight_layout={other!r}" if other and hidden[-1] == vocab else ""
         raise ValueError(f"{op}: {h} has H={hidden[-1]} but {w} has H={size}; {must}{remedy}")
-    if bias is not None and tuple(bias) != (vocab,):
+    if bias is not None and bias != (vocab,):
         raise ValueError(f"{op}: {b} has shape {list(bias)} but {w} has V={vocab}; {b} must be [V]")
     return vocab
 
 
-def check_leading(op: str, name: str, shape: Sequence[int], of: str, whole: Sequence[int]) -> None:
-    """Raise ValueError unless `shape` has the leading dimensions of the argument `of`, of shape `whole`."""
-    leading = tuple(whole)[:-1]
-    if tuple(shape) != leading:
+def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
+    """Raise ValueError unless the argument `target` has the leading dimensions of `of`, and what has a number for each
+    token has target's shape; a temperature may be one for all."""
+    tokens, leading = shapes[target], shapes[of][:-1]
+    if tokens != leading:
         raise ValueError(
-            f"{op}: {name} has shape {list(shape)} but {of} has shape {list(whole)}; "
-            f"{name} must have {possessive(of)} leading dimensions, {list(leading)}"
+            f"{op}: {target} has shape {list(tokens)} but {of} has shape {list(shapes[of])}; "
+            f"{target} must have {_possessive(of)} leading dimensions, {list(leading)}"
         )
+    for name in ("token_weight", "temperature"):
+        shape = shapes.get(name, tokens)
+        if shape != tokens and not (name == "temperature" and shape == ()):
+            raise ValueError(
+                f"{op}: {name} has shape {list(shape)}; it must have {_possessive(target)} shape, {list(tokens)}"
+            )
 
 
-def check_per_token(op: str, name: str, shape: Sequence[int], of: str, tokens: Sequence[int]) -> None:
-    """Raise ValueError unless `shape` is that of the argument `of`, `tokens`."""
-    if tuple(shape) != tuple(tokens):
-        raise ValueError(f"{op}: {name} has shape {list(shape)}; it must have {possessive(of)} shape, {list(tokens)}")
-
-
-def possessive(name: str) -> str:
+def _possessive(name: str) -> str:
     """ "target's", "labels'"."""
     return name + ("'" if name.endswith("s") else "'s")

@@ -74,10 +74,14 @@ def temperature_tensor(op: str, temperature: Any) -> Tensor | None:
     return temperature if isinstance(temperature, Tensor) else None
 
 
-def per_token_shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Shapes of those that have a number for each token; a temperature may be one for all."""
-    given = {name: tensors[name].shape for name in ("token_weight", "temperature") if name in tensors}
-    return {name: shape for name, shape in given.items() if name == "token_weight" or shape}
+def check_tensors(op: str, **named: Any) -> dict[str, Tensor]:
+    """Raise for arguments of a vocabulary's loss that are no tensors, on different devices or of a wrong dtype.
+
+    Return the tensors.
+    """
+    tensors = require_tensors(op, named, optional=("bias", "token_weight", "temperature"))
+    check_kinds(op, tensors, integers=("target", "ids"), constants=("token_weight", "temperature"))
+    return tensors
 
 
 def check_kinds(

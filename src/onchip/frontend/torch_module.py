@@ -1,6 +1,6 @@
 """A loss as a module of PyTorch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,14 +14,14 @@ from onchip.frontend.options import require_positive
 class LossModule(Module):
     """A module that owns the options of a loss and no parameter."""
 
-    def __init__(
-        self, op: str, options: Any, normalizer: float | Tensor | None, backend: str, backends: Sequence[str]
-    ) -> None:
+    def __init__(self, op: str, options: type, backends: Sequence[str], given: Mapping[str, Any]) -> None:
+        """`given` are the arguments of the module, by name: the fields of `options`, normalizer and backend."""
         super().__init__()
-        choose_backend(op, backend, dict.fromkeys(backends))
-        if normalizer is not None and not isinstance(normalizer, Tensor):
-            require_positive(op, "normalizer", normalizer)
-        self.options, self.normalizer, self.backend = options, normalizer, backend
+        self.options: Any = options(**{field.name: given[field.name] for field in fields(options)})
+        self.normalizer, self.backend = given["normalizer"], given["backend"]
+        choose_backend(op, self.backend, dict.fromkeys(backends))
+        if self.normalizer is not None and not isinstance(self.normalizer, Tensor):
+            require_positive(op, "normalizer", self.normalizer)
 
     def keywords(self, **given: Any) -> dict[str, Any]:
         """What the op is called with: what is given and not None overrides the module's own."""

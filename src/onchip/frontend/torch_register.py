@@ -3,7 +3,7 @@
 An op declares its arguments as a NamedTuple or a frozen dataclass of tensors, dtypes, numbers, words and flags, and of
 options objects with such fields.  `forward(call)` computes the outputs, `save(call, outputs)` selects what backward
 needs, in another such object, and `gradients(kept, upstream, wanted)` computes the gradients of the call's
-`differentiable` tensors.  `register` makes two operators of torch.library from these, for torch.compile and for
+`differentiable` tensors.  `Operator` makes two operators of torch.library from these, for torch.compile and for
 dispatch modes and subclasses of Tensor.  With plain tensors it runs the op's functions directly and attaches autograd
 to the outputs, since a registered operator costs 0.2 ms of Python each way.
 
@@ -409,6 +409,3 @@ def _fields(paths: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     """What reads these fields of an object."""
     made: Callable[[Any], tuple[Any, ...]] = eval(f"lambda x: ({''.join(f'x.{path}, ' for path in paths)})")
     return made
-
-
-register = Operator

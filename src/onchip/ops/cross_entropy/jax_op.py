@@ -12,26 +12,18 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import (
-    check_arrays,
-    check_normalizer,
-    checked_numbers,
-    per_token_shapes,
-    platform,
-)
+from onchip.frontend.jax_inputs import check_arrays, check_normalizer, checked_numbers, options_of, platform
+from onchip.frontend.options import shapes_of
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.memory import Problem
-from onchip.vocab.xla.loss import Constants, LossStats, Outputs
+from onchip.vocab.xla.loss import Constants, Outputs
 from onchip.vocab.xla.tiles import Columns, Logits, TokenStats, cut_rows, logits_gradient, select_tokens
 from onchip.vocab.xla.walk import by_rows, statistics
 
 BACKENDS = ("xla",)
-
-
-CrossEntropyStats = LossStats
 
 
 def cross_entropy(
@@ -102,21 +94,11 @@ def cross_entropy(
     Sources: the gradient from the log-sum-exp alone as in Liger Kernel (arXiv:2410.10989), z-loss from PaLM
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
-    options = Options(
-        ignore_index=ignore_index, reduction=reduction, scratch_bytes=scratch_bytes, return_stats=return_stats
-    )
-    arrays = check_arrays(OP, logits=logits, labels=labels, token_weight=token_weight, temperature=temperature)
-    spec.check_shapes(logits.shape, labels.shape, per_token_shapes(arrays), target_name="labels")
+    given = locals()
+    options = options_of(Options, given)
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
     check_normalizer(OP, normalizer, reduction)
-    numbers = checked_numbers(
-        options,
-        OP,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-    )
+    numbers = checked_numbers(OP, options, given)
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(labels.size, vocab)

@@ -1,9 +1,9 @@
 """What every front end of cross_entropy shares: options and what shapes go together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import LossOptions, check_leading, check_options, check_per_token
+from onchip.frontend.options import LossOptions, Shapes, check_options, check_tokens
 
 OP = "cross_entropy"
 
@@ -18,17 +18,14 @@ class Options(LossOptions):
         check_options(OP, self)
 
 
-def check_shapes(
-    logits: Sequence[int], target: Sequence[int], per_token: Mapping[str, Sequence[int]], target_name: str = "target"
-) -> None:
-    """Raise ValueError unless the shapes are [..., V], [...], and [...] for each entry of `per_token`."""
+def check_shapes(shapes: Shapes, target: str) -> None:
+    """Raise ValueError unless logits are [..., V], and `target` and what else is by token [...]."""
+    logits = shapes["logits"]
     if len(logits) < 1:
         raise ValueError(f"{OP}: logits must be [..., V]; got no dimension")
     if logits[-1] < 1:
         raise ValueError(f"{OP}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
-    check_leading(OP, target_name, target, "logits", logits)
-    for name, shape in per_token.items():
-        check_per_token(OP, name, shape, target_name, target)
+    check_tokens(OP, shapes, target, "logits")
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:

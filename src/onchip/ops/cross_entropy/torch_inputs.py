@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_autograd import graph_is_kept
-from onchip.frontend.torch_inputs import check_kinds, per_token_shapes, require_tensors
 from onchip.frontend.torch_register import Made
 from onchip.ops.cross_entropy import spec
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -72,14 +71,6 @@ def save(call: Call, made: Outputs) -> Kept:
 
 def fake_gradients(kept: Kept, upstream: Made, wanted: object) -> Made:
     return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
-
-
-def check_tensors(logits: Tensor, target: Tensor, token_weight: Tensor | None, temperature: Tensor | None) -> None:
-    """Raise for what can be seen without reading values; `temperature` is None unless it is a tensor."""
-    named = {"logits": logits, "target": target, "token_weight": token_weight, "temperature": temperature}
-    tensors = require_tensors(OP, named, optional=("token_weight", "temperature"))
-    spec.check_shapes(logits.shape, target.shape, per_token_shapes(tensors))
-    check_kinds(OP, tensors, integers=("target",), constants=("token_weight", "temperature"))
 
 
 def check_inplace(logits: Tensor) -> None:

@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES, check_normalizer, choose_torch_backend, temperature_tensor
+from onchip.frontend.options import LossStats, shapes_of
+from onchip.frontend.torch_inputs import (
+    DTYPES,
+    check_normalizer,
+    check_tensors,
+    choose_torch_backend,
+    temperature_tensor,
+)
 from onchip.frontend.torch_module import LossModule
-from onchip.frontend.torch_register import Made, Wanted, needed, register
-from onchip.ops.cross_entropy import triton_op
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.ops.cross_entropy import spec, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import (
     Call,
     Kept,
     Outputs,
     check_inplace,
-    check_tensors,
     fake,
     fake_gradients,
     save,
@@ -29,15 +35,11 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import LossStats
 from onchip.vocab.torch.loss import Outputs as LossOutputs
 from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
 BACKENDS = ("triton", "torch")
-
-
-CrossEntropyStats = LossStats
 
 
 def cross_entropy(
@@ -131,14 +133,17 @@ def cross_entropy(
         inplace_backward=inplace_backward,
         scratch_bytes=scratch_bytes,
     )
-    check_tensors(logits, target, token_weight, per_token_temperature)
+    tensors = check_tensors(
+        OP, logits=logits, target=target, token_weight=token_weight, temperature=per_token_temperature
+    )
+    spec.check_shapes(shapes_of(tensors), "target")
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
     chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
     if inplace_backward:
         check_inplace(logits)
     call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))
     out = OPERATORS[chosen](call).out
-    return (out.loss, CrossEntropyStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
 
 
 class CrossEntropyLoss(LossModule):
@@ -173,20 +178,7 @@ class CrossEntropyLoss(LossModule):
         backend: str = "auto",
         scratch_bytes: int | None = None,
     ) -> None:
-        options = Options(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            return_stats=return_stats,
-            inplace_backward=inplace_backward,
-            scratch_bytes=scratch_bytes,
-        )
-        super().__init__(OP, options, normalizer, backend, BACKENDS)
+        super().__init__(OP, Options, BACKENDS, locals())
 
     def forward(
         self,
@@ -251,7 +243,7 @@ def _chunk(call: Call, tokens: Tokens) -> int:
 
 
 OPERATORS = {
-    "triton": register(
+    "triton": Operator(
         "cross_entropy_by_triton",
         op=OP,
         forward=triton_op.forward,
@@ -264,7 +256,7 @@ OPERATORS = {
         collect=triton_op.collect,
         direct=lambda kept: kept.overwrites,
     ),
-    "torch": register(
+    "torch": Operator(
         "cross_entropy_by_torch",
         op=OP,
         forward=_forward,

@@ -26,7 +26,7 @@ from onchip.fp8.torch_products import multiply, scaled_mm_refusal, triton_refusa
 from onchip.fp8.torch_quantize import operand
 from onchip.frontend.options import require_bool, require_one_of
 from onchip.frontend.torch_inputs import DTYPES, check_kinds, check_weight_grad_out, dtype_name, require_tensors
-from onchip.frontend.torch_register import Made, Wanted, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.fp8_linear import spec
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -313,7 +313,7 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return grad_x, grad_weight, grad_out.new_empty(n, dtype=kept.dtypes[2]) if wanted[2] else None
 
 
-OPERATOR = register(
+OPERATOR = Operator(
     "fp8_linear_of_copies",
     op=OP,
     forward=_forward,

@@ -16,7 +16,7 @@ from onchip.fp8.torch_products import multiply, scaled_mm_refusal
 from onchip.fp8.torch_quantize import operand
 from onchip.frontend.torch_autograd import scale_stash
 from onchip.frontend.torch_inputs import DTYPES
-from onchip.frontend.torch_register import Made, Wanted, register
+from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
@@ -156,7 +156,7 @@ def _fake_gradients(kept: Kept, upstreams: Made, wanted: Wanted) -> Made:
     return grad_hidden, grad_weight, grad_bias
 
 
-LOSS = register(
+LOSS = Operator(
     "linear_cross_entropy_in_fp8",
     op=OP,
     forward=_forward,

@@ -1,11 +1,9 @@
 """linear_cross_entropy for JAX: the public function and the choice of a backend.
 
-From the public function to a kernel's launch there are four functions: `linear_cross_entropy` checks its inputs and
-chooses a backend; `call_forward` of `onchip.frontend.jax_call.with_gradients` is JAX's derivative rule; `_forward`
-plans the call and moves the tokens that count to the front; the backend's `forward` launches its kernels
-(`onchip.vocab.mosaic.op`, `.triton.jax_op`) or walks over XLA's own products (`.xla.walk`).  Backward goes by
-`call_backward`, `cast_backward`, `_backward` and the backend's `backward`.  What passes between is in
-`onchip.vocab.xla.loss`, the maths in the package's docstring.
+`linear_cross_entropy` checks its inputs, chooses a backend and calls `_op`, to which
+`onchip.frontend.jax_call.with_gradients` gives its derivatives.  `_forward` plans the call and moves the tokens that
+count to the front; the backend's `forward` launches kernels, or walks over XLA's own products.  The maths is in the
+package's docstring.
 """
 
 from functools import partial
@@ -22,16 +20,17 @@ from onchip.frontend.jax_inputs import (
     check_layout,
     check_normalizer,
     checked_numbers,
-    per_token_shapes,
+    options_of,
     platform,
 )
+from onchip.frontend.options import shapes_of
 from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.xla import walk as jax_xla
-from onchip.vocab.xla.loss import Constants, LossStats, Outputs
+from onchip.vocab.xla.loss import Constants, Outputs
 from onchip.vocab.xla.tiles import Projection
 
 # Best first, by platform.
@@ -41,8 +40,6 @@ BACKENDS = {
     "tpu": ("xla", "mosaic_gpu", "triton"),
 }
 MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
-
-LinearCrossEntropyStats = LossStats
 
 
 def linear_cross_entropy(
@@ -86,8 +83,7 @@ def linear_cross_entropy(
         weight_layout: "vh" or "hv".
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
-        normalizer: above 0: what "mean" divides by instead of the token count: for gradient accumulation, the count
-            over all micro-batches.  Where every token is ignored any 0-d array will do.
+        normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
         label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
@@ -138,42 +134,12 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
-    options = Options(
-        ignore_index=ignore_index,
-        reduction=reduction,
-        scratch_bytes=scratch_bytes,
-        strategy=strategy,
-        return_stats=return_stats,
-    )
+    given = locals()
+    options = options_of(Options, given)
     check_layout(OP, weight_layout)
-    arrays = check_arrays(
-        OP,
-        hidden=hidden,
-        weight=weight,
-        labels=labels,
-        bias=bias,
-        token_weight=token_weight,
-        temperature=temperature,
-    )
-    spec.check_shapes(
-        hidden.shape,
-        weight.shape,
-        labels.shape,
-        None if bias is None else bias.shape,
-        per_token_shapes(arrays),
-        layout=weight_layout,
-        target_name="labels",
-    )
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
     check_normalizer(OP, normalizer, reduction)
-    numbers = checked_numbers(
-        options,
-        OP,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-    )
+    numbers = checked_numbers(OP, options, given)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
     constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, numbers)

@@ -1,9 +1,8 @@
 """What every front end of linear_cross_entropy shares: options and what shapes go together."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import LossOptions, check_head, check_leading, check_options, check_per_token
+from onchip.frontend.options import LossOptions, Shapes, check_head, check_options, check_tokens
 
 OP = "linear_cross_entropy"
 STRATEGIES = ("auto", "stash", "recompute")
@@ -21,21 +20,10 @@ class Options(LossOptions):
         check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
 
 
-def check_shapes(
-    hidden: Sequence[int],
-    weight: Sequence[int],
-    target: Sequence[int],
-    bias: Sequence[int] | None,
-    per_token: Mapping[str, Sequence[int]],
-    *,
-    layout: str | None = None,
-    target_name: str = "target",
-) -> None:
-    """Raise ValueError unless the shapes are [..., H], [V, H], [...], [V], and [...] for each entry of `per_token`.
+def check_shapes(shapes: Shapes, target: str, layout: str | None = None) -> None:
+    """Raise ValueError unless hidden is [..., H], weight [V, H], bias [V], and what is by token [...].
 
-    The JAX front end, whose weight may be [H, V], gives its weight_layout.
+    `target` is the front end's word for targets.  JAX's, whose weight may be [H, V], gives its weight_layout.
     """
-    check_head(OP, hidden, weight, bias, layout=layout)
-    check_leading(OP, target_name, target, "hidden", hidden)
-    for name, shape in per_token.items():
-        check_per_token(OP, name, shape, target_name, target)
+    check_head(OP, shapes, layout=layout)
+    check_tokens(OP, shapes, target, "hidden")

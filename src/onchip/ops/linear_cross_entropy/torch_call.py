@@ -1,14 +1,11 @@
 """Arguments of every backend in PyTorch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import check_kinds, per_token_shapes, product_dtype, require_tensors
-from onchip.ops.linear_cross_entropy import spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
@@ -55,13 +52,3 @@ class Call(LinearCall):
     def empty_gradients(self, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """One that is added to memory of the caller's is None."""
         return super().empty_gradients((wanted[0], wanted[1] and self.weight_grad_out is None, wanted[2]))
-
-
-def check_tensors(named: Mapping[str, Tensor | None]) -> torch.dtype:
-    """Raise for what can be seen without reading values; return the dtype of the matrix products."""
-    tensors = require_tensors(OP, named, optional=("bias", "token_weight", "temperature"))
-    hidden, weight, target = (tensors[name].shape for name in ("hidden", "weight", "target"))
-    bias = tensors["bias"].shape if "bias" in tensors else None
-    spec.check_shapes(hidden, weight, target, bias, per_token_shapes(tensors))
-    check_kinds(OP, tensors, integers=("target",), constants=("token_weight", "temperature"))
-    return product_dtype(OP, tensors)

@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
+from onchip.frontend.options import LossStats, shapes_of
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
+    check_tensors,
     check_weight_grad_out,
     choose_torch_backend,
     copied_rows,
     copied_weight,
+    product_dtype,
     temperature_tensor,
 )
 from onchip.frontend.torch_module import LossModule
-from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed, register
-from onchip.ops.linear_cross_entropy import fp8_op, triton_op
+from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed
+from onchip.ops.linear_cross_entropy import fp8_op, spec, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call, check_tensors
+from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import LossStats, Outputs, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")
-
-
-LinearCrossEntropyStats = LossStats
 
 
 def linear_cross_entropy(
@@ -159,7 +159,9 @@ def linear_cross_entropy(
     if matrix is not weight and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
     constants = {"token_weight": token_weight, "temperature": per_token_temperature}
-    dtype = check_tensors({"hidden": hidden, "weight": matrix, "target": target, "bias": bias} | constants)
+    tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
+    spec.check_shapes(shapes_of(tensors), "target")
+    dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = precision
@@ -199,7 +201,7 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return (out.loss, LinearCrossEntropyStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
 
 
 class LinearCrossEntropyLoss(LossModule):
@@ -234,21 +236,7 @@ class LinearCrossEntropyLoss(LossModule):
         return_stats: bool = False,
         precision: str = "full",
     ) -> None:
-        options = Options(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            check_inputs=check_inputs,
-            scratch_bytes=scratch_bytes,
-            strategy=strategy,
-            return_stats=return_stats,
-            precision=precision,
-        )
-        super().__init__(OP, options, normalizer, backend, BACKENDS)
+        super().__init__(OP, Options, BACKENDS, locals())
 
     def forward(
         self,
@@ -325,7 +313,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
 
-RECOMPUTED = register(
+RECOMPUTED = Operator(
     "linear_cross_entropy_again",
     op=OP,
     forward=_forward,
@@ -397,7 +385,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     return made
 
 
-STASHED = register(
+STASHED = Operator(
     "linear_cross_entropy_at_once",
     op=OP,
     forward=_stash,

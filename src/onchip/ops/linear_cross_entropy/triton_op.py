@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onchip.frontend.torch_register import Made, Wanted, register
+from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.torch.loss import Outputs
@@ -78,7 +78,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
 
 
-LOSS = register(
+LOSS = Operator(
     "linear_cross_entropy_in_place",
     op=OP,
     forward=_forward,

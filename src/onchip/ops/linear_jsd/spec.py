@@ -163,9 +163,9 @@ def _check_sources(options: Options, shapes: Mapping[str, Shape], labels: str) -
 
 def _vocab(op: str, shapes: Mapping[str, Shape], who: str) -> int | None:
     """The entries of a model, padding included; None for a top-k teacher."""
-    hidden, weight, bias, logits = (shapes.get(f"{who}_{part}") for part in ("hidden", "weight", "bias", "logits"))
-    if hidden is not None and weight is not None:
-        return check_head(op, hidden, weight, bias, whose=f"{who}_")
+    if f"{who}_hidden" in shapes:
+        return check_head(op, shapes, whose=f"{who}_")
+    logits = shapes.get(f"{who}_logits")
     if logits is not None and (len(logits) < 1 or logits[-1] < 1):
         raise ValueError(f"{op}: {who}_logits must be [..., V] with V >= 1; got shape {list(logits)}")
     return None if logits is None else logits[-1]

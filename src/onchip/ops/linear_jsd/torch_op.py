@@ -20,7 +20,7 @@ from onchip.frontend.torch_inputs import (
     refuse_gradient,
     require_tensors,
 )
-from onchip.frontend.torch_register import Made, Wanted, needed, register
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.linear_jsd import memory, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, TopK, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
@@ -263,7 +263,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 
 OPERATORS = {
-    op: register(
+    op: Operator(
         f"{op}_by_torch",
         op=op,
         forward=_forward,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_register import Made, Wanted, register
+from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_jsd import triton_memory
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
@@ -131,7 +131,7 @@ def _collect(kept: Kept, made: Made, wanted: Wanted) -> Made:
 
 
 OPERATORS = {
-    op: register(
+    op: Operator(
         f"{op}_by_triton_in_place",
         op=op,
         forward=_forward,

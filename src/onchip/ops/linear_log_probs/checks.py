@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from onchip.ops.linear_log_probs import reference
 from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
+from onchip.ops.linear_log_probs.spec import LogProbs
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_logits
 
 plain_refusals = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
@@ -20,15 +21,6 @@ def _call(
     return made
 
 
-class PlainLogProbs(NamedTuple):
-    """The fields of the op's result."""
-
-    log_prob: Any
-    entropy: Any
-    lse: Any
-    top1: Any
-
-
 def plain_linear_log_probs(
     hidden: Any,
     weight: Any,
@@ -38,7 +30,7 @@ def plain_linear_log_probs(
     ignore_index: int = -100,
     entropy: bool = True,
     **transform: Any,
-) -> PlainLogProbs:
+) -> LogProbs:
     """The same written with the framework's own functions in hidden's dtype, logits and all."""
     fw = adapter_of(hidden)
     xp = fw.xp
@@ -49,7 +41,7 @@ def plain_linear_log_probs(
     log_p = fw.log_softmax(z, -1)
     picked = xp.where(counted, fw.take(log_p, xp.where(counted, several, 0)), 0)
     p = xp.exp(log_p)
-    return PlainLogProbs(
+    return LogProbs(
         picked.reshape(ids.shape),
         xp.where(kept, -(p * xp.where(p > 0, log_p, 0)).sum(-1), 0) if entropy else None,
         xp.where(kept, fw.logsumexp(z, -1), 0),

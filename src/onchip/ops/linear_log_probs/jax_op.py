@@ -4,7 +4,7 @@ The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradien
 over the logits are those of `onchip.vocab.xla.walk`, the maths is in the package's docstring.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from onchip.frontend.jax_inputs import (
     check_arrays,
     check_layout,
     checked_numbers,
+    options_of,
     plain_labels,
     platform,
 )
+from onchip.frontend.options import shapes_of
 from onchip.ops.linear_log_probs import spec
-from onchip.ops.linear_log_probs.spec import OP, Options
+from onchip.ops.linear_log_probs.spec import OP, LogProbs, Options
 from onchip.vocab.xla import memory, walk
 from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import (
@@ -36,19 +38,6 @@ from onchip.vocab.xla.tiles import (
 
 Array = jax.Array
 BACKENDS = ("xla",)
-
-
-class LogProbs(NamedTuple):
-    """What `linear_log_probs` returns if more than log_prob was asked for; None is what wasn't."""
-
-    log_prob: Any
-    """[...] or [..., K] float32: log-probability of each id; 0 for ignored ones."""
-    entropy: Any
-    """[...] float32: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
-    lse: Any
-    """[...] float32: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
-    top1: Any
-    """[...] int32: the vocabulary index of the largest logit (the first one, where they tie); -1 for such tokens."""
 
 
 def linear_log_probs(
@@ -119,22 +108,14 @@ def linear_log_probs(
         >>> grads[1].shape
         (100, 16)
 
-    Sources: logits that are recomputed in backward from their log-sum-exp are those of Cut Cross-Entropy
-    (arXiv:2411.09009), without its gradient filter; the running softmax is that of Milakov and Gimelshein
-    (arXiv:1805.02867).
+    Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
+    Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
-    options = Options(ignore_index=ignore_index, entropy=entropy, lse=lse, top1=top1, scratch_bytes=scratch_bytes)
+    given = locals()
+    options = options_of(Options, given)
     check_layout(OP, weight_layout)
-    check_arrays(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=temperature)
-    spec.check_shapes(
-        hidden.shape,
-        weight.shape,
-        ids.shape,
-        None if bias is None else bias.shape,
-        getattr(temperature, "shape", ()),
-        weight_layout,
-    )
-    numbers = checked_numbers(options, OP, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), weight_layout)
+    numbers = checked_numbers(OP, options, given)
 
     shape = hidden.shape[:-1]
     projection = Projection.of(hidden, weight, bias, weight_layout)
@@ -151,12 +132,8 @@ def linear_log_probs(
     log_prob = outputs.log_prob.reshape(ids.shape)
     if not (entropy or lse or top1):
         return log_prob
-    return LogProbs(
-        log_prob,
-        outputs.entropy.reshape(shape) if entropy else None,
-        outputs.lse.reshape(shape) if lse else None,
-        outputs.top1.reshape(shape) if top1 else None,
-    )
+    asked = zip(outputs[1:], (entropy, lse, top1), strict=True)
+    return LogProbs(log_prob, *(x.reshape(shape) if wanted else None for x, wanted in asked))
 
 
 def _forward(

@@ -1,10 +1,9 @@
-"""What both front ends of linear_log_probs share: options and what shapes go together.  No framework."""
+"""What both front ends of linear_log_probs share: options, results and what shapes go together.  No framework."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from onchip.frontend.options import check_head, check_options
+from onchip.frontend.options import Shapes, check_head, check_options
 
 OP = "linear_log_probs"
 
@@ -31,20 +30,28 @@ class Options:
         check_options(OP, self)
 
 
-def check_shapes(
-    hidden: Sequence[int],
-    weight: Sequence[int],
-    ids: Sequence[int],
-    bias: Sequence[int] | None,
-    temperature: Sequence[int],
-    layout: str | None = None,
-) -> None:
-    """Raise ValueError unless the shapes are [..., H], [V, H], [...] or [..., K], [V], and [] or [...].
+class LogProbs(NamedTuple):
+    """What `linear_log_probs` returns if more than log_prob was asked for; None is what wasn't."""
+
+    log_prob: Any
+    """[...] or [..., K] float32: log-probability of each id; 0 for ignored ones."""
+    entropy: Any
+    """[...] float32: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
+    lse: Any
+    """[...] float32: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
+    top1: Any
+    """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
+    tokens."""
+
+
+def check_shapes(shapes: Shapes, layout: str | None = None) -> None:
+    """Raise ValueError unless hidden is [..., H], weight [V, H], ids [...] or [..., K], bias [V], temperature [] or
+    [...].
 
     The JAX front end, whose weight may be [H, V], gives its weight_layout.
     """
-    check_head(OP, hidden, weight, bias, layout=layout)
-    hidden, ids, temperature = tuple(hidden), tuple(ids), tuple(temperature)
+    check_head(OP, shapes, layout=layout)
+    hidden, ids, temperature = shapes["hidden"], shapes["ids"], shapes.get("temperature", ())
     leading = hidden[:-1]
     if ids != leading and ids[:-1] != leading:
         raise ValueError(

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import check_kinds, product_dtype, require_tensors
-from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
@@ -57,15 +55,3 @@ class Outputs(NamedTuple):
     entropy: Tensor | None
     lse: Tensor
     top1: Tensor | None
-
-
-def check_tensors(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperature: Tensor | None
-) -> torch.dtype:
-    """Raise for what can be seen without reading values; return the dtype of the matrix products."""
-    named = {"hidden": hidden, "weight": weight, "ids": ids, "bias": bias, "temperature": temperature}
-    tensors = require_tensors(OP, named, optional=("bias", "temperature"))
-    temperatures = () if temperature is None else temperature.shape
-    spec.check_shapes(hidden.shape, weight.shape, ids.shape, None if bias is None else bias.shape, temperatures)
-    check_kinds(OP, tensors, integers=("ids",), constants=("temperature",))
-    return product_dtype(OP, tensors)

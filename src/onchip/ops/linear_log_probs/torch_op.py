@@ -11,11 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import choose_torch_backend, copied_rows, copied_weight, temperature_tensor
-from onchip.frontend.torch_register import Made, Operator, Wanted, needed, register
-from onchip.ops.linear_log_probs import triton_op
-from onchip.ops.linear_log_probs.spec import OP, Options
-from onchip.ops.linear_log_probs.torch_call import Call, Outputs, check_tensors
+from onchip.frontend.options import shapes_of
+from onchip.frontend.torch_inputs import (
+    check_tensors,
+    choose_torch_backend,
+    copied_rows,
+    copied_weight,
+    product_dtype,
+    temperature_tensor,
+)
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.ops.linear_log_probs import spec, triton_op
+from onchip.ops.linear_log_probs.spec import OP, LogProbs, Options
+from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
@@ -24,19 +32,6 @@ from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import setup
 
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
-
-
-class LogProbs(NamedTuple):
-    """What `linear_log_probs` returns if more than log_prob was asked for; None is what wasn't."""
-
-    log_prob: Tensor
-    """[...] or [..., K] float32: log-probability of each id; 0 for ignored ones."""
-    entropy: Tensor | None
-    """[...] float32: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
-    lse: Tensor | None
-    """[...] float32: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
-    top1: Tensor | None
-    """[...] int64: the vocabulary index of the largest logit (the first one, where they tie); -1 for such tokens."""
 
 
 def linear_log_probs(
@@ -124,7 +119,9 @@ def linear_log_probs(
         check_inputs=check_inputs,
         scratch_bytes=scratch_bytes,
     )
-    dtype = check_tensors(hidden, weight, ids, bias, token_temperature)
+    tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
+    spec.check_shapes(shapes_of(tensors))
+    dtype = product_dtype(OP, tensors)
     refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
     chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
@@ -239,7 +236,7 @@ def _token_gradient(kept: Kept, upstream: Made, tokens: Ids) -> tuple[TokenGradi
     ), grad_scale
 
 
-LOG_PROBS = register(
+LOG_PROBS = Operator(
     "linear_log_probs_again",
     op=OP,
     forward=_forward,

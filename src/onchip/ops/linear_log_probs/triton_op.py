@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onchip.frontend.torch_register import Made, Wanted, register
+from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import OP
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab.triton import setup
@@ -84,7 +84,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted)
 
 
-LOG_PROBS = register(
+LOG_PROBS = Operator(
     "linear_log_probs_in_place",
     op=OP,
     forward=_forward,

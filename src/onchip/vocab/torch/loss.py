@@ -14,19 +14,6 @@ from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale,
 from onchip.vocab.torch.tiles import Ids, Tokens
 
 
-class LossStats(NamedTuple):
-    """Per-token statistics, detached; each has the target's shape, and ignored tokens hold 0 (False)."""
-
-    lse: Tensor
-    """float32: log-sum-exp of the final logits."""
-    log_prob: Tensor
-    """float32: log-probability of the target."""
-    entropy: Tensor
-    """float32: entropy of the softmax, in nats."""
-    correct: Tensor
-    """bool: whether the target is the argmax (the first one, where logits tie)."""
-
-
 def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
     """[n]: the loss of each token, weighted but not yet reduced."""
     value = torch.zeros_like(stats.lse)

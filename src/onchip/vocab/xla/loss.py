@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
 from onchip.frontend.jax_inputs import as_constant, per_token_constant, plain_labels
+from onchip.frontend.options import LossStats
 from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
 Array = jax.Array
@@ -80,19 +81,6 @@ class Reduction(NamedTuple):
         upstream = upstream.astype(jnp.float32)
         upstream = tokens.take(upstream, 0) if upstream.ndim else upstream
         return self.weight * self.inverse_count * upstream
-
-
-class LossStats(NamedTuple):
-    """Per-token statistics, without gradients; each has the labels' shape, and ignored tokens hold 0 (False)."""
-
-    lse: Array
-    """float32: log-sum-exp of the final logits."""
-    log_prob: Array
-    """float32: log-probability of the label."""
-    entropy: Array
-    """float32: entropy of the softmax, in nats."""
-    correct: Array
-    """bool: whether the label is the argmax (the first one, where logits tie)."""
 
 
 class Outputs(NamedTuple):
