@@ -5,7 +5,6 @@ A public function checks its inputs (torch_call.py) and calls an operator, whose
 backward scales them.  Otherwise backward walks again, in `_gradients`.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +118,31 @@ def linear_jsd(
 
     Sources: GKD (arXiv:2306.13649) for the divergence; Liger Kernel (arXiv:2410.10989) for the chunks.
     """
-    return _call(OP, locals())
+    return _call(
+        OP,
+        student_hidden=student_hidden,
+        student_weight=student_weight,
+        teacher_hidden=teacher_hidden,
+        teacher_weight=teacher_weight,
+        beta=beta,
+        temperature=temperature,
+        temperature_squared=temperature_squared,
+        target=target,
+        ignore_index=ignore_index,
+        token_weight=token_weight,
+        reduction=reduction,
+        normalizer=normalizer,
+        student_bias=student_bias,
+        teacher_bias=teacher_bias,
+        teacher_logits=teacher_logits,
+        teacher_topk=teacher_topk,
+        hard_weight=hard_weight,
+        vocab=vocab,
+        teacher_grad=teacher_grad,
+        check_inputs=check_inputs,
+        scratch_bytes=scratch_bytes,
+        backend=backend,
+    )
 
 
 def jsd(
@@ -169,10 +192,29 @@ def jsd(
 
     Source: GKD (arXiv:2306.13649).
     """
-    return _call(LOGITS_OP, locals())
+    return _call(
+        LOGITS_OP,
+        student_logits=student_logits,
+        teacher_logits=teacher_logits,
+        beta=beta,
+        temperature=temperature,
+        temperature_squared=temperature_squared,
+        target=target,
+        ignore_index=ignore_index,
+        token_weight=token_weight,
+        reduction=reduction,
+        normalizer=normalizer,
+        teacher_topk=teacher_topk,
+        hard_weight=hard_weight,
+        vocab=vocab,
+        teacher_grad=teacher_grad,
+        check_inputs=check_inputs,
+        scratch_bytes=scratch_bytes,
+        backend=backend,
+    )
 
 
-def _call(op: str, given: Mapping[str, Any]) -> Tensor:
+def _call(op: str, **given: Any) -> Tensor:
     """`given` are the arguments of a public function."""
     options, topk = Options.of(op, given), given["teacher_topk"]
     tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
