@@ -25,8 +25,6 @@ class Arrays(NamedTuple):
     """`take(x, indices)`: the entries of each row."""
     put: Callable[[Array, Array, Any], Array]
     """`put(x, indices, values)`: a copy of x with these entries."""
-    add: Callable[[Array, Array, Array], Array]
-    """`add(x, indices, values)`: x with these added to the entries; may overwrite x."""
     cross_entropy: Callable[[Array, Array], tuple[Array, Array]]
     """`cross_entropy(z, label)`: that of each row, and its gradient."""
 
@@ -121,7 +119,8 @@ def _topk(of: Arrays, options: Options, z: Array, teacher: TopK) -> tuple[Array,
     if rest == "truncated":
         full = of.log_softmax(z)
         value, by_s = _sum_of_terms(xp, of.take(full, indices), values, beta)
-        return value, lambda: of.add(xp.exp(full) * -by_s.sum(1)[:, None], indices, by_s)
+        rest_of = xp.exp(full) * -by_s.sum(1)[:, None]
+        return value, lambda: of.put(rest_of, indices, of.take(rest_of, indices) + by_s)
     lse = of.logsumexp(z)
     outside = of.put(z, indices, -math.inf)
     other = of.logsumexp(outside)

@@ -98,11 +98,7 @@ def linear_jsd(
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         labels: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
-        ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
-        token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
-        reduction: "mean" (over the tokens that are not ignored), "sum" or "none" (the loss then is [...]).
-        normalizer: number or 0-d array above 0 that "mean" divides by instead of the token count.  Where every
-            token is ignored any value of a 0-d array will do.  A constant.
+        ignore_index, token_weight, reduction, normalizer: as of `linear_cross_entropy`; the arrays are constants.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
@@ -323,8 +319,7 @@ def _walk(
     sources = [x for x, _ in given]
 
     def step(start: jax.Array, own: jax.Array, teacher: Any = None) -> tuple[jax.Array, list[Any]]:
-        source, label, scale = cut_rows((tokens.source, labels, row_scale), start, chunk)
-        there = start + jnp.arange(chunk) < tokens.number
+        source, label, scale, there = cut_rows((tokens.source, labels, row_scale, tokens.there()), start, chunk)
 
         def take(x: jax.Array) -> jax.Array:
             return x.at[source].get(mode="fill", fill_value=0)
@@ -371,16 +366,11 @@ def _cross_entropy(z: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array
     return loss.value(stats), logits_gradient(z, None, stats, gradient, ids, whole)
 
 
-def _each_row(x: jax.Array, indices: jax.Array) -> Any:
-    return x.at[jnp.arange(x.shape[0])[:, None], indices]
-
-
 _ARRAYS = divergence.Arrays(
     jnp,
     log_softmax=jax.nn.log_softmax,
     logsumexp=lambda x: jax.nn.logsumexp(x, 1, keepdims=True),
     take=lambda x, indices: jnp.take_along_axis(x, indices, 1),
-    put=lambda x, indices, values: _each_row(x, indices).set(values),
-    add=lambda x, indices, values: _each_row(x, indices).add(values),
+    put=lambda x, indices, values: x.at[jnp.arange(x.shape[0])[:, None], indices].set(values),
     cross_entropy=_cross_entropy,
 )

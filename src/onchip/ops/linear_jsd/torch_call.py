@@ -1,13 +1,12 @@
 """The call that the public functions make, and what is read off its arguments."""
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES, copied_rows, copied_weight
+from onchip.frontend.torch_inputs import copied_rows, copied_weight
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options
@@ -131,22 +130,15 @@ class Call(NamedTuple):
     def head(self, who: int, *, kernels: bool = False) -> Head:
         """What plans know of the student (0) or the teacher (1); with `kernels` those of the Triton kernels."""
         hidden, weight, _, logits = self.models[who]
-        grads, vocab = self.grads_of(who), 0 if logits is None else logits.shape[-1]
-        device = "cpu" if self.first.device.type == "cpu" else "cuda"
         copied = copied_rows(hidden) + copied_rows(logits, columns_apart=not kernels)
         if kernels and weight is not None:
             copied += copied_weight(weight[: self.size], self.dtypes[who])
-        head = Head(
-            self.number, 0, vocab, device=device, grad_hidden=grads[3], grad_weight=False, op=self.options.op,
-            copied=copied,
-        )  # fmt: skip
-        if hidden is None or weight is None:
-            return head
-        return replace(
-            head, hidden=hidden.shape[-1], vocab=weight.shape[0], dtype=DTYPES[self.dtypes[who]],
-            hidden_dtype=DTYPES[hidden.dtype], weight_dtype=DTYPES[weight.dtype], grad_hidden=grads[0],
-            grad_weight=grads[1], grad_bias=grads[2],
-        )  # fmt: skip
+        op, layer = self.options.op, self.layer(who)
+        if layer is not None:
+            return layer.problem(op=op, copied=copied)
+        device, vocab = "cpu" if self.first.device.type == "cpu" else "cuda", 0 if logits is None else logits.shape[-1]
+        grad = self.grads_of(who)[3]
+        return Head(self.number, 0, vocab, device=device, grad_hidden=grad, grad_weight=False, op=op, copied=copied)
 
     def problem(self, *, kernels: bool = False) -> Problem:
         """What plans are made for."""

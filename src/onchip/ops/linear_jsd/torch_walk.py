@@ -128,6 +128,5 @@ _ARRAYS = Arrays(
     logsumexp=lambda x: x.logsumexp(1, keepdim=True),
     take=lambda x, indices: x.gather(1, indices),
     put=lambda x, indices, values: x.scatter(1, indices, values),
-    add=lambda x, indices, values: x.scatter_add_(1, indices, values),
     cross_entropy=_cross_entropy,
 )

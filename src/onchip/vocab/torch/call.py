@@ -39,6 +39,28 @@ class Layer:
         """In the products' dtype."""
         return Projection.of(self.hidden, self.weight, self.bias, self.dtype)
 
+    @property
+    def device(self) -> str:
+        """'cpu' or 'cuda', as plans know it."""
+        return "cpu" if self.hidden.device.type == "cpu" else "cuda"
+
+    def problem(self, device: str = "", **more: Any) -> Problem:
+        """What plans are made for; `more` are fields that the caller knows."""
+        vocab, hidden = self.weight.shape
+        return Problem(
+            tokens=self.number,
+            hidden=hidden,
+            vocab=vocab,
+            dtype=DTYPES[self.dtype],
+            hidden_dtype=DTYPES[self.hidden.dtype],
+            weight_dtype=DTYPES[self.weight.dtype],
+            device=device or self.device,
+            grad_hidden=self.grads[0],
+            grad_weight=self.grads[1],
+            grad_bias=self.grads[2],
+            **more,
+        )
+
 
 @dataclass(frozen=True)
 class LinearCall(Layer):
@@ -58,11 +80,6 @@ class LinearCall(Layer):
         return self.ids.shape[-1] if self.ids.ndim == self.hidden.ndim else 1
 
     @property
-    def device(self) -> str:
-        """'cpu' or 'cuda', as plans know it."""
-        return "cpu" if self.hidden.device.type == "cpu" else "cuda"
-
-    @property
     def budget(self) -> int | None:
         """scratch_bytes as a number, where it may be a symbol."""
         scratch_bytes = self.options.scratch_bytes
@@ -79,23 +96,9 @@ class LinearCall(Layer):
         raise NotImplementedError
 
     def problem(self, device: str = "", **more: Any) -> Problem:
-        """What plans are made for; `more` are fields that the caller knows."""
-        vocab, hidden = self.weight.shape
-        return Problem(
-            tokens=self.number,
-            hidden=hidden,
-            vocab=vocab,
-            dtype=DTYPES[self.dtype],
-            hidden_dtype=DTYPES[self.hidden.dtype],
-            weight_dtype=DTYPES[self.weight.dtype],
-            device=device or self.device,
-            grad_hidden=self.grads[0],
-            grad_weight=self.grads[1],
-            grad_bias=self.grads[2],
-            softcap=self.options.softcap is not None,
-            copied=self.copied,
-            **{**self.of_op, **more},
-        )
+        """With what the call and its op know."""
+        more = {**self.of_op, **more}
+        return super().problem(device, softcap=self.options.softcap is not None, copied=self.copied, **more)
 
     def plan(self, strategy: str, tokens: Ids, **more: Any) -> Config:
         """Of PyTorch's own products."""
