@@ -91,8 +91,11 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
     tiles, padded = -(-vocab // VOCAB_TILE), up(tokens, TOKEN_TILE)
     weight = (normal(vocab, hidden) / math.sqrt(hidden)).to(kind)
     rows = normal(tokens, hidden).to(kind)
-    packed = torch.zeros(triton_spec.vector_elements(tokens), dtype=torch.int32, device=device)
-    run = setup.make_run(Layer(rows, weight, None, kind, (True, True, False)), LossOptions(), packed)
+    layer = Layer(rows, weight, None, kind, (True, True, False))
+    kept = 0 if kernel == "gradient_tiles" else padded
+    config = triton_spec.TritonPlan(tokens, vocab_chunk=tiles * VOCAB_TILE, kept_in_scratch=kept)
+    saved = setup.make_saved(layer, config)
+    run = setup.make_run(layer, LossOptions(), saved.vectors.zero_())
     vectors = run.vectors
     for by_position in (vectors.position, vectors.order):
         by_position.copy_(torch.arange(tokens, device=device))
@@ -113,14 +116,10 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
         inverse_grad_scale=None,
     )
 
-    exponentials = torch.empty(tiles, padded, VOCAB_TILE, device=device, dtype=kind)
+    buffer = setup.logit_buffer(layer, config, saved, padded - kept)
+    exponentials = buffer.pieces[0].view(tiles, padded, VOCAB_TILE)
     for tile in exponentials:  # one by one, as each takes more memory in float32
         tile.copy_(normal(padded, VOCAB_TILE).exp_())
-    memory, nothing = exponentials.view(-1), exponentials.view(-1)[:0]
-    if kernel == "gradient_tiles":
-        buffer = launches.logit_buffer(nothing, 0, padded, 0, nothing, 0, memory, padded)
-    else:
-        buffer = launches.logit_buffer(memory, 0, padded, padded, nothing, 0, nothing, 0)
     return Problem(
         run,
         rows,

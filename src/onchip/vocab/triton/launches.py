@@ -1,4 +1,4 @@
-"""Launches of the kernels of a head and a loss, and the memory that they work on; walks.py has their order.
+"""Launches of the kernels of a head and a loss, and what they take; walks.py has their order.
 
 A kernel's arguments are found by its parameters' names: in what a run knows, and in what a launch adds.
 """
@@ -179,52 +179,6 @@ class LogitBuffer:
     @property
     def known(self) -> dict[str, Any]:
         return {"exponentials": self.matrix, "buffer": self.rows}
-
-
-def logit_buffer(
-    weight_grad: Tensor,  # flat; from `pad` tiles on
-    pad: int,
-    weight_grad_stride: int,
-    in_weight_grad: int,
-    scratch: Tensor,  # flat
-    in_scratch: int,
-    for_recomputed: Tensor,  # flat
-    recomputed: int,
-) -> LogitBuffer:
-    """The matrix that spans the three pieces, each of which begins at a multiple of a row's bytes."""
-    row = VOCAB_TILE * weight_grad.element_size()
-    pieces = [x for x in (weight_grad, scratch, for_recomputed) if x.numel() > 0]
-    first = min(pieces, key=Tensor.data_ptr)
-    end = max(x.data_ptr() + x.numel() * x.element_size() for x in pieces)
-
-    def start(x: Tensor) -> int:
-        if x.numel() == 0:
-            return 0
-        offset = x.data_ptr() - first.data_ptr()
-        if offset % row:
-            raise RuntimeError(
-                f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
-                "where it is (saved-tensor hooks move it), or pass backend='torch'"
-            )
-        return offset // row
-
-    rows = (end - first.data_ptr()) // row
-    if rows >= 1 << 31:
-        raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
-    return LogitBuffer(
-        tuple(pieces),
-        first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(rows, VOCAB_TILE),
-        BufferRows(
-            rows,
-            start(weight_grad) + pad * weight_grad_stride,
-            weight_grad_stride,
-            in_weight_grad,
-            start(scratch),
-            in_scratch,
-            start(for_recomputed),
-            recomputed,
-        ),
-    )
 
 
 class Partials(NamedTuple):

@@ -132,18 +132,45 @@ def position_rows(layer: Layer, saved: Saved) -> Tensor:
 
 def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
-    from onchip.vocab.triton import launches
+    from onchip.vocab.triton.blocks import BufferRows
+    from onchip.vocab.triton.launches import LogitBuffer
 
-    weight, nothing = layer.weight, saved.scratch_memory[:0]
-    return launches.logit_buffer(
-        saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing,
-        config.weight_chunk // VOCAB_TILE,
-        weight.shape[1] * weight.element_size() // layer.dtype.itemsize,
-        config.kept_in_gradient,
-        saved.scratch_memory,
-        config.kept_in_scratch,
-        aligned(nothing, (recomputed * config.vocab_chunk,), layer.dtype) if recomputed else nothing,
-        recomputed,
+    nothing, row = saved.scratch_memory[:0], VOCAB_TILE * layer.dtype.itemsize
+    weight_grad = saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing
+    scratch = saved.scratch_memory
+    again = aligned(nothing, (recomputed * config.vocab_chunk,), layer.dtype) if recomputed else nothing
+    pieces = [x for x in (weight_grad, scratch, again) if x.numel() > 0]
+    first = min(pieces, key=Tensor.data_ptr)
+    end = max(x.data_ptr() + x.numel() * x.element_size() for x in pieces)
+
+    def start(x: Tensor) -> int:
+        if x.numel() == 0:
+            return 0
+        offset = x.data_ptr() - first.data_ptr()
+        if offset % row:
+            raise RuntimeError(
+                f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
+                "where it is (saved-tensor hooks move it), or pass backend='torch'"
+            )
+        return offset // row
+
+    rows = (end - first.data_ptr()) // row
+    if rows >= 1 << 31:
+        raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
+    stride = layer.weight.shape[1] * layer.weight.element_size() // layer.dtype.itemsize
+    return LogitBuffer(
+        tuple(pieces),
+        first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(rows, VOCAB_TILE),
+        BufferRows(
+            rows,
+            start(weight_grad) + config.weight_chunk // VOCAB_TILE * stride,
+            stride,
+            config.kept_in_gradient,
+            start(scratch),
+            config.kept_in_scratch,
+            start(again),
+            recomputed,
+        ),
     )
 
 
