@@ -184,7 +184,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs; without
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what one useful chunk needs; without
     gradients 64 MiB, or what 1024 tokens at a time need.
     """
     if not p.any_grad:

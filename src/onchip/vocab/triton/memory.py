@@ -199,7 +199,7 @@ def _evenness(sizes: list[int], tiles_per_column: float, rates: Rates) -> float:
 
 
 def default_scratch(p: Problem, strategy: str = "auto") -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what `strategy` needs with one useful
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what `strategy` needs with one useful
     chunk; without gradients 64 MiB, above the copies that are made of inputs.
     """
     if not p.any_grad:
