@@ -62,16 +62,18 @@ def _not_run(entry: Mapping[str, Any]) -> str:
 
 
 def print_rows(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table for each case and mode."""
+    """A table for each case and mode, with the columns that are filled."""
     sections = _sections(found)
     for rows in (rows for modes in sections.values() for rows in modes.values()):
         case, dtype, mode, floor = (rows[0][name] for name in ("case", "dtype", "mode", "floor_ms"))
         title = f"{case}, {dtype}, {mode} (floor: {format_ms(floor)})"
         table = Table(title=title, title_justify="left", title_style="bold")
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column in ("implementation", "right") else "right")
-        for row in rows:
-            table.add_row(*_cells(row), style=None if row["ok"] else "red")
+        cells = [_cells(row) for row in rows]
+        filled = [i for i in range(len(COLUMNS)) if any(texts[i] != "–" for texts in cells)]
+        for i in filled:
+            table.add_column(COLUMNS[i], justify="left" if COLUMNS[i] in ("implementation", "right") else "right")
+        for row, texts in zip(rows, cells, strict=True):
+            table.add_row(*(texts[i] for i in filled), style=None if row["ok"] else "red")
         console.print(table)
 
 
