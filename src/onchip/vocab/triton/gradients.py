@@ -262,9 +262,10 @@ def write_entries(
 def weight_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     rows,  # [T, H]
-    out,  # [V, H] out, or added to
+    out,  # [V, H], or the rows from first_row on: out, or added to
     count,
     inverse_grad_scale,  # [] float32: what the product is multiplied by
+    first_row,
     recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
     chunk_tiles,
@@ -301,7 +302,7 @@ def weight_gradient(
             acc = tl.dot(a.T, b, acc)
         if inverse_grad_scale is not None:
             acc *= tl.load(inverse_grad_scale)
-        v = vocab_tile * VOCAB_TILE + column
+        v = vocab_tile * VOCAB_TILE + column - first_row
         if ADD:
             add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
         else:
@@ -467,6 +468,17 @@ def bias_gradient(
 
 
 @triton.jit
+def add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS: tl.constexpr):
+    """Add to columns c of a position's hidden gradient what comes of its ids' entries."""
+    for k in range(IDS):
+        g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
+        y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
+        w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
+        value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
 def finish_hidden(
     sums,  # [T, H] float32, by position; with half_rows those from `kept` on are in two halves, so many rows apart
     weight,  # [V, H]
@@ -494,11 +506,80 @@ def finish_hidden(
     if (at >= kept) & (half_rows > 0):
         value += tl.load(sums + tl.cast(at + half_rows, tl.int64) * H + c, mask=c < H, other=0.0)
     if at_target is not None:
-        for k in range(IDS):
-            g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
-            y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
-            w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
-            value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
+        value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
     if inverse_grad_scale is not None:
         value *= tl.load(inverse_grad_scale)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)
+
+
+@triton.jit
+def keep_hidden(
+    sums,  # [count, H] float32, by position
+    order,
+    count,
+    into,  # [T, H] out, by token: float32, or the first 16 bits as int16
+    digits,  # [T, H] uint8 out: the next 8 bits; None with float32
+    H,
+    BLOCK: tl.constexpr,
+):
+    """Leave rows of hidden's gradient for backward, which scales and rounds them."""
+    t = tl.program_id(0)
+    if t < tl.load(count):
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(sums + t.to(tl.int64) * H + c, mask=c < H, other=0.0)
+        at = tl.load(order + t).to(tl.int64) * H + c
+        if digits is None:
+            tl.store(into + at, value, mask=c < H)
+        else:
+            # To the nearest; a NaN of all ones would become a zero.
+            bits = tl.where(value == value, value.to(tl.int32, bitcast=True) + 0x80, 0x7FC00000)
+            tl.store(into + at, (bits >> 16).to(tl.int16), mask=c < H)
+            tl.store(digits + at, ((bits >> 8) & 0xFF).to(tl.uint8), mask=c < H)
+
+
+@triton.jit
+def scale_hidden(
+    kept,  # [T, H] what keep_hidden left, by token; the memory of out
+    digits,
+    weight,  # [V, H]
+    position,
+    label,  # [T * IDS] int32: a position's targets
+    at_target,  # [T * IDS] float32
+    row_scale,  # [T] float32, by position
+    inverse_grad_scale,
+    out,  # [T, H] out, by token
+    weight_stride_v,
+    weight_stride_h,
+    H,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make hidden's gradient of what forward left of it; 0 for ignored tokens."""
+    t = tl.program_id(0)
+    at = tl.load(position + t)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    where = t.to(tl.int64) * H + c
+    inside = (c < H) & (at >= 0)
+    value = tl.load(kept + where, mask=inside, other=0)
+    if digits is not None:
+        low = tl.load(digits + where, mask=inside, other=0).to(tl.int32)
+        value = ((value.to(tl.int32) << 16) | (low << 8)).to(tl.float32, bitcast=True)
+    value *= tl.load(row_scale + at, mask=at >= 0, other=0.0)
+    value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
+    if inverse_grad_scale is not None:
+        value *= tl.load(inverse_grad_scale)
+    tl.store(out + where, value, mask=c < H)
+
+
+@triton.jit
+def scale_sum(
+    sums,  # [N] float32
+    out,  # [N] out; its memory may be that of sums, element by element
+    factor,  # [] float32
+    N,
+    BLOCK: tl.constexpr,
+):
+    """Multiply and round."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + i, mask=i < N, other=0.0) * tl.load(factor)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)

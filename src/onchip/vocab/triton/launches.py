@@ -4,7 +4,7 @@ A kernel's arguments are found by its parameters' names: in what a run knows, an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -56,6 +56,13 @@ class Vectors(NamedTuple):
     def known(self) -> dict[str, Any]:
         return {**self._asdict(), "vectors": self, "count": self.number}
 
+    def part(self, first: int, last: int, number: Tensor) -> "Vectors":
+        """Those of the positions in [first, last), of which so many are of tokens; `position` is of all tokens."""
+        order, label, factor, shift, base = (
+            x[first:last] for x in (self.order, self.label, self.factor, self.shift, self.base)
+        )
+        return Vectors(self.packed, self.position, order, label, number, factor, shift, base)
+
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
         *per_token, count = packed.split([*[tokens] * 6, 1])
@@ -88,6 +95,10 @@ class Run:
     @property
     def vocab_tiles(self) -> int:
         return -(-self.vocab // VOCAB_TILE)
+
+    def part(self, first: int, last: int, number: Tensor) -> "Run":
+        """The same of the positions in [first, last), of which so many are of tokens."""
+        return replace(self, tokens=last - first, vectors=self.vectors.part(first, last, number))
 
     @property
     def outer_scale(self) -> float:
@@ -344,6 +355,7 @@ def weight_product(
     tiles: int,
     *,
     add: bool,
+    first_row: int = 0,  # of the vocabulary, in `out`
 ) -> Launch:
     t = run.tiles["weight_gradient"]
     parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
@@ -354,7 +366,9 @@ def weight_product(
         "rows_stride": rows.stride(0),
         "out": run.operand(out, t.rows, t.columns // parts),
         "out_stride": out.stride(0),
+        "V": len(out),
         "inverse_grad_scale": inverse_grad_scale,
+        "first_row": first_row,
         "recomputed_from": recomputed_from,
         "first_tile": first_tile,
         "chunk_tiles": tiles,

@@ -165,6 +165,9 @@ def softmax_tiles(
         e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
         tl.store(partials.others + at, tl.sum(e, 1), mask=inside)
         if exponentials is not None:
+            if inner_scale is not None:
+                # The derivative of the logits: what is kept is only multiplied, and here it has all digits.
+                e = tl.where(e > 0, e * (1 - x * x), 0.0)  # of a column past the last, x is -inf
             # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.
             above = top * k_z - tl.load(vectors.shift + t, mask=inside, other=float("inf"))
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
@@ -183,6 +186,8 @@ def merge_tiles(
     picked,  # Picked
     partials,  # Partials
     out,  # TokenSoftmax out, but for the log-probabilities of all ids
+    normalizer,  # [T] float32 out, by position: what makes probabilities of what is kept
+    inverse_exponential_scale,
     T,
     V,
     tiles,
@@ -243,7 +248,10 @@ def merge_tiles(
     alone = (rest == 0) & (own > 0)
     log_total = tl.where(alone, 0.0, log_total)
     value_lse = top + log_total
-    tl.store(vectors.base + at, tl.where(far, value_lse, tl.load(vectors.shift + at, mask=mine, other=0.0)), mask=mine)
+    base = tl.where(far, value_lse, tl.load(vectors.shift + at, mask=mine, other=0.0))
+    tl.store(vectors.base + at, base, mask=mine)
+    if normalizer is not None:
+        tl.store(normalizer + at, tl.exp2((base - value_lse) * LOG2E) * inverse_exponential_scale, mask=mine)
     store = (t < T) & (mine | ((first == 0) & (at == -1)))
     log_prob = tl.where(alone, 0.0, (z - top) - log_total)
     log_prob = tl.where(y < 0, float("nan"), log_prob)

@@ -34,7 +34,7 @@ from onchip.vocab.triton.launches import (
     Vectors,
 )
 from onchip.vocab.triton.memory import TritonPlan, up
-from onchip.vocab.triton.setup import Gradients, Saved
+from onchip.vocab.triton.setup import Gradients, Saved, Sums
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
@@ -57,10 +57,19 @@ class OutputGradients(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
-def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, stats: bool) -> TokenSoftmax:
+def forward(
+    run: Run,
+    call: LinearCall,
+    config: TritonPlan,
+    saved: Saved,
+    *,
+    stats: bool,
+    token_weight: Tensor | None = None,  # [T] float32
+) -> TokenSoftmax:
     """The log-probabilities of each token's ids, and lse; with `stats` entropy and top1 as well.
 
-    Where gradients are wanted, `saved` is filled in for backward.
+    Where gradients are wanted, `saved` is filled in for backward.  Where the plan is to compute the weight's here, it
+    is that of the sum of the losses with this `token_weight`.
     """
     ids = _ids(call)
     (tokens, k), device = ids.shape, ids.device
@@ -81,7 +90,8 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, sta
     run.vectors.packed.zero_()
     if tokens == 0:
         return made
-    rows, kept = setup.rows_and_buffer(call, config, saved)
+    chunk = setup.Chunk.empty(call, config.token_chunk) if config.in_forward else None
+    rows, kept = setup.rows_and_buffer(call, config, saved) if chunk is None else (chunk.rows, chunk.buffer)
     temperature = call.token_temperature
     if temperature is not None:
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
@@ -90,7 +100,9 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, sta
     partials = Partials.empty(run.vocab_tiles, len(rows), device, smoothing=smoothing, stats=stats)
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
-    for first in range(0, tokens, len(rows)):
+    numbers = None if chunk is None else _numbers(run, len(rows))
+    for i, first in enumerate(range(0, tokens, len(rows))):
+        last = min(first + len(rows), tokens)
         launches.gather(run, hidden, ids, ignore_index, temperature, picked, rows, first).run()
         launches.softmax(run, rows, partials, kept, first).run()
         run.launch(
@@ -100,21 +112,28 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, sta
             picked=picked,
             partials=partials,
             out=made,
+            normalizer=None if chunk is None else chunk.normalizer,
             first=first,
-            last=first + len(rows),
+            last=last,
             BLOCK_T=16,
             BLOCK=256,
         ).run()
-    if kept is not None:
-        run.launch(
-            softmax.rebase_exponentials,
-            (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE),
-            warps=8,
-            **kept.known,
-            partials=partials,
-            TILES=16,
-            BLOCK_T=TOKEN_TILE,
-        ).run()
+        if kept is not None:
+            part = run if numbers is None else run.part(first, last, numbers[i : i + 1])
+            part.launch(
+                softmax.rebase_exponentials,
+                (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE),
+                warps=8,
+                **kept.known,
+                partials=partials,
+                TILES=16,
+                BLOCK_T=TOKEN_TILE,
+            ).run()
+            if picked.label is not None:
+                label = picked.label[first:last]
+                launches.write(part, kept, label, None, (0, kept.kept), 0, run.vocab_tiles).run()
+            if chunk is not None:
+                _chunk_gradients(part, call, saved, chunk, made, token_weight, first)
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -127,9 +146,57 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, sta
             K=k,
             BLOCK=BLOCK,
         ).run()
-        if kept is not None:
-            launches.write(run, kept, picked.label, None, (0, kept.kept), 0, run.vocab_tiles).run()
     return made
+
+
+def _numbers(run: Run, size: int) -> Tensor:
+    """Of the positions of each chunk, how many are of tokens."""
+    first = torch.arange(0, run.tokens, size, device=run.weight.device, dtype=torch.int32)
+    return (run.vectors.number - first).clamp_(0, size)
+
+
+def _chunk_gradients(
+    part: Run,
+    call: LinearCall,
+    saved: Saved,
+    chunk: setup.Chunk,
+    known: TokenSoftmax,
+    token_weight: Tensor | None,
+    first: int,
+) -> None:
+    """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
+    previous chunks'.
+    """
+    sums, buffer, tiles = Sums.of(call, saved), chunk.buffer, part.vocab_tiles
+    normalizer = chunk.normalizer[first : first + part.tokens]
+    if chunk.sums is not None:
+        into = chunk.sums[: part.tokens].zero_()
+        launches.hidden_product(part, buffer, normalizer, into, False, 0, tiles).run()
+        part.launch(
+            gradients.keep_hidden,
+            (part.tokens, -(-part.hidden // BLOCK)),
+            sums=into,
+            into=sums.hidden,
+            digits=sums.digits,
+            BLOCK=BLOCK,
+        ).run()
+    if sums.weight:
+        each = torch.ones_like(known.lse) if token_weight is None else token_weight
+        upstream = loss_gradients(part, known, each)
+        terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream)
+        part.launch(
+            gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
+            product_scale=terms.product_scale, BLOCK=BLOCK,
+        ).run()  # fmt: skip
+        inverse, add, done = terms.inverse_grad_scale, first > 0, 0
+        rows = chunk.rows[: part.tokens]
+        for out in sums.weight:
+            number = -(-len(out) // VOCAB_TILE)
+            if number > 0:
+                launches.weight_product(
+                    part, buffer, rows, out, inverse, 0, done, number, add=add, first_row=done * VOCAB_TILE
+                ).run()
+            done += number
 
 
 def _ids(call: LinearCall) -> Tensor:
@@ -257,9 +324,11 @@ def backward(
     wanted: Sequence[bool],
     *,
     add_to: Tensor | None = None,
+    factor: Tensor | None = None,  # [] or [1] float32
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Turn `saved` into the gradients of hidden and weight, and return those that are in none of its memory: the
-    bias's, and the weight's where nothing was kept in it, unless that is added to `add_to`, [V, H] float32.
+    bias's, and the weight's where nothing was kept in it, unless that is added to `add_to`, [V, H] float32.  `factor`
+    is that of the weight's gradient where forward computed it.
 
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
     """
@@ -267,6 +336,9 @@ def backward(
     if tokens > 0:
         ids = _ids(call)
         terms = position_terms(run, ids, call.options.ignore_index, known, upstream)
+        if config.in_forward:
+            _scale(run, call, saved, terms, grads, factor)
+            return grads.made(call.dtypes[2])
         products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
         buffer, kept = products.buffer, products.kept
         if kept > 0 and terms.entropy_scale is not None:
@@ -285,6 +357,48 @@ def backward(
             _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
         products.finish(terms if kept else None)
     return grads.made(call.dtypes[2])
+
+
+def _scale(
+    run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradients, factor: Tensor | None
+) -> None:
+    """Make the gradients of what forward left of them."""
+    sums = Sums.of(call, saved)
+    if grads.weight is not None:
+        into = grads.weight.view(-1)
+        first, rest = (x.reshape(-1) for x in sums.weight)
+
+        def put(source: Tensor, start: int) -> None:
+            if len(source) > 0:
+                run.launch(
+                    gradients.scale_sum, (-(-len(source) // BLOCK),), sums=source,
+                    out=into[start : start + len(source)], factor=factor, N=len(source), BLOCK=BLOCK,
+                ).run()  # fmt: skip
+
+        if into.dtype == torch.float32:
+            put(first, 0)
+        else:
+            # A 16-bit row takes the place of half of a float32 one before it: of those that were read already.
+            start, end = 0, min(len(first), 1024 * run.hidden)
+            while start < end:
+                put(first[:end].clone() if start == 0 else first[start:end], start)
+                start, end = end, min(len(first), 2 * end)
+        put(rest, len(first))
+        _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
+    if grads.hidden is not None:
+        run.launch(
+            gradients.scale_hidden,
+            (run.tokens, -(-run.hidden // BLOCK)),
+            kept=sums.hidden,
+            digits=sums.digits,
+            label=terms.entry_label,
+            at_target=terms.entry,
+            row_scale=terms.row_scale,
+            inverse_grad_scale=terms.inverse_grad_scale,
+            out=grads.hidden,
+            IDS=terms.ids,
+            BLOCK=BLOCK,
+        ).run()
 
 
 def _target_terms(
@@ -318,10 +432,10 @@ def _target_terms(
 def position_terms(run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients) -> Terms:
     """What the gradients of the positions' logits are made of."""
     tokens = run.tokens
-    sizes = [tokens] * 4 + [ids.numel()] + [tokens] * 3
+    sizes = [tokens] * 4 + [tokens * ids.shape[1]] + [tokens] * 3
     packed = known.lse.new_empty(sum(sizes))
     row_scale, product_scale, even, entropy_scale, entry, lse, mean, size = packed.split(sizes)
-    entry_label = torch.empty_like(ids, dtype=torch.int32)
+    entry_label = ids.new_empty(tokens * ids.shape[1], dtype=torch.int32)
     entropy = upstream.entropy is not None
     terms = Terms(
         row_scale,
@@ -331,7 +445,7 @@ def position_terms(run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax
         product_scale,
         lse,
         entry,
-        entry_label.view(-1),
+        entry_label,
         None,
     )
     block_k = 1
