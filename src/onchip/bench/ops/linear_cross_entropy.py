@@ -62,7 +62,7 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
         grad_hidden=backward,
         grad_weight=backward,
         softcap=problem.options.get("softcap") is not None,
-        smoothing=problem.options.get("label_smoothing", 0.0) > 0,
+        smoothing=problem.options.get("label_smoothing", 0.0),
         compacted=fw.NAME == "jax",
     )
 

@@ -300,6 +300,17 @@ def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
 
 
+def even_sum(run: Run, rows: Tensor, even: Tensor, kept: int) -> Tensor:
+    """[H] float32: what every row of the weight's gradient lacks of the positions before `kept`."""
+    parts, block = 16, 128
+    out = even.new_empty(parts, run.hidden)
+    grid = (parts, -(-run.hidden // block))
+    run.launch(
+        gradients.even_sums, grid, rows=rows, even=even, kept=kept, out=out, PARTS=parts, BLOCK_T=64, BLOCK=block
+    ).run()
+    return out.sum(0)
+
+
 def write(
     run: Run,
     buffer: LogitBuffer,
@@ -350,6 +361,7 @@ def weight_product(
     rows: Tensor,
     out: Tensor,
     inverse_grad_scale: Tensor | None,
+    even_sum: Tensor | None,  # [H] float32
     recomputed_from: int,
     first_tile: int,
     tiles: int,
@@ -368,6 +380,7 @@ def weight_product(
         "out_stride": out.stride(0),
         "V": len(out),
         "inverse_grad_scale": inverse_grad_scale,
+        "even_sum": even_sum,
         "first_row": first_row,
         "recomputed_from": recomputed_from,
         "first_tile": first_tile,
@@ -388,12 +401,14 @@ def hidden_product(
     halves: bool,
     first_tile: int,
     tiles: int,
+    slices: int = 1,
 ) -> Launch:
-    """With `product_scale` of the positions that are kept, else of the others."""
+    """With `product_scale` of the positions that are kept, else of the others; in `slices` of len(sums) / slices rows."""
     kept = min(buffer.kept, run.tokens)
     first, last = (kept, run.tokens) if product_scale is None else (0, kept)
-    out = sums[first:] if product_scale is None else sums[:kept]
+    out = sums[first:] if product_scale is None else sums if slices > 1 else sums[:kept]
     t = run.tiles["hidden_gradient"]
+    rows = len(sums) // slices
     arguments = {
         **buffer.known,
         **run.weight_blocks(t.depth, t.columns),
@@ -404,10 +419,10 @@ def hidden_product(
         "product_scale": product_scale,
         "first": first,
         "last": last,
-        "half_rows": buffer.rows.recomputed if product_scale is None else 0,
+        "slice_rows": rows if slices > 1 else buffer.rows.recomputed if product_scale is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "SHARE": product_scale is not None or halves,
+        "SLICES": max(slices, 2 if product_scale is not None or halves else 1),
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
     }

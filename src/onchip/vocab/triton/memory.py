@@ -56,15 +56,26 @@ def vector_elements(tokens: int) -> int:
     return 6 * tokens + 1
 
 
-def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
+def hidden_columns(hidden: int) -> int:
+    """Of a tile of a gradient: 576 are 640 in pieces of 128, and 768 in pieces of 256.
+
+    On an H200 with H640 that took 17% less of both products, with H576, 896 and 1152 1 to 13% of the weight's and
+    -3 to 13% of hidden's.
+    """
+    return 128 if up(hidden, 128) < up(hidden, 256) else 256
+
+
+def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]:
     """The kernels' tiles where nothing was tuned, by the device's shared memory per block in bytes."""
     # Four stages of 48 KiB and a piece of the result: what was fastest on an H100 at all shapes, or within 2%.
     depth, most = (64, 4) if shared >= 227 * 1024 else (64, 3) if shared >= 160 * 1024 else (32, 3)
 
-    def tiles(parts: int, group: int = 8, stages: int = most) -> dict[str, int]:
+    def tiles(
+        parts: int, group: int = 8, stages: int = most, *, rows: int = 128, columns: int = 256
+    ) -> dict[str, int]:
         return {
-            "rows": 128,
-            "columns": 256,
+            "rows": rows,
+            "columns": columns,
             "depth": depth,
             "group": group,
             "warps": 8,
@@ -72,22 +83,26 @@ def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
             "parts": parts if depth == 64 else 2 * parts,
         }
 
+    columns = hidden_columns(hidden)
     # Of logits, with the whole vocabulary in one launch: forward on an H200 took 1 to 4% longer in groups of 8 with 4
     # stages.  With 64 tiles of the vocabulary, as `onchip tune` times them, there is no difference.
     return {
         "softmax_tiles": tiles(2, group=16, stages=3),
         "gradient_tiles": tiles(2, group=16, stages=3),
-        "weight_gradient": tiles(2),
-        "hidden_gradient": tiles(4),
+        "weight_gradient": tiles(2) if columns == 256 else tiles(1, stages=min(3, most), rows=256, columns=128),
+        "hidden_gradient": tiles(4, columns=columns),
     }
 
 
 def may_hold(p: Problem) -> bool:
     """Whether what is kept is all that the gradients need: exponentials, with softcap times its derivative.
 
-    Not with label smoothing, which adds to every entry, nor where the gradient of an entropy reads logits off them.
+    Label smoothing adds the same to all entries of a row, which both gradients take apart; with softcap it isn't the
+    same.  Where it takes most of the probability, or classes are few, the difference of the two is rounded better than
+    each of them.  And the gradient of an entropy reads logits off the exponentials.
     """
-    return not (p.smoothing or (p.softcap and p.ids and p.stats))
+    smoothed = p.smoothing > 0 and (p.smoothing > 0.5 or p.softcap or p.vocab < VOCAB_TILE)
+    return not (smoothed or (p.softcap and p.ids and p.stats))
 
 
 def may_run_in_forward(p: Problem) -> bool:
@@ -124,7 +139,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     tiles = -(-p.vocab // VOCAB_TILE)
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
+    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
@@ -136,7 +151,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
         return parts | {
             "hidden rows": element * chunk * p.hidden,
             "exponentials in scratch": element * VOCAB_TILE * tiles * chunk,
-            "hidden gradient in float32": 4 * chunk * p.hidden if p.grad_hidden else 0,
+            "hidden gradient in float32": 4 * chunk * p.hidden * slices(chunk, p.hidden) if p.grad_hidden else 0,
             "more digits of hidden's gradient": more_digits(p),
             "weight gradient in float32": sum_bytes(p),
             "softmax of each tile": softmax,
@@ -163,6 +178,11 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
 def more_digits(p: Problem) -> int:
     """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number."""
     return p.tokens * p.hidden if p.grad_hidden and p.hidden_dtype != "float32" else 0
+
+
+def slices(tokens: int, hidden: int) -> int:
+    """Pieces of the vocabulary that a chunk's hidden gradient is summed in, where its tiles are too few."""
+    return max(1, RATES["h100"].programs // (-(-tokens // TOKEN_TILE) * -(-hidden // hidden_columns(hidden))))
 
 
 def sum_bytes(p: Problem) -> int:
@@ -231,7 +251,9 @@ def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
 
 def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits: float) -> float:
     """Milliseconds that the gradients take by the chunk of tokens, beside the logits' product."""
-    tiles, blocks = -(-p.vocab // VOCAB_TILE), -(-p.hidden // 256)
+    columns = hidden_columns(p.hidden)
+    tiles, blocks = -(-p.vocab // VOCAB_TILE), -(-p.hidden // columns)
+    padded = product * blocks * columns / max(1, p.hidden)
     rows = [-(-size // TOKEN_TILE) for size in _chunk_sizes(p.tokens, c.token_chunk)]
     launch = 1e-3 * rates.launch
     time = logits * rates.keep + 1e-9 * rates.add * p.tokens * p.hidden
@@ -239,9 +261,10 @@ def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits:
         share = n / sum(rows)
         time += launch + share * product * (evenness(n * tiles, rates) - 1)
         if p.grad_hidden:
-            time += launch + share * product * evenness(n * blocks, rates, halves=True)
+            cut = slices(n * TOKEN_TILE, p.hidden)
+            time += launch + share * padded * evenness(cut * n * blocks, rates, halves=cut == 1)
         if p.grad_weight:
-            time += launch + share * product * evenness(2 * tiles * blocks, rates)
+            time += launch + share * padded * evenness(2 * tiles * blocks, rates)
     if p.grad_weight:
         time += 1e-9 * rates.accumulate * p.vocab * p.hidden * len(rows)
     return time
@@ -330,6 +353,10 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
     again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
     again |= {1, min(2, tiles), min(3, tiles)}
     kept = _kept(p, strategy)
+    if strategy != "recompute" and may_hold(p):
+        # All in scratch: the weight's gradient in one launch.
+        whole = _columns(p)
+        yield TritonPlan(p.tokens, whole, whole, kept_in_scratch=up(p.tokens, TOKEN_TILE))
     # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
     for size in again | for_weight:
         yield replace(kept, vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
@@ -363,7 +390,7 @@ def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
     fits = largest(lambda n: scratch_bytes(p, cut(n)) <= budget, TOKEN_TILE, rows, TOKEN_TILE)
     fewest = -(-rows // fits)
     sizes = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
-    wave = RATES["h100"].programs // -(-p.hidden // 256) * TOKEN_TILE
+    wave = RATES["h100"].programs // -(-p.hidden // hidden_columns(p.hidden)) * TOKEN_TILE
     sizes |= {size for n in (1, 2, 3, 4, 6, 8) if 0 < (size := n * wave) <= fits}
     yield from (cut(size) for size in sorted(sizes))
 

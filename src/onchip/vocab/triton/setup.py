@@ -138,22 +138,27 @@ class Chunk(NamedTuple):
 
     rows: Tensor  # [tokens, H]
     buffer: "launches.LogitBuffer"
-    sums: Tensor | None  # [tokens, H] float32: hidden's gradient by position
+    sums: Tensor | None  # [tokens, H] float32, or as often as there are slices: hidden's gradient by position
+    slices: int  # of the vocabulary, that hidden's gradient may be cut in
     normalizer: Tensor  # [T] float32, by position, of all tokens
 
     @staticmethod
     def empty(layer: Layer, tokens: int) -> "Chunk":
+        """For at most so many tokens."""
         from onchip.vocab.triton.blocks import BufferRows
         from onchip.vocab.triton.launches import LogitBuffer
 
         hidden, size = layer.hidden, layer.hidden.shape[-1]
+        tokens = min(tokens, layer.number)
         padded = triton_spec.up(tokens, triton_spec.TOKEN_TILE)
         rows = padded * -(-layer.weight.shape[0] // VOCAB_TILE)
         exponentials = aligned(hidden, (rows, VOCAB_TILE), layer.dtype)
+        slices = triton_spec.slices(tokens, size)
         return Chunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
             LogitBuffer((exponentials,), exponentials, BufferRows(rows, 0, 0, 0, 0, padded, 0, 0)),
-            hidden.new_empty((tokens, size), dtype=torch.float32) if layer.grads[0] else None,
+            hidden.new_empty((slices * tokens, size), dtype=torch.float32) if layer.grads[0] else None,
+            slices,
             hidden.new_empty(layer.number, dtype=torch.float32),
         )
 
@@ -321,7 +326,7 @@ def make_run(layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = N
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
     tiles = {
         kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, DTYPES[dtype], sizes, default).config)
-        for kernel, default in triton_spec.heuristic_tiles(shared).items()
+        for kernel, default in triton_spec.heuristic_tiles(shared, weight.shape[1]).items()
     }
     rows_at = weight.shape[1], max(weight.stride())
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0

@@ -183,36 +183,32 @@ def softmax_tiles(
 @triton.jit
 def merge_tiles(
     vectors,  # Vectors; base is made
-    picked,  # Picked
+    target_logit,  # [T] float32, by position
     partials,  # Partials
     out,  # TokenSoftmax out, but for the log-probabilities of all ids
     normalizer,  # [T] float32 out, by position: what makes probabilities of what is kept
     inverse_exponential_scale,
-    T,
     V,
     tiles,
-    first,
-    last,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The softmax over all tiles of tokens with positions in [first, last); 0 for ignored ones."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    at = tl.load(vectors.position + t, mask=t < T, other=-2)
-    mine = (at >= first) & (at < last)
+    """The softmax over all tiles."""
+    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mine = at < tl.load(vectors.number)
     y = tl.load(vectors.label + at, mask=mine, other=0)
-    z = tl.where(y < 0, LOWEST, tl.load(picked.target_logit + at, mask=mine, other=0.0))
+    z = tl.where(y < 0, LOWEST, tl.load(target_logit + at, mask=mine, other=0.0))
     top = tl.full((BLOCK_T,), LOWEST, tl.float32)
     index = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        where = j.to(tl.int64)[:, None] * partials.stride + (at - first)[None, :]
+        where = j.to(tl.int64)[:, None] * partials.stride + at[None, :]
         m = tl.load(partials.maximum + where, mask=(j < tiles)[:, None] & mine[None, :], other=LOWEST)
         best = tl.max(m, 0)
         if partials.argmax is not None:
             tile = start + tl.argmax(m, 0)
             found = tl.load(
-                partials.argmax + tile.to(tl.int64) * partials.stride + at - first, mask=mine & (tile < tiles), other=0
+                partials.argmax + tile.to(tl.int64) * partials.stride + at, mask=mine & (tile < tiles), other=0
             )
             index = tl.where(best > top, found, index)
         top = tl.maximum(top, best)
@@ -224,7 +220,7 @@ def merge_tiles(
     moments = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        where = j.to(tl.int64)[:, None] * partials.stride + (at - first)[None, :]
+        where = j.to(tl.int64)[:, None] * partials.stride + at[None, :]
         inside = (j < tiles)[:, None] & mine[None, :]
         drop = tl.load(partials.maximum + where, mask=inside, other=LOWEST) - top[None, :]
         decay = tl.exp2(drop * LOG2E)
@@ -252,17 +248,17 @@ def merge_tiles(
     tl.store(vectors.base + at, base, mask=mine)
     if normalizer is not None:
         tl.store(normalizer + at, tl.exp2((base - value_lse) * LOG2E) * inverse_exponential_scale, mask=mine)
-    store = (t < T) & (mine | ((first == 0) & (at == -1)))
     log_prob = tl.where(alone, 0.0, (z - top) - log_total)
     log_prob = tl.where(y < 0, float("nan"), log_prob)
-    tl.store(out.lse + t, tl.where(mine, value_lse, 0.0), mask=store)
-    tl.store(out.leading + t, tl.where(mine, log_prob, 0.0), mask=store)
+    t = tl.load(vectors.order + at, mask=mine, other=0)
+    tl.store(out.lse + t, value_lse, mask=mine)
+    tl.store(out.leading + t, log_prob, mask=mine)
     if partials.offset_sum is not None:
         offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
-        tl.store(out.uniform_loss + t, tl.where(mine, log_total - offsets / V, 0.0), mask=store)
+        tl.store(out.uniform_loss + t, log_total - offsets / V, mask=mine)
     if partials.moment is not None:
-        tl.store(out.entropy + t, tl.where(mine & ~alone, log_total - moments / total, 0.0), mask=store)
-        tl.store(out.top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
+        tl.store(out.entropy + t, tl.where(alone, 0.0, log_total - moments / total), mask=mine)
+        tl.store(out.top1 + t, index.to(tl.int64), mask=mine)
 
 
 @triton.jit
