@@ -207,7 +207,7 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, accumulate=2.0, launch=15.0, programs=132),
+    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, accumulate=1.4, launch=15.0, programs=132),
 }
 
 
