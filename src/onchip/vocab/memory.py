@@ -29,7 +29,8 @@ class Problem:
     per_token_loss: bool = False
     """reduction='none': the upstream gradient is one number per token."""
     softcap: bool = False
-    smoothing: bool = False
+    smoothing: float = 0.0
+    """The part of the target's probability that is spread evenly."""
     stats: bool = False
     """Statistics of the softmax that take memory: the entropy, with 'triton' also the likeliest entry."""
     weight_grad_out: bool = False

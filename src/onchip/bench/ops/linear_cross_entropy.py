@@ -83,7 +83,7 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
         grad_weight=backward and not getattr(problem.case, "frozen", False),
         per_token_loss=problem.options.get("reduction") == "none",
         softcap=problem.options.get("softcap") is not None,
-        smoothing=problem.options.get("label_smoothing", 0.0) > 0,
+        smoothing=problem.options.get("label_smoothing", 0.0),
         compacted=fw.NAME == "jax",
     )
 

@@ -43,8 +43,9 @@ def _forward(call: Call) -> TritonOutputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out)
-    out = walks.forward(run, call, config, saved, stats=options.return_stats)
-    losses, correct = walks.losses(run, out, setup.flat(call.token_weight))
+    token_weight = setup.flat(call.token_weight)
+    out = walks.forward(run, call, config, saved, stats=options.return_stats, token_weight=token_weight)
+    losses, correct = walks.losses(run, out, token_weight)
     loss = losses.view(shape)
     if options.reduction != "none":
         loss = losses.sum() / call.divisor(run.vectors.number)
@@ -67,15 +68,18 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
     run = setup.make_run(call, call.options, kept.saved.vectors, call.weight_grad_out)
-    grad = grad_loss.reshape(-1).float()
+    grad = factor = grad_loss.reshape(-1).float()
     if call.options.reduction != "none":
-        grad = (grad / call.divisor(run.vectors.number)).expand(call.number)
+        factor = grad / call.divisor(run.vectors.number)
+        grad = factor.expand(call.number)
     weights = setup.flat(call.token_weight)
     if weights is not None:
         grad = grad * weights
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     by_output = walks.loss_gradients(run, known, grad)
-    return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
+    return walks.backward(
+        run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
+    )
 
 
 LOSS = Operator(

@@ -138,7 +138,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     rows = up(c.token_chunk, TOKEN_TILE)
     hidden_rows = _ELEMENT * rows * p.hidden
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing) + 2 * int(p.stats))
+    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
     parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
     if c.strategy == "forward":
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}

@@ -4,7 +4,7 @@ A kernel's arguments are found by its parameters' names: in what a run knows, an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -56,6 +56,13 @@ class Vectors(NamedTuple):
     def known(self) -> dict[str, Any]:
         return {**self._asdict(), "vectors": self, "count": self.number}
 
+    def part(self, first: int, last: int, number: Tensor) -> "Vectors":
+        """Those of the positions in [first, last), of which so many are of tokens; `position` is of all tokens."""
+        order, label, factor, shift, base = (
+            x[first:last] for x in (self.order, self.label, self.factor, self.shift, self.base)
+        )
+        return Vectors(self.packed, self.position, order, label, number, factor, shift, base)
+
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
         *per_token, count = packed.split([*[tokens] * 6, 1])
@@ -88,6 +95,10 @@ class Run:
     @property
     def vocab_tiles(self) -> int:
         return -(-self.vocab // VOCAB_TILE)
+
+    def part(self, first: int, last: int, number: Tensor) -> "Run":
+        """The same of the positions in [first, last), of which so many are of tokens."""
+        return replace(self, tokens=last - first, vectors=self.vectors.part(first, last, number))
 
     @property
     def outer_scale(self) -> float:
@@ -289,6 +300,17 @@ def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
 
 
+def even_sum(run: Run, rows: Tensor, even: Tensor, kept: int) -> Tensor:
+    """[H] float32: what every row of the weight's gradient lacks of the positions before `kept`."""
+    parts, block = 16, 128
+    out = even.new_empty(parts, run.hidden)
+    grid = (parts, -(-run.hidden // block))
+    run.launch(
+        gradients.even_sums, grid, rows=rows, even=even, kept=kept, out=out, PARTS=parts, BLOCK_T=64, BLOCK=block
+    ).run()
+    return out.sum(0)
+
+
 def write(
     run: Run,
     buffer: LogitBuffer,
@@ -339,11 +361,13 @@ def weight_product(
     rows: Tensor,
     out: Tensor,
     inverse_grad_scale: Tensor | None,
+    even_sum: Tensor | None,  # [H] float32
     recomputed_from: int,
     first_tile: int,
     tiles: int,
     *,
     add: bool,
+    first_row: int = 0,  # of the vocabulary, in `out`
 ) -> Launch:
     t = run.tiles["weight_gradient"]
     parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
@@ -354,7 +378,10 @@ def weight_product(
         "rows_stride": rows.stride(0),
         "out": run.operand(out, t.rows, t.columns // parts),
         "out_stride": out.stride(0),
+        "V": len(out),
         "inverse_grad_scale": inverse_grad_scale,
+        "even_sum": even_sum,
+        "first_row": first_row,
         "recomputed_from": recomputed_from,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
@@ -374,12 +401,14 @@ def hidden_product(
     halves: bool,
     first_tile: int,
     tiles: int,
+    slices: int = 1,
 ) -> Launch:
-    """With `product_scale` of the positions that are kept, else of the others."""
+    """With `product_scale` of the positions that are kept, else of the others; in `slices` of len(sums) / slices rows."""
     kept = min(buffer.kept, run.tokens)
     first, last = (kept, run.tokens) if product_scale is None else (0, kept)
-    out = sums[first:] if product_scale is None else sums[:kept]
+    out = sums[first:] if product_scale is None else sums if slices > 1 else sums[:kept]
     t = run.tiles["hidden_gradient"]
+    rows = len(sums) // slices
     arguments = {
         **buffer.known,
         **run.weight_blocks(t.depth, t.columns),
@@ -390,10 +419,10 @@ def hidden_product(
         "product_scale": product_scale,
         "first": first,
         "last": last,
-        "half_rows": buffer.rows.recomputed if product_scale is None else 0,
+        "slice_rows": rows if slices > 1 else buffer.rows.recomputed if product_scale is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "SHARE": product_scale is not None or halves,
+        "SLICES": max(slices, 2 if product_scale is not None or halves else 1),
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
     }
