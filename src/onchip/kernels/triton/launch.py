@@ -15,21 +15,33 @@ from onchip.core.configs import device_slug
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+class Shared(NamedTuple):
+    """Arguments of several launches, by the parameters' names, and the traits of those that were needed so far."""
+
+    arguments: Mapping[str, Any]
+    traits: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch, to be run or to be compiled ahead of time."""
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-    """By the parameters' names; given more, it keeps those that the kernel takes."""
+    given: Mapping[str, Any]
+    """Arguments by the parameters' names; what the kernel doesn't take is left out."""
     warps: int = 4
     stages: int = 1
     registers: int | None = None
     """The most that a thread may have; None leaves it to the compiler."""
+    shared: Shared = Shared({}, {})  # noqa: RUF009 - nothing is added to it
+    """The other arguments."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", {name: self.arguments[name] for name in self.kernel.arg_names})
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All that the kernel takes, in the order of its parameters."""
+        others = self.shared.arguments
+        return {name: self.given[name] if name in self.given else others[name] for name in self.kernel.arg_names}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,7 +49,96 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.options)
+        """Launch on the current device.
+
+        What was compiled for such arguments before is called directly: with dozens of arguments, Triton takes several
+        times as long to find it as to launch it.
+        """
+        if not _is_direct() or self.kernel.pre_run_hooks:
+            self.kernel[self.grid](**self.arguments, **self.options)
+            return
+        from triton.runtime.driver import driver  # type: ignore[import-untyped]
+
+        device, compiled = driver.active.get_current_device(), _Compiled.of(self.kernel)
+        given, others, traits = self.given, self.shared.arguments, self.shared.traits
+        key, arguments = [device, self.warps, self.stages, self.registers], []
+        for name, constant in compiled.parameters:
+            if name in given:
+                x = given[name]
+                key.append(x if constant else trait(x))
+            else:
+                x = others[name]
+                if not constant and name not in traits:
+                    traits[name] = trait(x)
+                key.append(x if constant else traits[name])
+            arguments.append(x)
+        found = compiled.by_key.get(tuple(key))
+        if found is None:
+            compiled.by_key[tuple(key)] = self.kernel[self.grid](**self.arguments, **self.options)
+            return
+        x, y, z = (*self.grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *arguments)
+
+
+class _Compiled(NamedTuple):
+    """What a kernel was compiled to."""
+
+    kernel: Any  # kept, so that no other one gets its id
+    parameters: list[tuple[str, bool]]  # and whether they are constants to the compiler
+    by_key: dict[Any, Any]  # by device, options, constants and the other arguments' traits
+
+    @staticmethod
+    def of(kernel: Any) -> "_Compiled":
+        known = _COMPILED.get(id(kernel))
+        if known is None:
+            parameters = [(x.name, x.is_constexpr) for x in kernel.params]
+            known = _COMPILED[id(kernel)] = _Compiled(kernel, parameters, {})
+        return known
+
+
+_COMPILED: dict[int, _Compiled] = {}  # by the kernel's id: its hash is that of its source
+
+
+def trait(x: Any) -> Any:
+    """What Triton compiles for of an argument, or more: with equal traits the same machine code runs."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return _number_trait(x)
+    if isinstance(x, tuple):
+        return type(x), *map(trait, x)
+    if x is None or isinstance(x, float):
+        return type(x)
+    return x.base.dtype, *x.block_shape  # a TensorDescriptor
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _number_trait(x: int) -> Any:
+    """Of True and False their type; of others what is 1, what 16 divides, and how many bits it needs."""
+    bits = 32 if -(2**31) <= x < 2**31 else 63 if -(2**63) <= x < 2**63 else 64
+    return bool if isinstance(x, bool) else x == 1 or (x % 16 == 0, bits)
+
+
+def _is_direct() -> bool:
+    """Whether what Triton does around a launch is only what `Launch.run` does.
+
+    Not in its interpreter, with hooks (of profilers) or for debugging, nor in a version whose launch is not known here.
+    """
+    if not _is_known():
+        return False
+    from triton import knobs  # type: ignore[import-untyped]
+
+    runtime = knobs.runtime
+    watched = getattr(runtime.launch_enter_hook, "calls", 1) or getattr(runtime.launch_exit_hook, "calls", 1)
+    return not (watched or runtime.debug or knobs.compilation.instrumentation_mode)
+
+
+@lru_cache(maxsize=1)
+def _is_known() -> bool:
+    from triton import __version__
+
+    return __version__.startswith("3.6.") and not _interpreted()
 
 
 def constant_to_compiler(function: _Function) -> _Function:
@@ -63,7 +164,7 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
 
 @lru_cache(maxsize=1)
 def _interpreted() -> bool:
-    import triton  # type: ignore[import-untyped]
+    import triton
 
     return bool(triton.knobs.runtime.interpret)
 
