@@ -108,9 +108,7 @@ def first_device(gpu):
 
 def launched(gpu, *, bias=None, n=17, out=TENSORS[0], size=64, pair=PAIR, warps=4):
     """The launch, how often Triton looked for it itself, and what it ran."""
-    launch = Launch(
-        add, (2, 3), {"out": out, "n": n, "SIZE": size}, warps, shared=Shared({"pair": pair, "bias": bias}, {})
-    )
+    launch = Launch(add, (2, 3), {"out": out, "n": n, "SIZE": size}, warps, shared=Shared({"pair": pair, "bias": bias}))
     with mock.patch.object(type(add), "run", autospec=True, side_effect=type(add).run) as looked:
         launch.run()
     return looked.call_count, gpu.launched[-1]

@@ -1,25 +1,29 @@
 """What it takes to call Triton's kernels: a device that can run them, and the launch.  Imports no Triton by itself."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from operator import itemgetter
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from onchip.core.configs import device_slug
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Shared(NamedTuple):
-    """Arguments of several launches, by the parameters' names, and the traits of those that were needed so far."""
+class Shared:
+    """Arguments of several launches, by the parameters' names, and their traits, found once."""
 
-    arguments: Mapping[str, Any]
-    traits: dict[str, Any]
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+        self.traits = {name: trait(x) for name, x in arguments.items()}
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Launch:
     stages: int = 1
     registers: int | None = None
     """The most that a thread may have; None leaves it to the compiler."""
-    shared: Shared = Shared({}, {})  # noqa: RUF009 - nothing is added to it
+    shared: Shared = Shared({})  # noqa: RUF009 - nothing is added to it
     """The other arguments."""
 
     @property
@@ -60,64 +64,87 @@ class Launch:
         from triton.runtime.driver import driver  # type: ignore[import-untyped]
 
         device, compiled = driver.active.get_current_device(), _Compiled.of(self.kernel)
-        given, others, traits = self.given, self.shared.arguments, self.shared.traits
-        key, arguments = [device, self.warps, self.stages, self.registers], []
-        for name, constant in compiled.parameters:
-            if name in given:
-                x = given[name]
-                key.append(x if constant else trait(x))
-            else:
-                x = others[name]
-                if not constant and name not in traits:
-                    traits[name] = trait(x)
-                key.append(x if constant else traits[name])
-            arguments.append(x)
-        found = compiled.by_key.get(tuple(key))
+        arguments = {**self.shared.arguments, **self.given}
+        own = {name: trait(x) for name, x in self.given.items() if name in compiled.variables}
+        traits = compiled.traits({**self.shared.traits, **own})
+        key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits
+        found = compiled.by_key.get(key)
         if found is None:
-            compiled.by_key[tuple(key)] = self.kernel[self.grid](**self.arguments, **self.options)
+            compiled.by_key[key] = self.kernel[self.grid](**self.arguments, **self.options)
             return
         x, y, z = (*self.grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(device)
-        found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *arguments)
+        stream, values = driver.active.get_current_stream(device), compiled.all(arguments)
+        found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
 
 
 class _Compiled(NamedTuple):
-    """What a kernel was compiled to."""
+    """What a kernel was compiled to, and what reads the values of its parameters from a dictionary."""
 
     kernel: Any  # kept, so that no other one gets its id
-    parameters: list[tuple[str, bool]]  # and whether they are constants to the compiler
-    by_key: dict[Any, Any]  # by device, options, constants and the other arguments' traits
+    variables: frozenset[str]  # names of the parameters that are no constants to the compiler
+    all: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    traits: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of the variables
+    by_key: dict[Any, Any]  # by device, options, constants and the variables' traits
 
     @staticmethod
     def of(kernel: Any) -> "_Compiled":
         known = _COMPILED.get(id(kernel))
         if known is None:
-            parameters = [(x.name, x.is_constexpr) for x in kernel.params]
-            known = _COMPILED[id(kernel)] = _Compiled(kernel, parameters, {})
+            constants = [x.name for x in kernel.params if x.is_constexpr]
+            variables = [x.name for x in kernel.params if not x.is_constexpr]
+            read = _reader(kernel.arg_names), _reader(constants), _reader(variables)
+            known = _COMPILED[id(kernel)] = _Compiled(kernel, frozenset(variables), *read, {})
         return known
+
+
+def _reader(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    return itemgetter(*names) if len(names) > 1 else lambda values: tuple(values[name] for name in names)
 
 
 _COMPILED: dict[int, _Compiled] = {}  # by the kernel's id: its hash is that of its source
 
 
+def descriptor(x: Tensor, stride: int, rows: int, columns: int) -> Any:
+    """A matrix in blocks of [rows, columns], for TMA.  Triton's own way checks all of it, which takes three times as
+    long; the caller knows that it suits.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
+
+    made = object.__new__(TensorDescriptor)
+    made.base, made.padding = x, "zero"
+    made.shape, made.strides, made.block_shape = list(x.shape), [stride, 1], [rows, columns]
+    return made
+
+
 def trait(x: Any) -> Any:
     """What Triton compiles for of an argument, or more: with equal traits the same machine code runs."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return _number_trait(x)
+    return _TRAITS.get(type(x), _other_trait)(x)
+
+
+@lru_cache(maxsize=4096)
+def _int_trait(x: int) -> Any:
+    """What is 1; of others what 16 divides, and how many bits it needs."""
+    return x == 1 or (x % 16 == 0, 32 if -(2**31) <= x < 2**31 else 63 if -(2**63) <= x < 2**63 else 64)
+
+
+def _tensor_trait(x: Tensor) -> Any:
+    return x.dtype, x.data_ptr() % 16 == 0
+
+
+def _other_trait(x: Any) -> Any:
+    """Of a named tuple, a subclass of Tensor or a TensorDescriptor."""
     if isinstance(x, tuple):
-        return type(x), *map(trait, x)
-    if x is None or isinstance(x, float):
-        return type(x)
-    return x.base.dtype, *x.block_shape  # a TensorDescriptor
+        return type(x), *[_TRAITS.get(type(y), _other_trait)(y) for y in x]
+    if isinstance(x, Tensor):
+        return _tensor_trait(x)
+    return x.base.dtype, *x.block_shape
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _number_trait(x: int) -> Any:
-    """Of True and False their type; of others what is 1, what 16 divides, and how many bits it needs."""
-    bits = 32 if -(2**31) <= x < 2**31 else 63 if -(2**63) <= x < 2**63 else 64
-    return bool if isinstance(x, bool) else x == 1 or (x % 16 == 0, bits)
+# By type, since to ask whether a number is a tensor takes longer than all else.
+_TRAITS: dict[type, Callable[[Any], Any]] = {
+    int: _int_trait, Tensor: _tensor_trait, Parameter: _tensor_trait, bool: type, float: type, NoneType: type
+}  # fmt: skip
 
 
 def _is_direct() -> bool:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.launch import Launch, Shared
+from onchip.kernels.triton.launch import Launch, Shared, descriptor
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
@@ -107,7 +106,7 @@ class Run:
             x = x.new_empty(1, max(x.shape[1], 8))
         # Of the exponentials' matrix the stride is that of its columns: see `exponentials`.
         stride = x.stride(0) or x.shape[1]
-        return TensorDescriptor(x, list(x.shape), [stride, 1], [rows, columns])
+        return descriptor(x, stride, rows, columns)
 
     @cached_property
     def known(self) -> Shared:
@@ -130,7 +129,7 @@ class Run:
             "RAGGED": self.vocab % VOCAB_TILE > 0,
             **self.vectors.known,
         }
-        return Shared(known, {})
+        return Shared(known)
 
     def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
