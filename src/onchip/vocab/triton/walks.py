@@ -20,7 +20,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.torch.softmax import FLOAT16_ROW
-from onchip.vocab.triton import blocks, gradients, launches, setup, softmax
+from onchip.vocab.triton import blocks, gradients, launches, setup, softmax, vectors
 from onchip.vocab.triton.launches import (
     BLOCK,
     TOKEN_TILE,
@@ -35,6 +35,9 @@ from onchip.vocab.triton.launches import (
 )
 from onchip.vocab.triton.memory import TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved
+
+# Labels that are sorted by one kernel.
+MOST_COUNTED = 16384
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
@@ -149,10 +152,36 @@ def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[T
     return loss, correct
 
 
-def loss_gradients(run: Run, made: TokenSoftmax, grad_loss: Tensor) -> OutputGradients:
-    """Those by the log-probability and lse, of those [T] by each token's loss."""
-    z_loss = run.options.z_loss
-    return OutputGradients(-grad_loss[:, None], grad_loss * made.lse * (2 * z_loss) if z_loss > 0 else None)
+def reduced(run: Run, losses: Tensor, divisor: Tensor | None) -> Tensor:
+    """The sum of all, or their mean: divided by `divisor`, or else by how many tokens are not ignored."""
+    out, mean = losses.new_empty(()), run.options.reduction == "mean"
+    run.launch(
+        vectors.reduce_losses, (1,), warps=8, loss=losses, divisor=divisor, out=out, MEAN=mean, BLOCK=4096
+    ).run()  # fmt: skip
+    return out
+
+
+def loss_gradients(
+    run: Run, known: TokenSoftmax, grad_loss: Tensor, divisor: Tensor | None, token_weight: Tensor | None
+) -> OutputGradients:
+    """Those by the log-probability and lse, of that by the loss, which is reduced as `reduced` does or is by token."""
+    grad_loss, apart = grad_loss.reshape(-1), run.options.reduction == "none"
+    by_lse = torch.empty_like(known.lse) if run.options.z_loss > 0 else None
+    made = OutputGradients(torch.empty_like(known.log_prob), by_lse)
+    if run.tokens > 0:
+        run.launch(
+            vectors.loss_gradients,
+            (-(-run.tokens // 256),),
+            grad_loss=grad_loss,
+            grad_stride=grad_loss.stride(0) if apart else 0,
+            divisor=divisor,
+            token_weight=token_weight,
+            lse=known.lse,
+            upstream=made,
+            MEAN=run.options.reduction == "mean",
+            BLOCK=256,
+        ).run()
+    return made
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -292,9 +321,7 @@ def _target_terms(
 ) -> Launch:
     """Of what is kept: the targets of each vocabulary entry together."""
     number = len(terms.entry_label)
-    there = torch.arange(number, device=hidden.device) < run.vectors.number * terms.ids
-    there &= terms.entry_label >= 0
-    labels, positions = terms.entry_label.masked_fill(~there, blocks.NO_LABEL.value).sort(stable=True)
+    labels, positions = _sorted_labels(run, terms)
     return run.launch(
         gradients.add_targets,
         (number, 1 if grad_weight is None else -(-run.hidden // BLOCK)),
@@ -313,6 +340,27 @@ def _target_terms(
         TOKENS=4,  # with 16 it took 0.63 ms instead of 0.04 at T4096 H4096 on an H100
         BLOCK=BLOCK,
     )
+
+
+def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
+    """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
+    label = terms.entry_label
+    if len(label) > MOST_COUNTED:
+        there = torch.arange(len(label), device=label.device) < run.vectors.number * terms.ids
+        return label.masked_fill(~(there & (label >= 0)), blocks.NO_LABEL.value).sort(stable=True)
+    labels, positions = torch.empty((2, len(label)), dtype=torch.int32, device=label.device)
+    run.launch(
+        vectors.sort_labels,
+        (-(-len(label) // 32),),
+        label=label,
+        sorted_label=labels,
+        sorted_position=positions,
+        N=len(label),
+        IDS=terms.ids,
+        BLOCK=32,
+        OTHERS=256,
+    ).run()
+    return labels, positions
 
 
 def position_terms(run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients) -> Terms:
