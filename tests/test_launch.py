@@ -108,9 +108,9 @@ def first_device(gpu):
 
 def launched(gpu, *, bias=None, n=17, out=TENSORS[0], size=64, pair=PAIR, warps=4):
     """The launch, how often Triton looked for it itself, and what it ran."""
-    launch = Launch(add, (2, 3), {"out": out, "n": n, "SIZE": size}, warps, shared=Shared({"pair": pair, "bias": bias}))
+    made = Launch(add, (2, 3), {"out": out, "n": n, "SIZE": size}, warps, shared=Shared({"pair": pair, "bias": bias}))
     with mock.patch.object(type(add), "run", autospec=True, side_effect=type(add).run) as looked:
-        launch.run()
+        made.run()
     return looked.call_count, gpu.launched[-1]
 
 
@@ -142,6 +142,15 @@ def test_what_is_compiled_for_is_looked_up(gpu, change):
     assert gpu.launched[-1][4] == ran[4]
 
 
+def test_again_has_the_changes_and_all_else(gpu):
+    launched(gpu)
+    given = {"out": TENSORS[0], "n": 17, "SIZE": 64}
+    first = Launch(add, (2, 3), given, shared=Shared({"pair": PAIR, "bias": None}))
+    first.again(n=33).run()
+    assert first.again(n=33).arguments == first.arguments | {"n": 33}
+    assert launched(gpu, n=33)[1] == gpu.launched[-2]
+
+
 def test_another_device_has_machine_code_of_its_own(gpu):
     launched(gpu)
     gpu.device = 1
@@ -160,5 +169,5 @@ def test_what_is_done_around_a_launch_is_left_to_triton(gpu, monkeypatch, change
     elif change == "before":
         monkeypatch.setattr(add, "pre_run_hooks", [lambda *_, **__: None])
     else:
-        monkeypatch.setattr("onchip.kernels.triton.launch._is_known", lambda: False)
+        monkeypatch.setattr("onchip.kernels.triton.launch._triton", lambda: None)
     assert launched(gpu)[0] == 1

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from operator import itemgetter
 from types import NoneType
@@ -58,12 +58,12 @@ class Launch:
         What was compiled for such arguments before is called directly: with dozens of arguments, Triton takes several
         times as long to find it as to launch it.
         """
-        if not _is_direct() or self.kernel.pre_run_hooks:
+        triton = _unwatched()
+        if triton is None or self.kernel.pre_run_hooks:
             self.kernel[self.grid](**self.arguments, **self.options)
             return
-        from triton.runtime.driver import driver  # type: ignore[import-untyped]
-
-        device, compiled = driver.active.get_current_device(), _Compiled.of(self.kernel)
+        active, compiled = triton.driver.active, _Compiled.of(self.kernel)
+        device = active.get_current_device()
         arguments = {**self.shared.arguments, **self.given}
         own = {name: trait(x) for name, x in self.given.items() if name in compiled.variables}
         traits = compiled.traits({**self.shared.traits, **own})
@@ -73,8 +73,16 @@ class Launch:
             compiled.by_key[key] = self.kernel[self.grid](**self.arguments, **self.options)
             return
         x, y, z = (*self.grid, 1, 1)[:3]
-        stream, values = driver.active.get_current_stream(device), compiled.all(arguments)
+        stream, values = active.get_current_stream(device), compiled.all(arguments)
         found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
+
+    def again(self, **changes: Any) -> "Launch":
+        """The same with other values of some arguments; the traits of the rest are found once for all of these."""
+        return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self._all)
+
+    @cached_property
+    def _all(self) -> Shared:
+        return Shared(self.arguments)
 
 
 class _Compiled(NamedTuple):
@@ -133,12 +141,12 @@ def _tensor_trait(x: Tensor) -> Any:
 
 
 def _other_trait(x: Any) -> Any:
-    """Of a named tuple, a subclass of Tensor or a TensorDescriptor."""
+    """Of a named tuple, a subclass of Tensor, a TensorDescriptor; of what is a constant anyway, itself."""
     if isinstance(x, tuple):
         return type(x), *[_TRAITS.get(type(y), _other_trait)(y) for y in x]
     if isinstance(x, Tensor):
         return _tensor_trait(x)
-    return x.base.dtype, *x.block_shape
+    return (x.base.dtype, *x.block_shape) if hasattr(x, "block_shape") else x
 
 
 # By type, since to ask whether a number is a tensor takes longer than all else.
@@ -147,25 +155,34 @@ _TRAITS: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def _is_direct() -> bool:
-    """Whether what Triton does around a launch is only what `Launch.run` does.
+class _Triton(NamedTuple):
+    """Where Triton's settings are, and its driver."""
+
+    runtime: Any
+    compilation: Any
+    driver: Any
+
+
+def _unwatched() -> _Triton | None:
+    """Triton, if what it does around a launch is only what `Launch.run` does.
 
     Not in its interpreter, with hooks (of profilers) or for debugging, nor in a version whose launch is not known here.
     """
-    if not _is_known():
-        return False
-    from triton import knobs  # type: ignore[import-untyped]
-
-    runtime = knobs.runtime
+    triton = _triton()
+    if triton is None:
+        return None
+    runtime = triton.runtime
     watched = getattr(runtime.launch_enter_hook, "calls", 1) or getattr(runtime.launch_exit_hook, "calls", 1)
-    return not (watched or runtime.debug or knobs.compilation.instrumentation_mode)
+    return None if watched or runtime.debug or triton.compilation.instrumentation_mode else triton
 
 
 @lru_cache(maxsize=1)
-def _is_known() -> bool:
-    from triton import __version__
+def _triton() -> _Triton | None:
+    from triton import __version__, knobs  # type: ignore[import-untyped]
+    from triton.runtime.driver import driver  # type: ignore[import-untyped]
 
-    return __version__.startswith("3.6.") and not _interpreted()
+    known = __version__.startswith("3.6.") and not _interpreted()
+    return _Triton(knobs.runtime, knobs.compilation, driver) if known else None
 
 
 def constant_to_compiler(function: _Function) -> _Function:
