@@ -11,6 +11,7 @@ Nothing here waits for the device: how many tokens are not ignored is known to t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -239,7 +240,7 @@ class Products:
         """A chunk of the vocabulary, with what is recomputed of it."""
         run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
         if self.kept < run.tokens and self.sums is not None:
-            launches.hidden_product(run, buffer, None, self.sums, self.config.halves, first, tiles).run()
+            self._recomputed_product.again(first_tile=first, chunk_tiles=tiles).run()
         if self.grads.bias is not None:
             run.launch(
                 gradients.bias_gradient,
@@ -253,9 +254,21 @@ class Products:
                 BLOCK_V=64,
             ).run()
         if self.grads.weight is not None:
-            out = self.grads.weight[: run.vocab]
-            for part in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
-                launches.weight_product(run, buffer, self.rows, out, inverse, first, *part, add=self.grads.add).run()
+            for start, number in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
+                self._weight_product.again(recomputed_from=first, first_tile=start, chunk_tiles=number).run()
+
+    @cached_property
+    def _recomputed_product(self) -> Launch:
+        """For `again`: of no chunk yet."""
+        assert self.sums is not None
+        return launches.hidden_product(self.run, self.buffer, None, self.sums, self.config.halves, 0, 0)
+
+    @cached_property
+    def _weight_product(self) -> Launch:
+        """For `again`: of no chunk yet."""
+        assert self.grads.weight is not None
+        out, inverse = self.grads.weight[: self.run.vocab], self.inverse_grad_scale
+        return launches.weight_product(self.run, self.buffer, self.rows, out, inverse, 0, 0, 0, add=self.grads.add)
 
     def finish(self, terms: Terms | None = None) -> None:
         """Hidden's gradient of its sums; with `terms` the ids' entries are added."""
@@ -302,9 +315,10 @@ def backward(
             grid = (run.vocab_tiles, buffer.kept // 32)
             run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
+        recomputed = launches.gradient(run, products.rows, terms, buffer, 0, 0) if kept < tokens else None
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
-            if kept < tokens:
-                launches.gradient(run, products.rows, terms, buffer, *chunk).run()
+            if recomputed is not None:
+                recomputed.again(first_tile=chunk[0], chunk_tiles=chunk[1]).run()
                 if terms.ids > 1:
                     label = terms.entry_label.view(ids.shape)
                     entry = terms.entry if kept == 0 else None  # where some are added to the results, all are
