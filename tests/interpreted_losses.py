@@ -23,6 +23,7 @@ from onchip.torch import linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import walks
 from tanh import assert_is_tanh, triton_tanh
 
 LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
@@ -227,6 +228,21 @@ def three_strides_of_rows_are_refused():
     with pytest.raises(ValueError, match="backend 'triton' can't run this call: its logits' leading dimensions must"):
         ROWS.call({"logits": x, "target": torch.zeros(2, 2, 2, dtype=torch.int64)})
     ROWS.call({"logits": x[0], "target": torch.zeros(2, 2, dtype=torch.int64)})
+
+
+@check()
+def labels_sorted_by_counting():
+    """In the order of a stable sort."""
+    h, w = torch.randn(300, 16).half(), torch.randn(40, 16).half()
+    y = torch.randint(40, (300,))
+    made = []
+    for most in (walks.MOST_COUNTED, 0):
+        leaves = [x.clone().requires_grad_() for x in (h, w)]
+        with mock.patch.object(walks, "MOST_COUNTED", most):
+            value = linear_cross_entropy(*leaves, y, ignore_index=7, backend="triton", strategy="stash")
+            value.backward()
+        made.append([x.grad for x in leaves])
+    assert all(torch.equal(p, q) for p, q in zip(*made, strict=True))
 
 
 @check()

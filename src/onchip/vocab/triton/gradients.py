@@ -347,7 +347,7 @@ def add_targets(
     grad_bias,  # [V] float32 in and out
     order,
     sorted_label,  # [N] int32: the targets in ascending order, NO_LABEL at the end
-    sorted_position,  # [N] int64: whose they are, IDS of each position
+    sorted_position,  # [N] integers: whose they are, IDS of each position
     at_target,  # [N] float32
     inverse_grad_scale,
     hidden_stride_t,

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.launch import Launch
+from onchip.kernels.triton.launch import Launch, Shared, descriptor
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
@@ -118,13 +117,13 @@ class Run:
             x = x.new_empty(1, max(x.shape[1], 8))
         # Of the exponentials' matrix the stride is that of its columns: see `exponentials`.
         stride = x.stride(0) or x.shape[1]
-        return TensorDescriptor(x, list(x.shape), [stride, 1], [rows, columns])
+        return descriptor(x, stride, rows, columns)
 
     @cached_property
-    def known(self) -> dict[str, Any]:
+    def known(self) -> Shared:
         """Arguments of kernels; the weight by pointer."""
         options = self.options
-        return {
+        known = {
             "weight": self.weight,
             "weight_stride_v": self.weight.stride(0),
             "weight_stride_h": self.weight.stride(1),
@@ -141,6 +140,7 @@ class Run:
             "RAGGED": self.vocab % VOCAB_TILE > 0,
             **self.vectors.known,
         }
+        return Shared(known)
 
     def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
@@ -150,21 +150,13 @@ class Run:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *, warps: int = 4, **more: Any) -> Launch:
         """Of a kernel whose arguments are known, or among `more`."""
-        return Launch(kernel, grid, self.known | more, warps)
+        return Launch(kernel, grid, more, warps, shared=self.known)
 
     def product(self, name: str, kernel: Any, arguments: Mapping[str, Any]) -> Launch:
         """Of a kernel that is cut as the tiles of this name say."""
         t = self.tiles[name]
-        known = {
-            "BLOCK_K": t.depth,
-            "GROUP": t.group,
-            "PROGRAMS": self.programs,
-            "PARTS": t.parts,
-            "TMA": self.tma,
-            **self.known,
-            **arguments,
-        }
-        return Launch(kernel, (self.programs,), known, t.warps, t.stages)
+        cut = {"BLOCK_K": t.depth, "GROUP": t.group, "PROGRAMS": self.programs, "PARTS": t.parts, "TMA": self.tma}
+        return Launch(kernel, (self.programs,), {**cut, **arguments}, t.warps, t.stages, shared=self.known)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -54,7 +54,8 @@ def plan(call: LinearCall, **more: Any) -> TritonPlan:
     problem = call.problem("cuda", **more)
     if call.compiled and call.budget is None:
         return triton_spec.plan_for_symbols(problem, call.options.strategy)
-    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
+    if call.compiled:
+        problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
     return triton_spec.plan(problem, call.options.strategy, call.budget)
 
 
@@ -323,15 +324,26 @@ def make_run(layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = N
     # The bias in the products' dtype first, as F.linear does under autocast.
     bias = None if layer.bias is None else layer.bias.to(dtype).float()
     slug, capability, programs, shared = describe(weight.device)
-    sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
-    tiles = {
-        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, DTYPES[dtype], sizes, default).config)
-        for kernel, default in triton_spec.heuristic_tiles(shared, weight.shape[1]).items()
-    }
-    rows_at = weight.shape[1], max(weight.stride())
+    vocab, hidden = weight.shape
+    tiles = _tiles(slug, DTYPES[dtype], tokens, vocab, hidden, shared, triton_spec.heuristic_tiles)
+    rows_at = hidden, max(weight.stride())
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
     unpacked = launches.Vectors.unpack(vectors, tokens)
     tma = capability >= 90 and aligned_rows
     return launches.Run(weight, bias, tokens, options, unpacked, tiles, programs, tma=tma)
+
+
+@configs.until_cleared
+def _tiles(
+    device: str, dtype: str, tokens: int, vocab: int, hidden: int, shared: int, heuristic: Any
+) -> "dict[str, launches.Tiles]":
+    """Those of each kernel, by the function that makes the default ones."""
+    from onchip.vocab.triton import launches
+
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
+    return {
+        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, device, dtype, sizes, default).config)
+        for kernel, default in heuristic(shared, hidden).items()
+    }

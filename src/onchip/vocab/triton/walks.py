@@ -11,6 +11,7 @@ Nothing here waits for the device: how many tokens are not ignored is known to t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.torch.softmax import FLOAT16_ROW
-from onchip.vocab.triton import blocks, gradients, launches, setup, softmax
+from onchip.vocab.triton import blocks, gradients, launches, setup, softmax, vectors
 from onchip.vocab.triton.launches import (
     BLOCK,
     TOKEN_TILE,
@@ -35,6 +36,9 @@ from onchip.vocab.triton.launches import (
 )
 from onchip.vocab.triton.memory import TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved, Sums
+
+# Labels that are sorted by one kernel.
+MOST_COUNTED = 16384
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
@@ -182,8 +186,8 @@ def _chunk_gradients(
             BLOCK=BLOCK,
         ).run()
     if sums.weight:
-        each = torch.ones_like(known.lse) if token_weight is None else token_weight
-        upstream = loss_gradients(part, known, each)
+        one = known.lse.new_ones(1)
+        upstream = loss_gradients(part, known, one, None, token_weight, reduction="sum")
         terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
         even_sum = None if terms.even is None else launches.even_sum(part, chunk.rows, terms.even, part.tokens)
         part.launch(
@@ -218,10 +222,46 @@ def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[T
     return loss, correct
 
 
-def loss_gradients(run: Run, made: TokenSoftmax, grad_loss: Tensor) -> OutputGradients:
-    """Those by the log-probability and lse, of those [T] by each token's loss."""
-    z_loss = run.options.z_loss
-    return OutputGradients(-grad_loss[:, None], grad_loss * made.lse * (2 * z_loss) if z_loss > 0 else None)
+def reduced(run: Run, losses: Tensor, divisor: Tensor | None) -> Tensor:
+    """The sum of all, or their mean: divided by `divisor`, or else by how many tokens are not ignored."""
+    out, mean = losses.new_empty(()), run.options.reduction == "mean"
+    run.launch(
+        vectors.reduce_losses, (1,), warps=8, loss=losses, divisor=divisor, out=out, MEAN=mean, BLOCK=4096
+    ).run()  # fmt: skip
+    return out
+
+
+def loss_gradients(
+    run: Run,
+    known: TokenSoftmax,
+    grad_loss: Tensor,
+    divisor: Tensor | None,
+    token_weight: Tensor | None,
+    reduction: str = "",
+) -> OutputGradients:
+    """Those by the log-probability and lse, of that by the loss, which is reduced as `reduced` does or is by token.
+
+    `reduction` stands for that of the options.
+    """
+    reduction = reduction or run.options.reduction
+    grad_loss, apart, tokens = grad_loss.reshape(-1), reduction == "none", len(known.lse)
+    by_lse = torch.empty_like(known.lse) if run.options.z_loss > 0 else None
+    made = OutputGradients(torch.empty_like(known.log_prob), by_lse)
+    if tokens > 0:
+        run.launch(
+            vectors.loss_gradients,
+            (-(-tokens // 256),),
+            T=tokens,
+            grad_loss=grad_loss,
+            grad_stride=grad_loss.stride(0) if apart else 0,
+            divisor=divisor,
+            token_weight=token_weight,
+            lse=known.lse,
+            upstream=made,
+            MEAN=reduction == "mean",
+            BLOCK=256,
+        ).run()
+    return made
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -267,8 +307,9 @@ class Products:
     def kept(self) -> int:
         return min(self.buffer.kept, self.run.tokens)
 
+    @cached_property
     def even_sum(self) -> Tensor | None:
-        """What the weight's gradient lacks in every row, before `take_kept` scales hidden's rows."""
+        """[H] float32: what every row of the weight's gradient lacks; `take_kept` needs it first."""
         if self.even is None or self.grads.weight is None:
             return None
         return launches.even_sum(self.run, self.rows, self.even, self.kept)
@@ -276,6 +317,7 @@ class Products:
     def take_kept(self, *, scale: bool = True) -> None:
         """What comes before weight's gradient takes the place of what is kept."""
         if self.kept > 0 and scale:
+            _ = self.even_sum  # of the rows as they are
             self.run.launch(
                 gradients.scale_rows, (self.run.tokens,), rows=self.rows, kept=self.kept,
                 product_scale=self.product_scale, BLOCK=BLOCK,
@@ -284,11 +326,11 @@ class Products:
             tiles = self.run.vocab_tiles
             launches.hidden_product(self.run, self.buffer, self.product_scale, self.sums, False, 0, tiles).run()
 
-    def take_chunk(self, first: int, tiles: int, even_sum: Tensor | None = None) -> None:
+    def take_chunk(self, first: int, tiles: int) -> None:
         """A chunk of the vocabulary, with what is recomputed of it."""
         run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
         if self.kept < run.tokens and self.sums is not None:
-            launches.hidden_product(run, buffer, None, self.sums, self.config.halves, first, tiles).run()
+            self._recomputed_product.again(first_tile=first, chunk_tiles=tiles).run()
         if self.grads.bias is not None:
             run.launch(
                 gradients.bias_gradient,
@@ -303,11 +345,31 @@ class Products:
                 BLOCK_V=64,
             ).run()
         if self.grads.weight is not None:
-            out = self.grads.weight[: run.vocab]
-            for part in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
-                launches.weight_product(
-                    run, buffer, self.rows, out, inverse, even_sum, first, *part, add=self.grads.add
-                ).run()
+            for start, number in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
+                self._weight_product.again(recomputed_from=first, first_tile=start, chunk_tiles=number).run()
+
+    @cached_property
+    def _recomputed_product(self) -> Launch:
+        """For `again`: of no chunk yet."""
+        assert self.sums is not None
+        return launches.hidden_product(self.run, self.buffer, None, self.sums, self.config.halves, 0, 0)
+
+    @cached_property
+    def _weight_product(self) -> Launch:
+        """For `again`: of no chunk yet."""
+        assert self.grads.weight is not None
+        return launches.weight_product(
+            self.run,
+            self.buffer,
+            self.rows,
+            self.grads.weight[: self.run.vocab],
+            self.inverse_grad_scale,
+            self.even_sum,
+            0,
+            0,
+            0,
+            add=self.grads.add,
+        )
 
     def finish(self, terms: Terms | None = None) -> None:
         """Hidden's gradient of its sums; with `terms` the ids' entries are added."""
@@ -363,16 +425,16 @@ def backward(
         if kept > 0 and terms.entropy_scale is not None:
             grid = (run.vocab_tiles, buffer.kept // 32)
             run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
-        even_sum = products.even_sum()
         products.take_kept(scale=terms.entropy_scale is None)
+        recomputed = launches.gradient(run, products.rows, terms, buffer, 0, 0) if kept < tokens else None
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
-            if kept < tokens:
-                launches.gradient(run, products.rows, terms, buffer, *chunk).run()
+            if recomputed is not None:
+                recomputed.again(first_tile=chunk[0], chunk_tiles=chunk[1]).run()
                 if terms.ids > 1:
                     label = terms.entry_label.view(ids.shape)
                     entry = terms.entry if kept == 0 else None  # where some are added to the results, all are
                     launches.write(run, buffer, label, entry, (kept, tokens), *chunk).run()
-            products.take_chunk(*chunk, even_sum)
+            products.take_chunk(*chunk)
         if kept > 0 and (wanted[1] or wanted[2]):
             _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
         products.finish(terms if kept else None)
@@ -433,9 +495,7 @@ def _target_terms(
 ) -> Launch:
     """Of what is kept: the targets of each vocabulary entry together."""
     number = len(terms.entry_label)
-    there = torch.arange(number, device=hidden.device) < run.vectors.number * terms.ids
-    there &= terms.entry_label >= 0
-    labels, positions = terms.entry_label.masked_fill(~there, blocks.NO_LABEL.value).sort(stable=True)
+    labels, positions = _sorted_labels(run, terms)
     return run.launch(
         gradients.add_targets,
         (number, 1 if grad_weight is None else -(-run.hidden // BLOCK)),
@@ -454,6 +514,27 @@ def _target_terms(
         TOKENS=4,  # with 16 it took 0.63 ms instead of 0.04 at T4096 H4096 on an H100
         BLOCK=BLOCK,
     )
+
+
+def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
+    """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
+    label = terms.entry_label
+    if len(label) > MOST_COUNTED:
+        there = torch.arange(len(label), device=label.device) < run.vectors.number * terms.ids
+        return label.masked_fill(~(there & (label >= 0)), blocks.NO_LABEL.value).sort(stable=True)
+    labels, positions = torch.empty((2, len(label)), dtype=torch.int32, device=label.device)
+    run.launch(
+        vectors.sort_labels,
+        (-(-len(label) // 32),),
+        label=label,
+        sorted_label=labels,
+        sorted_position=positions,
+        N=len(label),
+        IDS=terms.ids,
+        BLOCK=32,
+        OTHERS=256,
+    ).run()
+    return labels, positions
 
 
 def position_terms(
