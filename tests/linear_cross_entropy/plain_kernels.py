@@ -172,6 +172,9 @@ def weight_product(
     product = e.T @ rows.astype(jnp.float32) * (1.0 if inverse_grad_scale is None else inverse_grad_scale)
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
+    if out.dtype == jnp.float32:  # a sum
+        out[...] += in_matrix(product if vocab_major else product.T, vocab, vocab_major)
+        return
     old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
     out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
 

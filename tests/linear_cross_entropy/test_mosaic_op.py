@@ -82,6 +82,17 @@ def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
     assert "stablehlo.copy" not in text
 
 
+@pytest.mark.parametrize(("layout", "argnums"), [("vh", (0, 1)), ("hv", (0, 1)), ("vh", (0,))])
+def test_gradients_made_in_forward_lower(layout, argnums, as_on_hopper, monkeypatch):
+    """The plan of many tokens, and that of a frozen weight."""
+    c = mosaic_spec.MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1152, by_tokens=True)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
+    text = lowered(1000, 256, 4096, layout=layout, argnums=argnums, return_stats=True)
+    # Of each chunk softmax, rebase and hidden's product, and the weight's; its targets' terms.
+    assert launches(text) == 3 + 2 * (1 in argnums)
+    assert "stablehlo.copy" not in text
+
+
 EVERYTHING = {
     "bias": True, "argnums": (0, 1, 3), "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "return_stats": True,
 }  # fmt: skip

@@ -260,7 +260,8 @@ def gradient_tiles(
 
 
 def weight_product(
-    out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory
+    out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory; or to
+    # a float32 sum, to which the product is added
     rows: Array,  # [T, H]
     count: Array,  # [1] int32
     *,
@@ -279,7 +280,7 @@ def weight_product(
     config: MosaicConfig,
     interpret: Any = None,
 ) -> None:
-    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once.
+    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once; a float32 `out` is added to.
 
     The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
     """
@@ -288,7 +289,9 @@ def weight_product(
     vocab = vocab_of(out, vocab_major)
     last_kept = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
+    adds = out.dtype == jnp.float32
     assert size % tile_v == 0
+    assert not adds or interpret is None  # which has no copies that add
     assert kept_tokens % c.tile_k == last_kept % c.tile_k == 0
     if kept_tokens > 0:
         assert kept is not None
@@ -339,7 +342,8 @@ def weight_product(
         row, column = (p.m + first, p.n) if vocab_major else (p.m, p.n + first)
         if inverse_grad_scale is not None:
             product = product * refs["inverse_grad_scale"][0]
-        store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs["out"], row, column, BOX))
+        send = send_to(refs["out"], row, column, *((BOX // 2, "add") if adds else (BOX,)))
+        store(lambda n, width: product[:, n : n + width].astype(out.dtype), send)
 
     inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first, "number": number}
     if kept is not None and in_spare:
@@ -355,7 +359,7 @@ def weight_product(
         epilogue,
         inputs=inputs | {"after": after},
         outputs={},
-        stored=rows.dtype,
+        stored=out.dtype,
         name="weight_product",
         interpret=interpret,
     )

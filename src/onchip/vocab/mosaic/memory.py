@@ -1,8 +1,10 @@
 """How the 'mosaic_gpu' backend cuts a problem: memory formulas and the choice of a plan.  No framework.
 
 The memory of the weight's gradient holds the exponentials of up to H tokens until it is computed, and scratch those of
-more, as far as there is room; the other tokens' logits are recomputed in backward.  The formulas are of what XLA
-allocates for a jitted step beyond its arguments and results.
+more, as far as there is room; the other tokens' logits are recomputed in backward.  Or tokens go in chunks, whose
+exponentials are in scratch for as long as it takes to make of them hidden's gradient and what they add to a float32
+weight's gradient; a frozen weight always goes so.  The formulas are of what XLA allocates for a jitted step beyond its
+arguments and results.
 """
 
 from collections.abc import Iterator
@@ -23,6 +25,9 @@ _ELEMENT = 2
 # What was measured: an H100's multiprocessors and TFLOP/s of the products; us that a launch adds, in an H200's trace.
 _PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 7.0
 _DEPTH = 64  # of a step
+_COPIED = 2.5  # TB/s that are read and written
+# Steps that adding a tile to a float32 sum costs.
+_ADDING = 4
 # Milliseconds in which every program takes a step.
 _STEP = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
 
@@ -34,17 +39,19 @@ class MosaicPlan:
     strategy: str
     """'forward' where nothing needs a gradient, 'stash' where exponentials are kept, else 'recompute'."""
     token_chunk: int
-    """Tokens whose softmax is taken at a time: all of them, unless no gradient is wanted."""
+    """Tokens whose softmax is taken at a time: all of them, unless no gradient is wanted or it is made `by_tokens`."""
     kept_in_gradient: int = 0
     """Tokens, a multiple of 128, whose exponentials wait in the memory of the weight's gradient."""
     chunk: int = 0
     """Entries of the vocabulary, a multiple of 256, whose weight gradient is computed at a time."""
     kept_in_scratch: int = 0
-    """Tokens, a multiple of 128, whose exponentials wait in scratch."""
+    """Tokens, a multiple of 128, whose exponentials wait in scratch; with `by_tokens` a chunk of them at a time."""
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
     recompute_chunks: int = 1
     """Chunks for which the other tokens' logits are recomputed at a time: those have few tiles."""
+    by_tokens: bool = False
+    """Whether gradients are made in forward, a chunk of tokens after the other."""
 
     @property
     def kept(self) -> int:
@@ -126,11 +133,16 @@ def split_at(vocab: int, chunk: int) -> int:
 
 def capacity(p: Problem) -> int:
     """Tokens whose exponentials can be kept in the memory of the weight's gradient."""
-    # Softcap's derivative can't be read off 16 bits of an exponential, label smoothing adds to every entry, and the
-    # bias's gradient would be another pass over all of them.
-    if not p.grad_weight or p.grad_bias or p.softcap or p.smoothing or p.vocab < 2 * VOCAB_TILE:
+    if not (p.grad_weight and _keeps(p)) or p.vocab < 2 * VOCAB_TILE:
         return 0
     return min(up(p.tokens, TOKEN_TILE), p.hidden // TOKEN_TILE * TOKEN_TILE)
+
+
+def _keeps(p: Problem) -> bool:
+    """Whether gradients can be made of exponentials that are kept."""
+    # Label smoothing adds to every entry, and the bias's gradient would be another pass over all of them.  Softcap's
+    # derivative can't be read off 16 bits of an exponential.
+    return not (p.grad_bias or p.softcap or p.smoothing)
 
 
 def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
@@ -142,8 +154,18 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
     if c.strategy == "forward":
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
-    recomputed = rows - c.kept
     vocab = up(p.vocab, VOCAB_TILE)
+    if c.by_tokens:
+        sums = {
+            "hidden gradient in float32": 4 * (up(p.tokens, rows) + rows) * p.hidden if p.grad_hidden else 0,
+            "weight gradient in float32": 4 * p.vocab * p.hidden if p.grad_weight else 0,
+        }
+        parts["vectors"] += 256 * (up(p.tokens, rows) - up(p.tokens, TOKEN_TILE))
+        hidden_rows *= 1 + int(p.grad_weight)
+        return parts | sums | {
+            "exponentials in scratch": _ELEMENT * vocab * rows, "hidden rows": hidden_rows, "softmax of each tile": softmax
+        }
+    recomputed = rows - c.kept
     # What is left for the last chunk may be a tile more than the others.
     group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
     spare = vocab - split_at(p.vocab, c.chunk) if c.kept else 0
@@ -166,10 +188,21 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         product = 2e-9 * p.tokens * p.hidden * p.vocab / PRODUCT
         return product + 1e-3 * _LAUNCH * -(-p.tokens // c.token_chunk)
     rows = up(p.tokens, TOKEN_TILE)
-    recomputed = rows - c.kept
-    chunks = -(-p.vocab // c.chunk)
     # Of so many tokens or vocabulary entries the tiles along hidden, and of a product along hidden the steps.
     columns, steps = -(-p.hidden // VOCAB_TILE), -(-p.hidden // _DEPTH)
+    if c.by_tokens:
+        tiles, number = c.token_chunk // TOKEN_TILE, -(-p.tokens // c.token_chunk)
+        work = waves(tiles * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
+        if p.grad_hidden:
+            work += waves(tiles * columns, _PROGRAMS, halves=True) * p.vocab / _DEPTH
+        if p.grad_weight:
+            added = c.token_chunk / _DEPTH + _ADDING
+            work += waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * added
+        # The weight's sum is set to zero, and read to make its gradient.
+        moved = 10e-9 * p.vocab * p.hidden / _COPIED if p.grad_weight else 0
+        return number * (work * _STEP + 1e-3 * 10 * _LAUNCH) + moved
+    recomputed = rows - c.kept
+    chunks = -(-p.vocab // c.chunk)
     work = waves(rows // TOKEN_TILE * -(-p.vocab // VOCAB_TILE), _PROGRAMS) * steps
     recomputed_groups = groups(p.vocab, c, recomputed=True) if recomputed else []
     for group in recomputed_groups:
@@ -224,6 +257,10 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
 def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     """The plans of one strategy with gradients."""
     rows = up(p.tokens, TOKEN_TILE)
+    # In forward nobody knows what a gradient by each token's loss is: hidden's can be multiplied by it later.
+    if strategy == "stash" and _keeps(p) and not (p.grad_weight and p.per_token_loss):
+        for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
+            yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
     kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient
     # More than that fits no budget; and a few dozen are enough.
     most = min(rows - kept, budget // (_ELEMENT * p.vocab)) if kept else 0
@@ -236,6 +273,12 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
                     together = _together(p, recomputed, size, budget - scratch_bytes(p, plan))
                     plan = replace(plan, recompute_chunks=together)
                 yield plan
+
+
+def _token_chunks(rows: int, most: int) -> list[int]:
+    """Sizes of a chunk of tokens: some small ones, and the fewest even chunks."""
+    even = {up(-(-rows // number), TOKEN_TILE) for number in range(1, 65)}
+    return sorted(size for size in even | {TOKEN_TILE} if size <= max(most, TOKEN_TILE))
 
 
 def _together(p: Problem, recomputed: int, chunk: int, room: int) -> int:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
@@ -31,11 +32,12 @@ from onchip.vocab.mosaic.positions import (
     gradient_of_first,
     gradient_with_last,
     joined,
+    rows_from,
     stored_tiles,
     unfused,
 )
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted
+from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write, write_rows
 
 Array = jax.Array
 SEQUENTIAL = True
@@ -62,6 +64,15 @@ class Saved(NamedTuple):
     base: Array | None = None  # [P] float32: what exponentials are relative to
     kept: Any = None  # `Kept` exponentials
     in_scratch: Array | None = None  # those of more tokens
+    sums: Any = None  # `Sums`: gradients themselves, and nothing that is kept
+
+
+class Sums(NamedTuple):
+    """Gradients that are made in forward, chunk by chunk of tokens, in float32; None is what isn't wanted."""
+
+    hidden: Array | None  # [P, H]: of the softmax alone, without each position's factor
+    weight: Array | None  # as weight, for an upstream gradient of 1
+    inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
 
 def _tiles(call: Call) -> dict[str, Any]:
@@ -83,6 +94,8 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     from onchip.vocab.mosaic import kernels, rebase
     from onchip.vocab.mosaic.blocks import REACH
 
+    if plan.by_tokens:
+        return _forward_by_tokens(plan, wanted, needs, call)
     at, config = Positions.of(call), _tiles(call)["softmax_tiles"]
     layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
     softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
@@ -126,9 +139,65 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
             count=at.number_in(part), vocab_major=major, vocab=layer.vocab, config=config,
         )  # fmt: skip
         rooms[i] = part, run_state(move)(kept)
-    kept, *more = (kept for _, kept in rooms)
-    saved = unfused((base, kept, more[0].spare if more else None))
+    made = [kept for _, kept in rooms]
+    first = made.pop(0) if plan.kept_in_gradient else None
+    saved = unfused((base, first, made[0].spare if made else None))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
+
+
+def _forward_by_tokens(
+    plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call
+) -> tuple[TokenStats, Saved]:
+    """Chunk by chunk of positions, whose exponentials are used up at once."""
+    from jax.experimental.pallas import run_state
+
+    from onchip.vocab.mosaic import kernels, rebase
+
+    at, tiles, size = Positions.of(call), _tiles(call), plan.token_chunk
+    layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
+    row_scale, grad_scale = call.scaled_rows(jnp.ones(()))
+    padded, one_chunk = len(at.label), replace(plan, by_tokens=False, kept_in_scratch=size)
+
+    def chunk(i: Array, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
+        start = i * size
+        mine = rows_from(call, start, size)
+        found, kept = forward(one_chunk, wanted, needs, mine)
+        assert kept is not None
+        assert kept.base is not None
+        here = Positions.of(mine)
+        rows, exponentials = here.rows(mine.tokens.source), kept.in_scratch
+        relative = jnp.where(here.there, jnp.exp(kept.base - found.lse), 0) / _exponential_scale(rows.dtype)
+        stats, sums = carry
+        if needs.hidden:
+            product = partial(
+                kernels.hidden_product, weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials,
+                scale=relative, halves=True, config=tiles["hidden_product"],
+            )  # fmt: skip
+            zeros = jnp.zeros((size, layer.hidden.shape[1]), jnp.float32)
+            part = unfused(run_state(lambda ref: product(add_to=ref))(zeros))
+            sums = sums._replace(hidden=write(sums.hidden, part, start))
+        if needs.weight:
+            factor = call.loss.gradient(found, cut(row_scale, start, size), layer.vocab).factor
+            rows = (rows.astype(jnp.float32) * (relative * jnp.where(here.there, factor, 0))[:, None]).astype(rows.dtype)
+            add = partial(
+                kernels.weight_product, rows=rows, count=here.number, vocab_major=major, first=jnp.zeros(1, jnp.int32),
+                size=up(layer.vocab, VOCAB_TILE), kept_tokens=0, in_scratch=exponentials, config=tiles["weight_product"],
+            )  # fmt: skip
+            sums = sums._replace(weight=run_state(add)(sums.weight))
+        return write_rows(stats, found, start), sums
+
+    zeros = layer.zeros(needs, padded)
+    carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, zeros.weight)
+    stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
+    if sums.weight is not None:
+        above = Upstream.of(at, stats, jnp.ones(()))
+        label = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL)
+        add = partial(
+            rebase.add_targets, hidden=layer.hidden, token=call.tokens.source, label=label, term=above.at_target,
+            vocab_major=major,
+        )  # fmt: skip
+        sums = Sums(sums.hidden, run_state(add)(sums.weight), above.inverse_grad_scale)
+    return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=unfused(sums))
 
 
 def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any]]:
@@ -142,9 +211,10 @@ def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any]]:
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    first = slice(0, plan.kept_in_gradient)
-    in_gradient = lax.empty(layer.weight.shape, layer.weight.dtype)
-    rooms = [(first, Kept(in_gradient, scratch(whole - split, first.stop), plan.chunk, split))]
+    first, rooms = slice(0, plan.kept_in_gradient), []
+    if plan.kept_in_gradient:
+        in_gradient = lax.empty(layer.weight.shape, layer.weight.dtype)
+        rooms.append((first, Kept(in_gradient, scratch(whole - split, first.stop), plan.chunk, split)))
     if plan.kept_in_scratch:
         rooms.append((slice(first.stop, plan.kept), Kept(None, scratch(whole, plan.kept_in_scratch))))
     return rooms
@@ -163,6 +233,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
 
     from onchip.vocab.mosaic import kernels, rebase
 
+    if plan.by_tokens:
+        return _backward_by_tokens(needs, saved, grad_loss)
     at, tiles = Positions.of(saved.call), _tiles(saved.call)
     exponentials, in_scratch = unfused((saved.kept, saved.in_scratch))
     above = Upstream.of(at, saved.stats, grad_loss)
@@ -261,6 +333,19 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
     grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
     return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
+
+
+def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
+    """Of the sums that forward has made."""
+    at, sums = Positions.of(saved.call), saved.sums
+    grad_hidden = grad_weight = None
+    if needs.hidden:
+        above = Upstream.of(at, saved.stats, grad_loss)
+        grad_hidden = gradient_of_first(at, above, sums.hidden, targets=True, factor=above.factor)
+    if needs.weight:
+        factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
+        grad_weight = (sums.weight * factor).astype(at.layer.weight.dtype)
+    return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
 
 
 def _repeat(times: int, do: Callable[..., None]) -> None:
