@@ -58,14 +58,24 @@ def test_every_kind_of_plan(in_scratch, halves, together, layout, monkeypatch):
     assert_right(LONG, "bfloat16", backend="mosaic_gpu", weight_layout=layout)
 
 
-def by_tokens(size, tokens=512):
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
+@pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "vh"), ("float16", "hv")])
+def test_softcap_and_smoothing_keep_exponentials(dtype, layout, options, by_tokens, monkeypatch):
+    kept = MosaicPlan("stash", 512, kept_in_gradient=128, chunk=256, kept_in_scratch=128)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(384) if by_tokens else kept)
+    case = replace(LONG, logit_std=3.0, token_temperature=True, options=options)
+    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
+def in_forward(size, tokens=512):
     return MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
 
 
 @pytest.mark.parametrize("size", [128, 384, 512])
 @pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "vh"), ("float16", "hv")])
 def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: by_tokens(size))
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size))
     case = replace(LONG, token_weight=True, token_temperature=True, options={"z_loss": 1e-3})
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
@@ -86,7 +96,7 @@ def test_one_gradient_made_in_forward(wanted, reduction, monkeypatch):
         return
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 256, chunk=512))
     expected = gradient()
-    monkeypatch.setattr(mosaic_op, "plan", lambda *_: by_tokens(128, 256))
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(128, 256))
     assert jnp.linalg.norm(gradient() - expected) <= 1e-2 * jnp.linalg.norm(expected)
 
 

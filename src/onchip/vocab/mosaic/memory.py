@@ -140,9 +140,9 @@ def capacity(p: Problem) -> int:
 
 def _keeps(p: Problem) -> bool:
     """Whether gradients can be made of exponentials that are kept."""
-    # Label smoothing adds to every entry, and the bias's gradient would be another pass over all of them.  Softcap's
-    # derivative can't be read off 16 bits of an exponential.
-    return not (p.grad_bias or p.softcap or p.smoothing)
+    # The bias's gradient would be another pass over all of them.  What label smoothing adds is the same for all entries,
+    # unless softcap's derivative multiplies it.
+    return not (p.grad_bias or (p.softcap and p.smoothing))
 
 
 def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:

@@ -72,6 +72,7 @@ class Sums(NamedTuple):
 
     hidden: Array | None  # [P, H]: of the softmax alone, without each position's factor
     weight: Array | None  # as weight, for an upstream gradient of 1
+    even: Array | None = None  # [H or more]: what is to be taken from it at each entry
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
 
@@ -190,13 +191,13 @@ def _forward_by_tokens(
     carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, zeros.weight)
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
-        above = Upstream.of(at, stats, jnp.ones(()))
+        above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
         label = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL)
         add = partial(
             rebase.add_targets, hidden=layer.hidden, token=call.tokens.source, label=label, term=above.at_target,
             vocab_major=major,
         )  # fmt: skip
-        sums = Sums(sums.hidden, run_state(add)(sums.weight), above.inverse_grad_scale)
+        sums = Sums(sums.hidden, run_state(add)(sums.weight), _even_rows(at, above), above.inverse_grad_scale)
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=unfused(sums))
 
 
@@ -238,6 +239,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     at, tiles = Positions.of(saved.call), _tiles(saved.call)
     exponentials, in_scratch = unfused((saved.kept, saved.in_scratch))
     above = Upstream.of(at, saved.stats, grad_loss)
+    above = above.apart(at, saved.stats) if plan.kept else above
     layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
     kept, padded, major = plan.kept, at.label.shape[0], layer.vocab_axis == 0
     recomputed_rows, tail = padded - kept, slice(kept, padded)
@@ -270,13 +272,14 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
     rest = at.operands(at.rows(source[tail]), tail)
     rows = (rows.astype(jnp.float32) * row_factor[:, None]).astype(rows.dtype) if kept else rows
-    # Where exponentials are kept, all targets' terms are added apart.
-    at_target = jnp.zeros_like(above.at_target[tail]) if kept else above.at_target
+    # Where exponentials are kept, all targets' terms and label smoothing's are added apart.
+    at_target, even, even_rows = above.at_target, above.even, None
+    if kept:
+        at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above)
 
     def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
         recomputed: Array = kernels.gradient_tiles(
-            rest, above.lse[tail], above.factor[tail], at_target, even=None if above.even is None else above.even[tail],
-            first=begin, size=size, vocab_major=major, config=tiles["gradient_tiles"],
+            rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size, vocab_major=major, config=tiles["gradient_tiles"],
         )  # fmt: skip
         if needs.hidden:
             kernels.hidden_product(
@@ -299,8 +302,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
             product = partial(
                 kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
                 skip=skip, kept=exponentials, in_spare=group.in_spare, kept_tokens=plan.kept_in_gradient,
-                in_scratch=in_scratch, recomputed=recomputed, inverse_grad_scale=above.inverse_grad_scale,
-                after=grad_hidden if kept else None, config=tiles["weight_product"],
+                in_scratch=in_scratch, recomputed=recomputed, even=even_rows,
+                inverse_grad_scale=above.inverse_grad_scale, after=grad_hidden if kept else None, config=tiles["weight_product"],
             )  # fmt: skip
             _repeat(times, product)
             skip += size * times
@@ -340,12 +343,21 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
     at, sums = Positions.of(saved.call), saved.sums
     grad_hidden = grad_weight = None
     if needs.hidden:
-        above = Upstream.of(at, saved.stats, grad_loss)
+        above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
         grad_hidden = gradient_of_first(at, above, sums.hidden, targets=True, factor=above.factor)
     if needs.weight:
         factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
-        grad_weight = (sums.weight * factor).astype(at.layer.weight.dtype)
+        even = 0 if sums.even is None else jnp.expand_dims(sums.even[: at.layer.hidden.shape[1]], at.layer.vocab_axis)
+        grad_weight = ((sums.weight - even) * factor).astype(at.layer.weight.dtype)
     return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
+
+
+def _even_rows(at: Positions, above: Upstream) -> Array | None:
+    """[H in whole tiles]: what label smoothing takes from each entry's row of the weight's gradient."""
+    if above.even is None:
+        return None
+    rows = jnp.sum(at.rows(at.call.tokens.source).astype(jnp.float32) * above.even[:, None], 0)
+    return jnp.pad(rows, (0, -len(rows) % VOCAB_TILE))
 
 
 def _repeat(times: int, do: Callable[..., None]) -> None:

@@ -240,6 +240,18 @@ class Upstream(NamedTuple):
             None if grad_scale is None else (1 / grad_scale).reshape(1),
         )
 
+    def apart(self, positions: Positions, stats: TokenStats) -> "Upstream":
+        """Where targets' terms are added to products of all other entries: with softcap's derivative.  Label
+        smoothing's part is taken from all entries alike then, and given back to the target's.
+        """
+        at_target = self.at_target
+        if positions.inner is not None:
+            x = (stats.log_prob[:, 0] + stats.lse) / positions.factor
+            at_target = jnp.where(at_target == 0, 0, at_target * (1 - x * x))
+        if self.even is not None:
+            at_target += jnp.where(positions.label >= 0, self.even, 0)
+        return self._replace(at_target=at_target)
+
     def unscaled(self, x: Array) -> Array:
         return x if self.inverse_grad_scale is None else x * self.inverse_grad_scale
 
@@ -257,8 +269,7 @@ def gradient_of_first(
     if factor is not None:
         value *= factor[tokens.place][:, None]
     if targets:
-        entry = upstream.at_target[tokens.place]
-        value += entry[:, None] * positions.weight_rows(positions.label[tokens.place])
+        value += _targets_terms(positions, upstream, tokens.place)
     dtype = positions.layer.hidden.dtype
     return jnp.where(mine[:, None], upstream.unscaled(value).astype(dtype), jnp.zeros((), dtype))
 
@@ -268,11 +279,20 @@ def gradient_with_last(gradient: Array, positions: Positions, upstream: Upstream
     kept of the others.  XLA writes these rows in place.
     """
     start = positions.label.shape[0] - sums.shape[0]
-    value = sums + upstream.at_target[start:, None] * positions.weight_rows(positions.label[start:])
+    value = sums + _targets_terms(positions, upstream, slice(start, None))
     # Beyond the last token there is none; no two of these are the same.
     nowhere = gradient.shape[0] + jnp.arange(sums.shape[0])
     token = jnp.where(positions.there[start:], positions.call.tokens.source[start:], nowhere)
     return gradient.at[token].set(upstream.unscaled(value).astype(gradient.dtype), mode="drop", unique_indices=True)
+
+
+def _targets_terms(positions: Positions, upstream: Upstream, at: Any) -> Array:
+    """What hidden's gradient lacks of some positions, with `upstream` as it is `apart`."""
+    terms = upstream.at_target[at][:, None] * positions.weight_rows(positions.label[at])
+    if upstream.even is None:
+        return terms
+    total = jnp.sum(positions.layer.weight, positions.layer.vocab_axis, dtype=jnp.float32)
+    return terms - upstream.even[at][:, None] * total
 
 
 def bias_gradient(sums: Array, positions: Positions, upstream: Upstream) -> Array:
