@@ -80,7 +80,9 @@ def _tiles(call: Call) -> dict[str, Any]:
     """How each kernel is cut."""
     from onchip.kernels.mosaic.product import MosaicConfig
 
-    stored = stored_tiles(call, mosaic_spec.heuristic_tiles())
+    layer = call.source
+    heuristic = mosaic_spec.heuristic_tiles(layer.hidden.shape[1], ("vh", "hv")[layer.vocab_axis])
+    stored = stored_tiles(call, heuristic)
     return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
 
 
@@ -347,6 +349,8 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
         grad_hidden = gradient_of_first(at, above, sums.hidden, targets=True, factor=above.factor)
     if needs.weight:
         factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
+        # Only now: hidden's sum is in the memory of the weight's gradient.
+        factor = factor if grad_hidden is None else after(factor, grad_hidden)
         even = 0 if sums.even is None else jnp.expand_dims(sums.even[: at.layer.hidden.shape[1]], at.layer.vocab_axis)
         grad_weight = ((sums.weight - even) * factor).astype(at.layer.weight.dtype)
     return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)

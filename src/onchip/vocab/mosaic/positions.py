@@ -191,7 +191,7 @@ def rows_from(call: Call, start: Array, size: int) -> Call:
     """So many rows of a call, from `start` on, but for what its loss is reduced with."""
     tokens, temperature = call.tokens, call.transform.temperature
     by_row = temperature if temperature is not None and temperature.ndim else None
-    ids, source, by_row = unfused(cut_rows((call.ids, tokens.source, by_row), start, size))
+    ids, source, by_row = cut_rows((call.ids, tokens.source, by_row), start, size)
     transform = call.transform if by_row is None else call.transform._replace(temperature=by_row)
     tokens = tokens._replace(source=source, number=jnp.clip(tokens.number - start, 0, size))
     return call._replace(transform=transform, tokens=tokens, ids=ids)
