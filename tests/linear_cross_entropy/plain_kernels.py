@@ -154,12 +154,13 @@ def hidden_product(
 
 def weight_product(
     out, rows, count, *, vocab_major, first, size, skip=0, number=None, kept=None, in_spare=False, kept_tokens=None,
-    in_scratch=None, recomputed=None, even=None, inverse_grad_scale=None, after=None, config=None,
+    in_scratch=None, recomputed=None, rest=None, even=None, inverse_grad_scale=None, after=None, config=None,
 ):  # fmt: skip
     before = skip + (0 if number is None else number[0] * size)
     first = first + before
     tokens, kept_tokens = len(rows), len(rows) if kept_tokens is None else kept_tokens
-    vocab = out.shape[0 if vocab_major else 1]
+    axis = 0 if vocab_major else 1
+    vocab = out.shape[axis] + (0 if rest is None else rest.shape[axis])
     parts = []
     if kept_tokens:
         assert in_spare or size <= kept.shift
@@ -176,7 +177,9 @@ def weight_product(
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
     if out.dtype == jnp.float32:  # a sum
-        out[...] += in_matrix(product if vocab_major else product.T, vocab, vocab_major)
+        sums = in_matrix(product if vocab_major else product.T, vocab, vocab_major)
+        for ref, part in zip((out, rest), jnp.split(sums, [out.shape[axis]], axis), strict=True):
+            ref[...] += part
         return
     old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
     out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)

@@ -139,6 +139,11 @@ def split_at(vocab: int, chunk: int) -> int:
     return max(0, vocab // VOCAB_TILE * VOCAB_TILE - chunk)
 
 
+def half(vocab: int) -> int:
+    """Entries of the first half of a float32 sum of the weight's gradient: no larger than the gradient."""
+    return vocab // 2 // VOCAB_TILE * VOCAB_TILE
+
+
 def capacity(p: Problem) -> int:
     """Tokens whose exponentials can be kept in the memory of the weight's gradient."""
     if not (p.grad_weight and _keeps(p)) or p.vocab < 2 * VOCAB_TILE:
@@ -164,18 +169,18 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
     vocab = up(p.vocab, VOCAB_TILE)
     if c.by_tokens:
-        sums = {
-            "hidden gradient in float32": 4 * rows * p.hidden if p.grad_hidden else 0,
-            "weight gradient in float32": 4 * p.vocab * p.hidden if p.grad_weight else 0,
+        padded = up(p.tokens, rows)
+        parts["vectors"] += 256 * (padded - up(p.tokens, TOKEN_TILE))
+        # XLA puts the first half of the weight's sum where the gradient will be, and rounds it before it writes there.
+        parts["weight gradient in float32"] = 4 * (p.vocab - half(p.vocab)) * p.hidden if p.grad_weight else 0
+        chunk = {
+            "exponentials in scratch": _ELEMENT * vocab * rows,
+            "hidden rows": hidden_rows * (1 + int(p.grad_weight)),
+            "softmax of each tile": softmax,
+            "hidden gradient in float32": 4 * (padded + rows) * p.hidden if p.grad_hidden else 0,
         }
-        # For hidden's own sum XLA takes the memory of the weight's gradient, if that has room.
-        if p.grad_hidden and not (p.grad_weight and 4 * up(p.tokens, rows) <= _ELEMENT * p.vocab):
-            sums["hidden gradient in float32"] += 4 * up(p.tokens, rows) * p.hidden
-        parts["vectors"] += 256 * (up(p.tokens, rows) - up(p.tokens, TOKEN_TILE))
-        hidden_rows *= 1 + int(p.grad_weight)
-        return parts | sums | {
-            "exponentials in scratch": _ELEMENT * vocab * rows, "hidden rows": hidden_rows, "softmax of each tile": softmax
-        }
+        last = {"half of the weight gradient": _ELEMENT * half(p.vocab) * p.hidden if p.grad_weight else 0}
+        return parts | max((chunk, last), key=lambda phase: sum(phase.values()))
     recomputed = rows - c.kept
     # What is left for the last chunk may be a tile more than the others.
     group = min(vocab, max(c.recompute_chunks * c.chunk, c.chunk + VOCAB_TILE))
@@ -212,8 +217,8 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         if p.grad_weight:
             added = c.token_chunk / depth + _EPILOGUE
             work += waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * added
-        # The weight's sum is set to zero, and read to make its gradient.
-        moved = 10e-9 * p.vocab * p.hidden / _COPIED if p.grad_weight else 0
+        # The sum of the weight's gradient is set to zero, and read and rounded at the end.
+        moved = 12e-9 * p.vocab * p.hidden / _COPIED if p.grad_weight else 0
         return number * (work * _STEP + 1e-3 * 10 * _LAUNCH) + moved
     recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)
@@ -272,7 +277,7 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[MosaicPlan]:
     """The plans of one strategy with gradients."""
     rows = up(p.tokens, TOKEN_TILE)
     # In forward nobody knows what a gradient by each token's loss is: hidden's can be multiplied by it later.
-    if strategy == "stash" and _keeps(p) and not (p.grad_weight and p.per_token_loss):
+    if strategy == "stash" and _keeps(p) and not (p.grad_weight and (p.per_token_loss or half(p.vocab) == 0)):
         for size in _token_chunks(rows, budget // (_ELEMENT * p.vocab)):
             yield MosaicPlan("stash", size, chunk=up(p.vocab, VOCAB_TILE), kept_in_scratch=rows, by_tokens=True)
     kept = _cut(p, strategy, VOCAB_TILE).kept_in_gradient

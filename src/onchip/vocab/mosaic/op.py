@@ -20,7 +20,7 @@ from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
-from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, split_at, up
+from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, half, split_at, up
 from onchip.vocab.mosaic.positions import (
     LOWEST,
     NO_LABEL,
@@ -71,7 +71,7 @@ class Sums(NamedTuple):
     """Gradients that are made in forward, chunk by chunk of tokens, in float32; None is what isn't wanted."""
 
     hidden: Array | None  # [P, H]: of the softmax alone, without each position's factor
-    weight: Array | None  # as weight, for an upstream gradient of 1
+    weight: tuple[Array, Array] | None  # halves of the vocabulary, for an upstream gradient of 1
     even: Array | None = None  # [H or more]: what is to be taken from it at each entry
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
@@ -186,20 +186,26 @@ def _forward_by_tokens(
                 kernels.weight_product, rows=rows, count=here.number, vocab_major=major, first=jnp.zeros(1, jnp.int32),
                 size=up(layer.vocab, VOCAB_TILE), kept_tokens=0, in_scratch=exponentials, config=tiles["weight_product"],
             )  # fmt: skip
-            sums = sums._replace(weight=run_state(add)(sums.weight))
+            sums = sums._replace(weight=run_state(lambda refs: add(refs[0], rest=refs[1]))(sums.weight))
         return write_rows(stats, found, start), sums
 
     zeros = layer.zeros(needs, padded)
-    carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, zeros.weight)
+    halved = None if zeros.weight is None else tuple(jnp.split(zeros.weight, [half(layer.vocab)], layer.vocab_axis))
+    carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, halved)
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
-        label = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL)
-        add = partial(
-            rebase.add_targets, hidden=layer.hidden, token=call.tokens.source, label=label, term=above.at_target,
-            vocab_major=major,
-        )  # fmt: skip
-        sums = Sums(sums.hidden, run_state(add)(sums.weight), _even_rows(at, above), above.inverse_grad_scale)
+        label, middle = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL), half(layer.vocab)
+        # Those of the other half are below 0, or as if they were none.
+        labels = jnp.where(label < middle, label, NO_LABEL), jnp.where(label < NO_LABEL, label - middle, NO_LABEL)
+
+        def add_targets(halves: tuple[Any, Any]) -> None:
+            for ref, label in zip(halves, labels, strict=True):
+                rebase.add_targets(
+                    ref, layer.hidden, call.tokens.source, label, above.at_target, vocab_major=major
+                )
+
+        sums = Sums(sums.hidden, run_state(add_targets)(sums.weight), _even_rows(at, above), above.inverse_grad_scale)
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=unfused(sums))
 
 
@@ -349,10 +355,12 @@ def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Pr
         grad_hidden = gradient_of_first(at, above, sums.hidden, targets=True, factor=above.factor)
     if needs.weight:
         factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
-        # Only now: hidden's sum is in the memory of the weight's gradient.
-        factor = factor if grad_hidden is None else after(factor, grad_hidden)
-        even = 0 if sums.even is None else jnp.expand_dims(sums.even[: at.layer.hidden.shape[1]], at.layer.vocab_axis)
-        grad_weight = ((sums.weight - even) * factor).astype(at.layer.weight.dtype)
+        axis, dtype = at.layer.vocab_axis, at.layer.weight.dtype
+        even = 0 if sums.even is None else jnp.expand_dims(sums.even[: at.layer.hidden.shape[1]], axis)
+        first, last = sums.weight
+        # The first half is in the memory of the result: it has to be elsewhere before that is written.
+        first, last = unfused((((first - even) * factor).astype(dtype), last))
+        grad_weight = jnp.concatenate([first, ((last - even) * factor).astype(dtype)], axis)
     return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
 
 
