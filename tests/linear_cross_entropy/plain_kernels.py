@@ -173,7 +173,8 @@ def weight_product(
         parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, size))), before, size, 1))
     done = jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // config.tile_k) * config.tile_k
     e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
-    product = (e.T @ rows.astype(jnp.float32) - (0.0 if even is None else even[: rows.shape[1]])) * (1.0 if inverse_grad_scale is None else inverse_grad_scale)
+    product = e.T @ rows.astype(jnp.float32) - (0.0 if even is None else even[: rows.shape[1]])
+    product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
     if out.dtype == jnp.float32:  # a sum

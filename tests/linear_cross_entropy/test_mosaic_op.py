@@ -197,13 +197,13 @@ def test_more_memory_keeps_more():
     [
         ({"grad_bias": True}, 0),
         ({"softcap": True, "smoothing": True}, 0),
-        ({"softcap": True}, 512),
-        ({"smoothing": True}, 512),
-        ({"grad_weight": False, "per_token_loss": True}, 512),
+        ({"softcap": True}, 4096),
+        ({"smoothing": True}, 4096),
+        ({"grad_weight": False, "per_token_loss": True}, 4096),
     ],
 )
 def test_what_keeps_nothing(changes, kept):
-    p = problem(512, 512, 8192, **changes)
+    p = problem(4096, 4096, 131072, **changes)
     c = mosaic_spec.plan(p, "stash")
     assert (c.strategy, c.kept) == ("stash" if kept else "recompute", kept)
     assert c.by_tokens == (not p.grad_weight)

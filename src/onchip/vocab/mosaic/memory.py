@@ -153,8 +153,8 @@ def capacity(p: Problem) -> int:
 
 def _keeps(p: Problem) -> bool:
     """Whether gradients can be made of exponentials that are kept."""
-    # The bias's gradient would be another pass over all of them.  What label smoothing adds is the same for all entries,
-    # unless softcap's derivative multiplies it.
+    # The bias's gradient would be another pass over all of them.  What label smoothing adds is the same for all
+    # entries, unless softcap's derivative multiplies it.
     return not (p.grad_bias or (p.softcap and p.smoothing))
 
 

@@ -148,9 +148,7 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
 
 
-def _forward_by_tokens(
-    plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call
-) -> tuple[TokenStats, Saved]:
+def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved]:
     """Chunk by chunk of positions, whose exponentials are used up at once."""
     from jax.experimental.pallas import run_state
 
@@ -158,7 +156,7 @@ def _forward_by_tokens(
 
     at, tiles, size = Positions.of(call), _tiles(call), plan.token_chunk
     layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
-    row_scale, grad_scale = call.scaled_rows(jnp.ones(()))
+    row_scale, _ = call.scaled_rows(jnp.ones(()))
     padded, one_chunk = len(at.label), replace(plan, by_tokens=False, kept_in_scratch=size)
 
     def chunk(i: Array, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
@@ -181,10 +179,11 @@ def _forward_by_tokens(
             sums = sums._replace(hidden=write(sums.hidden, part, start))
         if needs.weight:
             factor = call.loss.gradient(found, cut(row_scale, start, size), layer.vocab).factor
-            rows = (rows.astype(jnp.float32) * (relative * jnp.where(here.there, factor, 0))[:, None]).astype(rows.dtype)
+            factor = relative * jnp.where(here.there, factor, 0)
             add = partial(
-                kernels.weight_product, rows=rows, count=here.number, vocab_major=major, first=jnp.zeros(1, jnp.int32),
-                size=up(layer.vocab, VOCAB_TILE), kept_tokens=0, in_scratch=exponentials, config=tiles["weight_product"],
+                kernels.weight_product, rows=_scaled(rows, factor), count=here.number, vocab_major=major,
+                first=jnp.zeros(1, jnp.int32), size=up(layer.vocab, VOCAB_TILE), kept_tokens=0,
+                in_scratch=exponentials, config=tiles["weight_product"],
             )  # fmt: skip
             sums = sums._replace(weight=run_state(lambda refs: add(refs[0], rest=refs[1]))(sums.weight))
         return write_rows(stats, found, start), sums
@@ -201,9 +200,7 @@ def _forward_by_tokens(
 
         def add_targets(halves: tuple[Any, Any]) -> None:
             for ref, label in zip(halves, labels, strict=True):
-                rebase.add_targets(
-                    ref, layer.hidden, call.tokens.source, label, above.at_target, vocab_major=major
-                )
+                rebase.add_targets(ref, layer.hidden, call.tokens.source, label, above.at_target, vocab_major=major)
 
         sums = Sums(sums.hidden, run_state(add_targets)(sums.weight), _even_rows(at, above), above.inverse_grad_scale)
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=unfused(sums))
@@ -279,7 +276,7 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     rows = at.rows(source)
     # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
     rest = at.operands(at.rows(source[tail]), tail)
-    rows = (rows.astype(jnp.float32) * row_factor[:, None]).astype(rows.dtype) if kept else rows
+    rows = _scaled(rows, row_factor) if kept else rows
     # Where exponentials are kept, all targets' terms and label smoothing's are added apart.
     at_target, even, even_rows = above.at_target, above.even, None
     if kept:
@@ -287,7 +284,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
 
     def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
         recomputed: Array = kernels.gradient_tiles(
-            rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size, vocab_major=major, config=tiles["gradient_tiles"],
+            rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size,
+            vocab_major=major, config=tiles["gradient_tiles"],
         )  # fmt: skip
         if needs.hidden:
             kernels.hidden_product(
@@ -311,7 +309,8 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
                 kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
                 skip=skip, kept=exponentials, in_spare=group.in_spare, kept_tokens=plan.kept_in_gradient,
                 in_scratch=in_scratch, recomputed=recomputed, even=even_rows,
-                inverse_grad_scale=above.inverse_grad_scale, after=grad_hidden if kept else None, config=tiles["weight_product"],
+                inverse_grad_scale=above.inverse_grad_scale, after=grad_hidden if kept else None,
+                config=tiles["weight_product"],
             )  # fmt: skip
             _repeat(times, product)
             skip += size * times
@@ -370,6 +369,10 @@ def _even_rows(at: Positions, above: Upstream) -> Array | None:
         return None
     rows = jnp.sum(at.rows(at.call.tokens.source).astype(jnp.float32) * above.even[:, None], 0)
     return jnp.pad(rows, (0, -len(rows) % VOCAB_TILE))
+
+
+def _scaled(rows: Array, factor: Array) -> Array:
+    return (rows.astype(jnp.float32) * factor[:, None]).astype(rows.dtype)
 
 
 def _repeat(times: int, do: Callable[..., None]) -> None:
