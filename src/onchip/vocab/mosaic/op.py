@@ -70,8 +70,8 @@ class Saved(NamedTuple):
 class Sums(NamedTuple):
     """Gradients that are made in forward, chunk by chunk of tokens, in float32; None is what isn't wanted."""
 
-    hidden: Array | None  # [P, H]: of the softmax alone, without each position's factor
-    weight: tuple[Array, Array] | None  # halves of the vocabulary, for an upstream gradient of 1
+    hidden: Any  # [P, H]: of the softmax alone, without each position's factor
+    weight: Any  # of the first half of the vocabulary and of the second, for an upstream gradient of 1
     even: Array | None = None  # [H or more]: what is to be taken from it at each entry
     inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
@@ -142,9 +142,9 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
             count=at.number_in(part), vocab_major=major, vocab=layer.vocab, config=config,
         )  # fmt: skip
         rooms[i] = part, run_state(move)(kept)
-    made = [kept for _, kept in rooms]
-    first = made.pop(0) if plan.kept_in_gradient else None
-    saved = unfused((base, first, made[0].spare if made else None))
+    filled = [kept for _, kept in rooms]
+    first = filled.pop(0) if plan.kept_in_gradient else None
+    saved = unfused((base, first, filled[0].spare if filled else None))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
 
 
@@ -170,7 +170,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         relative = jnp.where(here.there, jnp.exp(kept.base - found.lse), 0) / _exponential_scale(rows.dtype)
         stats, sums = carry
         if needs.hidden:
-            product = partial(
+            product: Any = partial(
                 kernels.hidden_product, weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials,
                 scale=relative, halves=True, config=tiles["hidden_product"],
             )  # fmt: skip
@@ -189,8 +189,8 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         return write_rows(stats, found, start), sums
 
     zeros = layer.zeros(needs, padded)
-    halved = None if zeros.weight is None else tuple(jnp.split(zeros.weight, [half(layer.vocab)], layer.vocab_axis))
-    carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, halved)
+    halves = jnp.split(zeros.weight, [half(layer.vocab)], layer.vocab_axis) if needs.weight else None
+    carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, halves)
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
@@ -198,8 +198,8 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
         # Those of the other half are below 0, or as if they were none.
         labels = jnp.where(label < middle, label, NO_LABEL), jnp.where(label < NO_LABEL, label - middle, NO_LABEL)
 
-        def add_targets(halves: tuple[Any, Any]) -> None:
-            for ref, label in zip(halves, labels, strict=True):
+        def add_targets(refs: Any) -> None:
+            for ref, label in zip(refs, labels, strict=True):
                 rebase.add_targets(ref, layer.hidden, call.tokens.source, label, above.at_target, vocab_major=major)
 
         sums = Sums(sums.hidden, run_state(add_targets)(sums.weight), _even_rows(at, above), above.inverse_grad_scale)
