@@ -60,7 +60,7 @@ def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
 @pytest.mark.parametrize("options", [{"z_loss": 1e-3}, {"softcap": 5.0}, {"label_smoothing": 0.1}], ids=str)
 @pytest.mark.parametrize("size", [0, 384])
 def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
-    """In the memory of the weight's gradient and in scratch; or of a chunk of tokens, with gradients made in forward."""
+    """In the memory of the weight's gradient and in scratch; or a chunk of tokens, with gradients made in forward."""
     kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
     in_forward = MosaicPlan("stash", size, chunk=4096, kept_in_scratch=1024, by_tokens=True)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward if size else kept)
