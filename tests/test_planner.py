@@ -111,7 +111,8 @@ def assert_sound(p, c):
         assert c.kept_in_gradient == 0 or (p.grad_weight and not p.weight_grad_out)
     elif isinstance(c, mosaic_memory.MosaicPlan):
         assert c.kept_in_gradient in (0, mosaic_memory.capacity(p))
-        assert c.kept_in_scratch == 0 or c.kept_in_gradient
+        assert c.by_tokens == (c.kept_in_scratch > 0 and c.kept_in_gradient == 0)
+        assert not c.by_tokens or c.token_chunk % 128 == 0
     else:
         for head in (p.student, p.teacher):
             assert jsd_triton_memory.config_of(head, c).kept_in_gradient <= triton_memory.capacity(head)

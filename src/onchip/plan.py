@@ -233,7 +233,7 @@ def _sizes(c: Any) -> dict[str, Any]:
     sizes = asdict(c)
     if isinstance(c, MosaicPlan):
         sizes |= {"vocab_chunk": c.recompute_chunks * c.chunk, "weight_chunk": c.chunk}
-        for name in ("strategy", "chunk", "recompute_chunks"):
+        for name in ("strategy", "chunk", "recompute_chunks", "by_tokens"):
             del sizes[name]
     return {_NAMES.get(name, name): x for name, x in sizes.items()}
 

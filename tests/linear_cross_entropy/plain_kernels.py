@@ -79,7 +79,10 @@ def softmax_tiles(into, operands, *, vocab_major, wanted, shift=None, exponentia
     if kept is not None:
         above = maximum - shift[:, None]
         f = jnp.where(above > REACH, 1.0, jnp.exp(above)) * exponential_scale
-        value = (e * f[:, :, None]).reshape(tokens, padded).astype(rows.dtype)
+        value = (e * f[:, :, None]).reshape(tokens, padded)
+        if operands.inner_scale is not None:
+            value *= 1 - jnp.minimum(jnp.square(x.reshape(tokens, padded)), 1)
+        value = value.astype(rows.dtype)
         value = turned(jnp.where(done[:, None], value, jnp.nan), vocab_major)
         cut = (lambda first, last: value[first:last]) if vocab_major else (lambda first, last: value[:, first:last])
         kept.spare[...] = cut(kept.split, padded)
@@ -151,12 +154,13 @@ def hidden_product(
 
 def weight_product(
     out, rows, count, *, vocab_major, first, size, skip=0, number=None, kept=None, in_spare=False, kept_tokens=None,
-    in_scratch=None, recomputed=None, inverse_grad_scale=None, after=None, config=None,
+    in_scratch=None, recomputed=None, rest=None, even=None, inverse_grad_scale=None, after=None, config=None,
 ):  # fmt: skip
     before = skip + (0 if number is None else number[0] * size)
     first = first + before
     tokens, kept_tokens = len(rows), len(rows) if kept_tokens is None else kept_tokens
-    vocab = out.shape[0 if vocab_major else 1]
+    axis = 0 if vocab_major else 1
+    vocab = out.shape[axis] + (0 if rest is None else rest.shape[axis])
     parts = []
     if kept_tokens:
         assert in_spare or size <= kept.shift
@@ -169,9 +173,15 @@ def weight_product(
         parts.append(lax.dynamic_slice_in_dim(jnp.pad(recomputed, ((0, 0), (0, size))), before, size, 1))
     done = jnp.arange(tokens) < -(-jnp.maximum(count[0], 1) // config.tile_k) * config.tile_k
     e = jnp.where(done[:, None], jnp.concatenate(parts).astype(jnp.float32), 0)
-    product = e.T @ rows.astype(jnp.float32) * (1.0 if inverse_grad_scale is None else inverse_grad_scale)
+    product = e.T @ rows.astype(jnp.float32) - (0.0 if even is None else even[: rows.shape[1]])
+    product *= 1.0 if inverse_grad_scale is None else inverse_grad_scale
     axis = 0 if vocab_major else 1
     made = product.astype(rows.dtype) if vocab_major else product.T.astype(rows.dtype)
+    if out.dtype == jnp.float32:  # a sum
+        sums = in_matrix(product if vocab_major else product.T, vocab, vocab_major)
+        for ref, part in zip((out, rest), jnp.split(sums, [out.shape[axis]], axis), strict=True):
+            ref[...] += part
+        return
     old = jnp.pad(out[...], [(0, size) if a == axis else (0, 0) for a in range(2)])
     out[...] = in_matrix(lax.dynamic_update_slice_in_dim(old, made, first[0], axis), vocab, vocab_major)
 

@@ -55,6 +55,19 @@ def test_exponentials_in_scratch(overflow, halves, layout, dtype, monkeypatch):
     assert_right(MOSAIC_CASES[0], dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
 
 
+@HALF
+@LAYOUTS
+@pytest.mark.parametrize("options", [{"z_loss": 1e-3}, {"softcap": 5.0}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("size", [0, 384])
+def test_what_keeps_exponentials(size, options, layout, dtype, monkeypatch):
+    """In the memory of the weight's gradient and in scratch; or a chunk of tokens, with gradients made in forward."""
+    kept = MosaicPlan("stash", 1024, kept_in_gradient=256, chunk=512, kept_in_scratch=256)
+    in_forward = MosaicPlan("stash", size, chunk=4096, kept_in_scratch=1024, by_tokens=True)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward if size else kept)
+    case = replace(MOSAIC_CASES[0], logit_std=3.0, options=options)
+    assert_right(case, dtype, device="gpu", backend="mosaic_gpu", weight_layout=layout)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("strategy", ["stash", "recompute"])
 @pytest.mark.parametrize("name", ["ragged", "everything", "masked vocab", "large logits", "all ignored"])
@@ -78,14 +91,18 @@ def inputs(tokens, hidden, vocab, layout="vh"):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("budget", [None, 64 << 20, 160 << 20, 1 << 40])
-def test_memory_is_what_the_formula_says(budget, layout):
+@pytest.mark.parametrize("wanted", [(0, 1), (0,)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "budget"),
+    [(4096, 1024, None), (4096, 1024, 64 << 20), (4096, 1024, 160 << 20), (4096, 1024, 1 << 40), (16384, 512, None)],
+)
+def test_memory_is_what_the_formula_says(tokens, hidden, budget, wanted, layout):
     """And the same inputs give the same bits."""
-    tokens, hidden, vocab = 4096, 1024, 32768
+    vocab = 32768
     arguments = inputs(tokens, hidden, vocab, layout)
     op = partial(linear_cross_entropy, scratch_bytes=budget, backend="mosaic_gpu", weight_layout=layout)
-    step = jax.jit(jax.value_and_grad(op, argnums=(0, 1))).lower(*arguments).compile()
-    problem = Problem(tokens, hidden, vocab, "bfloat16", device="cuda", compacted=True)
+    step = jax.jit(jax.value_and_grad(op, argnums=wanted)).lower(*arguments).compile()
+    problem = Problem(tokens, hidden, vocab, "bfloat16", device="cuda", grad_weight=1 in wanted, compacted=True)
     plan = mosaic_spec.plan(problem, "auto", budget)
     taken = step.memory_analysis().temp_size_in_bytes
     assert taken <= mosaic_spec.scratch_bytes(problem, plan)

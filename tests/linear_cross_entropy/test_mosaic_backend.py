@@ -1,5 +1,6 @@
 """The 'mosaic_gpu' backend on the CPU with plain stand-ins for its kernels: all that it does around them."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -55,6 +56,48 @@ def test_every_kind_of_plan(in_scratch, halves, together, layout, monkeypatch):
     plan = MosaicPlan("stash", 512, 128, 256, kept_in_scratch=in_scratch, halves=halves, recompute_chunks=together)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)
     assert_right(LONG, "bfloat16", backend="mosaic_gpu", weight_layout=layout)
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
+@pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "vh"), ("float16", "hv")])
+def test_softcap_and_smoothing_keep_exponentials(dtype, layout, options, by_tokens, monkeypatch):
+    kept = MosaicPlan("stash", 512, kept_in_gradient=128, chunk=256, kept_in_scratch=128)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(384) if by_tokens else kept)
+    case = replace(LONG, logit_std=3.0, token_temperature=True, options=options)
+    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
+def in_forward(size, tokens=512):
+    return MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
+
+
+@pytest.mark.parametrize("size", [128, 384, 512])
+@pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "vh"), ("float16", "hv")])
+def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size))
+    case = replace(LONG, token_weight=True, token_temperature=True, options={"z_loss": 1e-3})
+    assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wanted", [(0,), (1,)])
+def test_one_gradient_made_in_forward(wanted, reduction, monkeypatch):
+    """The same as that of logits that are recomputed; hidden's also of losses by token."""
+    hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
+    labels = labels.at[0, :9].set(-100)
+    op = partial(linear_cross_entropy, backend="mosaic_gpu", reduction=reduction)
+
+    def gradient():
+        forget()
+        return jax.grad(lambda *x: (jnp.square(op(*x, labels))).sum(), wanted)(hidden, weight)[0].astype(jnp.float32)
+
+    if wanted == (1,) and reduction == "none":
+        return
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: MosaicPlan("recompute", 256, chunk=512))
+    expected = gradient()
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(128, 256))
+    assert jnp.linalg.norm(gradient() - expected) <= 1e-2 * jnp.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(

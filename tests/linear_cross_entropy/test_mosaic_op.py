@@ -1,5 +1,6 @@
 """The 'mosaic_gpu' backend on the CPU: the whole op lowered for CUDA, its plans and its refusals."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -81,6 +82,17 @@ def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
     kinds = sum(len(group.chunks) for group in groups)
     # The softmax of three kinds of tokens, two of which are settled; hidden's product, and the targets' terms.
     assert launches(text) == 3 + 2 + 1 + 1 + 2 * len(groups) + kinds
+    assert "stablehlo.copy" not in text
+
+
+@pytest.mark.parametrize(("layout", "argnums"), [("vh", (0, 1)), ("hv", (0, 1)), ("vh", (0,))])
+def test_gradients_made_in_forward_lower(layout, argnums, as_on_hopper, monkeypatch):
+    """The plan of many tokens, and that of a frozen weight."""
+    c = mosaic_spec.MosaicPlan("stash", 384, chunk=4096, kept_in_scratch=1152, by_tokens=True)
+    monkeypatch.setattr(mosaic_op, "plan", lambda *_: c)
+    text = lowered(1000, 256, 4096, layout=layout, argnums=argnums, return_stats=True)
+    # Of each chunk softmax, rebase and hidden's product, and the weight's; the targets' terms of both its halves.
+    assert launches(text) == 3 + 3 * (1 in argnums)
     assert "stablehlo.copy" not in text
 
 
@@ -183,16 +195,34 @@ def test_more_memory_keeps_more():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"softcap": True}, {"smoothing": True}, {"grad_bias": True}, {"grad_weight": False}]
+    ("changes", "kept"),
+    [
+        ({"grad_bias": True}, 0),
+        ({"softcap": True, "smoothing": True}, 0),
+        ({"softcap": True}, 4096),
+        ({"smoothing": True}, 4096),
+        ({"grad_weight": False, "per_token_loss": True}, 4096),
+    ],
 )
-def test_what_keeps_nothing(changes):
-    p = problem(512, 512, 8192, **changes)
-    assert mosaic_spec.plan(p, "stash").strategy == "recompute"
+def test_what_keeps_nothing(changes, kept):
+    p = problem(4096, 4096, 131072, **changes)
+    c = mosaic_spec.plan(p, "stash")
+    assert (c.strategy, c.kept) == ("stash" if kept else "recompute", kept)
+    assert c.by_tokens == (not p.grad_weight)
+
+
+def test_many_tokens_have_their_gradients_made_in_forward():
+    p = problem(32768, 1024, 151936)
+    eighth = 4 * p.tokens * p.vocab // 8
+    assert mosaic_spec.plan(p, "auto", eighth).by_tokens
+    # Not for an upstream gradient by token, and not by name.
+    assert not mosaic_spec.plan(replace(p, per_token_loss=True), "auto", eighth).by_tokens
+    assert not mosaic_spec.plan(p, "recompute", eighth).by_tokens
 
 
 def test_too_much_shared_memory(as_on_hopper, monkeypatch):
     large = {name: tile | {"stages": 7} for name, tile in mosaic_spec.heuristic_tiles().items()}
-    monkeypatch.setattr(mosaic_spec, "heuristic_tiles", lambda: large)
+    monkeypatch.setattr(mosaic_spec, "heuristic_tiles", lambda *_: large)
     jax.clear_caches()
     with pytest.raises(
         ValueError, match=r"softmax_tiles.* needs \d+ bytes of shared memory, of which a block has 232448"

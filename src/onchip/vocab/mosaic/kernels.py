@@ -108,7 +108,8 @@ def softmax_tiles(
 ) -> Partials | None:
     """The softmax of each tile of logits, which live in registers alone.
 
-    The exponential that would be kept at a label's own entry is 0: `add_targets` of rebase.py sees to those.
+    The exponential that would be kept at a label's own entry is 0: `add_targets` of rebase.py sees to those.  With
+    softcap exponentials are kept times its derivative.
     """
     c, (kept, partials) = config, into or (None, None)
     dtype, tokens = operands.rows.dtype, len(operands.rows)
@@ -161,7 +162,11 @@ def softmax_tiles(
             f = jnp.where(above > REACH, 1.0, jnp.exp2(above * LOG2E)) * exponential_scale
 
             def kept_strip(n: int, width: int) -> Any:
-                return (exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)).astype(dtype)
+                e = exponentials(n, width) * registers.spread(f, (c.part_m, width), 1)
+                if operands.inner_scale is not None:
+                    # Of an entry that isn't there x is -inf.
+                    e = e * (1 - jnp.minimum(jnp.square(x[:, n : n + width]), 1.0))
+                return e.astype(dtype)
 
             in_spare = send_exponentials(refs["spare"], p.m, p.n - split, vocab_major)
 
@@ -260,7 +265,8 @@ def gradient_tiles(
 
 
 def weight_product(
-    out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory
+    out: Any,  # reference to the weight's gradient [V, H], or [H, V], and to the exponentials kept in its memory; or to
+    # the first entries of a float32 sum, to which the product is added
     rows: Array,  # [T, H]
     count: Array,  # [1] int32
     *,
@@ -274,21 +280,29 @@ def weight_product(
     kept_tokens: int,  # tokens whose exponentials are kept there, a multiple of tile_k
     in_scratch: Array | None = None,  # exponentials of the next, of all of the vocabulary: [V', those], or [those, V']
     recomputed: Array | None = None,  # the others' gradients of logits, of `gradient_tiles` for the group
+    rest: Any = None,  # reference to that sum's other entries; there are whole tiles of the first
+    even: Array | None = None,  # [H or more, in whole tiles] float32: what is taken from each entry's row before
     inverse_grad_scale: Array | None = None,  # [1] float32: what the product is multiplied by
     after: Array | None = None,  # what must have been computed before: it reads what this overwrites
     config: MosaicConfig,
     interpret: Any = None,
 ) -> None:
-    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once.
+    """out[chunk] = exponentials.T @ rows over all tokens, each element rounded once; a float32 `out` is added to.
 
     The chunk is `skip` + `number` * `size` entries after `first`: so a loop's own counter tells the kernel which it is.
     """
     c = config
     tokens, hidden = rows.shape
-    vocab = vocab_of(out, vocab_major)
+    begin_rest = vocab_of(out, vocab_major)
+    vocab = begin_rest if rest is None else begin_rest + vocab_of(rest, vocab_major)
     last_kept = kept_tokens if in_scratch is None else kept_tokens + in_scratch.shape[1 if vocab_major else 0]
     tile_v, tile_h = (c.tile_m, c.tile_n) if vocab_major else (c.tile_n, c.tile_m)
+    adds = out.dtype == jnp.float32
+    shape = (c.part_m, c.part_n)
+    registers = Registers(interpret)
     assert size % tile_v == 0
+    assert rest is None or begin_rest % tile_v == 0
+    assert not adds or interpret is None  # which has no copies that add
     assert kept_tokens % c.tile_k == last_kept % c.tile_k == 0
     if kept_tokens > 0:
         assert kept is not None
@@ -336,15 +350,28 @@ def weight_product(
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         first = refs["first"][0] + before(refs)
-        row, column = (p.m + first, p.n) if vocab_major else (p.m, p.n + first)
+        v = (p.m if vocab_major else p.n) + first
+
+        def send_into(name: str, v: Any) -> Callable[[Any, int, int], None]:
+            row, column = (v, p.n) if vocab_major else (p.m, v)
+            return send_to(refs[name], row, column, *((BOX // 2, "add") if adds else (BOX,)))
+
+        if even is not None:
+            h, length, over = (p.n, c.part_n, 0) if vocab_major else (p.m, c.part_m, 1)
+            product = product - registers.spread(registers.load(refs["even"].at[pl.ds(h, length)], over), shape, over)
         if inverse_grad_scale is not None:
             product = product * refs["inverse_grad_scale"][0]
-        store(lambda n, width: product[:, n : n + width].astype(rows.dtype), send_to(refs["out"], row, column, BOX))
+        send = send_into("out", v)
+        if rest is not None:
+            first_send, send_rest = send, send_into("rest", v - begin_rest)
+            send = lambda *block: lax.cond(v < begin_rest, lambda: first_send(*block), lambda: send_rest(*block))  # noqa: E731
+        store(lambda n, width: product[:, n : n + width].astype(out.dtype), send)
 
     inputs: dict[str, Any] = {"out": out, "rows": rows, "count": count, "first": first, "number": number}
     if kept is not None and in_spare:
         inputs["spare"] = kept.spare
     inputs |= {"in_scratch": in_scratch, "recomputed": recomputed, "inverse_grad_scale": inverse_grad_scale}
+    inputs |= {"even": even, "rest": rest}
     persistent_product(
         c,
         rows.dtype,
@@ -355,7 +382,7 @@ def weight_product(
         epilogue,
         inputs=inputs | {"after": after},
         outputs={},
-        stored=rows.dtype,
+        stored=out.dtype,
         name="weight_product",
         interpret=interpret,
     )

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onchip.frontend.jax_call import vary_alike
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.mosaic import positions
-from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, split_at, up
+from onchip.vocab.mosaic.memory import VOCAB_TILE, Group, MosaicPlan, groups, half, split_at, up
 from onchip.vocab.mosaic.positions import (
     LOWEST,
     NO_LABEL,
@@ -31,11 +32,12 @@ from onchip.vocab.mosaic.positions import (
     gradient_of_first,
     gradient_with_last,
     joined,
+    rows_from,
     stored_tiles,
     unfused,
 )
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted
+from onchip.vocab.xla.tiles import Projection, TokenStats, Wanted, cut, write, write_rows
 
 Array = jax.Array
 SEQUENTIAL = True
@@ -62,13 +64,25 @@ class Saved(NamedTuple):
     base: Array | None = None  # [P] float32: what exponentials are relative to
     kept: Any = None  # `Kept` exponentials
     in_scratch: Array | None = None  # those of more tokens
+    sums: Any = None  # `Sums`: gradients themselves, and nothing that is kept
+
+
+class Sums(NamedTuple):
+    """Gradients that are made in forward, chunk by chunk of tokens, in float32; None is what isn't wanted."""
+
+    hidden: Any  # [P, H]: of the softmax alone, without each position's factor
+    weight: Any  # of the first half of the vocabulary and of the second, for an upstream gradient of 1
+    even: Array | None = None  # [H or more]: what is to be taken from it at each entry
+    inverse_grad_scale: Array | None = None  # [1]: what `weight` is multiplied by, for float16
 
 
 def _tiles(call: Call) -> dict[str, Any]:
     """How each kernel is cut."""
     from onchip.kernels.mosaic.product import MosaicConfig
 
-    stored = stored_tiles(call, mosaic_spec.heuristic_tiles())
+    layer = call.source
+    heuristic = mosaic_spec.heuristic_tiles(layer.hidden.shape[1], ("vh", "hv")[layer.vocab_axis])
+    stored = stored_tiles(call, heuristic)
     return {kernel.removeprefix("mosaic_"): MosaicConfig.from_numbers(config) for kernel, config in stored.items()}
 
 
@@ -83,6 +97,8 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
     from onchip.vocab.mosaic import kernels, rebase
     from onchip.vocab.mosaic.blocks import REACH
 
+    if plan.by_tokens:
+        return _forward_by_tokens(plan, wanted, needs, call)
     at, config = Positions.of(call), _tiles(call)["softmax_tiles"]
     layer, padded, major = at.layer, len(at.label), at.layer.vocab_axis == 0
     softmax_tiles: Any = partial(kernels.softmax_tiles, vocab_major=major, wanted=wanted, config=config)
@@ -126,9 +142,68 @@ def forward(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> 
             count=at.number_in(part), vocab_major=major, vocab=layer.vocab, config=config,
         )  # fmt: skip
         rooms[i] = part, run_state(move)(kept)
-    kept, *more = (kept for _, kept in rooms)
-    saved = unfused((base, kept, more[0].spare if more else None))
+    filled = [kept for _, kept in rooms]
+    first = filled.pop(0) if plan.kept_in_gradient else None
+    saved = unfused((base, first, filled[0].spare if filled else None))
     return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), *saved)
+
+
+def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Saved]:
+    """Chunk by chunk of positions, whose exponentials are used up at once."""
+    from jax.experimental.pallas import run_state
+
+    from onchip.vocab.mosaic import kernels, rebase
+
+    at, tiles, size = Positions.of(call), _tiles(call), plan.token_chunk
+    layer, weight, major = at.layer, at.layer.weight, at.layer.vocab_axis == 0
+    row_scale, _ = call.scaled_rows(jnp.ones(()))
+    padded, one_chunk = len(at.label), replace(plan, by_tokens=False, kept_in_scratch=size)
+
+    def chunk(i: Array, carry: tuple[TokenStats, Sums]) -> tuple[TokenStats, Sums]:
+        start = i * size
+        mine = rows_from(call, start, size)
+        found, kept = forward(one_chunk, wanted, needs, mine)
+        assert kept is not None
+        assert kept.base is not None
+        here = Positions.of(mine)
+        rows, exponentials = here.rows(mine.tokens.source), kept.in_scratch
+        relative = jnp.where(here.there, jnp.exp(kept.base - found.lse), 0) / _exponential_scale(rows.dtype)
+        stats, sums = carry
+        if needs.hidden:
+            product: Any = partial(
+                kernels.hidden_product, weight, here.number, vocab_major=major, tokens=size, recomputed=exponentials,
+                scale=relative, halves=True, config=tiles["hidden_product"],
+            )  # fmt: skip
+            zeros = jnp.zeros((size, layer.hidden.shape[1]), jnp.float32)
+            part = unfused(run_state(lambda ref: product(add_to=ref))(zeros))
+            sums = sums._replace(hidden=write(sums.hidden, part, start))
+        if needs.weight:
+            factor = call.loss.gradient(found, cut(row_scale, start, size), layer.vocab).factor
+            factor = relative * jnp.where(here.there, factor, 0)
+            add = partial(
+                kernels.weight_product, rows=_scaled(rows, factor), count=here.number, vocab_major=major,
+                first=jnp.zeros(1, jnp.int32), size=up(layer.vocab, VOCAB_TILE), kept_tokens=0,
+                in_scratch=exponentials, config=tiles["weight_product"],
+            )  # fmt: skip
+            sums = sums._replace(weight=run_state(lambda refs: add(refs[0], rest=refs[1]))(sums.weight))
+        return write_rows(stats, found, start), sums
+
+    zeros = layer.zeros(needs, padded)
+    halves = jnp.split(zeros.weight, [half(layer.vocab)], layer.vocab_axis) if needs.weight else None
+    carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, halves)
+    stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
+    if sums.weight is not None:
+        above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)
+        label, middle = jnp.where(at.there & (at.label >= 0), at.label, NO_LABEL), half(layer.vocab)
+        # Those of the other half are below 0, or as if they were none.
+        labels = jnp.where(label < middle, label, NO_LABEL), jnp.where(label < NO_LABEL, label - middle, NO_LABEL)
+
+        def add_targets(refs: Any) -> None:
+            for ref, label in zip(refs, labels, strict=True):
+                rebase.add_targets(ref, layer.hidden, call.tokens.source, label, above.at_target, vocab_major=major)
+
+        sums = Sums(sums.hidden, run_state(add_targets)(sums.weight), _even_rows(at, above), above.inverse_grad_scale)
+    return stats, Saved(call, TokenStats(stats.lse, stats.log_prob), sums=unfused(sums))
 
 
 def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any]]:
@@ -142,9 +217,10 @@ def _rooms(layer: Projection, plan: MosaicPlan) -> list[tuple[slice, Any]]:
         empty: Array = lax.empty(shape, layer.weight.dtype)
         return empty
 
-    first = slice(0, plan.kept_in_gradient)
-    in_gradient = lax.empty(layer.weight.shape, layer.weight.dtype)
-    rooms = [(first, Kept(in_gradient, scratch(whole - split, first.stop), plan.chunk, split))]
+    first, rooms = slice(0, plan.kept_in_gradient), []
+    if plan.kept_in_gradient:
+        in_gradient = lax.empty(layer.weight.shape, layer.weight.dtype)
+        rooms.append((first, Kept(in_gradient, scratch(whole - split, first.stop), plan.chunk, split)))
     if plan.kept_in_scratch:
         rooms.append((slice(first.stop, plan.kept), Kept(None, scratch(whole, plan.kept_in_scratch))))
     return rooms
@@ -163,9 +239,12 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
 
     from onchip.vocab.mosaic import kernels, rebase
 
+    if plan.by_tokens:
+        return _backward_by_tokens(needs, saved, grad_loss)
     at, tiles = Positions.of(saved.call), _tiles(saved.call)
     exponentials, in_scratch = unfused((saved.kept, saved.in_scratch))
     above = Upstream.of(at, saved.stats, grad_loss)
+    above = above.apart(at, saved.stats) if plan.kept else above
     layer, weight, source = at.layer, at.layer.weight, saved.call.tokens.source
     kept, padded, major = plan.kept, at.label.shape[0], layer.vocab_axis == 0
     recomputed_rows, tail = padded - kept, slice(kept, padded)
@@ -197,14 +276,16 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     rows = at.rows(source)
     # Gathered apart: a part of `rows` would keep those in memory beside what is made of them.
     rest = at.operands(at.rows(source[tail]), tail)
-    rows = (rows.astype(jnp.float32) * row_factor[:, None]).astype(rows.dtype) if kept else rows
-    # Where exponentials are kept, all targets' terms are added apart.
-    at_target = jnp.zeros_like(above.at_target[tail]) if kept else above.at_target
+    rows = _scaled(rows, row_factor) if kept else rows
+    # Where exponentials are kept, all targets' terms and label smoothing's are added apart.
+    at_target, even, even_rows = above.at_target, above.even, None
+    if kept:
+        at_target, even, even_rows = jnp.zeros_like(at_target[tail]), None, _even_rows(at, above)
 
     def recompute(state: dict[str, Any], begin: Array, size: int) -> Array:
         recomputed: Array = kernels.gradient_tiles(
-            rest, above.lse[tail], above.factor[tail], at_target, even=None if above.even is None else above.even[tail],
-            first=begin, size=size, vocab_major=major, config=tiles["gradient_tiles"],
+            rest, above.lse[tail], above.factor[tail], at_target, even=even, first=begin, size=size,
+            vocab_major=major, config=tiles["gradient_tiles"],
         )  # fmt: skip
         if needs.hidden:
             kernels.hidden_product(
@@ -227,8 +308,9 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
             product = partial(
                 kernels.weight_product, state["out"], rows, at.number, vocab_major=major, first=begin, size=size,
                 skip=skip, kept=exponentials, in_spare=group.in_spare, kept_tokens=plan.kept_in_gradient,
-                in_scratch=in_scratch, recomputed=recomputed, inverse_grad_scale=above.inverse_grad_scale,
-                after=grad_hidden if kept else None, config=tiles["weight_product"],
+                in_scratch=in_scratch, recomputed=recomputed, even=even_rows,
+                inverse_grad_scale=above.inverse_grad_scale, after=grad_hidden if kept else None,
+                config=tiles["weight_product"],
             )  # fmt: skip
             _repeat(times, product)
             skip += size * times
@@ -261,6 +343,36 @@ def backward(plan: MosaicPlan, needs: Projection, saved: Saved, grad_loss: Array
     grad_bias = bias_gradient(state["bias"], at, above) if needs.bias else None
     grad_hidden, grad_weight, grad_bias = unfused((grad_hidden, state.get("out"), grad_bias))
     return Projection(grad_hidden, grad_weight, grad_bias, layer.vocab_axis)
+
+
+def _backward_by_tokens(needs: Projection, saved: Saved, grad_loss: Array) -> Projection:
+    """Of the sums that forward has made."""
+    at, sums = Positions.of(saved.call), saved.sums
+    grad_hidden = grad_weight = None
+    if needs.hidden:
+        above = Upstream.of(at, saved.stats, grad_loss).apart(at, saved.stats)
+        grad_hidden = gradient_of_first(at, above, sums.hidden, targets=True, factor=above.factor)
+    if needs.weight:
+        factor = grad_loss if sums.inverse_grad_scale is None else grad_loss * sums.inverse_grad_scale[0]
+        axis, dtype = at.layer.vocab_axis, at.layer.weight.dtype
+        even = 0 if sums.even is None else jnp.expand_dims(sums.even[: at.layer.hidden.shape[1]], axis)
+        first, last = sums.weight
+        # The first half is in the memory of the result: it has to be elsewhere before that is written.
+        first, last = unfused((((first - even) * factor).astype(dtype), last))
+        grad_weight = jnp.concatenate([first, ((last - even) * factor).astype(dtype)], axis)
+    return Projection(grad_hidden, grad_weight, None, at.layer.vocab_axis)
+
+
+def _even_rows(at: Positions, above: Upstream) -> Array | None:
+    """[H in whole tiles]: what label smoothing takes from each entry's row of the weight's gradient."""
+    if above.even is None:
+        return None
+    rows = jnp.sum(at.rows(at.call.tokens.source).astype(jnp.float32) * above.even[:, None], 0)
+    return jnp.pad(rows, (0, -len(rows) % VOCAB_TILE))
+
+
+def _scaled(rows: Array, factor: Array) -> Array:
+    return (rows.astype(jnp.float32) * factor[:, None]).astype(rows.dtype)
 
 
 def _repeat(times: int, do: Callable[..., None]) -> None:

@@ -16,7 +16,7 @@ from jax import lax
 from onchip.core import configs
 from onchip.vocab.mosaic.memory import TOKEN_TILE, VOCAB_TILE, MosaicPlan
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, Wanted, select_tokens
+from onchip.vocab.xla.tiles import Projection, Softmax, Tokens, TokenStats, Wanted, cut_rows, select_tokens
 
 Array = jax.Array
 # The kernels' maximum where every logit is -inf: finite, even times a scale, so that no difference of two is NaN.
@@ -26,7 +26,7 @@ NO_LABEL = 2**31 - 1
 
 
 def select(plan: Any, labels: Array) -> Tokens:
-    return select_tokens(labels, TOKEN_TILE, by_label=True)
+    return select_tokens(labels, plan.token_chunk if plan.by_tokens else TOKEN_TILE, by_label=True)
 
 
 class Operands(NamedTuple):
@@ -187,6 +187,16 @@ def stored_tiles(call: Call, heuristics: Mapping[str, Mapping[str, int]]) -> dic
     }
 
 
+def rows_from(call: Call, start: Array, size: int) -> Call:
+    """So many rows of a call, from `start` on, but for what its loss is reduced with."""
+    tokens, temperature = call.tokens, call.transform.temperature
+    by_row = temperature if temperature is not None and temperature.ndim else None
+    ids, source, by_row = cut_rows((call.ids, tokens.source, by_row), start, size)
+    transform = call.transform if by_row is None else call.transform._replace(temperature=by_row)
+    tokens = tokens._replace(source=source, number=jnp.clip(tokens.number - start, 0, size))
+    return call._replace(transform=transform, tokens=tokens, ids=ids)
+
+
 def after(x: Any, *what: Any) -> Any:
     """`x`, but not before `what` is there: so that memory is taken when it is needed."""
     return lax.optimization_barrier((x, *what))[0]
@@ -230,21 +240,36 @@ class Upstream(NamedTuple):
             None if grad_scale is None else (1 / grad_scale).reshape(1),
         )
 
+    def apart(self, positions: Positions, stats: TokenStats) -> "Upstream":
+        """Where targets' terms are added to products of all other entries: with softcap's derivative.  Label
+        smoothing's part is taken from all entries alike then, and given back to the target's.
+        """
+        at_target = self.at_target
+        if positions.inner is not None:
+            x = (stats.log_prob[:, 0] + stats.lse) / positions.factor
+            at_target = jnp.where(at_target == 0, 0, at_target * (1 - x * x))
+        if self.even is not None:
+            at_target += jnp.where(positions.label >= 0, self.even, 0)
+        return self._replace(at_target=at_target)
+
     def unscaled(self, x: Array) -> Array:
         return x if self.inverse_grad_scale is None else x * self.inverse_grad_scale
 
 
-def gradient_of_first(positions: Positions, upstream: Upstream, sums: Array, *, targets: bool) -> Array:
+def gradient_of_first(
+    positions: Positions, upstream: Upstream, sums: Array, *, targets: bool, factor: Array | None = None
+) -> Array:
     """hidden's gradient [T, H]: of the tokens with the first positions from `sums`, of all others 0.
 
-    With `targets` the sums lack the targets' terms.
+    With `targets` the sums lack the targets' terms, and with `factor` [P] that of each position.
     """
     tokens = positions.call.tokens
     mine = tokens.kept & (tokens.place < sums.shape[0])
     value = sums.at[tokens.place].get(mode="clip")
+    if factor is not None:
+        value *= factor[tokens.place][:, None]
     if targets:
-        entry = upstream.at_target[tokens.place]
-        value += entry[:, None] * positions.weight_rows(positions.label[tokens.place])
+        value += _targets_terms(positions, upstream, tokens.place)
     dtype = positions.layer.hidden.dtype
     return jnp.where(mine[:, None], upstream.unscaled(value).astype(dtype), jnp.zeros((), dtype))
 
@@ -254,11 +279,20 @@ def gradient_with_last(gradient: Array, positions: Positions, upstream: Upstream
     kept of the others.  XLA writes these rows in place.
     """
     start = positions.label.shape[0] - sums.shape[0]
-    value = sums + upstream.at_target[start:, None] * positions.weight_rows(positions.label[start:])
+    value = sums + _targets_terms(positions, upstream, slice(start, None))
     # Beyond the last token there is none; no two of these are the same.
     nowhere = gradient.shape[0] + jnp.arange(sums.shape[0])
     token = jnp.where(positions.there[start:], positions.call.tokens.source[start:], nowhere)
     return gradient.at[token].set(upstream.unscaled(value).astype(gradient.dtype), mode="drop", unique_indices=True)
+
+
+def _targets_terms(positions: Positions, upstream: Upstream, at: Any) -> Array:
+    """What hidden's gradient lacks of some positions, with `upstream` as it is `apart`."""
+    terms = upstream.at_target[at][:, None] * positions.weight_rows(positions.label[at])
+    if upstream.even is None:
+        return terms
+    total = jnp.sum(positions.layer.weight, positions.layer.vocab_axis, dtype=jnp.float32)
+    return terms - upstream.even[at][:, None] * total
 
 
 def bias_gradient(sums: Array, positions: Positions, upstream: Upstream) -> Array:
