@@ -83,6 +83,43 @@ def mixed(name):
     assert planned.called
 
 
+# Gradients that forward computes, by chunks of 128 tokens.
+IN_FORWARD = {
+    "descriptors": AUTO.case("forward", 300, 136, 600, ignored=0.1, token_weight=True, options={"z_loss": 1e-3}),
+    "pointers": AUTO.case("forward", 140, 131, 300, logit_std=30.0, options={"softcap": 5.0}),
+    "smoothing": AUTO.case("forward", 140, 136, 600, options={"label_smoothing": 0.2, "normalizer": 100}),
+    "few tokens left": AUTO.case("forward", 300, 24, 600, ignored=0.8),
+}  # fmt: skip
+
+
+@check(*IN_FORWARD)
+def in_forward(name):
+    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True)):
+        AUTO.assert_case(IN_FORWARD[name])
+
+
+@check("linear_cross_entropy", "linear_log_probs", "retained")
+def a_frozen_weight(name):
+    """Hidden's gradient is left in 24 bits, which backward multiplies and rounds."""
+    loss = LOG_PROBS if name == "linear_log_probs" else replace(AUTO, options={"reduction": "none"})
+    given = loss.problem((140,), 24, 300, ids=2 if loss.of_ids else None)
+    given |= {name: given[name].detach() for name in ("weight", "bias") if name in given}
+    given[loss.ids][::9] = -100
+    options = {} if loss.of_ids else {"softcap": 5.0}
+    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True)):
+        if name == "retained":
+            loss_of_hidden = loss.call(given, **options)
+            upstream = loss.upstream(loss_of_hidden)
+            made = [
+                torch.autograd.grad([loss_of_hidden[n] for n in upstream], [given["hidden"]], list(upstream.values()),
+                                    retain_graph=True)[0]
+                for _ in range(2)
+            ]  # fmt: skip
+            assert torch.equal(*made)
+        else:
+            right(loss, given, **options)
+
+
 @check("mixed", "stash", "retained")
 def memory_at_multiples_of_256_bytes(way):
     with memory_off_by_256():

@@ -101,13 +101,17 @@ def assert_sound(p, c):
         assert c.token_chunk >= p.tokens or c.token_chunk % 128 == 0
         return
     assert held % 128 == 0 <= held <= up(p.tokens, 128)
+    if isinstance(c, triton_memory.TritonPlan) and c.in_forward:
+        assert triton_memory.may_run_in_forward(p)
+        assert c.token_chunk % 128 == held == c.vocab_chunk == c.weight_chunk == 0
+        return
     weight_chunk = c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.weight_chunk
     vocab_chunk = c.recompute_chunks * c.chunk if isinstance(c, mosaic_memory.MosaicPlan) else c.vocab_chunk
     assert vocab_chunk % 256 == weight_chunk % 256 == 0 < weight_chunk <= vocab_chunk
     if isinstance(c, triton_memory.TritonPlan):
         assert c.kept_in_gradient % 128 == 0 <= c.kept_in_gradient <= triton_memory.capacity(p)
         assert c.kept_in_scratch >= 0
-        assert c.kept == 0 or not (p.softcap or p.smoothing)
+        assert c.kept == 0 or triton_memory.may_hold(p)
         assert c.kept_in_gradient == 0 or (p.grad_weight and not p.weight_grad_out)
     elif isinstance(c, mosaic_memory.MosaicPlan):
         assert c.kept_in_gradient in (0, mosaic_memory.capacity(p))

@@ -30,6 +30,8 @@ OPTIONS = {
         "token_weight": torch.ones(300), "return_stats": True,
     },
     "added": {"weight_grad_out": True, "strategy": "recompute"},
+    "in forward": {"plan": triton_spec.TritonPlan(128, in_forward=True), "label_smoothing": 0.1},
+    "kept with softcap": {"softcap": 5.0} | MIXED,
 }  # fmt: skip
 
 

@@ -317,26 +317,32 @@ def weight_gradient(
 
 
 @triton.jit
-def even_sums(
-    rows,  # [T, H]
-    even,  # [T] float32
-    count,
-    kept,
+def column_sums(
+    x,  # [N, H], any strides
+    factor,  # [N] float32; None: 1
+    count,  # [1] int32: of the rows, those before it alone; None: all
     out,  # [PARTS, H] float32 out
+    x_stride_n,
+    x_stride_h,
+    N,
     H,
     PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of rows times `even` over the positions before `kept`, in parts."""
-    n = tl.minimum(tl.load(count), kept)
+    """Sums of the rows, each times its factor, in parts."""
+    n = N
+    if count is not None:
+        n = tl.minimum(tl.load(count), N)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0) * BLOCK_T, n, PARTS * BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        at = t.to(tl.int64)[:, None] * H + c[None, :]
-        h = tl.load(rows + at, mask=(t < n)[:, None] & (c < H)[None, :], other=0).to(tl.float32)
-        total += tl.sum(h * tl.load(even + t, mask=t < n, other=0.0)[:, None], 0)
+        at = t.to(tl.int64)[:, None] * x_stride_n + c.to(tl.int64)[None, :] * x_stride_h
+        row = tl.load(x + at, mask=(t < n)[:, None] & (c < H)[None, :], other=0).to(tl.float32)
+        if factor is not None:
+            row *= tl.load(factor + t, mask=t < n, other=0.0)[:, None]
+        total += tl.sum(row, 0)
     tl.store(out + tl.program_id(0) * H + c, total, mask=c < H)
 
 
@@ -425,7 +431,7 @@ def hidden_gradient(
 
     The tiles of the last wave are cut into up to SLICES along the vocabulary if that fills the device better: 320 tiles
     on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add to a
-    tile of zeros, and 0 + a + b has the same bits in either order; or, with `slice_rows`, they add that many rows apart.
+    tile of zeros, and 0 + a + b has the same bits in either order; or, with `slice_rows`, they add so many rows apart.
     (Stream-K, Osama et al., arXiv:2301.03598, would cut all tiles: its programs are in different places of the
     vocabulary at a time, and L2 serves none of them.)
     """
@@ -461,7 +467,17 @@ def hidden_gradient(
             t = t0 + tl.arange(0, BLOCK_T)
             acc *= tl.load(product_scale + t, mask=t < n, other=0.0)[:, None]
         add_columns(
-            out, out_stride, t0 - first + of_tile * slice_rows, j * BLOCK_H, out_rows, H, acc, BLOCK_T, BLOCK_H, PARTS, TMA
+            out,
+            out_stride,
+            t0 - first + of_tile * slice_rows,
+            j * BLOCK_H,
+            out_rows,
+            H,
+            acc,
+            BLOCK_T,
+            BLOCK_H,
+            PARTS,
+            TMA,
         )
 
 
@@ -501,7 +517,7 @@ def bias_gradient(
 
 
 @triton.jit
-def add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS: tl.constexpr):
+def _add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS: tl.constexpr):
     """Add to columns c of a position's hidden gradient what comes of its ids' entries."""
     for k in range(IDS):
         g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
@@ -544,7 +560,7 @@ def finish_hidden(
         e = tl.load(even + at, mask=(at >= 0) & (at < kept), other=0.0)
         value -= e * tl.load(weight_sum + c, mask=c < H, other=0.0)
     if at_target is not None:
-        value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
+        value = _add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
     if inverse_grad_scale is not None:
         value *= tl.load(inverse_grad_scale)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)
@@ -611,7 +627,7 @@ def scale_hidden(
     value *= tl.load(row_scale + at, mask=at >= 0, other=0.0)
     if even is not None:
         value -= tl.load(even + at, mask=at >= 0, other=0.0) * tl.load(weight_sum + c, mask=c < H, other=0.0)
-    value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
+    value = _add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
     if inverse_grad_scale is not None:
         value *= tl.load(inverse_grad_scale)
     tl.store(out + where, value, mask=c < H)

@@ -292,13 +292,23 @@ def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
 
 
-def even_sum(run: Run, rows: Tensor, even: Tensor, kept: int) -> Tensor:
-    """[H] float32: what every row of the weight's gradient lacks of the positions before `kept`."""
-    parts, block = 16, 128
-    out = even.new_empty(parts, run.hidden)
-    grid = (parts, -(-run.hidden // block))
+def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
+    """[H] float32: the sum of the rows of the weight, or, with a factor each, of as many positions' as there are."""
+    parts, block = 32, 128
+    out = run.vectors.factor.new_empty(parts, run.hidden)
     run.launch(
-        gradients.even_sums, grid, rows=rows, even=even, kept=kept, out=out, PARTS=parts, BLOCK_T=64, BLOCK=block
+        gradients.column_sums,
+        (parts, -(-run.hidden // block)),
+        x=x,
+        factor=factor,
+        count=None if factor is None else run.vectors.number,
+        out=out,
+        x_stride_n=x.stride(0),
+        x_stride_h=x.stride(1),
+        N=len(x),
+        PARTS=parts,
+        BLOCK_T=64,
+        BLOCK=block,
     ).run()
     return out.sum(0)
 
@@ -395,7 +405,7 @@ def hidden_product(
     tiles: int,
     slices: int = 1,
 ) -> Launch:
-    """With `product_scale` of the positions that are kept, else of the others; in `slices` of len(sums) / slices rows."""
+    """With `product_scale` of the positions that are kept, else of the others; in `slices` of sums."""
     kept = min(buffer.kept, run.tokens)
     first, last = (kept, run.tokens) if product_scale is None else (0, kept)
     out = sums[first:] if product_scale is None else sums if slices > 1 else sums[:kept]

@@ -70,9 +70,7 @@ def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]
     # Four stages of 48 KiB and a piece of the result: what was fastest on an H100 at all shapes, or within 2%.
     depth, most = (64, 4) if shared >= 227 * 1024 else (64, 3) if shared >= 160 * 1024 else (32, 3)
 
-    def tiles(
-        parts: int, group: int = 8, stages: int = most, *, rows: int = 128, columns: int = 256
-    ) -> dict[str, int]:
+    def tiles(parts: int, group: int = 8, stages: int = most, *, rows: int = 128, columns: int = 256) -> dict[str, int]:
         return {
             "rows": rows,
             "columns": columns,
@@ -207,7 +205,7 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, accumulate=1.4, launch=15.0, programs=132),
+    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, accumulate=1.8, launch=15.0, programs=132),
 }
 
 
@@ -381,7 +379,7 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
 
 
 def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
-    """Chunks of tokens: even ones, from the fewest that fit on, and some whose tiles of hidden's gradient fill waves."""
+    """Chunks of tokens: even ones, from the fewest that fit on, and some whose hidden gradient fills whole waves."""
 
     def cut(tokens: int) -> TritonPlan:
         return TritonPlan(tokens, in_forward=True)

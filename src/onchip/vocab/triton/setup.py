@@ -180,7 +180,7 @@ class Sums(NamedTuple):
     @staticmethod
     def of(layer: Layer, saved: Saved) -> "Sums":
         problem, (vocab, size) = layer.problem("cuda"), layer.weight.shape
-        scratch, weight = saved.scratch_memory.view(torch.uint8), ()
+        scratch, weight = saved.scratch_memory.view(torch.uint8), tuple[Tensor, ...]()
         split, rest = triton_spec.summed_tiles(problem) * VOCAB_TILE, triton_spec.sum_bytes(problem)
         if layer.grads[1]:
             first = min(split, vocab)

@@ -189,7 +189,7 @@ def _chunk_gradients(
         one = known.lse.new_ones(1)
         upstream = loss_gradients(part, known, one, None, token_weight, reduction="sum")
         terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
-        even_sum = None if terms.even is None else launches.even_sum(part, chunk.rows, terms.even, part.tokens)
+        even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
         part.launch(
             gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
             product_scale=terms.product_scale, BLOCK=BLOCK,
@@ -312,7 +312,7 @@ class Products:
         """[H] float32: what every row of the weight's gradient lacks; `take_kept` needs it first."""
         if self.even is None or self.grads.weight is None:
             return None
-        return launches.even_sum(self.run, self.rows, self.even, self.kept)
+        return launches.column_sums(self.run, self.rows[: self.kept], self.even)
 
     def take_kept(self, *, scale: bool = True) -> None:
         """What comes before weight's gradient takes the place of what is kept."""
@@ -382,7 +382,7 @@ class Products:
             label=None if terms is None else terms.entry_label,
             at_target=None if terms is None else terms.entry,
             even=self.even,
-            weight_sum=None if self.even is None else weight_sum(self.run),
+            weight_sum=None if self.even is None else launches.column_sums(self.run, self.run.weight),
             inverse_grad_scale=self.inverse_grad_scale,
             out=self.grads.hidden,
             kept=self.kept,
@@ -441,9 +441,7 @@ def backward(
     return grads.made(call.dtypes[2])
 
 
-def _scale(
-    run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradients, factor: Tensor | None
-) -> None:
+def _scale(run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradients, factor: Tensor | None) -> None:
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
@@ -477,17 +475,12 @@ def _scale(
             at_target=terms.entry,
             row_scale=terms.row_scale,
             even=terms.even,
-            weight_sum=None if terms.even is None else weight_sum(run),
+            weight_sum=None if terms.even is None else launches.column_sums(run, run.weight),
             inverse_grad_scale=terms.inverse_grad_scale,
             out=grads.hidden,
             IDS=terms.ids,
             BLOCK=BLOCK,
         ).run()
-
-
-def weight_sum(run: Run) -> Tensor:
-    """[H] float32: the sum of the weight's rows."""
-    return run.weight.sum(0, dtype=torch.float32)
 
 
 def _target_terms(
