@@ -153,19 +153,10 @@ def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[T
     return loss, correct
 
 
-def reduced(run: Run, losses: Tensor, divisor: Tensor | None) -> Tensor:
-    """The sum of all, or their mean: divided by `divisor`, or else by how many tokens are not ignored."""
-    out, mean = losses.new_empty(()), run.options.reduction == "mean"
-    run.launch(
-        vectors.reduce_losses, (1,), warps=8, loss=losses, divisor=divisor, out=out, MEAN=mean, BLOCK=4096
-    ).run()  # fmt: skip
-    return out
-
-
 def loss_gradients(
     run: Run, known: TokenSoftmax, grad_loss: Tensor, divisor: Tensor | None, token_weight: Tensor | None
 ) -> OutputGradients:
-    """Those by the log-probability and lse, of that by the loss, which is reduced as `reduced` does or is by token."""
+    """Those by the log-probability and lse, of that by the loss, which `reduce_losses` made or is by token."""
     grad_loss, apart = grad_loss.reshape(-1), run.options.reduction == "none"
     by_lse = torch.empty_like(known.lse) if run.options.z_loss > 0 else None
     made = OutputGradients(torch.empty_like(known.log_prob), by_lse)
