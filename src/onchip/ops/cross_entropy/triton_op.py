@@ -16,7 +16,7 @@ from onchip.ops.cross_entropy import torch_inputs
 from onchip.ops.cross_entropy.spec import OP
 from onchip.ops.cross_entropy.torch_inputs import Call, Kept, Outputs
 from onchip.vocab.rows import memory as row_memory
-from onchip.vocab.rows.launches import flat, launch_rows
+from onchip.vocab.rows.launches import count_targets, flat, launch_rows, reduce_losses
 from onchip.vocab.rows.memory import Problem
 from onchip.vocab.torch import tiles as torch_tiles
 
@@ -44,7 +44,11 @@ def forward(call: Call) -> Outputs:
         row_memory.plan(problem, "", options.scratch_bytes)
     if options.check_inputs:
         call.tokens(check_values=True)  # for its checks alone
-    divisor = torch_tiles.divisor(OP, options.reduction, call.normalizer, call.target != options.ignore_index)
+    mean = options.reduction == "mean"
+    if mean and call.normalizer is None:
+        divisor = count_targets(call.target, options.ignore_index)
+    else:
+        divisor = torch_tiles.divisor(OP, options.reduction, call.normalizer, call.target != options.ignore_index)
     made, losses = fake(call)._replace(divisor=divisor), logits.new_empty(call.target.shape, dtype=torch.float32)
     out = made.out._replace(loss=losses)
     if tokens > 0:
@@ -52,7 +56,9 @@ def forward(call: Call) -> Outputs:
             "losses", logits, made.gradient, call.target, call.token_weight, call.token_temperature, options,
             **out._asdict(), divisor=divisor,
         )  # fmt: skip
-    return made._replace(out=out if options.reduction == "none" else out._replace(loss=losses.sum() / divisor))
+    if options.reduction != "none":
+        out = out._replace(loss=reduce_losses(losses, None, divisor, mean=mean))
+    return made._replace(out=out)
 
 
 def fake(call: Call) -> Outputs:

@@ -12,6 +12,7 @@ from torch import Tensor
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.loss import Outputs
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
@@ -48,7 +49,8 @@ def _forward(call: Call) -> TritonOutputs:
     losses, correct = walks.losses(run, out, token_weight)
     loss = losses.view(shape)
     if options.reduction != "none":
-        loss = walks.reduced(run, losses, _divisor(call, run.vectors.number))
+        number, mean = run.vectors.number, options.reduction == "mean"
+        loss = reduce_losses(losses, number, _divisor(call, number), mean=mean)
     made = (out.lse, out.log_prob, out.entropy, correct)
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 

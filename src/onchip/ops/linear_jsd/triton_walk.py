@@ -27,12 +27,14 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call
 from onchip.ops.linear_jsd.triton_kernels import Gradient, Logits
 from onchip.ops.linear_jsd.triton_memory import JsdPlan, config_of
 from onchip.ops.linear_jsd.triton_op import Left
+from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gather
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
+from onchip.vocab.triton.vectors import row_scales
 from onchip.vocab.triton.walks import Products, chunks, float16_scale
 
 # Tiles of a token's row that a program takes at a time, and its warps.
@@ -236,7 +238,13 @@ def forward(call: Call, plan: JsdPlan, left: Left) -> Tensor:
         _chunks_of_tokens(pair, plan, (left.student, left.teacher), loss)
     if call.options.reduction == "none":
         return loss.view(call.shape)
-    return loss.sum() / call.divisor(pair.vectors.number)
+    number, mean = pair.vectors.number, call.options.reduction == "mean"
+    return reduce_losses(loss, number, _divisor(call, number), mean=mean)
+
+
+def _divisor(call: Call, number: Tensor) -> Tensor | None:
+    """What the loss is divided by, unless it is the number of tokens that are not ignored."""
+    return None if call.normalizer is None else call.divisor(number)
 
 
 def _chunks_of_tokens(pair: Pair, plan: JsdPlan, saved: Sequence[Saved], loss: Tensor) -> None:
@@ -292,13 +300,21 @@ def backward(call: Call, plan: JsdPlan, left: Left, grad_loss: Tensor, wanted: W
 
 def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
     """The factor of each position's gradients."""
-    weights = setup.flat(call.token_weight)
-    row = torch.ones_like(vectors.order, dtype=torch.float32) if weights is None else weights[vectors.order]
-    if call.options.reduction == "none":
-        row = row * grad_loss.reshape(-1).float()[vectors.order]
-    else:
-        row = row * (grad_loss / call.divisor(vectors.number))
-    return row.masked_fill(vectors.label < 0, float("nan"))
+    grad_loss, apart = grad_loss.reshape(-1), call.options.reduction == "none"
+    arguments = {
+        **vectors.known,
+        "grad_loss": grad_loss,
+        "grad_stride": grad_loss.stride(0) if apart else 0,
+        "divisor": _divisor(call, vectors.number),
+        "token_weight": setup.flat(call.token_weight),
+        "out": (out := torch.empty_like(vectors.factor)),
+        "T": call.number,
+        "MEAN": call.options.reduction == "mean",
+        "BLOCK": 256,
+    }
+    if call.number:
+        Launch(row_scales, (-(-call.number // 256),), arguments).run()
+    return out
 
 
 def _chunks_of_vocabulary(

@@ -88,3 +88,23 @@ def transform_scales(options: Any) -> dict[str, float | None]:
 def flat(x: Tensor | None) -> Tensor | None:
     """[...] as kernels take it: [T] float32."""
     return None if x is None else x.reshape(-1).to(torch.float32).contiguous()
+
+
+def count_targets(target: Tensor, ignore_index: int) -> Tensor:
+    """[] float32: how many are not ignored, or 1."""
+    from onchip.vocab.rows import triton as triton_rows
+
+    target, out = target.reshape(-1), torch.empty((), dtype=torch.float32, device=target.device)
+    given = {"target": target.contiguous(), "divisor": out, "T": len(target), "ignore_index": ignore_index}
+    Launch(triton_rows.count_targets, (1,), {**given, "BLOCK": 4096}, warps=8).run()
+    return out
+
+
+def reduce_losses(losses: Tensor, number: Tensor | None, divisor: Tensor | None, *, mean: bool) -> Tensor:
+    """[] float32: their sum, or their mean: divided by `divisor`, or else by `number`, [1] int32, if that is not 0."""
+    from onchip.vocab.rows import triton as triton_rows
+
+    losses, out = losses.reshape(-1), torch.empty((), dtype=torch.float32, device=losses.device)
+    given = {"loss": losses, "number": number, "divisor": divisor, "out": out, "T": len(losses), "MEAN": mean}
+    Launch(triton_rows.reduce_losses, (1,), {**given, "BLOCK": 4096}, warps=8).run()
+    return out

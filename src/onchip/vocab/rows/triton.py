@@ -397,3 +397,40 @@ def gradients(
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
             _write(into, out_stride, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
+
+
+@triton.jit
+def count_targets(target, divisor, T, ignore_index, BLOCK: tl.constexpr):
+    """How many are not ignored, or 1, in float32.  One program."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        total += (tl.load(target + t, mask=t < T, other=ignore_index) != ignore_index).to(tl.int32)
+    tl.store(divisor, tl.maximum(tl.sum(total, 0), 1).to(tl.float32))
+
+
+@triton.jit
+def divided(value, number, divisor, MEAN: tl.constexpr):
+    """A sum of losses, or their gradient, divided by `divisor`, or else by how many tokens are not ignored."""
+    if MEAN:
+        by = tl.maximum(tl.load(number), 1).to(tl.float32) if divisor is None else tl.load(divisor)
+        value = tl.div_rn(value, by + tl.zeros_like(value))
+    return value
+
+
+@triton.jit
+def reduce_losses(
+    loss,  # [T] float32
+    number,
+    divisor,  # [] float32
+    out,  # [] float32
+    T,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Their sum or mean.  One program."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        total += tl.load(loss + t, mask=t < T, other=0.0)
+    tl.store(out + tl.arange(0, 1), divided(tl.sum(total, 0) + tl.zeros((1,), tl.float32), number, divisor, MEAN))

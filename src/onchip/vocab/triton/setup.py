@@ -51,6 +51,13 @@ def plan(call: LinearCall, **more: Any) -> TritonPlan:
     What torch.compile made without a budget has a plan that needs no numbers; a budget makes numbers of the symbols,
     and a graph for each.
     """
+    made: TritonPlan | None = vars(call).get("made_plan")  # what backward keeps of a call is asked for after forward
+    if made is None:
+        made = vars(call)["made_plan"] = _plan(call, **more)
+    return made
+
+
+def _plan(call: LinearCall, **more: Any) -> TritonPlan:
     problem = call.problem("cuda", **more)
     if call.compiled and call.budget is None:
         return triton_spec.plan_for_symbols(problem, call.options.strategy)

@@ -6,34 +6,8 @@ None as an argument: it is not wanted.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from onchip.vocab.rows.triton import divided
 from onchip.vocab.triton.blocks import NO_LABEL
-
-
-@triton.jit
-def _reduced(value, number, divisor, MEAN: tl.constexpr):
-    """A sum of losses, or their gradient, divided by `divisor`, or else by how many tokens are not ignored."""
-    if MEAN:
-        by = tl.maximum(tl.load(number), 1).to(tl.float32) if divisor is None else tl.load(divisor)
-        value = tl.div_rn(value, by + tl.zeros_like(value))
-    return value
-
-
-@triton.jit
-def reduce_losses(
-    loss,  # [T] float32
-    number,
-    divisor,  # [] float32
-    out,  # [] float32
-    T,
-    MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Their sum or mean.  One program."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, T, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        total += tl.load(loss + t, mask=t < T, other=0.0)
-    tl.store(out + tl.arange(0, 1), _reduced(tl.sum(total, 0) + tl.zeros((1,), tl.float32), number, divisor, MEAN))
 
 
 @triton.jit
@@ -53,12 +27,37 @@ def loss_gradients(
     """The gradients by each token's log-probability and lse, of that by the loss."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(grad_loss + t.to(tl.int64) * grad_stride, mask=t < T, other=0.0).to(tl.float32)
-    g = _reduced(g, number, divisor, MEAN)
+    g = divided(g, number, divisor, MEAN)
     if token_weight is not None:
         g *= tl.load(token_weight + t, mask=t < T, other=0.0)
     tl.store(upstream.log_prob + t, -g, mask=t < T)
     if upstream.lse is not None:
         tl.store(upstream.lse + t, g * tl.load(lse + t, mask=t < T, other=0.0) * (2 * z_loss), mask=t < T)
+
+
+@triton.jit
+def row_scales(
+    grad_loss,  # [T], or [] with a stride of 0
+    grad_stride,
+    number,
+    divisor,  # [] float32
+    token_weight,  # [T] float32
+    order,
+    label,
+    out,  # [T] float32 out, by position
+    T,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient by each position's loss; NaN where its label is out of range."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.load(order + at, mask=at < T, other=0).to(tl.int64)
+    g = tl.load(grad_loss + t * grad_stride, mask=at < T, other=0.0).to(tl.float32)
+    g = divided(g, number, divisor, MEAN)
+    if token_weight is not None:
+        g *= tl.load(token_weight + t, mask=at < T, other=0.0)
+    y = tl.load(label + at, mask=at < T, other=0)
+    tl.store(out + at, tl.where(y < 0, float("nan"), g), mask=at < T)
 
 
 @triton.jit

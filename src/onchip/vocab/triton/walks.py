@@ -222,15 +222,6 @@ def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[T
     return loss, correct
 
 
-def reduced(run: Run, losses: Tensor, divisor: Tensor | None) -> Tensor:
-    """The sum of all, or their mean: divided by `divisor`, or else by how many tokens are not ignored."""
-    out, mean = losses.new_empty(()), run.options.reduction == "mean"
-    run.launch(
-        vectors.reduce_losses, (1,), warps=8, loss=losses, divisor=divisor, out=out, MEAN=mean, BLOCK=4096
-    ).run()  # fmt: skip
-    return out
-
-
 def loss_gradients(
     run: Run,
     known: TokenSoftmax,
@@ -239,7 +230,7 @@ def loss_gradients(
     token_weight: Tensor | None,
     reduction: str = "",
 ) -> OutputGradients:
-    """Those by the log-probability and lse, of that by the loss, which is reduced as `reduced` does or is by token.
+    """Those by the log-probability and lse, of that by the loss, which `reduce_losses` made or is by token.
 
     `reduction` stands for that of the options.
     """
