@@ -95,9 +95,10 @@ def linear_cross_entropy(
         strategy: "stash" does 3 matrix products: "xla" computes gradients in forward, chunk by chunk of tokens, in
             float32, and scales them in backward; "mosaic_gpu" keeps the exponentials of up to H tokens in the memory
             of the weight's gradient, those of more in scratch as far as there is room, and computes logits of further
-            ones again, or does as "xla" does, for a frozen weight and many tokens.  "recompute" computes logits again in backward, chunk by chunk of the vocabulary (4 products,
-            less memory).  "auto" is what fits scratch_bytes, the faster first.  With "xla" and reduction="none" a
-            gradient of weight or bias is always made by "recompute".
+            ones again; for a frozen weight and for many tokens it makes gradients in forward as "xla" does.
+            "recompute" computes logits again in backward, chunk by chunk of the vocabulary (4 products, less memory).
+            "auto" is what fits scratch_bytes, the faster first.  With "xla" and reduction="none" a gradient of weight
+            or bias is always made by "recompute".
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
             NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".

@@ -28,7 +28,8 @@ _DEPTH = 64  # of a step
 _MEMORY = 3.0  # TB/s that are read and written
 # Steps that the epilogue of a tile of logits costs; an H200's trace.
 _EPILOGUE = 2.5
-# Adding a product of fewer tokens to a float32 sum takes as long as to read and write that; of more, less in proportion.
+# Adding a product of fewer tokens to a float32 sum takes as long as to read and write that; of more, less, in
+# proportion.
 _HIDDEN_ADDITION = 800
 # Milliseconds in which every program takes a step.
 _STEP = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
