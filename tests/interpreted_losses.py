@@ -23,6 +23,7 @@ from onchip.torch import linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
+from onchip.vocab.triton import walks
 from tanh import assert_is_tanh, triton_tanh
 
 LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
@@ -80,6 +81,43 @@ def mixed(name):
     with mixed_plan(halves=name in ("pointers", "everything held", "ids")) as planned:
         (ENTROPY if name == "ids" else AUTO).assert_case(case)
     assert planned.called
+
+
+# Gradients that forward computes, by chunks of 128 tokens.
+IN_FORWARD = {
+    "descriptors": AUTO.case("forward", 300, 136, 600, ignored=0.1, token_weight=True, options={"z_loss": 1e-3}),
+    "pointers": AUTO.case("forward", 140, 131, 300, logit_std=30.0, options={"softcap": 5.0}),
+    "smoothing": AUTO.case("forward", 140, 136, 600, options={"label_smoothing": 0.2, "normalizer": 100}),
+    "few tokens left": AUTO.case("forward", 300, 24, 600, ignored=0.8),
+}  # fmt: skip
+
+
+@check(*IN_FORWARD)
+def in_forward(name):
+    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True)):
+        AUTO.assert_case(IN_FORWARD[name])
+
+
+@check("linear_cross_entropy", "linear_log_probs", "retained")
+def a_frozen_weight(name):
+    """Hidden's gradient is left in 24 bits, which backward multiplies and rounds."""
+    loss = LOG_PROBS if name == "linear_log_probs" else replace(AUTO, options={"reduction": "none"})
+    given = loss.problem((140,), 24, 300, ids=2 if loss.of_ids else None)
+    given |= {name: given[name].detach() for name in ("weight", "bias") if name in given}
+    given[loss.ids][::9] = -100
+    options = {} if loss.of_ids else {"softcap": 5.0}
+    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True)):
+        if name == "retained":
+            loss_of_hidden = loss.call(given, **options)
+            upstream = loss.upstream(loss_of_hidden)
+            made = [
+                torch.autograd.grad([loss_of_hidden[n] for n in upstream], [given["hidden"]], list(upstream.values()),
+                                    retain_graph=True)[0]
+                for _ in range(2)
+            ]  # fmt: skip
+            assert torch.equal(*made)
+        else:
+            right(loss, given, **options)
 
 
 @check("mixed", "stash", "retained")
@@ -227,6 +265,21 @@ def three_strides_of_rows_are_refused():
     with pytest.raises(ValueError, match="backend 'triton' can't run this call: its logits' leading dimensions must"):
         ROWS.call({"logits": x, "target": torch.zeros(2, 2, 2, dtype=torch.int64)})
     ROWS.call({"logits": x[0], "target": torch.zeros(2, 2, dtype=torch.int64)})
+
+
+@check()
+def labels_sorted_by_counting():
+    """In the order of a stable sort."""
+    h, w = torch.randn(300, 16).half(), torch.randn(40, 16).half()
+    y = torch.randint(40, (300,))
+    made = []
+    for most in (walks.MOST_COUNTED, 0):
+        leaves = [x.clone().requires_grad_() for x in (h, w)]
+        with mock.patch.object(walks, "MOST_COUNTED", most):
+            value = linear_cross_entropy(*leaves, y, ignore_index=7, backend="triton", strategy="stash")
+            value.backward()
+        made.append([x.grad for x in leaves])
+    assert all(torch.equal(p, q) for p, q in zip(*made, strict=True))
 
 
 @check()

@@ -27,7 +27,7 @@ from onchip.ops.linear_jsd import cases as jsd_cases
 
 ROW = {
     "op", "case", "sizes", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms",
-    "ratio_to_floor", "compile_s", "extra_bytes", "error", "error_bound", "errors", "ok",
+    "ratio_to_floor", "compile_s", "extra_bytes", "host_ms", "kernels", "error", "error_bound", "errors", "ok",
 }  # fmt: skip
 
 
@@ -115,7 +115,8 @@ def bench(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "onchip.bench.ops.toy", SimpleNamespace(TORCH=op))
         text = StringIO()
         settings = {"cases": None, "device": "cpu", "dtype": None, "repeats": 2, "impls": None, "out": tmp_path / "r"}
-        document = run_bench("toy", "torch", console=Console(file=text, width=200), **(settings | options))
+        settings |= {"console": Console(file=text, width=200)}
+        document = run_bench("toy", "torch", **(settings | options))
         return Run(document, text.getvalue(), tmp_path / "r")
 
     return run
@@ -139,6 +140,7 @@ def test_right_results_are_timed_and_all_else_is_reported(bench):
     assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
     assert row["ratio_to_floor"] == pytest.approx(row["median_ms"] / row["floor_ms"])
     assert row["extra_bytes"] >= 0
+    assert (row["host_ms"], row["kernels"]) == (None, None)  # on the CPU
     assert (row["error"], row["errors"]) == (0, {"total": 0, "grad": 0})
     assert run.row("onchip good", "forward")["errors"] == {"total": 0}
     for name, error in (("peer wrong", 1.0), ("peer nan", None)):
@@ -157,6 +159,26 @@ def test_right_results_are_timed_and_all_else_is_reported(bench):
     assert reason in run.page
     for text in ("onchip good", "1.5 cores busy", "WRONG", reason):
         assert text in run.printed
+
+
+def test_a_case_is_shown_when_it_is_done_and_modes_can_be_chosen(bench, no_page):
+    printed = []
+
+    def printing(x):
+        printed.append(text.getvalue())
+        return squares(x)
+
+    text = StringIO()
+    console = Console(file=text, width=200)
+    run = bench(toy("onchip good", printing), suite="sizes", modes=["forward"], console=console)
+    assert [(row["case"], row["mode"]) for row in run.document["rows"]] == [
+        ("size-10", "forward"),
+        ("size-20", "forward"),
+    ]
+    assert "size-10, float32, forward" in printed[-1]
+    assert "size-20, float32, forward" not in printed[-1]
+    with pytest.raises(ValueError, match=r"--mode 'backward' matches nothing; there is: forward, forward\+backward"):
+        bench(GOOD, modes=["backward"])
 
 
 def test_an_interruption_keeps_what_was_measured_before(bench, tmp_path, no_page):

@@ -222,7 +222,7 @@ def test_plain_stores_the_logits_and_onchip_does_not(framework, monkeypatch):
     costs = train.measure_head(framework, FRAMEWORKS[framework].LOSSES, "cpu", *arguments)
     logits = 4 * tokens * vocab
     assert costs["plain"]["extra_bytes"] > 1.5 * logits
-    assert costs["onchip"]["extra_bytes"] < 0.5 * logits
+    assert costs["onchip"]["extra_bytes"] <= 0.5 * logits
 
 
 def test_files(tiny_run):

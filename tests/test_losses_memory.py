@@ -129,9 +129,9 @@ def test_a_copy_of_hidden_states_that_cannot_be_flattened_counts():
     assert_held(step_of(p, "torch", None, strategy="stash", strided=True), formula, "cpu")
 
 
-def test_the_default_is_an_eighth_of_the_logits():
+def test_an_eighth_of_the_logits():
     p = Problem(4096, 32, 8192)
-    assert peak_extra_bytes(step_of(p, "torch", None), device="cpu") <= memory.logits_bytes(p) // 8 + SLACK["cpu"]
+    assert peak_extra_bytes(step_of(p, "torch", 0.125), device="cpu") <= memory.logits_bytes(p) // 8 + SLACK["cpu"]
 
 
 def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():

@@ -1,5 +1,6 @@
 """Peak memory against allocations of known size, and the order and book-keeping of timings."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +119,9 @@ def test_how_long_the_device_waits_for_the_host(monkeypatch):
         said.append("step")
         return []
 
+    assert torch_steps.host_ms(step) is None
     assert [torch_steps.time_once(step, "cuda") for _ in range(2)] == [3.0, 3.0]
+    assert torch_steps.host_ms(step) == pytest.approx(500)  # the first run may have compiled
     assert said == [
         10.0, "L2", "event", "step", "event",
         pytest.approx(0.5 + 2 * 2), "L2", "event", "step", "event",
@@ -127,6 +130,18 @@ def test_how_long_the_device_waits_for_the_host(monkeypatch):
     clock = iter([0.0, 0.0])
     torch_steps.time_once(step, "cuda")  # the time before, it waited for half a second
     assert said[0] == 10.0
+
+
+def test_kernels_are_counted_but_copies_by_the_driver_are_not(monkeypatch):
+    names = {"CUDA": ["softmax_tiles", "Memcpy DtoD (Device -> Device)", "softmax_tiles"], "CPU": ["aten::mm"]}
+    events = [SimpleNamespace(name=x, device_type=SimpleNamespace(name=on)) for on in names for x in names[on]]
+    profiled = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiled)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert torch_steps.kernels(nothing, "cuda") == 2
+    assert torch_steps.kernels(nothing, "cpu") is None
+    events.clear()  # no rights to the device's counters
+    assert torch_steps.kernels(nothing, "cuda") is None
 
 
 def test_a_step_that_raises_stops_the_timing_or_is_left_out():

@@ -33,7 +33,7 @@ def plan_json(*arguments):
 
 
 DEEPSEEK = ("--tokens", "131072", "--model", "deepseek-v3")
-SMALL_AND_LARGE = ("--scratch-mib", "1", "--scratch-mib", "4096")
+SMALL_AND_LARGE = ("--scratch", "1MiB", "--scratch", "4096MiB")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ PLANNERS = {"torch": memory, "xla": jax_spec, "triton": triton_spec, "mosaic_gpu
 @pytest.mark.parametrize("where", [(), ("--dtype", "float32"), ("--device", "cpu")], ids=" ".join)
 def test_plan_json_is_what_a_backend_of_matrix_products_will_do(framework, where):
     backend = "torch" if framework == "torch" else "xla"
-    document = plan_json(*LLAMA, "--scratch-mib", "1024", "--framework", framework, "--backend", backend, *where)
+    document = plan_json(*LLAMA, "--scratch", "1024MiB", "--framework", framework, "--backend", backend, *where)
     planner = PLANNERS[backend]
     problem = memory.Problem(16384, 4096, 128256, dtype=document["dtype"], device=document["device"])
     assert document["logits_bytes"]["float32"] == 4 * 16384 * 128256
@@ -152,9 +152,9 @@ def test_plan_json_is_what_precision_fp8_will_do():
 
 
 def test_plan_with_bounds_of_ones_own():
-    plans = plan_json(*LLAMA, "--scratch-mib", "300", "--scratch-mib", "500")["plans"]
+    plans = plan_json(*LLAMA, "--scratch", "300MiB", "--scratch", "0.25", "--scratch", "1048576")["plans"]
     assert [(p["budget"], p["budget_bytes"]) for p in plans[::3]] == [
-        ("default", None), ("300", 300 << 20), ("500", 500 << 20),
+        ("default", None), ("300", 300 << 20), ("2004", 2004 << 20), ("1.0", 1 << 20),
     ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_plan_of_the_other_ops_where_the_kernels_do_not_run(where):
 
 
 def test_plan_of_the_other_ops_is_what_they_will_do():
-    sizes = ("--tokens", "8192", "--hidden", "4096", "--vocab", "128256", "--scratch-mib", "1024")
+    sizes = ("--tokens", "8192", "--hidden", "4096", "--vocab", "128256", "--scratch", "1024MiB")
 
     def plans(op, backend, *more):
         """By the pass, in the default budget and in 1 GiB."""
@@ -288,7 +288,9 @@ def test_plan_of_the_other_ops_is_what_they_will_do():
             [*LLAMA, "--framework", "jax", "--weight-dtype", "float32"],
             "in JAX weight has hidden's dtype; leave --weight-dtype out",
         ),
-        ([*LLAMA, "--scratch-mib", "0"], "--scratch-mib must be 1 or more; got 0"),
+        ([*LLAMA, "--scratch", "0MiB"], "scratch_bytes must be positive; got 0"),
+        ([*LLAMA, "--scratch", "1.5"], "scratch_bytes=1.5 is a float, a part of the float32 logits"),
+        ([*LLAMA, "--scratch", "1G"], "scratch_bytes must be like '1GiB'"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )

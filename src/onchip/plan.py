@@ -18,6 +18,7 @@ from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
 from onchip.core.names import known_op
 from onchip.core.sizes import DTYPE_BYTES, MIB
+from onchip.frontend.options import require_positive_int, scratch_in_bytes
 from onchip.ops import LOSSES
 from onchip.ops.cross_entropy import spec as cross_entropy
 from onchip.ops.linear_cross_entropy import spec
@@ -80,7 +81,13 @@ def run_plan(
         ),
     ] = "auto",
     precision: Annotated[str, typer.Option(help="full, or of linear_cross_entropy in PyTorch fp8.")] = "full",
-    scratch_mib: Annotated[list[int] | None, typer.Option(help="A budget in MiB; may be given several times.")] = None,
+    scratch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A budget: a text like 512MiB, a part of the float32 logits like 0.25, or bytes; may be given several "
+            "times."
+        ),
+    ] = None,
     console: Console,
 ) -> dict[str, Any]:
     """Tell what an op costs before it runs: scratch, products and chunks per strategy and budget.
@@ -125,8 +132,6 @@ def run_plan(
         )
     if device not in ("cuda", "cpu"):
         raise ValueError(f"--device must be cuda or cpu; got {device!r}")
-    if scratch_mib is not None and any(mib < 1 for mib in scratch_mib):
-        raise ValueError(f"--scratch-mib must be 1 or more; got {min(scratch_mib)}")
     if op == cross_entropy.OP or hidden is None:
         hidden = 0  # it has no product
     teacher = (teacher_hidden or hidden) if op == linear_jsd.OP else 0
@@ -134,6 +139,7 @@ def run_plan(
     refusals = _refusals(p, framework, precision)
     chosen = choose_backend(op, backend, refusals)
     number = tokens * vocab * (2 if op == linear_jsd.OP else 1)
+    asked = [_asked(op, text, number) for text in scratch or ()]
     document = {
         "op": op,
         "framework": framework,
@@ -144,13 +150,13 @@ def run_plan(
         "logits_bytes": {"float32": 4 * number, dtype: number * DTYPE_BYTES[dtype]},
     }
     if op == spec.OP and precision == "full":
-        document |= _strategies(p, chosen, scratch_mib)
+        document |= _strategies(p, chosen, asked)
     else:
         served = [name for name, reason in refusals.items() if reason is None and backend == "auto" and name != chosen]
         document["plans"] = [
             {"backend": name, "pass": way.name} | _row(way, p, *budget)
             for name in [chosen, *served]
-            for budget in _budgets(scratch_mib)
+            for budget in _budgets(asked)
             for way in _PASSES[op, precision](p, name, teacher)
         ]
     _show(document, console)
@@ -167,13 +173,21 @@ def _refusals(p: Problem, framework: str, precision: str) -> dict[str, str | Non
     return {"triton": None if runs else f"its kernels don't run in {p.dtype} on {p.device}", "torch": None}
 
 
-def _budgets(scratch_mib: Sequence[int] | None, p: Problem | None = None) -> list[tuple[str, int | None]]:
+def _asked(op: str, text: str, logits: int) -> int:
+    """Bytes of a budget as the command line has it."""
+    number = int(text) if text.isdecimal() else float(text) if text.replace(".", "", 1).isdecimal() else text
+    budget: int = scratch_in_bytes(op, number, logits)
+    require_positive_int(op, "scratch_bytes", budget)
+    return budget
+
+
+def _budgets(asked: Sequence[int], p: Problem | None = None) -> list[tuple[str, int | None]]:
     """Names and bytes: the default budget, which is None, and those asked for or else `BUDGETS_MIB`.
 
     With a problem there are also two that grow with it, and none at all.
     """
-    budgets = [(str(mib), mib * MIB) for mib in scratch_mib or BUDGETS_MIB]
-    if p is None or scratch_mib:
+    budgets = [(in_mib(budget), budget) for budget in asked or [mib * MIB for mib in BUDGETS_MIB]]
+    if p is None or asked:
         return [("default", None), *budgets]
     sums, eighth = 64 * MIB + 4 * p.tokens * p.hidden, logits_bytes(p) // 8
     budgets += [(f"{in_mib(sums)}*", sums), (f"{in_mib(eighth)}**", eighth)]
@@ -238,14 +252,14 @@ _PRODUCT = {"triton": triton_memory.RATES[RATES_OF].product, "mosaic_gpu": mosai
 _CHOICES = {"torch": memory.choose_strategy, "xla": xla_memory.choose_strategy}
 
 
-def _strategies(p: Problem, backend: str, scratch_mib: Sequence[int] | None) -> dict[str, Any]:
+def _strategies(p: Problem, backend: str, asked: Sequence[int]) -> dict[str, Any]:
     """The part of the document that is the backend's."""
     planner, kernels = _PLANNERS[backend], backend in _PRODUCT
     flops = 2 * p.tokens * p.hidden * p.vocab
     products = dict.fromkeys(spec.STRATEGIES, 3) if kernels else {"stash": 3, "recompute": 4}
     ways = [Way(s, number, planner, p, partial(planner.plan, p, s), 1) for s, number in products.items()]
     rows = []
-    for name, budget in _budgets(scratch_mib, p if kernels else None):
+    for name, budget in _budgets(asked, p if kernels else None):
         for way in ways:
             row = {"strategy": way.name, **_row(way, p, name, budget)}
             row |= {"smallest_scratch_bytes": planner.least(p, way.name), "flops": round(flops * row["products"])}

@@ -27,6 +27,8 @@ _TYPES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
+    torch.int16: "i16",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",

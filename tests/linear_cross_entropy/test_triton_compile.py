@@ -13,6 +13,7 @@ from onchip.torch import linear_log_probs
 from onchip.vocab.triton import gradients as triton_gradients
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import softmax as triton_softmax
+from onchip.vocab.triton import vectors as triton_vectors
 
 # What only linear_log_probs launches.
 OF_LOG_PROBS = {"spread_log_probs", "entropy_gradient", "write_entries"}
@@ -29,6 +30,8 @@ OPTIONS = {
         "token_weight": torch.ones(300), "return_stats": True,
     },
     "added": {"weight_grad_out": True, "strategy": "recompute"},
+    "in forward": {"plan": triton_spec.TritonPlan(128, in_forward=True), "label_smoothing": 0.1},
+    "kept with softcap": {"softcap": 5.0} | MIXED,
 }  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
     made = [(x.kernel.__name__, x.arguments) for options in OPTIONS.values() for x in launches(HOPPER, **options)]
     in_files = {
         name
-        for module in (triton_softmax, triton_gradients)
+        for module in (triton_softmax, triton_gradients, triton_vectors)
         for name, f in vars(module).items()
         if hasattr(f, "params") and f.__module__ == module.__name__ and not name.startswith("_")
     }
@@ -78,6 +81,14 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
     for name, switch in (("softmax_tiles", "buffer"), ("weight_gradient", "ADD"), ("hidden_gradient", "product_scale")):
         there = {x[switch] is not None and x[switch] is not False for kernel, x in made if kernel == name}
         assert there == {True, False}, name
+
+
+def test_few_launches_where_all_is_kept():
+    """By the largest budget that is the default of so few tokens."""
+    weight = torch.empty(128256, 4096, dtype=torch.bfloat16, requires_grad=True)  # nobody reads it
+    for tokens in (128, 512, 4096):
+        found = launches(HOPPER, tokens=tokens, hidden=4096, vocab=128256, weight=weight, scratch_bytes=256 << 20)
+        assert len(found) <= 30, (tokens, [x.kernel.__name__ for x in found])
 
 
 @pytest.mark.parametrize(

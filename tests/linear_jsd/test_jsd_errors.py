@@ -73,6 +73,9 @@ WRONG = {
     "backend": ({"backend": "xla"}, ValueError, "backend must be one of 'auto', 'triton', 'torch'; got 'xla'"),
     "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, V=70"),
+    "too small a part of both models' logits": ({"scratch_bytes": 0.01}, ValueError, "scratch_bytes=134 is too small for T=24, V=70"),
+    "scratch_bytes is 2.0": ({"scratch_bytes": 2.0}, ValueError, "scratch_bytes=2.0 is a float"),
+    "scratch_bytes in MB": ({"scratch_bytes": "10MB"}, ValueError, "scratch_bytes must be like '1GiB'"),
     "teacher elsewhere": ({"teacher_hidden": R(2, 12, 24, device="meta")}, ValueError, "teacher_hidden is on meta but student_hidden is on cpu"),
     "bad label": ({"target": torch.full((2, 12), -100).index_put((torch.tensor(1), torch.tensor(7)), torch.tensor(70))}, ValueError, "target[1, 7] is 70, which is neither ignore_index (-100) nor in [0, 70); 1 of 24"),
     "token_weight needs a gradient": ({"token_weight": torch.ones(2, 12, requires_grad=True)}, ValueError, "token_weight gets no gradient"),
@@ -106,6 +109,9 @@ WRONG_IN_JAX = {
     "normalizer sum": (J | TEACHER | {"normalizer": 2, "reduction": "sum"}, ValueError, "normalizer is what"),
     "backend": (J | TEACHER | {"backend": "triton"}, ValueError, "backend must be one of 'auto', 'xla'"),
     "scratch": (J | TEACHER | {"scratch_bytes": 10}, ValueError, "scratch_bytes=10 is too small"),
+    "part of the logits": (J | TEACHER | {"scratch_bytes": 0.1}, ValueError, "scratch_bytes=28 is too small"),
+    "part above 1": (J | TEACHER | {"scratch_bytes": 2.0}, ValueError, "scratch_bytes=2.0 is a float"),
+    "text": (J | TEACHER | {"scratch_bytes": "much"}, ValueError, "scratch_bytes must be like '1GiB'"),
 }  # fmt: skip
 
 

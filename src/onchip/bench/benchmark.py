@@ -53,6 +53,10 @@ class Benchmark(Op):
     forward: Callable[[Problem], Sequence[str]] = lambda problem: ("loss",)
     """The names of what 'forward' returns: a mean loss, or values of each token."""
 
+    def leaves_of(self, problem: Problem) -> Sequence[str]:
+        """The names of the arrays that get a gradient: of a frozen layer hidden alone."""
+        return self.leaves[:1] if getattr(problem.case, "frozen", False) else self.leaves
+
     @property
     def of_logits(self) -> bool:
         return tuple(self.leaves) == ("logits",)
@@ -65,19 +69,24 @@ class Benchmark(Op):
 
         sliced = problem.columns is not None and self.framework == "jax"  # PyTorch's logits are a view already
         given = of_columns if sliced else partial(function, **problem.options)
-        steps: Mapping[str, Step] = self.fw.steps(given, problem.arrays, len(self.leaves))
+        leaves = len(self.leaves_of(problem))
+        steps: Mapping[str, Step] = self.fw.steps(given, problem.arrays, leaves)
         return steps
 
     def floor(self, problem: Problem, mode: str) -> Step:
-        """The matrix products alone.  For logits, a copy that moves the same bytes: the loss reads them once, and in
-        'forward+backward' writes them once."""
+        """The matrix products alone, of the tokens that count.  For logits, a copy that moves the same bytes: the loss
+        reads them once, and in 'forward+backward' writes them once."""
         first, second, *others = problem.arrays
         step: Step
         if self.of_logits:
             # A copy reads and writes: of half the logits it moves the bytes of forward.
             step = self.fw.copies(first, (len(first) + 1) // 2 if mode == "forward" else len(first))
         else:
-            step = self.fw.products(mode, first, second, *([tuple(others)] if len(others) == 2 else []))
+            first = first[: len(first) - round(problem.case.ignored * len(first))]
+            second = self.fw.constant(second, dtype_name(first.dtype))  # autocast's copy
+            frozen = len(self.leaves_of(problem)) == 1
+            constants = [tuple(others)] if len(others) == 2 else []
+            step = self.fw.products(mode, first, second, *constants, frozen=frozen)
         return step
 
     def reference(self, problem: Problem) -> Reference:
@@ -87,7 +96,7 @@ class Benchmark(Op):
         the framework's plain expression.
         """
         fw, forward = self.fw, tuple(self.forward(problem))
-        names = (*forward, *(f"grad_{name}" for name in self.leaves))
+        names = (*forward, *(f"grad_{name}" for name in self.leaves_of(problem)))
         with fw.in_float64():
             values = dict(zip(names, self._values(problem), strict=True))
         tokens, size = problem.arrays[0].shape
@@ -95,7 +104,7 @@ class Benchmark(Op):
             lengths = [size + tokens, 2 * size]
         else:
             vocab = len(problem.arrays[1])
-            lengths = [*[size + vocab] * len(forward), size + 2 * vocab, size + vocab + tokens]
+            lengths = [*[size + vocab] * len(forward), size + 2 * vocab, size + vocab + tokens][: len(names)]
         dtype = problem.arrays[0].dtype
         eps = float(fw.xp.finfo(dtype).eps)
         limits = {name: eps * length**0.5 for name, length in zip(names, lengths, strict=True)}
@@ -118,7 +127,7 @@ class Benchmark(Op):
         count = len(first) if of_token.ndim > 1 else (of_token != IGNORED).sum().clip(min=1)
         # Beside 16-bit logits, float32 is enough for a gradient of their size.
         kept_as = "float64" if dtype_name(first.dtype) == "float32" else "float32"
-        grad_weight, parts = 0.0, []
+        grad_weight, parts, trained = 0.0, [], len(self.leaves_of(problem)) == 2
         for chunk in chunks(len(first), columns):
             x = fw.wide(first[chunk])
             z = x[:, :columns] if weight is None else x @ weight.T
@@ -126,7 +135,8 @@ class Benchmark(Op):
             values, g = fw.gradient(rows, z, of_token[chunk], *constants)
             g = g / count
             if weight is not None:
-                grad_weight = grad_weight + g.T @ x
+                if trained:
+                    grad_weight = grad_weight + g.T @ x
                 parts.append((*values, g @ weight))
             else:
                 padded = fw.xp.concatenate([g, fw.xp.zeros_like(x[:, columns:])], 1)
@@ -134,7 +144,7 @@ class Benchmark(Op):
         *values, gradient = (fw.xp.concatenate(made) for made in zip(*parts, strict=True))
         if tuple(self.forward(problem)) == ("loss",):
             values = [values[0].sum() / count]
-        return [*values, gradient, *([] if weight is None else [grad_weight])]
+        return [*values, gradient, *([grad_weight] if trained else [])]
 
     def check(self, reference: Reference, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
         """Relative error and bound of each result of a step; the gradient of a weight [H, V] is [H, V]."""
@@ -182,9 +192,11 @@ def draw_linear(fw: Any, case: Any, device: str, dtype: str) -> tuple[Any, Any, 
         missing = target_logit(case) - (hidden * chosen).sum(1)[:, None]
         hidden = hidden + missing / (chosen * chosen).sum(1)[:, None] * chosen
     ignore_some(case, labels, rng)
-    return fw.leaf(hidden, dtype), fw.leaf(weight, dtype), fw.ids(labels, device)
+    of_weight = "float32" if getattr(case, "autocast", False) else dtype
+    weight = (fw.constant if getattr(case, "frozen", False) else fw.leaf)(weight, of_weight)
+    return fw.leaf(hidden, dtype), weight, fw.ids(labels, device)
 
 
 def cross_entropies(fw: Any, z: Any, labels: Any, **options: Any) -> tuple[Any]:
     """[T], 0 where the label is IGNORED."""
-    return (plain_cross_entropy(z, labels, reduction="none", **options),)
+    return (plain_cross_entropy(z, labels, **options | {"reduction": "none"}),)

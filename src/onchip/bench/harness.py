@@ -122,6 +122,8 @@ class Row:
     ratio_to_floor: float | None
     compile_s: float | None = None
     extra_bytes: int | None
+    host_ms: float | None = None
+    kernels: int | None = None
     error: float | None
     """The one of `errors` nearest its bound, or furthest past it; None for NaN and infinity, which JSON lacks."""
     error_bound: float
@@ -162,11 +164,15 @@ def run_cases(
     dtype: str,
     repeats: int,
     console: Console,
+    modes: Sequence[str] = MODES,
+    show: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Outcome:
-    """Run `implementations` of the op called `name` on its `cases`, one case after the other."""
+    """Run `implementations` of the op called `name` on its `cases`, one case after the other; `show` gets the rows of
+    each as soon as it is done."""
     outcome = Outcome()
+    modes = [mode for mode in op.MODES if mode in modes]
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
-    per_case = 1 + len(op.MODES) * (len(implementations) * (3 + repeats) + 1 + repeats)
+    per_case = 1 + len(modes) * (len(implementations) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refreshing thread: it would take time from the steps.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
@@ -184,9 +190,11 @@ def run_cases(
                 gc.freeze()
                 # A case may be of one dtype.
                 of_case = getattr(op.CASES[case], "dtype", None) or dtype
-                _CaseRun(name, op, case, device, of_case, repeats, tick, outcome).run(implementations)
+                before = len(outcome.rows)
+                _CaseRun(name, op, case, device, of_case, modes, repeats, tick, outcome).run(implementations)
                 op.fw.release(device)
                 progress.update(task, completed=per_case * (i + 1), refresh=True)
+                show(outcome.rows[before:])
         except KeyboardInterrupt:
             outcome.interrupted = True
             outcome.not_run.append(NotRun("the rest", case, None, "interrupted"))
@@ -219,6 +227,7 @@ class _CaseRun:
     case: str
     device: str
     dtype: str
+    modes: Sequence[str]
     repeats: int
     tick: Callable[[str], None]
     outcome: Outcome
@@ -241,7 +250,7 @@ class _CaseRun:
         self.tick("checking")
         checked = self.check(problem, reference, implementations)
         del reference  # the steps need its memory
-        for mode in self.op.MODES:
+        for mode in self.modes:
             if now := [c for c in checked if c.mode == mode]:
                 self.measure(problem, mode, now)
 
@@ -258,7 +267,7 @@ class _CaseRun:
             except Exception as e:
                 self.give_up(impl, None, one_line(e))
                 continue
-            for mode in (m for m in self.op.MODES if m in steps):
+            for mode in (m for m in self.modes if m in steps):
                 try:
                     errors = self.op.check(reference, mode, steps[mode]())
                     if own := impl.error_bounds:
@@ -286,6 +295,7 @@ class _CaseRun:
             timing = timings.get(c.impl.name)
             try:
                 extra = self.op.fw.peak_extra_bytes(c.step, device=self.device) if c.ok else None
+                kernels = self.op.fw.kernels(c.step, self.device) if c.ok else None
             except Exception as e:
                 self.give_up(c.impl, mode, one_line(e))
                 continue
@@ -306,6 +316,8 @@ class _CaseRun:
                 ratio_to_floor=timing.median_ms / floor.median_ms if timing and floor else None,
                 compile_s=self.op.fw.compile_seconds(c.step) if c.ok else None,
                 extra_bytes=extra,
+                host_ms=self.op.fw.host_ms(c.step) if c.ok else None,
+                kernels=kernels,
                 error=_finite(error),
                 error_bound=bound,
                 errors={name: _finite(error) for name, (error, _) in c.errors.items()},

@@ -14,7 +14,9 @@ from onchip.bench.units import format_bytes, format_error, format_ms, format_rat
 
 # A page of more cases has no plot for each: they take a second and a hundred kilobytes each.
 _MOST_PLOTS = 24
-COLUMNS = ("implementation", "median", "p10 – p90", "× floor", "extra memory", "error", "bound", "right")
+COLUMNS = (
+    "implementation", "median", "p10 – p90", "× floor", "extra memory", "host", "kernels", "error", "bound", "right",
+)  # fmt: skip
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -26,6 +28,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         spread,
         format_ratio(row["ratio_to_floor"]),
         format_bytes(row["extra_bytes"]),
+        format_ms(row.get("host_ms")),
+        "–" if row.get("kernels") is None else str(row["kernels"]),
         format_error(row["error"]),
         format_error(row["error_bound"]),
         "yes" if row["ok"] else "WRONG",
@@ -57,18 +61,24 @@ def _not_run(entry: Mapping[str, Any]) -> str:
     return f"{entry['impl']}{f' ({where})' if where else ''}: {entry['reason']}"
 
 
-def print_rows(document: Mapping[str, Any], console: Console) -> None:
-    """A table for each case and mode, then what did not run and why."""
-    sections = _sections(document["rows"])
+def print_rows(found: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """A table for each case and mode, with the columns that are filled."""
+    sections = _sections(found)
     for rows in (rows for modes in sections.values() for rows in modes.values()):
         case, dtype, mode, floor = (rows[0][name] for name in ("case", "dtype", "mode", "floor_ms"))
         title = f"{case}, {dtype}, {mode} (floor: {format_ms(floor)})"
         table = Table(title=title, title_justify="left", title_style="bold")
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column in ("implementation", "right") else "right")
-        for row in rows:
-            table.add_row(*_cells(row), style=None if row["ok"] else "red")
+        cells = [_cells(row) for row in rows]
+        filled = [i for i in range(len(COLUMNS)) if any(texts[i] != "–" for texts in cells)]
+        for i in filled:
+            table.add_column(COLUMNS[i], justify="left" if COLUMNS[i] in ("implementation", "right") else "right")
+        for row, texts in zip(rows, cells, strict=True):
+            table.add_row(*(texts[i] for i in filled), style=None if row["ok"] else "red")
         console.print(table)
+
+
+def print_not_run(document: Mapping[str, Any], console: Console) -> None:
+    """What did not run, and why."""
     for entry in document["not_run"]:
         console.print(Text.assemble(("not run: ", "yellow"), _not_run(entry)))
 

@@ -40,6 +40,7 @@ def run_bench(
     cases: Cases = None,
     suite: Annotated[str | None, typer.Option(help="A named set of cases, such as fp8_linear's primus.")] = None,
     impls: Annotated[list[str] | None, typer.Option("--impl", help="Implementation name or pattern; likewise.")] = None,
+    modes: Annotated[list[str] | None, typer.Option("--mode", help="forward, forward+backward, ...; likewise.")] = None,
     device: Device = "auto",
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on the CPU, bfloat16 on a GPU.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
@@ -51,7 +52,7 @@ def run_bench(
 
     It writes `<date>-<device>-<op>.json` and `.html` (in JAX `<op>-jax`) over those of the same day.
 
-    `cases` and `impls` hold patterns.
+    `cases`, `impls` and `modes` hold patterns.
 
     Returns:
         What the JSON file holds.
@@ -79,6 +80,7 @@ def run_bench(
     chosen = matching("--case", cases, default if suite else target.CASES) if cases else default
     by_name = {impl.name: impl for impl in target.IMPLEMENTATIONS}
     implementations = [by_name[name] for name in (matching("--impl", impls, by_name) if impls else by_name)]
+    chosen_modes = matching("--mode", modes, target.MODES) if modes else target.MODES
 
     described = {"op": op, **environment.describe(device, framework), "repeats": repeats}
     if device == "cpu" and described["busy_cores"] > 0.2:
@@ -99,6 +101,8 @@ def run_bench(
         dtype=dtype,
         repeats=repeats,
         console=console,
+        modes=chosen_modes,
+        show=lambda rows: report.print_rows([vars(row) for row in rows], console),
     )
     if outcome.interrupted and not outcome.rows and path.exists():
         console.print(f"nothing was measured; {path} is as it was", highlight=False, soft_wrap=True)
@@ -108,7 +112,7 @@ def run_bench(
     if (summary := target.summary(document["rows"])) is not None:
         document["summary"] = summary
     files.replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # before all that could go wrong
-    report.print_rows(found, console)
+    report.print_not_run(found, console)
     report.print_summary(document, console)
     files.replace(page, report.html_page(document))
     console.print(f"wrote {path}\nwrote {page}", highlight=False, soft_wrap=True)

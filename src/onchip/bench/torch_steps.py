@@ -5,6 +5,7 @@ A step is a callable without arguments that returns the tensors it leaves behind
 
 import gc
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.nn import functional
+from torch.profiler import ProfilerActivity
 
 from onchip.bench import timing
+from onchip.bench.peers import IGNORED
 from onchip.bench.timing import Step
-from onchip.oracle.checks import plain_cross_entropy
 from onchip.oracle.torch import NAME, computed, default_device, linear, log_softmax, take, xp
 from onchip.oracle.torch import constant as ids
 
@@ -35,8 +37,8 @@ in_float64 = torch.no_grad
 # Milliseconds that the device is kept waiting before a step that was never timed.
 _HEAD_START = 10.0
 _CYCLES = 1_800_000  # of the device's clock in about a millisecond
-# Milliseconds that the host took to launch a step when it was last timed.
-_ASKED: "WeakKeyDictionary[Step, float]" = WeakKeyDictionary()
+# Milliseconds that the host took to launch a step, each time that it was timed.
+_ASKED: "WeakKeyDictionary[Step, list[float]]" = WeakKeyDictionary()
 
 
 def time_once(step: Step, device: str) -> float:
@@ -50,7 +52,8 @@ def time_once(step: Step, device: str) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # The device waits so that the host gets ahead of it, as in a training step: what is timed is the device's work and
     # not the time that Python takes to launch it.
-    head_start = min(_HEAD_START, 0.5 + 2 * _ASKED.get(step, _HEAD_START))
+    asked = _ASKED.setdefault(step, [])
+    head_start = min(_HEAD_START, 0.5 + 2 * asked[-1]) if asked else _HEAD_START
     torch.cuda._sleep(int(head_start * _CYCLES))
     # In a model other layers run in between, and L2 holds none of a step's inputs.  This reads, so that nothing is left
     # to write back either.
@@ -58,7 +61,7 @@ def time_once(step: Step, device: str) -> float:
     begin.record()
     start = time.perf_counter()
     step()
-    _ASKED[step] = (time.perf_counter() - start) * 1e3
+    asked.append((time.perf_counter() - start) * 1e3)
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
@@ -102,6 +105,24 @@ def _cpu_peak(step: Step) -> tuple[Sequence[Tensor], int]:
     events: Any = profiled.kineto_results
     memory = sorted((e for e in events.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
     return returned, max(accumulate((e.nbytes() for e in memory), initial=0))
+
+
+def host_ms(step: Step) -> float | None:
+    """The median of what the host took to launch a step while it was timed, its first run left out: it does not wait
+    for the device.  None on the CPU."""
+    times = _ASKED.get(step, [])[1:]
+    return statistics.median(times) if times else None
+
+
+def kernels(step: Step, device: str) -> int | None:
+    """How many kernels one run of the step launches; None where nothing counts them."""
+    if device == "cpu":
+        return None
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    on_device = [e.name for e in profiled.events() or () if e.device_type.name == "CUDA"]
+    return sum(not name.startswith("Mem") for name in on_device) or None  # but copies and fills by the driver
 
 
 def compile_seconds(step: Step) -> float | None:
@@ -186,18 +207,31 @@ def steps(
     return {"forward": forward, "forward+backward": both}
 
 
-def products(mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor, Tensor]) -> Step:
+def under_autocast(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """`function`, which casts what its products read to `dtype`."""
+
+    def run(first: Tensor, *others: Any, **options: Any) -> Any:
+        with torch.autocast(first.device.type, dtype):
+            return function(first, *others, **options)
+
+    return run
+
+
+def products(
+    mode: str, hidden: Tensor, weight: Tensor, *constants: tuple[Tensor, Tensor], frozen: bool = False
+) -> Step:
     """The matrix products alone, into existing buffers: the logits of (hidden, weight) and of each pair of `constants`,
-    then both gradients of the first."""
+    then the gradients of the first, a `frozen` weight's left out."""
     hidden, weight = hidden.detach(), weight.detach()
     pairs = [(h, w, h.new_empty(len(h), len(w))) for h, w in ((hidden, weight), *constants)]
     if mode == "forward":
         return lambda: [torch.mm(h, w.T, out=out) for h, w, out in pairs]
-    logits, to_hidden, to_weight = pairs[0][2], torch.empty_like(hidden), torch.empty_like(weight)
+    logits, to_hidden = pairs[0][2], torch.empty_like(hidden)
+    to_weight = None if frozen else torch.empty_like(weight)
     return lambda: [
         *(torch.mm(h, w.T, out=out) for h, w, out in pairs),
         torch.mm(logits, weight, out=to_hidden),
-        torch.mm(logits.T, hidden, out=to_weight),
+        *([] if to_weight is None else [torch.mm(logits.T, hidden, out=to_weight)]),
     ]
 
 
@@ -234,10 +268,18 @@ def logits(hidden: Tensor, weight: Tensor, wide: bool) -> Tensor:
     return made.float() if wide else made
 
 
-def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
-    """The mean over the tokens whose target is not IGNORED."""
-    made: Tensor = (plain_cross_entropy if options else functional.cross_entropy)(logits, target, **options)
-    return made
+def cross_entropy(
+    logits: Tensor, target: Tensor, softcap: float | None = None, z_loss: float = 0.0, **options: Any
+) -> Tensor:
+    """The mean over the tokens whose target is not IGNORED, or with reduction="none" what each has."""
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss: Tensor = functional.cross_entropy(logits, target, **options)
+    if z_loss:
+        kept = target != IGNORED
+        squares = logits.float().logsumexp(-1).square() * kept
+        loss = loss + z_loss * (squares if loss.ndim else squares.sum() / kept.sum())
+    return loss
 
 
 # ------------------------------------------------------------------------------------------------------- in place

@@ -14,11 +14,11 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
 
 import msgspec
 import platformdirs
@@ -28,6 +28,10 @@ from onchip.core import files
 # The nearest stored config is used as long as no size is further off than by this factor: block sizes that suit a
 # problem suit one of twice the tokens, but not one of a hundred times.
 NEAREST_FACTOR = 4
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_CACHES: list[Any] = []
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,6 +68,13 @@ class Found:
     """For people: the sizes of the stored config, or why none is used."""
 
 
+def until_cleared(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A cache of what depends on the stored configs; `clear_cache` empties it."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+    _CACHES.append(cached)
+    return cast("Callable[_P, _T]", cached)
+
+
 def find_config(
     op: str, kernel: str, device: str, dtype: str, sizes: Mapping[str, int], heuristic: Mapping[str, int]
 ) -> Found:
@@ -80,7 +91,7 @@ def find_config(
     return _find_stored(*key) or Found(heuristic, "heuristic", nothing)
 
 
-@functools.lru_cache(maxsize=4096)
+@until_cleared
 def _find_stored(
     op: str, kernel: str, device: str, dtype: str, sizes: tuple[tuple[str, int], ...], names: tuple[str, ...]
 ) -> Found | None:
@@ -97,7 +108,7 @@ def _find_stored(
     return Found(MappingProxyType(dict(nearest.config)), how, format_config(nearest.sizes))
 
 
-@functools.cache
+@until_cleared
 def _usable_entries(op: str, device: str) -> tuple[Entry, ...]:
     try:
         return read_entries(user_folder(), op, device)
@@ -133,7 +144,7 @@ def format_config(config: Mapping[str, int]) -> str:
 
 def clear_cache() -> None:
     """Forget what was read, so that the next use reads the files again."""
-    for cached in (_usable_entries, _find_stored):
+    for cached in _CACHES:
         cached.cache_clear()
 
 

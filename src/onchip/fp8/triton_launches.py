@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
 from onchip.fp8.numbers import BLOCK, FP8_MAX, OP, blocks
 from onchip.fp8.torch_quantize import Quantized, empty
@@ -16,7 +15,7 @@ from onchip.fp8.triton_kernels import scaled_product
 from onchip.fp8.triton_tiles import ProductConfig, heuristic_product, product_sizes, stored_product
 from onchip.fp8.triton_words import quantize_words
 from onchip.frontend.torch_inputs import dtype_name
-from onchip.kernels.triton.launch import Launch, describe, device_of
+from onchip.kernels.triton.launch import Launch, describe, descriptor, device_of
 
 # Of a quantiser's program.
 _WARPS = 8
@@ -150,7 +149,7 @@ def product_launch(
 
 def _operand(x: Tensor, rows: int, columns: int, tma: bool) -> Any:
     """A matrix as a kernel takes it: a descriptor of blocks [rows, columns], or the tensor for its pointer."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns]) if tma else x
+    return descriptor(x, x.stride(0), rows, columns) if tma else x
 
 
 def _run(x: Tensor, launch: Launch) -> None:

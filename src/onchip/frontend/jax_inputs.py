@@ -10,7 +10,7 @@ import numpy as np
 
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
-from onchip.frontend.options import require_positive
+from onchip.frontend.options import require_positive, scratch_in_bytes
 
 LAYOUTS = ("vh", "hv")
 # Options of these values change nothing.
@@ -84,10 +84,12 @@ def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> 
             raise TypeError(f"{op}: {whose}hidden is {hidden} but {name} is {other}; cast one of them")
 
 
-def options_of(kind: Any, given: Mapping[str, Any]) -> Any:
-    """The options among the arguments of a public function, but for the numbers that may be arrays."""
+def options_of(op: str, kind: Any, given: Mapping[str, Any], logits: int) -> Any:
+    """The options among the arguments of a public function with so many logits, but for the numbers that may be
+    arrays."""
     names = [field.name for field in fields(kind) if field.name in given and field.name not in _NEUTRAL]
-    return kind(**{name: given[name] for name in names})
+    scratch_bytes = scratch_in_bytes(op, given["scratch_bytes"], logits)
+    return kind(**{name: given[name] for name in names} | {"scratch_bytes": scratch_bytes})
 
 
 def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+from onchip.core.sizes import UNITS
+
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -62,6 +64,28 @@ def require_fraction(op: str, name: str, value: Any) -> None:
     require_number(op, name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{op}: {name} must be in [0, 1]; got {value}")
+
+
+def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
+    """What `scratch_bytes` says of a call with so many logits, as bytes: a text has a unit, and a float is a part of
+    the logits' memory in float32.  None is the default, and so is a part of nothing.
+    """
+    if isinstance(value, str):
+        number, unit = value[:-3].strip(), value[-3:]
+        if unit not in UNITS or not number.replace(".", "", 1).isdecimal():
+            raise ValueError(
+                f"{op}: scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got {value!r}"
+            )
+        return int(float(number) * UNITS[unit])
+    if isinstance(value, Integral) or not isinstance(value, Real):
+        return value  # bytes already, which the options check
+    part: Any = value
+    if not 0 < part <= 1:
+        raise ValueError(
+            f"{op}: scratch_bytes={value} is a float, a part of the float32 logits, and must be above 0 and at most 1; "
+            "pass an int for bytes"
+        )
+    return int(part * 4 * logits) or None
 
 
 @dataclass(frozen=True)

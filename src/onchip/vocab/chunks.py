@@ -81,9 +81,9 @@ class Planner(Generic[Plan]):
         return min((x for x in fitting if x[1] <= self.slack * fastest), key=lambda x: x[:2])[2]
 
 
-def default_scratch(logits_bytes: int, useful: int, bound: int = DEFAULT_SCRATCH) -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what useful chunks need."""
-    return max(min(bound, logits_bytes // 8), useful)
+def default_scratch(logits_bytes: int, useful: int = 0) -> int:
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what useful chunks need."""
+    return max(DEFAULT_SCRATCH, logits_bytes // 8, useful)
 
 
 def largest(fits: Callable[[int], bool], smallest: int, total: int, unit: int = 64) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.vocab import chunks
-from onchip.vocab.chunks import DEFAULT_SCRATCH, SMALLEST, USEFUL, Config, Planner, even_chunk, largest
+from onchip.vocab.chunks import SMALLEST, USEFUL, Config, Planner, even_chunk, largest
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Problem:
     per_token_loss: bool = False
     """reduction='none': the upstream gradient is one number per token."""
     softcap: bool = False
-    smoothing: bool = False
+    smoothing: float = 0.0
+    """The part of the target's probability that is spread evenly."""
     stats: bool = False
     """Statistics of the softmax that take memory: the entropy, with 'triton' also the likeliest entry."""
     weight_grad_out: bool = False
@@ -132,7 +133,7 @@ def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLES
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what one useful chunk needs."""
     return chunks.default_scratch(logits_bytes(p), scratch_at_least(p, strategy, USEFUL[p.device]))
 
 
@@ -188,7 +189,7 @@ def choose_strategy(
     elif requested != "auto":
         candidates = [requested]
     else:
-        bound = min(DEFAULT_SCRATCH, logits_bytes(p) // 8) if budget is None else budget
+        bound = chunks.default_scratch(logits_bytes(p)) if budget is None else budget
         stash, recompute = (at_least(p, s, USEFUL[p.device]) for s in ("stash", "recompute"))
         candidates = ["stash", "recompute"] if stash <= max(bound, recompute) else ["recompute", "stash"]
     if budget is None:

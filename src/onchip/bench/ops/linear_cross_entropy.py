@@ -1,12 +1,13 @@
 """The benchmark of linear_cross_entropy: its inputs, this op with several budgets, and its peers.
 
-The loss is the mean over the tokens that are not ignored, without bias.  A case's options are passed to all; a peer
-that lacks one is listed with what it raises.
+The loss is the mean over the tokens that are not ignored, without bias; of a case with reduction="none" it is each
+token's, and the gradients are those of their mean.  A case's options are passed to all; a peer that lacks one is listed
+with what it raises.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from onchip.bench.benchmark import Benchmark, Problem, cross_entropies, draw_linear
@@ -14,6 +15,7 @@ from onchip.bench.peers import (
     IGNORED,
     NARROW,
     Implementation,
+    Refusal,
     compiled,
     gpu_only,
     imported,
@@ -43,7 +45,24 @@ ScratchBytes = Callable[[Any, memory.Problem], int | None]
 
 
 def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+    if getattr(case, "autocast", False) and fw.NAME == "jax":
+        raise NotImplementedError("JAX has no autocast")
     return Problem(case, device, draw_linear(fw, case, device, dtype), case.options)
+
+
+@dataclass
+class LossBenchmark(Benchmark):
+    """Of losses of a linear layer, some of which run under autocast."""
+
+    def plain_steps(self, problem: Problem, function: Loss) -> Mapping[str, Step]:
+        hidden, weight, _ = problem.arrays
+        if hidden.dtype != weight.dtype:
+            function = self.fw.under_autocast(function, hidden.dtype)
+        return super().plain_steps(problem, function)
+
+
+def _returned(problem: Problem) -> tuple[str]:
+    return ("losses" if problem.options.get("reduction") == "none" else "loss",)
 
 
 # ----------------------------------------------------------------------------------------------------------- this op
@@ -58,11 +77,13 @@ def _sizes(fw: Any, problem: Problem, mode: str = "forward+backward") -> memory.
         hidden.shape[1],
         len(weight),
         dtype=dtype_name(hidden.dtype),
+        weight_dtype=dtype_name(weight.dtype),
         device=problem.device,
         grad_hidden=backward,
-        grad_weight=backward,
+        grad_weight=backward and not getattr(problem.case, "frozen", False),
+        per_token_loss=problem.options.get("reduction") == "none",
         softcap=problem.options.get("softcap") is not None,
-        smoothing=problem.options.get("label_smoothing", 0.0) > 0,
+        smoothing=problem.options.get("label_smoothing", 0.0),
         compacted=fw.NAME == "jax",
     )
 
@@ -191,17 +212,40 @@ def _liger(accum_dtype: str | None) -> Loss:
     import torch
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=getattr(torch, accum_dtype) if accum_dtype else None)
-    return lambda hidden, weight, target: loss(weight, hidden, target)
+    dtype = getattr(torch, accum_dtype) if accum_dtype else None
+
+    @cache
+    def made(z_loss: float = 0.0, **options: Any) -> Any:
+        return LigerFusedLinearCrossEntropyLoss(accum_dtype=dtype, lse_square_scale=z_loss, **options)
+
+    return lambda hidden, weight, target, **options: made(**options)(weight, hidden, target)
 
 
-def _hopper_only(device: str, dtype: str) -> str | None:
-    if refusal := gpu_only("quack-kernels", ("bfloat16",))(device, dtype):
-        return refusal
-    import torch
+_LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 
-    major, minor = torch.cuda.get_device_capability()
-    return None if (major, minor) == (9, 0) else f"it is for compute capability 9.0; this device has {major}.{minor}"
+
+def _liger_for_hopper(stores_logits: bool) -> Loss:
+    if stores_logits:
+        return imported(f"{_LIGER_SM90}:LigerFusedLinearCrossEntropySM90Function.apply")
+    scaled = imported("liger_kernel.ops:LigerFusedLinearScaledCrossEntropyFunction.apply")
+
+    def loss(hidden: Any, weight: Any, target: Any, reduction: str = "mean") -> Any:
+        each = scaled(hidden, weight, target)
+        return each if reduction == "none" else each.sum() / (target != IGNORED).sum()
+
+    return loss
+
+
+def _hopper_only(package: str) -> Refusal:
+    def refusal(device: str, dtype: str) -> str | None:
+        if reason := gpu_only(package, ("bfloat16",))(device, dtype):
+            return reason
+        import torch
+
+        found = torch.cuda.get_device_capability()
+        return None if found == (9, 0) else f"it is for compute capability 9.0; this device has {found[0]}.{found[1]}"
+
+    return refusal
 
 
 def _torch_implementations(fw: Any) -> Sequence[Implementation]:
@@ -231,10 +275,12 @@ def _torch_implementations(fw: Any) -> Sequence[Implementation]:
         ),
         optional("liger", liger, _liger, gpu_only(liger, ("float32", *NARROW)), accum_dtype=None),
         optional("liger, float32 sums", liger, _liger, gpu_only(liger, NARROW), accum_dtype="float32"),
+        optional("liger for Hopper", liger, _liger_for_hopper, _hopper_only(liger), stores_logits=True),
+        optional("liger for Hopper, scaled", liger, _liger_for_hopper, _hopper_only(liger), stores_logits=False),
         optional("cut-cross-entropy", cce, load_cce, gpu_only(cce, NARROW), filter_eps="high"),
         optional("cut-cross-entropy, no filter", cce, load_cce, gpu_only(cce, NARROW), filter_eps=None),
-        optional("quack base", quack, load_quack, gpu_only(quack, NARROW), chunk_size=1024, use_scaled_exp=False),
-        optional("quack scaled-exp", quack, load_quack, _hopper_only, chunk_size=1024, use_scaled_exp=True),
+        optional("quack base", quack, load_quack, gpu_only(quack, NARROW), chunk_size=4096, use_scaled_exp=False),
+        optional("quack scaled-exp", quack, load_quack, _hopper_only(quack), chunk_size=4096, use_scaled_exp=True),
     )
 
 
@@ -266,9 +312,11 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
         own("onchip auto"),
         own("onchip, 64 MiB + 4TH", _small, "a budget for GPUs"),
         own("onchip, an eighth of the logits", partial(_part_of_logits, 8)),
+        own("onchip, no bound", lambda fw, p: 1 << 60, "a budget for GPUs"),
         own("onchip triton", not_on_cpu="it runs on GPUs", backend="triton"),
         own("onchip xla", not_on_cpu="on the CPU it is the same as onchip auto", backend="xla"),
         *plain_peers("jax", partial(plain, fw)),
+        Implementation("XLA, 16-bit logits, gathered", lambda: fw.narrow, xla_only_narrow, package="jax"),
         Implementation("XLA, 16-bit logits, one-hot", one_hot, xla_only_narrow, {"one_hot": True}, "jax"),
         Implementation("optax, float32 logits", partial(optax, wide=True), needs("optax"), package="optax"),
         optional("tokamax xla", "tokamax", _tokamax, no_tokamax, turned, implementation="xla"),
@@ -277,5 +325,7 @@ def _jax_implementations(fw: Any) -> Sequence[Implementation]:
     )
 
 
-TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make, cross_entropies)
-JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make, cross_entropies)
+TORCH, JAX = (
+    LossBenchmark(framework, cases.SUITES, implementations, _make, cross_entropies, forward=_returned)
+    for framework, implementations in (("torch", _torch_implementations), ("jax", _jax_implementations))
+)

@@ -1,18 +1,29 @@
 """What it takes to call Triton's kernels: a device that can run them, and the launch.  Imports no Triton by itself."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
+from operator import itemgetter
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from onchip.core.configs import device_slug
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Shared:
+    """Arguments of several launches, by the parameters' names, and their traits, found once."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+        self.traits = {name: trait(x) for name, x in arguments.items()}
 
 
 @dataclass(frozen=True)
@@ -21,15 +32,20 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-    """By the parameters' names; given more, it keeps those that the kernel takes."""
+    given: Mapping[str, Any]
+    """Arguments by the parameters' names; what the kernel doesn't take is left out."""
     warps: int = 4
     stages: int = 1
     registers: int | None = None
     """The most that a thread may have; None leaves it to the compiler."""
+    shared: Shared = Shared({})  # noqa: RUF009 - nothing is added to it
+    """The other arguments."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", {name: self.arguments[name] for name in self.kernel.arg_names})
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All that the kernel takes, in the order of its parameters."""
+        others = self.shared.arguments
+        return {name: self.given[name] if name in self.given else others[name] for name in self.kernel.arg_names}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,7 +53,136 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.options)
+        """Launch on the current device.
+
+        What was compiled for such arguments before is called directly: with dozens of arguments, Triton takes several
+        times as long to find it as to launch it.
+        """
+        triton = _unwatched()
+        if triton is None or self.kernel.pre_run_hooks:
+            self.kernel[self.grid](**self.arguments, **self.options)
+            return
+        active, compiled = triton.driver.active, _Compiled.of(self.kernel)
+        device = active.get_current_device()
+        arguments = {**self.shared.arguments, **self.given}
+        own = {name: trait(x) for name, x in self.given.items() if name in compiled.variables}
+        traits = compiled.traits({**self.shared.traits, **own})
+        key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits
+        found = compiled.by_key.get(key)
+        if found is None:
+            compiled.by_key[key] = self.kernel[self.grid](**self.arguments, **self.options)
+            return
+        x, y, z = (*self.grid, 1, 1)[:3]
+        stream, values = active.get_current_stream(device), compiled.all(arguments)
+        found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
+
+    def again(self, **changes: Any) -> "Launch":
+        """The same with other values of some arguments; the traits of the rest are found once for all of these."""
+        return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self._all)
+
+    @cached_property
+    def _all(self) -> Shared:
+        return Shared(self.arguments)
+
+
+class _Compiled(NamedTuple):
+    """What a kernel was compiled to, and what reads the values of its parameters from a dictionary."""
+
+    kernel: Any  # kept, so that no other one gets its id
+    variables: frozenset[str]  # names of the parameters that are no constants to the compiler
+    all: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    traits: Callable[[Mapping[str, Any]], tuple[Any, ...]]  # of the variables
+    by_key: dict[Any, Any]  # by device, options, constants and the variables' traits
+
+    @staticmethod
+    def of(kernel: Any) -> "_Compiled":
+        known = _COMPILED.get(id(kernel))
+        if known is None:
+            constants = [x.name for x in kernel.params if x.is_constexpr]
+            variables = [x.name for x in kernel.params if not x.is_constexpr]
+            read = _reader(kernel.arg_names), _reader(constants), _reader(variables)
+            known = _COMPILED[id(kernel)] = _Compiled(kernel, frozenset(variables), *read, {})
+        return known
+
+
+def _reader(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    return itemgetter(*names) if len(names) > 1 else lambda values: tuple(values[name] for name in names)
+
+
+_COMPILED: dict[int, _Compiled] = {}  # by the kernel's id: its hash is that of its source
+
+
+def descriptor(x: Tensor, stride: int, rows: int, columns: int) -> Any:
+    """A matrix in blocks of [rows, columns], for TMA.  Triton's own way checks all of it, which takes three times as
+    long; the caller knows that it suits.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
+
+    made = object.__new__(TensorDescriptor)
+    made.base, made.padding = x, "zero"
+    made.shape, made.strides, made.block_shape = list(x.shape), [stride, 1], [rows, columns]
+    return made
+
+
+def trait(x: Any) -> Any:
+    """What Triton compiles for of an argument, or more: with equal traits the same machine code runs."""
+    return _TRAITS.get(type(x), _other_trait)(x)
+
+
+@lru_cache(maxsize=4096)
+def _int_trait(x: int) -> Any:
+    """What is 1; of others what 16 divides, and how many bits it needs."""
+    return x == 1 or (x % 16 == 0, 32 if -(2**31) <= x < 2**31 else 63 if -(2**63) <= x < 2**63 else 64)
+
+
+def _tensor_trait(x: Tensor) -> Any:
+    return x.dtype, x.data_ptr() % 16 == 0
+
+
+def _other_trait(x: Any) -> Any:
+    """Of a named tuple, a subclass of Tensor, a TensorDescriptor; of what is a constant anyway, itself."""
+    if isinstance(x, tuple):
+        return type(x), *[_TRAITS.get(type(y), _other_trait)(y) for y in x]
+    if isinstance(x, Tensor):
+        return _tensor_trait(x)
+    return (x.base.dtype, *x.block_shape) if hasattr(x, "block_shape") else x
+
+
+# By type, since to ask whether a number is a tensor takes longer than all else.
+_TRAITS: dict[type, Callable[[Any], Any]] = {
+    int: _int_trait, Tensor: _tensor_trait, Parameter: _tensor_trait, bool: type, float: type, NoneType: type
+}  # fmt: skip
+
+
+class _Triton(NamedTuple):
+    """Where Triton's settings are, and its driver."""
+
+    runtime: Any
+    compilation: Any
+    driver: Any
+
+
+def _unwatched() -> _Triton | None:
+    """Triton, if what it does around a launch is only what `Launch.run` does.
+
+    Not in its interpreter, with hooks (of profilers) or for debugging, nor in a version whose launch is not known here.
+    """
+    triton = _triton()
+    if triton is None:
+        return None
+    runtime = triton.runtime
+    watched = getattr(runtime.launch_enter_hook, "calls", 1) or getattr(runtime.launch_exit_hook, "calls", 1)
+    return None if watched or runtime.debug or triton.compilation.instrumentation_mode else triton
+
+
+@lru_cache(maxsize=1)
+def _triton() -> _Triton | None:
+    from triton import __version__, knobs  # type: ignore[import-untyped]
+    from triton.runtime.driver import driver  # type: ignore[import-untyped]
+
+    known = __version__.startswith("3.6.") and not _interpreted()
+    return _Triton(knobs.runtime, knobs.compilation, driver) if known else None
 
 
 def constant_to_compiler(function: _Function) -> _Function:
@@ -63,7 +208,7 @@ def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | 
 
 @lru_cache(maxsize=1)
 def _interpreted() -> bool:
-    import triton  # type: ignore[import-untyped]
+    import triton
 
     return bool(triton.knobs.runtime.interpret)
 

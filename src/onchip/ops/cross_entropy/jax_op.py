@@ -41,7 +41,7 @@ def cross_entropy(
     temperature: Any = 1.0,
     return_stats: bool = False,
     backend: str = "auto",
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
 ) -> Any:
     r"""Cross-entropy of logits that exist already, in little memory beside them.
 
@@ -62,8 +62,9 @@ def cross_entropy(
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `label_smoothing`, `z_loss`, `softcap`,
             `logit_scale`, `temperature` (a number or [...]) and `return_stats`: as in `linear_cross_entropy`.
         backend: "xla" (plain JAX, on any device) or "auto".
-        scratch_bytes: bound on the temporary memory, the gradient not counted.  Default: 256 MiB or an eighth of the
-            float32 logits, whichever is less, and at least what a useful chunk of rows needs.
+        scratch_bytes: bound on the temporary memory, the gradient not counted, given as in `linear_cross_entropy`.
+            Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at least what a useful chunk of
+            rows needs.
 
     What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
@@ -95,8 +96,8 @@ def cross_entropy(
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     given = locals()
-    options = options_of(Options, given)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
+    options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import LossStats, shapes_of
+from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     DTYPES,
     check_normalizer,
@@ -59,7 +59,7 @@ def cross_entropy(
     return_stats: bool = False,
     inplace_backward: bool = False,
     backend: str = "auto",
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
 ) -> Any:
     """Cross-entropy of logits that exist already, in little memory beside them.
 
@@ -84,9 +84,9 @@ def cross_entropy(
             and gets a new tensor.  Not inside torch.compile.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
             own operations) or "auto": the first of these that can run the call.
-        scratch_bytes: bound on the peak memory above logits, loss and returned gradient.  Default: 256 MiB or an eighth
-            of the float32 logits, whichever is less, and at least what a useful chunk of rows needs.  "triton" needs
-            little, whatever the bound.
+        scratch_bytes: bound on the peak memory above logits, loss and returned gradient, given as in
+            `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
+            least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
@@ -120,6 +120,10 @@ def cross_entropy(
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     per_token_temperature = temperature_tensor(OP, temperature)
+    tensors = check_tensors(
+        OP, logits=logits, target=target, token_weight=token_weight, temperature=per_token_temperature
+    )
+    spec.check_shapes(shapes_of(tensors), "target")
     options = Options(
         ignore_index=ignore_index,
         reduction=reduction,
@@ -131,12 +135,8 @@ def cross_entropy(
         check_inputs=check_inputs,
         return_stats=return_stats,
         inplace_backward=inplace_backward,
-        scratch_bytes=scratch_bytes,
+        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
-    tensors = check_tensors(
-        OP, logits=logits, target=target, token_weight=token_weight, temperature=per_token_temperature
-    )
-    spec.check_shapes(shapes_of(tensors), "target")
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
     chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
     if inplace_backward:
@@ -176,7 +176,7 @@ class CrossEntropyLoss(LossModule):
         return_stats: bool = False,
         inplace_backward: bool = False,
         backend: str = "auto",
-        scratch_bytes: int | None = None,
+        scratch_bytes: int | float | str | None = None,
     ) -> None:
         super().__init__(OP, Options, BACKENDS, locals())
 

@@ -58,7 +58,7 @@ def linear_cross_entropy(
     softcap: Any = None,
     logit_scale: Any = 1.0,
     temperature: Any = 1.0,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     strategy: str = "auto",
     backend: str = "auto",
     return_stats: bool = False,
@@ -90,15 +90,17 @@ def linear_cross_entropy(
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: factor of the logits, before softcap.
         temperature: above 0: divides the logits, after softcap; may also be a [...] array with one per token.
-        scratch_bytes: bound on the temporary memory, gradients in their parameters' dtypes not counted.  Default:
-            256 MiB or an eighth of the float32 logits, whichever is less, and at least what one chunk needs.
+        scratch_bytes: bound on the temporary memory, gradients in their parameters' dtypes not counted: bytes, a text
+            like "1GiB" or "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default:
+            256 MiB or an eighth of the float32 logits, whichever is more, and at least what one chunk needs; without
+            gradients "mosaic_gpu" takes 64 MiB.
         strategy: "stash" does 3 matrix products: "xla" computes gradients in forward, chunk by chunk of tokens, in
-            float32, and scales them in backward; "mosaic_gpu" keeps the exponentials of up to H tokens in the memory
-            of the weight's gradient, those of more in scratch as far as there is room, and computes logits of further
-            ones again; for a frozen weight and for many tokens it makes gradients in forward as "xla" does.
-            "recompute" computes logits again in backward, chunk by chunk of the vocabulary (4 products, less memory).
-            "auto" is what fits scratch_bytes, the faster first.  With "xla" and reduction="none" a gradient of weight
-            or bias is always made by "recompute".
+            float32, and scales them in backward, and so does "mosaic_gpu" for a frozen weight and for many tokens; else
+            it keeps the exponentials of up to H tokens in the memory of the weight's gradient, those of more in scratch
+            as far as there is room, and computes logits of further ones again.  "recompute" computes logits again in
+            backward, chunk by chunk of the vocabulary (4 products, less memory).  "auto" is what fits scratch_bytes,
+            the faster first.  With "xla" and reduction="none" a gradient of weight or bias is always made by
+            "recompute".
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
             NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
@@ -136,9 +138,9 @@ def linear_cross_entropy(
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
     given = locals()
-    options = options_of(Options, given)
     check_layout(OP, weight_layout)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
+    options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given)
 

@@ -40,7 +40,7 @@ class Call(LinearCall):
         return {
             "op": OP,
             "per_token_loss": self.options.reduction == "none",
-            "smoothing": self.options.label_smoothing > 0,
+            "smoothing": self.options.label_smoothing,
             "stats": self.options.return_stats,
             "weight_grad_out": self.weight_grad_out is not None,
         }

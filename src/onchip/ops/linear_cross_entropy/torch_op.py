@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import LossStats, shapes_of
+from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
@@ -54,7 +54,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     check_inputs: bool = False,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     strategy: str = "auto",
     backend: str = "auto",
     return_stats: bool = False,
@@ -91,9 +91,10 @@ def linear_cross_entropy(
         temperature: above 0: divides the logits, after softcap; a number, or a constant [...] tensor.
         check_inputs: check values on the GPU too, which synchronises, a quantised weight's copies among them.  On the
             CPU they always are.
-        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
-            eighth of the float32 logits, whichever is less, and at least what one chunk needs; without gradients
-            "triton" takes 64 MiB.
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB" or
+            "300 MiB", or a float in (0, 1], that part of the float32 logits (4 * T * V bytes).  Default: 256 MiB or an
+            eighth of the float32 logits, whichever is more, and at least what one chunk needs; without gradients
+            "triton" takes 64 MiB, and precision="fp8" what chunks of 2048 tokens need.
         strategy: "stash" does 3 products: "triton" keeps the logits' exponentials until backward, as far as it can in
             the memory of the weight's gradient; "torch" computes float32 gradients in forward, chunk by chunk of
             tokens.  "recompute" does 4 in less memory: backward computes the logits again.  "auto" is the fastest that
@@ -141,6 +142,12 @@ def linear_cross_entropy(
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
     per_token_temperature = temperature_tensor(OP, temperature)
+    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
+    if matrix is not weight and precision != "fp8":
+        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
+    constants = {"token_weight": token_weight, "temperature": per_token_temperature}
+    tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
+    spec.check_shapes(shapes_of(tensors), "target")
     options = Options(
         ignore_index=ignore_index,
         reduction=reduction,
@@ -150,17 +157,11 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         check_inputs=check_inputs,
-        scratch_bytes=scratch_bytes,
+        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, target.numel() * matrix.shape[0]),
         strategy=strategy,
         return_stats=return_stats,
         precision=precision,
     )
-    matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
-    if matrix is not weight and precision != "fp8":
-        raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
-    constants = {"token_weight": token_weight, "temperature": per_token_temperature}
-    tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
-    spec.check_shapes(shapes_of(tensors), "target")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
@@ -230,7 +231,7 @@ class LinearCrossEntropyLoss(LossModule):
         logit_scale: float = 1.0,
         temperature: float = 1.0,
         check_inputs: bool = False,
-        scratch_bytes: int | None = None,
+        scratch_bytes: int | float | str | None = None,
         strategy: str = "auto",
         backend: str = "auto",
         return_stats: bool = False,

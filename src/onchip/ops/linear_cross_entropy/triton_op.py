@@ -43,17 +43,23 @@ def _forward(call: Call) -> TritonOutputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out)
-    out = walks.forward(run, call, config, saved, stats=options.return_stats)
-    losses, correct = walks.losses(run, out, setup.flat(call.token_weight))
+    token_weight = setup.flat(call.token_weight)
+    out = walks.forward(run, call, config, saved, stats=options.return_stats, token_weight=token_weight)
+    losses, correct = walks.losses(run, out, token_weight)
     loss = losses.view(shape)
     if options.reduction != "none":
-        loss = losses.sum() / call.divisor(run.vectors.number)
+        loss = walks.reduced(run, losses, _divisor(call, run.vectors.number))
     made = (out.lse, out.log_prob, out.entropy, correct)
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 
 
 def _fake(call: Call) -> TritonOutputs:
     return TritonOutputs(call.empty_outputs(), setup.make_saved(call, setup.plan(call), fake=True))
+
+
+def _divisor(call: Call, number: Tensor) -> Tensor | None:
+    """What the loss is divided by, unless it is the number of tokens that are not ignored."""
+    return None if call.normalizer is None else call.divisor(number)
 
 
 def _save(call: Call, made: TritonOutputs) -> Kept:
@@ -67,15 +73,15 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
     run = setup.make_run(call, call.options, kept.saved.vectors, call.weight_grad_out)
-    grad = grad_loss.reshape(-1).float()
-    if call.options.reduction != "none":
-        grad = (grad / call.divisor(run.vectors.number)).expand(call.number)
-    weights = setup.flat(call.token_weight)
-    if weights is not None:
-        grad = grad * weights
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
-    by_output = walks.loss_gradients(run, known, grad)
-    return walks.backward(run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
+    divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
+    by_output = walks.loss_gradients(run, known, grad_loss, divisor, weight)
+    factor = None
+    if kept.config.in_forward and call.options.reduction != "none":
+        factor = grad_loss.float() / call.divisor(run.vectors.number)
+    return walks.backward(
+        run, call, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out, factor=factor
+    )
 
 
 LOSS = Operator(

@@ -70,7 +70,7 @@ def linear_jsd(
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Any:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
@@ -105,8 +105,9 @@ def linear_jsd(
         hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `labels`; the rest is divergence.
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's arrays too.  Otherwise the teacher is a constant.
-        scratch_bytes: bound on the temporary memory.  Default: 256 MiB or an eighth of both models' float32 logits,
-            whichever is less, and at least what one chunk needs.
+        scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
+            models' float32 logits.  Default: 256 MiB or an eighth of those, whichever is more, and at least what one
+            chunk needs.
         backend: "xla" (plain JAX, on any device) or "auto".
 
     The numbers (beta, temperature, hard_weight) are Python's: another value compiles anew.
@@ -156,7 +157,7 @@ def jsd(
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Any:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
@@ -231,6 +232,7 @@ def _call(op: str, given: Mapping[str, Any]) -> Any:
     turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
     shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
     shape, size = check_shapes(options, shapes, "labels")
+    options = options.with_scratch(given, math.prod(shape) * size)
     check_kinds(op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
     for whose in ("student_", "teacher_"):
         check_product_dtype(op, arrays, whose)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from onchip.frontend.options import check_head, check_options, require_one_of
+from onchip.frontend.options import check_head, check_options, require_one_of, scratch_in_bytes
 
 OP = "linear_jsd"
 LOGITS_OP = "jsd"
@@ -61,9 +61,15 @@ class Options:
         check_options(self.op, self, op=(OP, LOGITS_OP))
 
     @staticmethod
-    def of(op: str, given: Mapping[str, Any]) -> "Options":
-        """Those among the arguments of a public function."""
-        return Options(op, **{name: given[name] for name in _OPTIONS if name in given})
+    def of(op: str, given: Mapping[str, Any], scratch_bytes: int | None = None) -> "Options":
+        """Those among the arguments of a public function, but for scratch_bytes."""
+        return Options(op, **{name: given[name] for name in _OPTIONS if name in given}, scratch_bytes=scratch_bytes)
+
+    def with_scratch(self, given: Mapping[str, Any], logits: int) -> "Options":
+        """With the scratch_bytes of the arguments, for models with so many logits each."""
+        number = logits * (2 if given["teacher_topk"] is None else 1)
+        scratch_bytes = scratch_in_bytes(self.op, given["scratch_bytes"], number)
+        return self if scratch_bytes is None else Options.of(self.op, given, scratch_bytes)
 
     @property
     def soft_factor(self) -> float:
@@ -71,7 +77,7 @@ class Options:
         return (1 - self.hard_weight) * (self.temperature**2 if self.temperature_squared else 1.0)
 
 
-_OPTIONS = tuple(f.name for f in fields(Options)[1:])
+_OPTIONS = tuple(f.name for f in fields(Options)[1:] if f.name != "scratch_bytes")
 
 
 # ------------------------------------------------------------------------------------------------ what fits together

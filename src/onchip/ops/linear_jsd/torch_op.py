@@ -5,6 +5,7 @@ A public function checks its inputs (torch_call.py) and calls an operator, whose
 backward scales them.  Otherwise backward walks again, in `_gradients`.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ def linear_jsd(
     vocab: int | None = None,
     teacher_grad: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
@@ -84,8 +85,9 @@ def linear_jsd(
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's tensors too, where they require them.  Otherwise the teacher is a
             constant.
-        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients.  Default: 256 MiB or an
-            eighth of both models' float32 logits, whichever is less, and at least what one chunk needs.
+        scratch_bytes: bound on the peak memory above inputs, loss and returned gradients: bytes, a text like "1GiB", or
+            a float in (0, 1], that part of both models' float32 logits.  Default: 256 MiB or an eighth of those,
+            whichever is more, and at least what one chunk needs.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on; products of bfloat16 and float16, no teacher_topk, no
             gradient of teacher_logits), "torch" (the framework's own operations, on any device) or "auto": the first of
             these that can run the call.
@@ -162,7 +164,7 @@ def jsd(
     vocab: int | None = None,
     teacher_grad: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
@@ -219,6 +221,7 @@ def _call(op: str, **given: Any) -> Tensor:
     options, topk = Options.of(op, given), given["teacher_topk"]
     tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
     shape, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
+    options = options.with_scratch(given, math.prod(shape) * size)
     check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
     if topk is not None:
         refuse_gradient(op, "teacher_topk.values", topk.values)

@@ -15,7 +15,6 @@ from onchip.vocab.chunks import Planner, largest
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton.memory import RATES, TOKEN_TILE, VOCAB_TILE, Rates, evenness
 
-DEFAULT_SCRATCH = 512 * MIB
 # Tokens of a chunk that keeps the device busy, and tiles of the vocabulary.
 USEFUL_TOKENS, USEFUL_TILES = 256, 16
 # float32 numbers that forward leaves of each token; triton_kernels.py names them.
@@ -121,9 +120,9 @@ def least_scratch(p: Problem, strategy: str = "", tokens: int = TOKEN_TILE, tile
 
 
 def default_scratch(p: Problem, strategy: str = "") -> int:
-    """512 MiB or an eighth of both models' float32 logits, whichever is less, and at least what useful chunks need."""
+    """256 MiB or an eighth of both models' float32 logits, whichever is more, and at least what useful chunks need."""
     useful = least_scratch(p, strategy, USEFUL_TOKENS, USEFUL_TILES)
-    return chunks.default_scratch(logits_bytes(p), useful, DEFAULT_SCRATCH)
+    return chunks.default_scratch(logits_bytes(p), useful)
 
 
 def _config(p: Problem, kept: int, tokens: int, vocab_tiles: int, weight_tiles: int) -> JsdPlan:

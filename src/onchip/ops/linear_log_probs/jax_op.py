@@ -4,6 +4,7 @@ The public function calls `_op`, to which `onchip.frontend.jax_call.with_gradien
 over the logits are those of `onchip.vocab.xla.walk`, the maths is in the package's docstring.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ def linear_log_probs(
     entropy: bool = False,
     lse: bool = False,
     top1: bool = False,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Any:
     r"""Log-probabilities of given ids under a linear layer's softmax, without storing the [tokens, vocab] logits.
@@ -81,8 +82,9 @@ def linear_log_probs(
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
-        scratch_bytes: bound on the temporary memory, results and gradients in their parameters' dtypes not counted.
-            Default: 256 MiB or an eighth of the float32 logits, whichever is less, and at least what one chunk needs.
+        scratch_bytes: bound on the temporary memory, results and gradients in their parameters' dtypes not counted,
+            given as in `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more,
+            and at least what one chunk needs.
         backend: "xla" (plain JAX, on any device), or "auto": the first backend that can run.
 
     Returns:
@@ -112,12 +114,12 @@ def linear_log_probs(
     Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
     given = locals()
-    options = options_of(Options, given)
     check_layout(OP, weight_layout)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), weight_layout)
+    shape = hidden.shape[:-1]
+    options = options_of(OP, Options, given, math.prod(shape) * weight.size // hidden.shape[-1])
     numbers = checked_numbers(OP, options, given)
 
-    shape = hidden.shape[:-1]
     projection = Projection.of(hidden, weight, bias, weight_layout)
     total = len(projection.hidden)
     each = ids.shape[-1] if ids.ndim > len(shape) else 1

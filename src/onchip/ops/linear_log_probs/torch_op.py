@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import shapes_of
+from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     check_tensors,
     choose_torch_backend,
@@ -48,7 +48,7 @@ def linear_log_probs(
     lse: bool = False,
     top1: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Any:
     r"""Log-probabilities of given ids under a linear layer's softmax, without storing the [tokens, vocab] logits.
@@ -73,8 +73,9 @@ def linear_log_probs(
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
-        scratch_bytes: bound on the peak memory above inputs, results and returned gradients.  Default: 256 MiB or an
-            eighth of the float32 logits, whichever is less, and at least what one chunk needs.
+        scratch_bytes: bound on the peak memory above inputs, results and returned gradients, given as in
+            `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
+            least what one chunk needs; without gradients "triton" takes 64 MiB.
 
     Returns:
         float32 log_prob of ids' shape.  If entropy, lse or top1 is asked for, `LogProbs(log_prob, entropy, lse, top1)`
@@ -108,6 +109,8 @@ def linear_log_probs(
     Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
     token_temperature = temperature_tensor(OP, temperature)
+    tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
+    spec.check_shapes(shapes_of(tensors))
     options = Options(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -117,10 +120,8 @@ def linear_log_probs(
         lse=lse,
         top1=top1,
         check_inputs=check_inputs,
-        scratch_bytes=scratch_bytes,
+        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, hidden.shape[:-1].numel() * weight.shape[0]),
     )
-    tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
-    spec.check_shapes(shapes_of(tensors))
     dtype = product_dtype(OP, tensors)
     refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
     chosen = choose_torch_backend(OP, backend, hidden.device, refusal)

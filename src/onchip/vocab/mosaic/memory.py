@@ -166,7 +166,7 @@ def scratch_parts(p: Problem, c: MosaicPlan) -> dict[str, int]:
     rows = up(c.token_chunk, TOKEN_TILE)
     hidden_rows = _ELEMENT * rows * p.hidden
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing) + 2 * int(p.stats))
+    softmax = 4 * -(-p.vocab // VOCAB_TILE) * rows * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
     parts = {"vectors": 256 * up(p.tokens, TOKEN_TILE) + 4 * up(p.vocab, VOCAB_TILE) + MIB}
     if c.strategy == "forward":
         return parts | {"hidden rows": hidden_rows, "softmax of each tile": softmax}
@@ -239,7 +239,7 @@ def predict(p: Problem, c: MosaicPlan) -> float:
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs; without
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what one useful chunk needs; without
     gradients 64 MiB, or what 1024 tokens at a time need.
     """
     if not p.any_grad:

@@ -64,7 +64,7 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
 
 
 def default_scratch(p: Problem, strategy: str = "") -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what a useful chunk needs."""
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what a useful chunk needs."""
     return chunks.default_scratch(logits_bytes(p), scratch_bytes(p, _useful_rows(p)))
 
 

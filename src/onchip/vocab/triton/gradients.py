@@ -32,13 +32,14 @@ def position_terms(
     slope_scale,  # d product = d z * factor * slope_scale
     inverse_exponential_scale,
     label_smoothing,
+    kept,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """What the gradient of a position's logits is made of.
 
     With `terms.even` there is one id, and a share `label_smoothing` of its log-probability's upstream gradient goes to
-    all entries instead.
+    all entries instead: of the positions before `kept` to the target's too, apart from what is given here.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -93,7 +94,8 @@ def position_terms(
     if terms.even is not None:
         tl.store(terms.even + t, -of_log_probs * (label_smoothing / V) * f, mask=inside)
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
-        value += (of_log_probs * (label_smoothing / V - label_smoothing))[:, None]
+        share = tl.where(t < kept, 0.0, label_smoothing / V)
+        value += (of_log_probs * (share - label_smoothing))[:, None]
     if inner_scale is not None:
         x = tl.minimum(tl.maximum((lp + lse_t[:, None]) / k_z[:, None], -1.0), 1.0)
         value *= 1 - x * x
@@ -262,9 +264,11 @@ def write_entries(
 def weight_gradient(
     exponentials,  # [rows, VOCAB_TILE]
     rows,  # [T, H]
-    out,  # [V, H] out, or added to
+    out,  # [V, H], or the rows from first_row on: out, or added to
     count,
     inverse_grad_scale,  # [] float32: what the product is multiplied by
+    even_sum,  # [H] float32: what each row lacks
+    first_row,
     recomputed_from,  # the first tile of the chunk that was recomputed
     first_tile,
     chunk_tiles,
@@ -299,14 +303,47 @@ def weight_gradient(
             a = load_block(exponentials, VOCAB_TILE, row, column, buffer.rows, VOCAB_TILE, BLOCK_K, BLOCK_V, TMA)
             b = load_block(rows, rows_stride, t, j * BLOCK_H, T, H, BLOCK_K, BLOCK_H, TMA)
             acc = tl.dot(a.T, b, acc)
+        if even_sum is not None:
+            columns = j * BLOCK_H + tl.arange(0, BLOCK_H)
+            acc -= tl.load(even_sum + columns, mask=columns < H, other=0.0)[None, :]
         if inverse_grad_scale is not None:
             acc *= tl.load(inverse_grad_scale)
-        v = vocab_tile * VOCAB_TILE + column
+        v = vocab_tile * VOCAB_TILE + column - first_row
         if ADD:
             add_columns(out, out_stride, v, j * BLOCK_H, V, H, acc, BLOCK_V, BLOCK_H, PARTS, TMA)
         else:
             value = acc.to(out.dtype if TMA else out.dtype.element_ty)
             store_columns(out, out_stride, v, j * BLOCK_H, V, H, value, BLOCK_V, BLOCK_H, PARTS, TMA)
+
+
+@triton.jit
+def column_sums(
+    x,  # [N, H], any strides
+    factor,  # [N] float32; None: 1
+    count,  # [1] int32: of the rows, those before it alone; None: all
+    out,  # [PARTS, H] float32 out
+    x_stride_n,
+    x_stride_h,
+    N,
+    H,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sums of the rows, each times its factor, in parts."""
+    n = N
+    if count is not None:
+        n = tl.minimum(tl.load(count), N)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_T, n, PARTS * BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        at = t.to(tl.int64)[:, None] * x_stride_n + c.to(tl.int64)[None, :] * x_stride_h
+        row = tl.load(x + at, mask=(t < n)[:, None] & (c < H)[None, :], other=0).to(tl.float32)
+        if factor is not None:
+            row *= tl.load(factor + t, mask=t < n, other=0.0)[:, None]
+        total += tl.sum(row, 0)
+    tl.store(out + tl.program_id(0) * H + c, total, mask=c < H)
 
 
 @triton.jit
@@ -316,7 +353,7 @@ def add_targets(
     grad_bias,  # [V] float32 in and out
     order,
     sorted_label,  # [N] int32: the targets in ascending order, NO_LABEL at the end
-    sorted_position,  # [N] int64: whose they are, IDS of each position
+    sorted_position,  # [N] integers: whose they are, IDS of each position
     at_target,  # [N] float32
     inverse_grad_scale,
     hidden_stride_t,
@@ -372,7 +409,7 @@ def hidden_gradient(
     first,
     last,
     out_rows,
-    half_rows,
+    slice_rows,
     first_tile,
     chunk_tiles,
     buffer,
@@ -380,7 +417,7 @@ def hidden_gradient(
     out_stride,
     H,
     V,
-    SHARE: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -392,9 +429,9 @@ def hidden_gradient(
 ):
     """exponentials @ weight over a chunk of the vocabulary, for the positions in [first, last), added up in float32.
 
-    With SHARE the tiles of the last wave are cut in two along the vocabulary if that fills the device better: 320 tiles
+    The tiles of the last wave are cut into up to SLICES along the vocabulary if that fills the device better: 320 tiles
     on 132 multiprocessors (H2560, T4096 on an H100) took 0.56 ms where cuBLAS takes 0.47.  Then two programs add to a
-    tile of zeros, and 0 + a + b has the same bits in either order; or, with `half_rows`, they add that many rows apart.
+    tile of zeros, and 0 + a + b has the same bits in either order; or, with `slice_rows`, they add so many rows apart.
     (Stream-K, Osama et al., arXiv:2301.03598, would cut all tiles: its programs are in different places of the
     vocabulary at a time, and L2 serves none of them.)
     """
@@ -406,15 +443,15 @@ def hidden_gradient(
     rest = tiles % PROGRAMS
     whole = tiles - rest
     cut = 1
-    if SHARE:
-        cut = tl.where(2 * rest <= PROGRAMS, 2, 1)
+    if SLICES > 1:
+        cut = tl.minimum(tl.maximum(PROGRAMS // tl.maximum(rest, 1), 1), SLICES)
     part = steps // cut
     for item in tl.range(tl.program_id(0), whole + rest * cut, PROGRAMS, flatten=True):
         over = tl.maximum(item - whole, 0)
         tile = tl.minimum(item, whole) + over // cut
-        half = over % cut
-        begin = half * part
-        end = tl.where((item < whole) | (half == cut - 1), steps, part)
+        of_tile = over % cut
+        begin = of_tile * part
+        end = tl.where((item < whole) | (of_tile == cut - 1), steps, begin + part)
         i, j = place_tile(tile, tiles_t, tiles_h, GROUP)
         t0 = first + i * BLOCK_T
         acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
@@ -430,7 +467,17 @@ def hidden_gradient(
             t = t0 + tl.arange(0, BLOCK_T)
             acc *= tl.load(product_scale + t, mask=t < n, other=0.0)[:, None]
         add_columns(
-            out, out_stride, t0 - first + half * half_rows, j * BLOCK_H, out_rows, H, acc, BLOCK_T, BLOCK_H, PARTS, TMA
+            out,
+            out_stride,
+            t0 - first + of_tile * slice_rows,
+            j * BLOCK_H,
+            out_rows,
+            H,
+            acc,
+            BLOCK_T,
+            BLOCK_H,
+            PARTS,
+            TMA,
         )
 
 
@@ -440,6 +487,7 @@ def bias_gradient(
     out,  # [V] float32 out
     count,
     product_scale,
+    even,  # [T] float32, of what is kept: what each entry lacks
     inverse_grad_scale,
     first_tile,
     buffer,
@@ -461,9 +509,22 @@ def bias_gradient(
         kept = t < buffer.in_weight_grad + buffer.in_scratch
         r = tl.where(kept, tl.load(product_scale + t, mask=(t < n) & kept, other=0.0), 1.0)
         total += tl.sum(g * r[:, None], 0)
+        if even is not None:
+            total -= tl.sum(tl.load(even + t, mask=(t < n) & kept, other=0.0), 0)
     if inverse_grad_scale is not None:
         total *= tl.load(inverse_grad_scale)
     tl.store(out + v, total, mask=v < V)
+
+
+@triton.jit
+def _add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS: tl.constexpr):
+    """Add to columns c of a position's hidden gradient what comes of its ids' entries."""
+    for k in range(IDS):
+        g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
+        y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
+        w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
+        value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -473,6 +534,8 @@ def finish_hidden(
     position,
     label,  # [T * IDS] int32: a position's targets
     at_target,  # [T * IDS] float32
+    even,  # [T] float32, of those before `kept`: what each logit's gradient lacks
+    weight_sum,  # [H] float32, of the rows of weight
     inverse_grad_scale,
     out,  # [T, H] out, by token
     weight_stride_v,
@@ -493,12 +556,92 @@ def finish_hidden(
     value = tl.load(sums + tl.cast(at, tl.int64) * H + c, mask=(c < H) & (at >= 0), other=0.0)
     if (at >= kept) & (half_rows > 0):
         value += tl.load(sums + tl.cast(at + half_rows, tl.int64) * H + c, mask=c < H, other=0.0)
+    if even is not None:
+        e = tl.load(even + at, mask=(at >= 0) & (at < kept), other=0.0)
+        value -= e * tl.load(weight_sum + c, mask=c < H, other=0.0)
     if at_target is not None:
-        for k in range(IDS):
-            g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
-            y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
-            w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
-            value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
+        value = _add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
     if inverse_grad_scale is not None:
         value *= tl.load(inverse_grad_scale)
     tl.store(out + t.to(tl.int64) * H + c, value, mask=c < H)
+
+
+@triton.jit
+def keep_hidden(
+    sums,  # [SLICES * slice_rows, H] float32, by position
+    order,
+    count,
+    into,  # [T, H] out, by token: float32, or the first 16 bits as int16
+    digits,  # [T, H] uint8 out: the next 8 bits; None with float32
+    slice_rows,
+    H,
+    SLICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Leave rows of hidden's gradient for backward, which scales and rounds them."""
+    t = tl.program_id(0)
+    if t < tl.load(count):
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.zeros((BLOCK,), tl.float32)
+        for i in range(SLICES):
+            value += tl.load(sums + (t + i * slice_rows).to(tl.int64) * H + c, mask=c < H, other=0.0)
+        at = tl.load(order + t).to(tl.int64) * H + c
+        if digits is None:
+            tl.store(into + at, value, mask=c < H)
+        else:
+            # To the nearest; a NaN of all ones would become a zero.
+            bits = tl.where(value == value, value.to(tl.int32, bitcast=True) + 0x80, 0x7FC00000)
+            tl.store(into + at, (bits >> 16).to(tl.int16), mask=c < H)
+            tl.store(digits + at, ((bits >> 8) & 0xFF).to(tl.uint8), mask=c < H)
+
+
+@triton.jit
+def scale_hidden(
+    kept,  # [T, H] what keep_hidden left, by token; the memory of out
+    digits,
+    weight,  # [V, H]
+    position,
+    label,  # [T * IDS] int32: a position's targets
+    at_target,  # [T * IDS] float32
+    row_scale,  # [T] float32, by position
+    even,  # [T] float32, by position: what each logit's gradient lacks
+    weight_sum,  # [H] float32, of the rows of weight
+    inverse_grad_scale,
+    out,  # [T, H] out, by token
+    weight_stride_v,
+    weight_stride_h,
+    H,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make hidden's gradient of what forward left of it; 0 for ignored tokens."""
+    t = tl.program_id(0)
+    at = tl.load(position + t)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    where = t.to(tl.int64) * H + c
+    inside = (c < H) & (at >= 0)
+    value = tl.load(kept + where, mask=inside, other=0)
+    if digits is not None:
+        low = tl.load(digits + where, mask=inside, other=0).to(tl.int32)
+        value = ((value.to(tl.int32) << 16) | (low << 8)).to(tl.float32, bitcast=True)
+    value *= tl.load(row_scale + at, mask=at >= 0, other=0.0)
+    if even is not None:
+        value -= tl.load(even + at, mask=at >= 0, other=0.0) * tl.load(weight_sum + c, mask=c < H, other=0.0)
+    value = _add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
+    if inverse_grad_scale is not None:
+        value *= tl.load(inverse_grad_scale)
+    tl.store(out + where, value, mask=c < H)
+
+
+@triton.jit
+def scale_sum(
+    sums,  # [N] float32
+    out,  # [N] out; its memory may be that of sums, element by element
+    factor,  # [] float32
+    N,
+    BLOCK: tl.constexpr,
+):
+    """Multiply and round."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + i, mask=i < N, other=0.0) * tl.load(factor)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)

@@ -4,15 +4,14 @@ A kernel's arguments are found by its parameters' names: in what a run knows, an
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
-from onchip.kernels.triton.launch import Launch
+from onchip.kernels.triton.launch import Launch, Shared, descriptor
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
@@ -56,6 +55,13 @@ class Vectors(NamedTuple):
     def known(self) -> dict[str, Any]:
         return {**self._asdict(), "vectors": self, "count": self.number}
 
+    def part(self, first: int, last: int, number: Tensor) -> "Vectors":
+        """Those of the positions in [first, last), of which so many are of tokens; `position` is of all tokens."""
+        order, label, factor, shift, base = (
+            x[first:last] for x in (self.order, self.label, self.factor, self.shift, self.base)
+        )
+        return Vectors(self.packed, self.position, order, label, number, factor, shift, base)
+
     @staticmethod
     def unpack(packed: Tensor, tokens: int) -> "Vectors":
         *per_token, count = packed.split([*[tokens] * 6, 1])
@@ -89,6 +95,10 @@ class Run:
     def vocab_tiles(self) -> int:
         return -(-self.vocab // VOCAB_TILE)
 
+    def part(self, first: int, last: int, number: Tensor) -> "Run":
+        """The same of the positions in [first, last), of which so many are of tokens."""
+        return replace(self, tokens=last - first, vectors=self.vectors.part(first, last, number))
+
     @property
     def outer_scale(self) -> float:
         """Of logits after softcap's tanh, or of products without one."""
@@ -107,13 +117,13 @@ class Run:
             x = x.new_empty(1, max(x.shape[1], 8))
         # Of the exponentials' matrix the stride is that of its columns: see `exponentials`.
         stride = x.stride(0) or x.shape[1]
-        return TensorDescriptor(x, list(x.shape), [stride, 1], [rows, columns])
+        return descriptor(x, stride, rows, columns)
 
     @cached_property
-    def known(self) -> dict[str, Any]:
+    def known(self) -> Shared:
         """Arguments of kernels; the weight by pointer."""
         options = self.options
-        return {
+        known = {
             "weight": self.weight,
             "weight_stride_v": self.weight.stride(0),
             "weight_stride_h": self.weight.stride(1),
@@ -130,6 +140,7 @@ class Run:
             "RAGGED": self.vocab % VOCAB_TILE > 0,
             **self.vectors.known,
         }
+        return Shared(known)
 
     def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
@@ -139,21 +150,13 @@ class Run:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *, warps: int = 4, **more: Any) -> Launch:
         """Of a kernel whose arguments are known, or among `more`."""
-        return Launch(kernel, grid, self.known | more, warps)
+        return Launch(kernel, grid, more, warps, shared=self.known)
 
     def product(self, name: str, kernel: Any, arguments: Mapping[str, Any]) -> Launch:
         """Of a kernel that is cut as the tiles of this name say."""
         t = self.tiles[name]
-        known = {
-            "BLOCK_K": t.depth,
-            "GROUP": t.group,
-            "PROGRAMS": self.programs,
-            "PARTS": t.parts,
-            "TMA": self.tma,
-            **self.known,
-            **arguments,
-        }
-        return Launch(kernel, (self.programs,), known, t.warps, t.stages)
+        cut = {"BLOCK_K": t.depth, "GROUP": t.group, "PROGRAMS": self.programs, "PARTS": t.parts, "TMA": self.tma}
+        return Launch(kernel, (self.programs,), {**cut, **arguments}, t.warps, t.stages, shared=self.known)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -289,6 +292,27 @@ def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None
     return run.product("softmax_tiles", softmax_kernels.softmax_tiles, arguments)
 
 
+def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
+    """[H] float32: the sum of the rows of the weight, or, with a factor each, of as many positions' as there are."""
+    parts, block = 32, 128
+    out = run.vectors.factor.new_empty(parts, run.hidden)
+    run.launch(
+        gradients.column_sums,
+        (parts, -(-run.hidden // block)),
+        x=x,
+        factor=factor,
+        count=None if factor is None else run.vectors.number,
+        out=out,
+        x_stride_n=x.stride(0),
+        x_stride_h=x.stride(1),
+        N=len(x),
+        PARTS=parts,
+        BLOCK_T=64,
+        BLOCK=block,
+    ).run()
+    return out.sum(0)
+
+
 def write(
     run: Run,
     buffer: LogitBuffer,
@@ -339,11 +363,13 @@ def weight_product(
     rows: Tensor,
     out: Tensor,
     inverse_grad_scale: Tensor | None,
+    even_sum: Tensor | None,  # [H] float32
     recomputed_from: int,
     first_tile: int,
     tiles: int,
     *,
     add: bool,
+    first_row: int = 0,  # of the vocabulary, in `out`
 ) -> Launch:
     t = run.tiles["weight_gradient"]
     parts = t.parts * out.element_size() // rows.element_size()  # the same bytes in shared memory
@@ -354,7 +380,10 @@ def weight_product(
         "rows_stride": rows.stride(0),
         "out": run.operand(out, t.rows, t.columns // parts),
         "out_stride": out.stride(0),
+        "V": len(out),
         "inverse_grad_scale": inverse_grad_scale,
+        "even_sum": even_sum,
+        "first_row": first_row,
         "recomputed_from": recomputed_from,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
@@ -374,12 +403,14 @@ def hidden_product(
     halves: bool,
     first_tile: int,
     tiles: int,
+    slices: int = 1,
 ) -> Launch:
-    """With `product_scale` of the positions that are kept, else of the others."""
+    """With `product_scale` of the positions that are kept, else of the others; in `slices` of sums."""
     kept = min(buffer.kept, run.tokens)
     first, last = (kept, run.tokens) if product_scale is None else (0, kept)
-    out = sums[first:] if product_scale is None else sums[:kept]
+    out = sums[first:] if product_scale is None else sums if slices > 1 else sums[:kept]
     t = run.tiles["hidden_gradient"]
+    rows = len(sums) // slices
     arguments = {
         **buffer.known,
         **run.weight_blocks(t.depth, t.columns),
@@ -390,10 +421,10 @@ def hidden_product(
         "product_scale": product_scale,
         "first": first,
         "last": last,
-        "half_rows": buffer.rows.recomputed if product_scale is None else 0,
+        "slice_rows": rows if slices > 1 else buffer.rows.recomputed if product_scale is None else 0,
         "first_tile": first_tile,
         "chunk_tiles": tiles,
-        "SHARE": product_scale is not None or halves,
+        "SLICES": max(slices, 2 if product_scale is not None or halves else 1),
         "BLOCK_T": t.rows,
         "BLOCK_H": t.columns,
     }

@@ -3,6 +3,10 @@
 The weight's gradient is V * H elements that exist anyway: until they are computed, their memory holds the exponentials
 of up to H tokens (two H where a float32 gradient meets 16-bit operands).  More tokens can be kept in scratch, and those
 that aren't have their logits recomputed: so between three products and four there is a plan for every budget.
+
+With many more tokens than H it is better that forward takes them in chunks and computes the gradients right away, up to
+factors that backward multiplies by (`in_forward`): each row of hidden's, and the weight's as a float32 sum over the
+chunks.  Where the head is frozen that takes two products and no sum.
 """
 
 from collections.abc import Iterator
@@ -27,7 +31,7 @@ class TritonPlan:
     """One way to cut a problem."""
 
     token_chunk: int
-    """Tokens whose logits are taken at a time in forward: all of them, unless no gradient is wanted."""
+    """Tokens whose logits are taken at a time in forward: all of them, unless no gradient is wanted or `in_forward`."""
     vocab_chunk: int = 0
     """Columns of the logits' gradient that are recomputed at a time, a multiple of 256."""
     weight_chunk: int = 0
@@ -39,6 +43,8 @@ class TritonPlan:
 
     halves: bool = False
     """Whether the other tokens' hidden gradient is summed in two halves, so that tiles fill the last wave."""
+    in_forward: bool = False
+    """Whether forward computes the gradients, up to factors, chunk by chunk of tokens; the fields above are then 0."""
 
     @property
     def kept(self) -> int:
@@ -50,15 +56,24 @@ def vector_elements(tokens: int) -> int:
     return 6 * tokens + 1
 
 
-def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
+def hidden_columns(hidden: int) -> int:
+    """Of a tile of a gradient: 576 are 640 in pieces of 128, and 768 in pieces of 256.
+
+    On an H200 with H640 that took 17% less of both products, with H576, 896 and 1152 1 to 13% of the weight's and
+    -3 to 13% of hidden's.
+    """
+    return 128 if up(hidden, 128) < up(hidden, 256) else 256
+
+
+def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]:
     """The kernels' tiles where nothing was tuned, by the device's shared memory per block in bytes."""
     # Four stages of 48 KiB and a piece of the result: what was fastest on an H100 at all shapes, or within 2%.
     depth, most = (64, 4) if shared >= 227 * 1024 else (64, 3) if shared >= 160 * 1024 else (32, 3)
 
-    def tiles(parts: int, group: int = 8, stages: int = most) -> dict[str, int]:
+    def tiles(parts: int, group: int = 8, stages: int = most, *, rows: int = 128, columns: int = 256) -> dict[str, int]:
         return {
-            "rows": 128,
-            "columns": 256,
+            "rows": rows,
+            "columns": columns,
             "depth": depth,
             "group": group,
             "warps": 8,
@@ -66,21 +81,41 @@ def heuristic_tiles(shared: int) -> dict[str, dict[str, int]]:
             "parts": parts if depth == 64 else 2 * parts,
         }
 
+    columns = hidden_columns(hidden)
     # Of logits, with the whole vocabulary in one launch: forward on an H200 took 1 to 4% longer in groups of 8 with 4
     # stages.  With 64 tiles of the vocabulary, as `onchip tune` times them, there is no difference.
     return {
         "softmax_tiles": tiles(2, group=16, stages=3),
         "gradient_tiles": tiles(2, group=16, stages=3),
-        "weight_gradient": tiles(2),
-        "hidden_gradient": tiles(4),
+        "weight_gradient": tiles(2) if columns == 256 else tiles(1, stages=min(3, most), rows=256, columns=128),
+        "hidden_gradient": tiles(4, columns=columns),
     }
 
 
 def may_hold(p: Problem) -> bool:
-    """Whether exponentials are all that the gradients need: not with softcap, whose derivative can't be read off them
-    in 16 bits, nor with label smoothing, which adds to every entry.
+    """Whether what is kept is all that the gradients need: exponentials, with softcap times its derivative.
+
+    Label smoothing adds the same to all entries of a row, which both gradients take apart; with softcap it isn't the
+    same.  Where it takes most of the probability, or classes are few, the difference of the two is rounded better than
+    each of them.  And the gradient of an entropy reads logits off the exponentials.
     """
-    return not (p.softcap or p.smoothing)
+    smoothed = p.smoothing > 0 and (p.smoothing > 0.5 or p.softcap or p.vocab < VOCAB_TILE)
+    return not (smoothed or (p.softcap and p.ids and p.stats))
+
+
+def may_run_in_forward(p: Problem) -> bool:
+    """Whether forward can compute the gradients up to factors that backward knows: one per token for hidden's, one for
+    all tokens for the weight's.
+    """
+    entropy = bool(p.ids and p.stats)
+    once = not (p.grad_weight and (p.per_token_loss or p.ids or p.weight_grad_out))
+    return p.any_grad and may_hold(p) and once and not p.grad_bias and not entropy
+
+
+def summed_tiles(p: Problem) -> int:
+    """Tiles of the vocabulary whose rows of the weight's float32 sum lie in the memory of its gradient."""
+    tiles = -(-p.vocab // VOCAB_TILE)
+    return tiles if p.weight_dtype == "float32" else p.vocab // 2 // VOCAB_TILE
 
 
 def capacity(p: Problem) -> int:
@@ -102,13 +137,24 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     tiles = -(-p.vocab // VOCAB_TILE)
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing) + 2 * int(p.stats))
+    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
     # With exponentials kept, targets are sorted.
-    vectors = (160 if c.kept else 96) * p.tokens + MIB // 64
+    vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
     ids = {"ids": id_bytes(p)} if p.ids else {}
     if not p.any_grad:
         return parts | {"hidden rows": element * c.token_chunk * p.hidden, "softmax of each tile": softmax} | ids
+    if c.in_forward:
+        chunk = up(c.token_chunk, TOKEN_TILE)
+        return parts | {
+            "hidden rows": element * chunk * p.hidden,
+            "exponentials in scratch": element * VOCAB_TILE * tiles * chunk,
+            "hidden gradient in float32": 4 * chunk * p.hidden * slices(chunk, p.hidden) if p.grad_hidden else 0,
+            "more digits of hidden's gradient": more_digits(p),
+            "weight gradient in float32": sum_bytes(p),
+            "softmax of each tile": softmax,
+            **ids,
+        }
     rows = up(p.tokens, TOKEN_TILE)
     more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.kept_in_gradient else 0
     again = element * max(0, rows - c.kept) * c.vocab_chunk
@@ -127,6 +173,21 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     }
 
 
+def more_digits(p: Problem) -> int:
+    """Bytes of what a 16-bit memory lacks of hidden's gradient until backward scales it: 8 more bits of each number."""
+    return p.tokens * p.hidden if p.grad_hidden and p.hidden_dtype != "float32" else 0
+
+
+def slices(tokens: int, hidden: int) -> int:
+    """Pieces of the vocabulary that a chunk's hidden gradient is summed in, where its tiles are too few."""
+    return max(1, RATES["h100"].programs // (-(-tokens // TOKEN_TILE) * -(-hidden // hidden_columns(hidden))))
+
+
+def sum_bytes(p: Problem) -> int:
+    """Bytes of the weight's float32 sum that have no place in the memory of its gradient."""
+    return 4 * max(0, p.vocab - VOCAB_TILE * summed_tiles(p)) * p.hidden if p.grad_weight else 0
+
+
 # ---------------------------------------------------------------------------------------------------------- cost model
 
 
@@ -138,12 +199,13 @@ class Rates(NamedTuple):
     keep: float  # ps per logit: what storing its exponential adds
     again: float  # ps per logit: what the epilogue that makes the gradient adds to the product
     add: float  # ps per element of the hidden gradient that is added to, or scaled and rounded
+    accumulate: float  # ps per element of the weight's float32 sum that a product is added to
     launch: float  # us per kernel: filling and draining the device
     programs: int  # multiprocessors
 
 
 RATES = {
-    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, launch=15.0, programs=132),
+    "h100": Rates(product=745, softmax=0.35, keep=1.0, again=0.9, add=2.0, accumulate=1.8, launch=15.0, programs=132),
 }
 
 
@@ -160,6 +222,8 @@ def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
     time = product + logits * rates.softmax + 4 * launch
     if not p.any_grad:
         return time + 3 * launch * (-(-p.tokens // max(1, c.token_chunk)) - 1)
+    if c.in_forward:
+        return time + _in_forward(p, c, rates, product, logits)
     share = min(1.0, c.kept / max(1, p.tokens))
     recomputed = 1 - share
     blocks = -(-p.hidden // 256)
@@ -183,6 +247,27 @@ def predict(p: Problem, c: TritonPlan, rates: Rates = RATES["h100"]) -> float:
     return time
 
 
+def _in_forward(p: Problem, c: TritonPlan, rates: Rates, product: float, logits: float) -> float:
+    """Milliseconds that the gradients take by the chunk of tokens, beside the logits' product."""
+    columns = hidden_columns(p.hidden)
+    tiles, blocks = -(-p.vocab // VOCAB_TILE), -(-p.hidden // columns)
+    padded = product * blocks * columns / max(1, p.hidden)
+    rows = [-(-size // TOKEN_TILE) for size in _chunk_sizes(p.tokens, c.token_chunk)]
+    launch = 1e-3 * rates.launch
+    time = logits * rates.keep + 1e-9 * rates.add * p.tokens * p.hidden
+    for n in rows:
+        share = n / sum(rows)
+        time += launch + share * product * (evenness(n * tiles, rates) - 1)
+        if p.grad_hidden:
+            cut = slices(n * TOKEN_TILE, p.hidden)
+            time += launch + share * padded * evenness(cut * n * blocks, rates, halves=cut == 1)
+        if p.grad_weight:
+            time += launch + share * padded * evenness(2 * tiles * blocks, rates)
+    if p.grad_weight:
+        time += 1e-9 * rates.accumulate * p.vocab * p.hidden * len(rows)
+    return time
+
+
 def _chunk_sizes(columns: int, chunk: int) -> list[int]:
     """`columns` in chunks: all but the last are whole."""
     return [chunk] * (columns // chunk) + ([columns % chunk] if columns % chunk else [])
@@ -199,7 +284,7 @@ def _evenness(sizes: list[int], tiles_per_column: float, rates: Rates) -> float:
 
 
 def default_scratch(p: Problem, strategy: str = "auto") -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what `strategy` needs with one useful
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what `strategy` needs with one useful
     chunk; without gradients 64 MiB, above the copies that are made of inputs.
     """
     if not p.any_grad:
@@ -251,6 +336,8 @@ def _candidates(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
         yield TritonPlan(min(p.tokens, even_chunk(p.tokens, fits, TOKEN_TILE)))
     else:
         yield from sorted(_cuts(p, strategy, budget), key=lambda c: (c.vocab_chunk, c.halves))
+        if strategy == "auto" and may_run_in_forward(p):
+            yield from _token_cuts(p, budget)
 
 
 def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
@@ -264,6 +351,10 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
     again = {-(-tiles // n) for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
     again |= {1, min(2, tiles), min(3, tiles)}
     kept = _kept(p, strategy)
+    if strategy != "recompute" and may_hold(p):
+        # All in scratch: the weight's gradient in one launch.
+        whole = _columns(p)
+        yield TritonPlan(p.tokens, whole, whole, kept_in_scratch=up(p.tokens, TOKEN_TILE))
     # With nothing kept, no chunk of the weight's gradient has to be held back: it is as large as that of the logits.
     for size in again | for_weight:
         yield replace(kept, vocab_chunk=size * VOCAB_TILE, weight_chunk=size * VOCAB_TILE)
@@ -285,6 +376,21 @@ def _cuts(p: Problem, strategy: str, budget: int) -> Iterator[TritonPlan]:
                         filling = n * programs * TOKEN_TILE // rows // weight * weight
                         if filling > 0:
                             yield cut(filling)
+
+
+def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
+    """Chunks of tokens: even ones, from the fewest that fit on, and some whose hidden gradient fills whole waves."""
+
+    def cut(tokens: int) -> TritonPlan:
+        return TritonPlan(tokens, in_forward=True)
+
+    rows = up(p.tokens, TOKEN_TILE)
+    fits = largest(lambda n: scratch_bytes(p, cut(n)) <= budget, TOKEN_TILE, rows, TOKEN_TILE)
+    fewest = -(-rows // fits)
+    sizes = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
+    wave = RATES["h100"].programs // -(-p.hidden // hidden_columns(p.hidden)) * TOKEN_TILE
+    sizes |= {size for n in (1, 2, 3, 4, 6, 8) if 0 < (size := n * wave) <= fits}
+    yield from (cut(size) for size in sorted(sizes))
 
 
 def _keep_what_fits(p: Problem, c: TritonPlan, budget: int) -> TritonPlan:

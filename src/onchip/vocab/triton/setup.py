@@ -54,7 +54,8 @@ def plan(call: LinearCall, **more: Any) -> TritonPlan:
     problem = call.problem("cuda", **more)
     if call.compiled and call.budget is None:
         return triton_spec.plan_for_symbols(problem, call.options.strategy)
-    problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
+    if call.compiled:
+        problem = replace(problem, tokens=int(problem.tokens), ids=int(problem.ids), copied=int(problem.copied))
     return triton_spec.plan(problem, call.options.strategy, call.budget)
 
 
@@ -82,6 +83,15 @@ def make_saved(layer: Layer, config: TritonPlan, *, fake: bool = False) -> Saved
     if not any(layer.grads):
         return Saved(blank(), blank(), blank(), vectors)
     make = empty if fake else aligned
+    if config.in_forward:
+        problem = layer.problem("cuda")
+        size = triton_spec.sum_bytes(problem) + triton_spec.more_digits(problem)
+        return Saved(
+            hidden.new_empty(hidden.shape) if layer.grads[0] else blank(),
+            make(weight, tuple(weight.shape), weight.dtype) if layer.grads[1] else blank(),
+            make(hidden, (-(-size // layer.dtype.itemsize),), layer.dtype),
+            vectors,
+        )
     weight_memory = blank()
     # A number, unless torch.compile made it a symbol: then some tokens may be kept there.
     if not (isinstance(config.kept_in_gradient, int) and config.kept_in_gradient == 0):
@@ -122,6 +132,64 @@ def _allocate(like: Tensor, size: int) -> Tensor:
     if like.device.type != "cpu":
         return like.new_empty(size, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
+
+
+class Chunk(NamedTuple):
+    """Memory for a chunk of tokens whose gradients forward computes."""
+
+    rows: Tensor  # [tokens, H]
+    buffer: "launches.LogitBuffer"
+    sums: Tensor | None  # [tokens, H] float32, or as often as there are slices: hidden's gradient by position
+    slices: int  # of the vocabulary, that hidden's gradient may be cut in
+    normalizer: Tensor  # [T] float32, by position, of all tokens
+
+    @staticmethod
+    def empty(layer: Layer, tokens: int) -> "Chunk":
+        """For at most so many tokens."""
+        from onchip.vocab.triton.blocks import BufferRows
+        from onchip.vocab.triton.launches import LogitBuffer
+
+        hidden, size = layer.hidden, layer.hidden.shape[-1]
+        tokens = min(tokens, layer.number)
+        padded = triton_spec.up(tokens, triton_spec.TOKEN_TILE)
+        rows = padded * -(-layer.weight.shape[0] // VOCAB_TILE)
+        exponentials = aligned(hidden, (rows, VOCAB_TILE), layer.dtype)
+        slices = triton_spec.slices(tokens, size)
+        return Chunk(
+            hidden.new_empty((tokens, size), dtype=layer.dtype),
+            LogitBuffer((exponentials,), exponentials, BufferRows(rows, 0, 0, 0, 0, padded, 0, 0)),
+            hidden.new_empty((slices * tokens, size), dtype=torch.float32) if layer.grads[0] else None,
+            slices,
+            hidden.new_empty(layer.number, dtype=torch.float32),
+        )
+
+
+def _start(memory: Tensor, rows: int, columns: int) -> Tensor:
+    """The first bytes as a float32 matrix."""
+    size = 4 * rows * columns // memory.element_size()
+    return memory.view(-1)[:size].view(torch.float32).view(rows, columns)
+
+
+class Sums(NamedTuple):
+    """What forward leaves of gradients that it computed up to factors, in the memory of `Saved`."""
+
+    hidden: Tensor  # [T, H], by token: float32, or int16 that are the first 16 bits
+    digits: Tensor | None  # [T, H] uint8: the next 8 bits
+    weight: tuple[Tensor, ...]  # float32 rows of the vocabulary, in two pieces; that in the gradient's memory first
+
+    @staticmethod
+    def of(layer: Layer, saved: Saved) -> "Sums":
+        problem, (vocab, size) = layer.problem("cuda"), layer.weight.shape
+        scratch, weight = saved.scratch_memory.view(torch.uint8), tuple[Tensor, ...]()
+        split, rest = triton_spec.summed_tiles(problem) * VOCAB_TILE, triton_spec.sum_bytes(problem)
+        if layer.grads[1]:
+            first = min(split, vocab)
+            inside = _start(saved.weight_memory, first, size)
+            weight = inside, scratch[:rest].view(torch.float32).view(-1, size)
+        digits, hidden = triton_spec.more_digits(problem), saved.hidden_memory.view(-1)
+        if not digits:
+            return Sums(hidden, None, weight)
+        return Sums(hidden.view(torch.int16), scratch[rest : rest + digits], weight)
 
 
 def position_rows(layer: Layer, saved: Saved) -> Tensor:
@@ -256,15 +324,26 @@ def make_run(layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = N
     # The bias in the products' dtype first, as F.linear does under autocast.
     bias = None if layer.bias is None else layer.bias.to(dtype).float()
     slug, capability, programs, shared = describe(weight.device)
-    sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
-    tiles = {
-        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, DTYPES[dtype], sizes, default).config)
-        for kernel, default in triton_spec.heuristic_tiles(shared).items()
-    }
-    rows_at = weight.shape[1], max(weight.stride())
+    vocab, hidden = weight.shape
+    tiles = _tiles(slug, DTYPES[dtype], tokens, vocab, hidden, shared, triton_spec.heuristic_tiles)
+    rows_at = hidden, max(weight.stride())
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
     if out is not None:
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
     unpacked = launches.Vectors.unpack(vectors, tokens)
     tma = capability >= 90 and aligned_rows
     return launches.Run(weight, bias, tokens, options, unpacked, tiles, programs, tma=tma)
+
+
+@configs.until_cleared
+def _tiles(
+    device: str, dtype: str, tokens: int, vocab: int, hidden: int, shared: int, heuristic: Any
+) -> "dict[str, launches.Tiles]":
+    """Those of each kernel, by the function that makes the default ones."""
+    from onchip.vocab.triton import launches
+
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
+    return {
+        kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, device, dtype, sizes, default).config)
+        for kernel, default in heuristic(shared, hidden).items()
+    }

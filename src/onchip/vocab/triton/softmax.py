@@ -165,6 +165,9 @@ def softmax_tiles(
         e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
         tl.store(partials.others + at, tl.sum(e, 1), mask=inside)
         if exponentials is not None:
+            if inner_scale is not None:
+                # The derivative of the logits: what is kept is only multiplied, and here it has all digits.
+                e = tl.where(e > 0, e * (1 - x * x), 0.0)  # of a column past the last, x is -inf
             # 0 past the last token: with a bias, float16 could overflow there, and inf times rows of 0 is NaN.
             above = top * k_z - tl.load(vectors.shift + t, mask=inside, other=float("inf"))
             f = tl.where(above > REACH, 1.0, tl.exp2(above * LOG2E)) * exponential_scale
@@ -180,34 +183,32 @@ def softmax_tiles(
 @triton.jit
 def merge_tiles(
     vectors,  # Vectors; base is made
-    picked,  # Picked
+    target_logit,  # [T] float32, by position
     partials,  # Partials
     out,  # TokenSoftmax out, but for the log-probabilities of all ids
-    T,
+    normalizer,  # [T] float32 out, by position: what makes probabilities of what is kept
+    inverse_exponential_scale,
     V,
     tiles,
-    first,
-    last,
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The softmax over all tiles of tokens with positions in [first, last); 0 for ignored ones."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    at = tl.load(vectors.position + t, mask=t < T, other=-2)
-    mine = (at >= first) & (at < last)
+    """The softmax over all tiles."""
+    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mine = at < tl.load(vectors.number)
     y = tl.load(vectors.label + at, mask=mine, other=0)
-    z = tl.where(y < 0, LOWEST, tl.load(picked.target_logit + at, mask=mine, other=0.0))
+    z = tl.where(y < 0, LOWEST, tl.load(target_logit + at, mask=mine, other=0.0))
     top = tl.full((BLOCK_T,), LOWEST, tl.float32)
     index = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        where = j.to(tl.int64)[:, None] * partials.stride + (at - first)[None, :]
+        where = j.to(tl.int64)[:, None] * partials.stride + at[None, :]
         m = tl.load(partials.maximum + where, mask=(j < tiles)[:, None] & mine[None, :], other=LOWEST)
         best = tl.max(m, 0)
         if partials.argmax is not None:
             tile = start + tl.argmax(m, 0)
             found = tl.load(
-                partials.argmax + tile.to(tl.int64) * partials.stride + at - first, mask=mine & (tile < tiles), other=0
+                partials.argmax + tile.to(tl.int64) * partials.stride + at, mask=mine & (tile < tiles), other=0
             )
             index = tl.where(best > top, found, index)
         top = tl.maximum(top, best)
@@ -219,7 +220,7 @@ def merge_tiles(
     moments = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        where = j.to(tl.int64)[:, None] * partials.stride + (at - first)[None, :]
+        where = j.to(tl.int64)[:, None] * partials.stride + at[None, :]
         inside = (j < tiles)[:, None] & mine[None, :]
         drop = tl.load(partials.maximum + where, mask=inside, other=LOWEST) - top[None, :]
         decay = tl.exp2(drop * LOG2E)
@@ -243,18 +244,21 @@ def merge_tiles(
     alone = (rest == 0) & (own > 0)
     log_total = tl.where(alone, 0.0, log_total)
     value_lse = top + log_total
-    tl.store(vectors.base + at, tl.where(far, value_lse, tl.load(vectors.shift + at, mask=mine, other=0.0)), mask=mine)
-    store = (t < T) & (mine | ((first == 0) & (at == -1)))
+    base = tl.where(far, value_lse, tl.load(vectors.shift + at, mask=mine, other=0.0))
+    tl.store(vectors.base + at, base, mask=mine)
+    if normalizer is not None:
+        tl.store(normalizer + at, tl.exp2((base - value_lse) * LOG2E) * inverse_exponential_scale, mask=mine)
     log_prob = tl.where(alone, 0.0, (z - top) - log_total)
     log_prob = tl.where(y < 0, float("nan"), log_prob)
-    tl.store(out.lse + t, tl.where(mine, value_lse, 0.0), mask=store)
-    tl.store(out.leading + t, tl.where(mine, log_prob, 0.0), mask=store)
+    t = tl.load(vectors.order + at, mask=mine, other=0)
+    tl.store(out.lse + t, value_lse, mask=mine)
+    tl.store(out.leading + t, log_prob, mask=mine)
     if partials.offset_sum is not None:
         offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
-        tl.store(out.uniform_loss + t, tl.where(mine, log_total - offsets / V, 0.0), mask=store)
+        tl.store(out.uniform_loss + t, log_total - offsets / V, mask=mine)
     if partials.moment is not None:
-        tl.store(out.entropy + t, tl.where(mine & ~alone, log_total - moments / total, 0.0), mask=store)
-        tl.store(out.top1 + t, tl.where(mine, index, -1).to(tl.int64), mask=store)
+        tl.store(out.entropy + t, tl.where(alone, 0.0, log_total - moments / total), mask=mine)
+        tl.store(out.top1 + t, index.to(tl.int64), mask=mine)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ Nothing here waits for the device: how many tokens are not ignored is known to t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.torch.softmax import FLOAT16_ROW
-from onchip.vocab.triton import blocks, gradients, launches, setup, softmax
+from onchip.vocab.triton import blocks, gradients, launches, setup, softmax, vectors
 from onchip.vocab.triton.launches import (
     BLOCK,
     TOKEN_TILE,
@@ -34,7 +35,10 @@ from onchip.vocab.triton.launches import (
     Vectors,
 )
 from onchip.vocab.triton.memory import TritonPlan, up
-from onchip.vocab.triton.setup import Gradients, Saved
+from onchip.vocab.triton.setup import Gradients, Saved, Sums
+
+# Labels that are sorted by one kernel.
+MOST_COUNTED = 16384
 
 
 def float16_scale(size: Tensor, vectors: Vectors, dtype: torch.dtype, largest: float = FLOAT16_ROW) -> Tensor | None:
@@ -57,10 +61,19 @@ class OutputGradients(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
-def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, stats: bool) -> TokenSoftmax:
+def forward(
+    run: Run,
+    call: LinearCall,
+    config: TritonPlan,
+    saved: Saved,
+    *,
+    stats: bool,
+    token_weight: Tensor | None = None,  # [T] float32
+) -> TokenSoftmax:
     """The log-probabilities of each token's ids, and lse; with `stats` entropy and top1 as well.
 
-    Where gradients are wanted, `saved` is filled in for backward.
+    Where gradients are wanted, `saved` is filled in for backward.  Where the plan is to compute the weight's here, it
+    is that of the sum of the losses with this `token_weight`.
     """
     ids = _ids(call)
     (tokens, k), device = ids.shape, ids.device
@@ -69,19 +82,21 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, sta
     def empty(*more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((tokens, *more), dtype=dtype, device=device)
 
-    leading = empty()
+    # 0 for ignored tokens.
+    lse, leading, *others = torch.zeros((2 + stats + smoothing, tokens), device=device)
     made = TokenSoftmax(
-        empty(),
+        lse,
         leading[:, None] if k == 1 else empty(k),
-        empty() if stats else None,
+        others[0] if stats else None,
         leading,
-        empty() if smoothing else None,
-        empty(dtype=torch.int64) if stats else None,
+        others[-1] if smoothing else None,
+        torch.full((tokens,), -1, device=device) if stats else None,
     )
     run.vectors.packed.zero_()
     if tokens == 0:
         return made
-    rows, kept = setup.rows_and_buffer(call, config, saved)
+    chunk = setup.Chunk.empty(call, config.token_chunk) if config.in_forward else None
+    rows, kept = setup.rows_and_buffer(call, config, saved) if chunk is None else (chunk.rows, chunk.buffer)
     temperature = call.token_temperature
     if temperature is not None:
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
@@ -90,31 +105,38 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, sta
     partials = Partials.empty(run.vocab_tiles, len(rows), device, smoothing=smoothing, stats=stats)
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
-    for first in range(0, tokens, len(rows)):
+    numbers = None if len(rows) >= tokens else _numbers(run, len(rows))
+    for i, first in enumerate(range(0, tokens, len(rows))):
+        last = min(first + len(rows), tokens)
         launches.gather(run, hidden, ids, ignore_index, temperature, picked, rows, first).run()
         launches.softmax(run, rows, partials, kept, first).run()
-        run.launch(
+        part = run if numbers is None else run.part(first, last, numbers[i : i + 1])
+        part.launch(
             softmax.merge_tiles,
-            (-(-tokens // 16),),
+            (-(-part.tokens // 16),),
             warps=8,
-            picked=picked,
+            target_logit=picked.target_logit[first:],
             partials=partials,
             out=made,
-            first=first,
-            last=first + len(rows),
+            normalizer=None if chunk is None else chunk.normalizer[first:],
             BLOCK_T=16,
             BLOCK=256,
         ).run()
-    if kept is not None:
-        run.launch(
-            softmax.rebase_exponentials,
-            (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE),
-            warps=8,
-            **kept.known,
-            partials=partials,
-            TILES=16,
-            BLOCK_T=TOKEN_TILE,
-        ).run()
+        if kept is not None:
+            part.launch(
+                softmax.rebase_exponentials,
+                (-(-run.vocab_tiles // 16), kept.kept // TOKEN_TILE),
+                warps=8,
+                **kept.known,
+                partials=partials,
+                TILES=16,
+                BLOCK_T=TOKEN_TILE,
+            ).run()
+            if picked.label is not None:
+                label = picked.label[first:last]
+                launches.write(part, kept, label, None, (0, kept.kept), 0, run.vocab_tiles).run()
+            if chunk is not None:
+                _chunk_gradients(part, call, saved, chunk, made, token_weight, first)
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -127,9 +149,60 @@ def forward(run: Run, call: LinearCall, config: TritonPlan, saved: Saved, *, sta
             K=k,
             BLOCK=BLOCK,
         ).run()
-        if kept is not None:
-            launches.write(run, kept, picked.label, None, (0, kept.kept), 0, run.vocab_tiles).run()
     return made
+
+
+def _numbers(run: Run, size: int) -> Tensor:
+    """Of the positions of each chunk, how many are of tokens."""
+    first = torch.arange(0, run.tokens, size, device=run.weight.device, dtype=torch.int32)
+    return (run.vectors.number - first).clamp_(0, size)
+
+
+def _chunk_gradients(
+    part: Run,
+    call: LinearCall,
+    saved: Saved,
+    chunk: setup.Chunk,
+    known: TokenSoftmax,
+    token_weight: Tensor | None,
+    first: int,
+) -> None:
+    """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
+    previous chunks'.
+    """
+    sums, buffer, tiles = Sums.of(call, saved), chunk.buffer, part.vocab_tiles
+    normalizer = chunk.normalizer[first : first + part.tokens]
+    if chunk.sums is not None:
+        chunk.sums.zero_()
+        launches.hidden_product(part, buffer, normalizer, chunk.sums, False, 0, tiles, slices=chunk.slices).run()
+        part.launch(
+            gradients.keep_hidden,
+            (part.tokens, -(-part.hidden // BLOCK)),
+            sums=chunk.sums,
+            slice_rows=len(chunk.rows),
+            into=sums.hidden,
+            digits=sums.digits,
+            SLICES=max(1, len(chunk.sums) // len(chunk.rows)),
+            BLOCK=BLOCK,
+        ).run()
+    if sums.weight:
+        one = known.lse.new_ones(1)
+        upstream = loss_gradients(part, known, one, None, token_weight, reduction="sum")
+        terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
+        even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
+        part.launch(
+            gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
+            product_scale=terms.product_scale, BLOCK=BLOCK,
+        ).run()  # fmt: skip
+        inverse, add, done = terms.inverse_grad_scale, first > 0, 0
+        rows = chunk.rows[: part.tokens]
+        for out in sums.weight:
+            number = -(-len(out) // VOCAB_TILE)
+            if number > 0:
+                launches.weight_product(
+                    part, buffer, rows, out, inverse, even_sum, 0, done, number, add=add, first_row=done * VOCAB_TILE
+                ).run()
+            done += number
 
 
 def _ids(call: LinearCall) -> Tensor:
@@ -149,10 +222,46 @@ def losses(run: Run, made: TokenSoftmax, token_weight: Tensor | None) -> tuple[T
     return loss, correct
 
 
-def loss_gradients(run: Run, made: TokenSoftmax, grad_loss: Tensor) -> OutputGradients:
-    """Those by the log-probability and lse, of those [T] by each token's loss."""
-    z_loss = run.options.z_loss
-    return OutputGradients(-grad_loss[:, None], grad_loss * made.lse * (2 * z_loss) if z_loss > 0 else None)
+def reduced(run: Run, losses: Tensor, divisor: Tensor | None) -> Tensor:
+    """The sum of all, or their mean: divided by `divisor`, or else by how many tokens are not ignored."""
+    out, mean = losses.new_empty(()), run.options.reduction == "mean"
+    run.launch(
+        vectors.reduce_losses, (1,), warps=8, loss=losses, divisor=divisor, out=out, MEAN=mean, BLOCK=4096
+    ).run()  # fmt: skip
+    return out
+
+
+def loss_gradients(
+    run: Run,
+    known: TokenSoftmax,
+    grad_loss: Tensor,
+    divisor: Tensor | None,
+    token_weight: Tensor | None,
+    reduction: str = "",
+) -> OutputGradients:
+    """Those by the log-probability and lse, of that by the loss, which is reduced as `reduced` does or is by token.
+
+    `reduction` stands for that of the options.
+    """
+    reduction = reduction or run.options.reduction
+    grad_loss, apart, tokens = grad_loss.reshape(-1), reduction == "none", len(known.lse)
+    by_lse = torch.empty_like(known.lse) if run.options.z_loss > 0 else None
+    made = OutputGradients(torch.empty_like(known.log_prob), by_lse)
+    if tokens > 0:
+        run.launch(
+            vectors.loss_gradients,
+            (-(-tokens // 256),),
+            T=tokens,
+            grad_loss=grad_loss,
+            grad_stride=grad_loss.stride(0) if apart else 0,
+            divisor=divisor,
+            token_weight=token_weight,
+            lse=known.lse,
+            upstream=made,
+            MEAN=reduction == "mean",
+            BLOCK=256,
+        ).run()
+    return made
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -170,6 +279,7 @@ class Products:
     sums: Tensor | None  # [T or more, H] float32 zeros: hidden's gradient by position
     product_scale: Tensor  # [T] float32: what multiplies that of the positions that are kept
     inverse_grad_scale: Tensor | None  # [] float32
+    even: Tensor | None = None  # [T] float32: what each entry lacks of the positions that are kept
 
     @staticmethod
     def of(
@@ -180,6 +290,7 @@ class Products:
         grads: Gradients,
         product_scale: Tensor,
         inverse_grad_scale: Tensor | None,
+        even: Tensor | None = None,
     ) -> "Products":
         """Those of what forward left in `saved`, with memory for what is recomputed."""
         rows = setup.position_rows(layer, saved)
@@ -189,15 +300,24 @@ class Products:
         if grads.hidden is not None:
             size = min(config.kept, run.tokens) + 2 * recomputed if config.halves else run.tokens
             sums = rows.new_zeros((size, run.hidden), dtype=torch.float32)
-        return Products(run, grads, config, buffer, rows, sums, product_scale, inverse_grad_scale)
+        even = even if buffer.kept > 0 else None
+        return Products(run, grads, config, buffer, rows, sums, product_scale, inverse_grad_scale, even)
 
     @property
     def kept(self) -> int:
         return min(self.buffer.kept, self.run.tokens)
 
+    @cached_property
+    def even_sum(self) -> Tensor | None:
+        """[H] float32: what every row of the weight's gradient lacks; `take_kept` needs it first."""
+        if self.even is None or self.grads.weight is None:
+            return None
+        return launches.column_sums(self.run, self.rows[: self.kept], self.even)
+
     def take_kept(self, *, scale: bool = True) -> None:
         """What comes before weight's gradient takes the place of what is kept."""
         if self.kept > 0 and scale:
+            _ = self.even_sum  # of the rows as they are
             self.run.launch(
                 gradients.scale_rows, (self.run.tokens,), rows=self.rows, kept=self.kept,
                 product_scale=self.product_scale, BLOCK=BLOCK,
@@ -210,13 +330,14 @@ class Products:
         """A chunk of the vocabulary, with what is recomputed of it."""
         run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
         if self.kept < run.tokens and self.sums is not None:
-            launches.hidden_product(run, buffer, None, self.sums, self.config.halves, first, tiles).run()
+            self._recomputed_product.again(first_tile=first, chunk_tiles=tiles).run()
         if self.grads.bias is not None:
             run.launch(
                 gradients.bias_gradient,
                 (tiles, VOCAB_TILE // 64),
                 **buffer.known,
                 product_scale=self.product_scale,
+                even=self.even,
                 inverse_grad_scale=inverse,
                 out=self.grads.bias,
                 first_tile=first,
@@ -224,9 +345,31 @@ class Products:
                 BLOCK_V=64,
             ).run()
         if self.grads.weight is not None:
-            out = self.grads.weight[: run.vocab]
-            for part in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
-                launches.weight_product(run, buffer, self.rows, out, inverse, first, *part, add=self.grads.add).run()
+            for start, number in chunks(first, first + tiles, self.config.weight_chunk // VOCAB_TILE):
+                self._weight_product.again(recomputed_from=first, first_tile=start, chunk_tiles=number).run()
+
+    @cached_property
+    def _recomputed_product(self) -> Launch:
+        """For `again`: of no chunk yet."""
+        assert self.sums is not None
+        return launches.hidden_product(self.run, self.buffer, None, self.sums, self.config.halves, 0, 0)
+
+    @cached_property
+    def _weight_product(self) -> Launch:
+        """For `again`: of no chunk yet."""
+        assert self.grads.weight is not None
+        return launches.weight_product(
+            self.run,
+            self.buffer,
+            self.rows,
+            self.grads.weight[: self.run.vocab],
+            self.inverse_grad_scale,
+            self.even_sum,
+            0,
+            0,
+            0,
+            add=self.grads.add,
+        )
 
     def finish(self, terms: Terms | None = None) -> None:
         """Hidden's gradient of its sums; with `terms` the ids' entries are added."""
@@ -238,6 +381,8 @@ class Products:
             sums=self.sums,
             label=None if terms is None else terms.entry_label,
             at_target=None if terms is None else terms.entry,
+            even=self.even,
+            weight_sum=None if self.even is None else launches.column_sums(self.run, self.run.weight),
             inverse_grad_scale=self.inverse_grad_scale,
             out=self.grads.hidden,
             kept=self.kept,
@@ -257,25 +402,34 @@ def backward(
     wanted: Sequence[bool],
     *,
     add_to: Tensor | None = None,
+    factor: Tensor | None = None,  # [] or [1] float32
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Turn `saved` into the gradients of hidden and weight, and return those that are in none of its memory: the
-    bias's, and the weight's where nothing was kept in it, unless that is added to `add_to`, [V, H] float32.
+    bias's, and the weight's where nothing was kept in it, unless that is added to `add_to`, [V, H] float32.  `factor`
+    is that of the weight's gradient where forward computed it.
 
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
     """
     tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
     if tokens > 0:
         ids = _ids(call)
-        terms = position_terms(run, ids, call.options.ignore_index, known, upstream)
-        products = Products.of(run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale)
+        held = tokens if config.in_forward else config.kept
+        terms = position_terms(run, ids, call.options.ignore_index, known, upstream, held)
+        if config.in_forward:
+            _scale(run, call, saved, terms, grads, factor)
+            return grads.made(call.dtypes[2])
+        products = Products.of(
+            run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale, terms.even
+        )
         buffer, kept = products.buffer, products.kept
         if kept > 0 and terms.entropy_scale is not None:
             grid = (run.vocab_tiles, buffer.kept // 32)
             run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
+        recomputed = launches.gradient(run, products.rows, terms, buffer, 0, 0) if kept < tokens else None
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
-            if kept < tokens:
-                launches.gradient(run, products.rows, terms, buffer, *chunk).run()
+            if recomputed is not None:
+                recomputed.again(first_tile=chunk[0], chunk_tiles=chunk[1]).run()
                 if terms.ids > 1:
                     label = terms.entry_label.view(ids.shape)
                     entry = terms.entry if kept == 0 else None  # where some are added to the results, all are
@@ -287,14 +441,54 @@ def backward(
     return grads.made(call.dtypes[2])
 
 
+def _scale(run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradients, factor: Tensor | None) -> None:
+    """Make the gradients of what forward left of them."""
+    sums = Sums.of(call, saved)
+    if grads.weight is not None:
+        into = grads.weight.view(-1)
+        first, rest = (x.reshape(-1) for x in sums.weight)
+
+        def put(source: Tensor, start: int) -> None:
+            if len(source) > 0:
+                run.launch(
+                    gradients.scale_sum, (-(-len(source) // BLOCK),), sums=source,
+                    out=into[start : start + len(source)], factor=factor, N=len(source), BLOCK=BLOCK,
+                ).run()  # fmt: skip
+
+        if into.dtype == torch.float32:
+            put(first, 0)
+        else:
+            # A 16-bit row takes the place of half of a float32 one before it: of those that were read already.
+            start, end = 0, min(len(first), 1024 * run.hidden)
+            while start < end:
+                put(first[:end].clone() if start == 0 else first[start:end], start)
+                start, end = end, min(len(first), 2 * end)
+        put(rest, len(first))
+        _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
+    if grads.hidden is not None:
+        run.launch(
+            gradients.scale_hidden,
+            (run.tokens, -(-run.hidden // BLOCK)),
+            kept=sums.hidden,
+            digits=sums.digits,
+            label=terms.entry_label,
+            at_target=terms.entry,
+            row_scale=terms.row_scale,
+            even=terms.even,
+            weight_sum=None if terms.even is None else launches.column_sums(run, run.weight),
+            inverse_grad_scale=terms.inverse_grad_scale,
+            out=grads.hidden,
+            IDS=terms.ids,
+            BLOCK=BLOCK,
+        ).run()
+
+
 def _target_terms(
     run: Run, hidden: Tensor, terms: Terms, grad_weight: Tensor | None, grad_bias: Tensor | None
 ) -> Launch:
     """Of what is kept: the targets of each vocabulary entry together."""
     number = len(terms.entry_label)
-    there = torch.arange(number, device=hidden.device) < run.vectors.number * terms.ids
-    there &= terms.entry_label >= 0
-    labels, positions = terms.entry_label.masked_fill(~there, blocks.NO_LABEL.value).sort(stable=True)
+    labels, positions = _sorted_labels(run, terms)
     return run.launch(
         gradients.add_targets,
         (number, 1 if grad_weight is None else -(-run.hidden // BLOCK)),
@@ -315,13 +509,36 @@ def _target_terms(
     )
 
 
-def position_terms(run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients) -> Terms:
-    """What the gradients of the positions' logits are made of."""
+def _sorted_labels(run: Run, terms: Terms) -> tuple[Tensor, Tensor]:
+    """The labels of all ids in ascending order, NO_LABEL for those that don't count, and where each comes from."""
+    label = terms.entry_label
+    if len(label) > MOST_COUNTED:
+        there = torch.arange(len(label), device=label.device) < run.vectors.number * terms.ids
+        return label.masked_fill(~(there & (label >= 0)), blocks.NO_LABEL.value).sort(stable=True)
+    labels, positions = torch.empty((2, len(label)), dtype=torch.int32, device=label.device)
+    run.launch(
+        vectors.sort_labels,
+        (-(-len(label) // 32),),
+        label=label,
+        sorted_label=labels,
+        sorted_position=positions,
+        N=len(label),
+        IDS=terms.ids,
+        BLOCK=32,
+        OTHERS=256,
+    ).run()
+    return labels, positions
+
+
+def position_terms(
+    run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax, upstream: OutputGradients, kept: int
+) -> Terms:
+    """What the gradients of the positions' logits are made of; exponentials are kept of the first ones."""
     tokens = run.tokens
-    sizes = [tokens] * 4 + [ids.numel()] + [tokens] * 3
+    sizes = [tokens] * 4 + [tokens * ids.shape[1]] + [tokens] * 3
     packed = known.lse.new_empty(sum(sizes))
     row_scale, product_scale, even, entropy_scale, entry, lse, mean, size = packed.split(sizes)
-    entry_label = torch.empty_like(ids, dtype=torch.int32)
+    entry_label = ids.new_empty(tokens * ids.shape[1], dtype=torch.int32)
     entropy = upstream.entropy is not None
     terms = Terms(
         row_scale,
@@ -331,7 +548,7 @@ def position_terms(run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax
         product_scale,
         lse,
         entry,
-        entry_label.view(-1),
+        entry_label,
         None,
     )
     block_k = 1
@@ -349,6 +566,7 @@ def position_terms(run: Run, ids: Tensor, ignore_index: int, known: TokenSoftmax
         K=ids.shape[1],
         ignore_index=ignore_index,
         slope_scale=run.options.logit_scale / run.outer_scale,
+        kept=kept,
         BLOCK_T=block_t,
         BLOCK_K=block_k,
     ).run()

@@ -69,7 +69,7 @@ def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] | None = 
 
 
 def default_scratch(p: Problem, strategy: str) -> int:
-    """256 MiB or an eighth of the float32 logits, whichever is less, and at least what one useful chunk needs."""
+    """256 MiB or an eighth of the float32 logits, whichever is more, and at least what one useful chunk needs."""
     return chunks.default_scratch(logits_bytes(p), scratch_at_least(p, strategy, USEFUL[p.device]))
 
 

@@ -1,0 +1,88 @@
+"""Kernels over the numbers of each token or id, each in the place of several of the framework's operations.
+
+None as an argument: it is not wanted.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.vocab.triton.blocks import NO_LABEL
+
+
+@triton.jit
+def _reduced(value, number, divisor, MEAN: tl.constexpr):
+    """A sum of losses, or their gradient, divided by `divisor`, or else by how many tokens are not ignored."""
+    if MEAN:
+        by = tl.maximum(tl.load(number), 1).to(tl.float32) if divisor is None else tl.load(divisor)
+        value = tl.div_rn(value, by + tl.zeros_like(value))
+    return value
+
+
+@triton.jit
+def reduce_losses(
+    loss,  # [T] float32
+    number,
+    divisor,  # [] float32
+    out,  # [] float32
+    T,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Their sum or mean.  One program."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, T, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        total += tl.load(loss + t, mask=t < T, other=0.0)
+    tl.store(out + tl.arange(0, 1), _reduced(tl.sum(total, 0) + tl.zeros((1,), tl.float32), number, divisor, MEAN))
+
+
+@triton.jit
+def loss_gradients(
+    grad_loss,  # [T], or [] with a stride of 0
+    grad_stride,
+    number,
+    divisor,  # [] float32
+    token_weight,  # [T] float32
+    lse,  # [T] float32
+    upstream,  # OutputGradients out: those by log_prob and, with a z-loss, lse
+    T,
+    z_loss,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients by each token's log-probability and lse, of that by the loss."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(grad_loss + t.to(tl.int64) * grad_stride, mask=t < T, other=0.0).to(tl.float32)
+    g = _reduced(g, number, divisor, MEAN)
+    if token_weight is not None:
+        g *= tl.load(token_weight + t, mask=t < T, other=0.0)
+    tl.store(upstream.log_prob + t, -g, mask=t < T)
+    if upstream.lse is not None:
+        tl.store(upstream.lse + t, g * tl.load(lse + t, mask=t < T, other=0.0) * (2 * z_loss), mask=t < T)
+
+
+@triton.jit
+def sort_labels(
+    label,  # [N] int32: of each id of a position; negative ones don't count
+    number,
+    sorted_label,  # [N] int32 out: ascending, NO_LABEL at the end
+    sorted_position,  # [N] int32 out: where each comes from; equal ones in their order
+    N,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """Sort by counting what comes before each: N^2 comparisons take less than a sort's launches up to some 10,000."""
+    last = tl.load(number) * IDS
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(label + i, mask=i < tl.minimum(last, N), other=-1)
+    y = tl.where(y < 0, NO_LABEL, y)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, N, OTHERS):
+        j = start + tl.arange(0, OTHERS)
+        x = tl.load(label + j, mask=j < tl.minimum(last, N), other=-1)
+        x = tl.where(x < 0, NO_LABEL, x)
+        before = (x[None, :] < y[:, None]) | ((x[None, :] == y[:, None]) & (j[None, :] < i[:, None]))
+        rank += tl.sum((before & (j < N)[None, :]).to(tl.int32), 1)
+    tl.store(sorted_label + rank, y, mask=i < N)
+    tl.store(sorted_position + rank, i, mask=i < N)
