@@ -25,9 +25,12 @@ _ELEMENT = 2
 # What was measured: an H100's multiprocessors and TFLOP/s of the products; us that a launch adds, in an H200's trace.
 _PROGRAMS, PRODUCT, _LAUNCH = 132, 735.0, 7.0
 _DEPTH = 64  # of a step
-_COPIED = 2.5  # TB/s that are read and written
-# Steps that the epilogue costs of a tile of logits, or of one that is added to a float32 sum; an H200's trace.
+_MEMORY = 3.0  # TB/s that are read and written
+# Steps that the epilogue of a tile of logits costs; an H200's trace.
 _EPILOGUE = 2.5
+# Adding a product of fewer tokens to a float32 sum takes as long as to read and write that; of more, less, in
+# proportion.
+_HIDDEN_ADDITION = 800
 # Milliseconds in which every program takes a step.
 _STEP = 2e-9 * TOKEN_TILE * VOCAB_TILE * _DEPTH * _PROGRAMS / PRODUCT
 
@@ -215,10 +218,10 @@ def predict(p: Problem, c: MosaicPlan) -> float:
         if p.grad_hidden:
             work += waves(tiles * columns, _PROGRAMS, halves=True) * p.vocab / depth
         if p.grad_weight:
-            added = c.token_chunk / depth + _EPILOGUE
-            work += waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * added
-        # The sum of the weight's gradient is set to zero, and read and rounded at the end.
-        moved = 12e-9 * p.vocab * p.hidden / _COPIED if p.grad_weight else 0
+            work += waves(-(-p.vocab // TOKEN_TILE) * columns, _PROGRAMS) * c.token_chunk / depth
+        # The sum of the weight's gradient is set to zero, added to, and read and rounded at the end.
+        moved = 12 + 8 * number * min(1.0, _HIDDEN_ADDITION / c.token_chunk) if p.grad_weight else 0
+        moved *= 1e-9 * p.vocab * p.hidden / _MEMORY
         return number * (work * _STEP + 1e-3 * 10 * _LAUNCH) + moved
     recomputed = rows - c.kept
     chunks = -(-p.vocab // c.chunk)
