@@ -1,8 +1,8 @@
 """Times whole training steps of transformers' models with three losses: python tools/training_step.py [RESULTS.json]
 
 Random models, bfloat16, gradient checkpointing, AdamW.  The losses are transformers' own, Liger's patch of the loss
-alone, and `linear_cross_entropy` on the hidden states of the model's base, one after the other from the same weights with
-the same batch: their losses after as many steps stand beside their times.
+alone, and `linear_cross_entropy` on the hidden states of the model's base, one after the other from the same weights
+with the same batch: their losses after as many steps stand beside their times.
 """
 
 import gc
