@@ -80,6 +80,15 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
         assert there == {True, False}, name
 
 
+@pytest.mark.parametrize("options", ["mixed", "added"])
+def test_narrow_tiles(options):
+    """Of an H that is no multiple of 256."""
+    found = compile_all(launches(HOPPER, hidden=576, **OPTIONS[options]), HOPPER[0])
+    assert_fits(found, HOPPER[1])
+    assert_no_spills(found)
+    assert all("wgmma.mma_async" in k.ptx for k in products(found))
+
+
 @pytest.mark.parametrize(
     ("device", "hidden", "options"),
     [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (CONSUMER, 512, "everything")],

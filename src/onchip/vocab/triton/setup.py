@@ -259,7 +259,7 @@ def make_run(layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = N
     sizes = {"tokens": tokens, "hidden": weight.shape[1], "vocab": weight.shape[0]}
     tiles = {
         kernel: launches.Tiles(**configs.find_config(_CONFIGS, kernel, slug, DTYPES[dtype], sizes, default).config)
-        for kernel, default in triton_spec.heuristic_tiles(shared).items()
+        for kernel, default in triton_spec.heuristic_tiles(shared, weight.shape[1]).items()
     }
     rows_at = weight.shape[1], max(weight.stride())
     aligned_rows = all(x * dtype.itemsize % 16 == 0 for x in rows_at) and weight.data_ptr() % 16 == 0
