@@ -283,9 +283,16 @@ def test_chunks_are_the_fewest_and_even(total, most):
 
 
 @pytest.mark.parametrize("shared", [232448, 166912, 101376])
-def test_heuristic_tiles_are_whole(shared):
-    for kernel, t in triton_memory.heuristic_tiles(shared).items():
-        assert 128 % t["rows"] == 256 % t["depth"] == 128 % t["depth"] == t["columns"] % t["parts"] == 0, kernel
+@pytest.mark.parametrize("hidden", [1, 640, 4096])
+def test_heuristic_tiles_are_whole(shared, hidden):
+    for kernel, t in triton_memory.heuristic_tiles(shared, hidden).items():
+        rows = 256 if kernel == "weight_gradient" else 128
+        assert rows % t["rows"] == 128 % t["depth"] == t["columns"] % t["parts"] == 0, kernel
+
+
+def test_tiles_are_half_as_wide_where_that_saves_a_tenth():
+    columns = [triton_memory.heuristic_tiles(232448, h)["hidden_gradient"]["columns"] for h in (576, 1024, 1152, 1408)]
+    assert columns == [128, 256, 128, 256]
 
 
 @pytest.mark.parametrize("grad", [True, False])

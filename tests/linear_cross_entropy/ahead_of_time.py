@@ -55,15 +55,18 @@ def recording(device, *, tiles=None, plan=None):
     """
     capability, shared = device
     found = []
-    wanted = triton_spec.heuristic_tiles(shared) | dict(tiles or {})
+    heuristic_tiles = triton_spec.heuristic_tiles
     make_run = triton_launches.Run
+
+    def wanted(_, hidden):
+        return heuristic_tiles(shared, hidden) | dict(tiles or {})
 
     def run(*arguments, tma, **more):
         return make_run(*arguments, tma=tma and capability >= 90, **more)
 
     with (
         mock.patch.object(triton_setup, "refusal", return_value=None),
-        mock.patch.object(triton_spec, "heuristic_tiles", return_value=wanted),
+        mock.patch.object(triton_spec, "heuristic_tiles", wanted),
         mock.patch.object(triton_spec, "plan", side_effect=triton_spec.plan if plan is None else lambda *_, **__: plan),
         mock.patch.object(triton_launches, "Run", run),
         mock.patch.object(triton_launches.Launch, "run", lambda launch: found.append(launch)),

@@ -91,6 +91,15 @@ def test_few_launches_where_all_is_kept():
         assert len(found) <= 30, (tokens, [x.kernel.__name__ for x in found])
 
 
+@pytest.mark.parametrize("options", ["mixed", "added"])
+def test_narrow_tiles(options):
+    """Of an H that is no multiple of 256."""
+    found = compile_all(launches(HOPPER, hidden=576, **OPTIONS[options]), HOPPER[0])
+    assert_fits(found, HOPPER[1])
+    assert_no_spills(found)
+    assert all("wgmma.mma_async" in k.ptx for k in products(found))
+
+
 @pytest.mark.parametrize(
     ("device", "hidden", "options"),
     [(HOPPER, 515, "everything"), (AMPERE, 512, "held"), (CONSUMER, 512, "everything")],
