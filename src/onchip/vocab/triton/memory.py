@@ -394,7 +394,8 @@ def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
     sizes = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
     wave = RATES["h100"].programs // -(-p.hidden // hidden_columns(p.hidden)) * TOKEN_TILE
     sizes |= {size for n in (1, 2, 3, 4, 6, 8) if 0 < (size := n * wave) <= fits}
-    yield from (cut(size) for size in sorted(sizes))
+    # One chunk needs no float32 sum: its exponentials may as well be kept.
+    yield from (cut(size) for size in sorted(sizes) if size < rows or not p.grad_weight)
 
 
 def _keep_what_fits(p: Problem, c: TritonPlan, budget: int) -> TritonPlan:

@@ -136,7 +136,8 @@ def forward(
                 label = picked.label[first:last]
                 launches.write(part, kept, label, None, (0, kept.kept), 0, run.vocab_tiles).run()
             if chunk is not None:
-                _chunk_gradients(part, call, saved, chunk, made, token_weight, first)
+                for launch in _chunk_gradients(part, call, saved, chunk, made, token_weight, first):
+                    launch.run()
     if picked.label is not None:
         run.launch(
             softmax.spread_log_probs,
@@ -166,42 +167,42 @@ def _chunk_gradients(
     known: TokenSoftmax,
     token_weight: Tensor | None,
     first: int,
-) -> None:
-    """Take the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
+) -> Iterator[Launch]:
+    """What takes the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
     previous chunks'.
     """
     sums, buffer, tiles = Sums.of(call, saved), chunk.buffer, part.vocab_tiles
     normalizer = chunk.normalizer[first : first + part.tokens]
     if chunk.sums is not None:
         chunk.sums.zero_()
-        launches.hidden_product(part, buffer, normalizer, chunk.sums, False, 0, tiles, slices=chunk.slices).run()
-        part.launch(
+        yield launches.hidden_product(part, buffer, normalizer, chunk.sums, False, 0, tiles, slices=chunk.slices)
+        yield part.launch(
             gradients.keep_hidden,
             (part.tokens, -(-part.hidden // BLOCK)),
             sums=chunk.sums,
             slice_rows=len(chunk.rows),
             into=sums.hidden,
             digits=sums.digits,
-            SLICES=max(1, len(chunk.sums) // len(chunk.rows)),
+            SLICES=chunk.slices,
             BLOCK=BLOCK,
-        ).run()
+        )
     if sums.weight:
         one = known.lse.new_ones(1)
         upstream = loss_gradients(part, known, one, None, token_weight, reduction="sum")
         terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
         even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
-        part.launch(
+        yield part.launch(
             gradients.scale_rows, (part.tokens,), rows=chunk.rows, kept=part.tokens,
             product_scale=terms.product_scale, BLOCK=BLOCK,
-        ).run()  # fmt: skip
+        )  # fmt: skip
         inverse, add, done = terms.inverse_grad_scale, first > 0, 0
         rows = chunk.rows[: part.tokens]
         for out in sums.weight:
             number = -(-len(out) // VOCAB_TILE)
             if number > 0:
-                launches.weight_product(
+                yield launches.weight_product(
                     part, buffer, rows, out, inverse, even_sum, 0, done, number, add=add, first_row=done * VOCAB_TILE
-                ).run()
+                )
             done += number
 
 
