@@ -68,7 +68,9 @@ class Launch(NamedTuple):
         key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits
         found = compiled.by_key.get(key)
         if found is None:
-            compiled.by_key[key] = self.kernel[self.grid](**self.arguments, **self.options)
+            made = self.kernel[self.grid](**self.arguments, **self.options)
+            if hasattr(made, "packed_metadata"):  # not what is still being compiled
+                compiled.by_key[key] = made
             return
         x, y, z = (*self.grid, 1, 1)[:3]
         stream, values = active.get_current_stream(device), compiled.all(arguments)
