@@ -17,7 +17,7 @@ from fp8_linear import fp8_interpreter
 from interpreter import main, registering
 from linear_cross_entropy import lce_fp8_cases as fp8_cases
 from loss_checks import RIGHT, VALUES, assert_equal, bad_ids, each_row_its_own_mask, least_scratch, right
-from losses import LCE, LLP, assert_near, losses, memory_off_by_256, mixed_plan
+from losses import LCE, LLP, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import linear_cross_entropy
 from onchip.vocab.rows import launches as row_launches
@@ -94,7 +94,7 @@ IN_FORWARD = {
 
 @check(*IN_FORWARD)
 def in_forward(name):
-    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True)):
+    with plan_in_forward():
         AUTO.assert_case(IN_FORWARD[name])
 
 
@@ -106,7 +106,7 @@ def a_frozen_weight(name):
     given |= {name: given[name].detach() for name in ("weight", "bias") if name in given}
     given[loss.ids][::9] = -100
     options = {} if loss.of_ids else {"softcap": 5.0}
-    with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True)):
+    with plan_in_forward():
         if name == "retained":
             loss_of_hidden = loss.call(given, **options)
             upstream = loss.upstream(loss_of_hidden)

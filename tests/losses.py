@@ -214,6 +214,11 @@ def mixed_plan(**more):
     return mock.patch.object(triton_memory, "plan", side_effect=plan)
 
 
+def plan_in_forward():
+    """Forward computes the gradients, by chunks of 128 tokens; where the plan is made anew, in backward too."""
+    return mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True))
+
+
 @contextmanager
 def memory_off_by_256():
     """Memory for exponentials begins at a multiple of 256 bytes, mostly not of 512, as of another allocator."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from loss_checks import RIGHT, everything
-from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan
+from losses import CE, CHOICES, LCE, LLP, Loss, assert_near, losses, memory_off_by_256, mixed_plan, plan_in_forward
 from onchip.oracle.torch import computed
 from onchip.torch import cross_entropy
 from shared import aside, capture, without_synchronisation
@@ -26,13 +26,14 @@ HALF = DTYPES[1:]
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A loss, and whether its plan is mixed (`mixed_plan`)."""
+    """A loss, and whether its plan is mixed (`mixed_plan`), or that forward computes gradients (`plan_in_forward`)."""
 
     loss: Loss
     mixed: bool = False
+    in_forward: bool = False
 
     def __str__(self):
-        return f"{self.loss}-{self.loss.backend}{'-mixed' if self.mixed else ''}"
+        return f"{self.loss}-{self.loss.backend}{'-mixed' * self.mixed}{'-in_forward' * self.in_forward}"
 
     def make(self, tokens, hidden, vocab, *, ids=None, std=1.0, zipf=False, device="cuda", dtype=None):
         """Arguments with logits of standard deviation `std`; `zipf`: one id is that of a tenth of the tokens."""
@@ -64,6 +65,7 @@ MIXED = [
     Way(Loss(loss.op, loss.cases, loss.checks, options, "triton", "cuda", torch.bfloat16), mixed=True)
     for loss, options in ((LCE, {"reduction": "mean"}), (LLP, {"entropy": False}), (LLP, {"entropy": True}))
 ]
+MIXED.append(replace(MIXED[0], mixed=False, in_forward=True))
 FP8 = [
     Way(Loss(LCE.op, LCE.cases, LCE.checks, {"precision": "fp8", "reduction": r}, "triton", "cuda", torch.bfloat16))
     for r in ("mean", "none")
@@ -76,7 +78,8 @@ every_way = pytest.mark.parametrize("way", [*PYTORCH, *KERNELS, *MIXED, *FP8], i
 def plan(request):
     """A mixed way's."""
     way = request.node.callspec.params.get("way") if hasattr(request.node, "callspec") else None
-    with mixed_plan() if way is not None and way.mixed else nullcontext():
+    way = way or Way(None)
+    with mixed_plan() if way.mixed else plan_in_forward() if way.in_forward else nullcontext():
         yield
 
 
@@ -121,7 +124,7 @@ def test_nothing_synchronises_and_a_cuda_graph_replays(way, options):
     if options == "everything":
         more = {n: x.to("cuda") if isinstance(x, torch.Tensor) else x for n, x in everything(way.loss, given).items()}
         more = {n: x[:, 0] if isinstance(x, torch.Tensor) and x.ndim == 2 else x for n, x in more.items()}
-        if way.mixed:
+        if way.mixed or way.in_forward:
             more.pop("softcap")
             more.pop("label_smoothing", None)
     upstream = {n: x.clone() for n, x in way.loss.upstream(way.loss.call(given, **more)).items()}

@@ -251,7 +251,13 @@ KERNELS = [
     ("stash", {"weight_grad_out": True}),
     ("mixed", WIDE),
     ("recompute", WIDE),
-    ("recompute", {"softcap": True, "smoothing": True}),
+    ("recompute", {"softcap": True, "smoothing": 0.1}),
+    ("mixed", {"softcap": True}),
+    ("mixed", {"smoothing": 0.1}),
+    ("in forward", {}),
+    ("in forward", {"smoothing": 0.1}),
+    ("in forward", WIDE),
+    ("in forward", {"grad_weight": False, "per_token_loss": True}),
     ("mixed", {"stats": True}),
     ("auto", COPIED),
     ("auto", COPIED | NO_GRADS),
@@ -275,14 +281,19 @@ def test_kernels_of_linear_losses(way, changes):
     sizes = {"tokens": 4096, "hidden": 1024, "vocab": 50257, "dtype": "bfloat16"}
     p = Problem(**sizes | {n: x for n, x in changes.items() if n != "turned"}, device="cuda")
     strategy = "auto" if way in ("mixed", "forward") else way
-    if way == "mixed":
+    if way == "in forward":
+        budget = triton_memory.scratch_bytes(p, triton_memory.TritonPlan(1024, in_forward=True)) + MIB
+        strategy = "auto"
+    elif way == "mixed":
         budget = mixed_budget(p)
     elif way == "forward":
         budget = triton_memory.scratch_bytes(p, triton_memory.TritonPlan(1024))
     else:
         budget = triton_memory.least_scratch(p, strategy) + 64 * MIB
-    formula = triton_memory.scratch_bytes(p, triton_memory.plan(p, strategy, budget))
+    plan = triton_memory.plan(p, strategy, budget)
+    formula = triton_memory.scratch_bytes(p, plan)
     assert formula <= budget
+    assert plan.in_forward == (way == "in forward")
     assert_held(step_of(p, "triton", budget, strategy=strategy, **turned), formula, "cuda")
 
 

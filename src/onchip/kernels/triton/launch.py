@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from operator import itemgetter
 from types import NoneType
@@ -26,8 +25,7 @@ class Shared:
         self.traits = {name: trait(x) for name, x in arguments.items()}
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel launch, to be run or to be compiled ahead of time."""
 
     kernel: Any
@@ -38,7 +36,7 @@ class Launch:
     stages: int = 1
     registers: int | None = None
     """The most that a thread may have; None leaves it to the compiler."""
-    shared: Shared = Shared({})  # noqa: RUF009 - nothing is added to it
+    shared: Shared = Shared({})
     """The other arguments."""
 
     @property
@@ -70,19 +68,21 @@ class Launch:
         key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits
         found = compiled.by_key.get(key)
         if found is None:
-            compiled.by_key[key] = self.kernel[self.grid](**self.arguments, **self.options)
+            made = self.kernel[self.grid](**self.arguments, **self.options)
+            if hasattr(made, "packed_metadata"):  # not what is still being compiled
+                compiled.by_key[key] = made
             return
         x, y, z = (*self.grid, 1, 1)[:3]
         stream, values = active.get_current_stream(device), compiled.all(arguments)
         found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
 
-    def again(self, **changes: Any) -> "Launch":
-        """The same with other values of some arguments; the traits of the rest are found once for all of these."""
-        return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self._all)
+    def fixed(self) -> "Launch":
+        """The same with all arguments shared by what `again` makes of it."""
+        return self._replace(given={}, shared=Shared(self.arguments))
 
-    @cached_property
-    def _all(self) -> Shared:
-        return Shared(self.arguments)
+    def again(self, **changes: Any) -> "Launch":
+        """The same with other values of some arguments."""
+        return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self.shared)
 
 
 class _Compiled(NamedTuple):

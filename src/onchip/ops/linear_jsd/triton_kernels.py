@@ -33,6 +33,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from onchip.kernels.triton.maths import LOG2E, LOWEST, expm1, log1p
 from onchip.kernels.triton.tiles import load_block, place_tile, store_columns
+from onchip.vocab.rows.triton import divided
 from onchip.vocab.triton.blocks import VOCAB_TILE, buffer_row, load_weight
 
 # Log-probabilities are at least this, so that no difference of two is NaN; one above INFINITE tells that one of the two
@@ -550,3 +551,28 @@ def divergence_rows(
             if teacher_gradient.out is not None:
                 _store_gradient(teacher_gradient, t_out + t_out_within, zero, j, v, tiles, V)
                 t_out += t_out_step
+
+
+@triton.jit
+def row_scales(
+    grad_loss,  # [T], or [] with a stride of 0
+    grad_stride,
+    number,
+    divisor,  # [] float32
+    token_weight,  # [T] float32
+    order,
+    label,
+    out,  # [T] float32 out, by position
+    T,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient by each position's loss; NaN where its label is out of range."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.load(order + at, mask=at < T, other=0).to(tl.int64)
+    g = tl.load(grad_loss + t * grad_stride, mask=at < T, other=0.0).to(tl.float32)
+    g = divided(g, number, divisor, MEAN)
+    if token_weight is not None:
+        g *= tl.load(token_weight + t, mask=at < T, other=0.0)
+    y = tl.load(label + at, mask=at < T, other=0)
+    tl.store(out + at, tl.where(y < 0, float("nan"), g), mask=at < T)

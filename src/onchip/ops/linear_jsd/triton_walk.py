@@ -34,7 +34,6 @@ from onchip.vocab.triton.launches import LogitBuffer, Picked, Run, Vectors, gath
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, TritonPlan, up
 from onchip.vocab.triton.setup import Gradients, Saved
 from onchip.vocab.triton.softmax import compact_tokens
-from onchip.vocab.triton.vectors import row_scales
 from onchip.vocab.triton.walks import Products, chunks, float16_scale
 
 # Tiles of a token's row that a program takes at a time, and its warps.
@@ -313,7 +312,7 @@ def _row_scale(call: Call, vectors: Vectors, grad_loss: Tensor) -> Tensor:
         "BLOCK": 256,
     }
     if call.number:
-        Launch(row_scales, (-(-call.number // 256),), arguments).run()
+        Launch(kernels.row_scales, (-(-call.number // 256),), arguments).run()
     return out
 
 

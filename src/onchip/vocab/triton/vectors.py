@@ -36,31 +36,6 @@ def loss_gradients(
 
 
 @triton.jit
-def row_scales(
-    grad_loss,  # [T], or [] with a stride of 0
-    grad_stride,
-    number,
-    divisor,  # [] float32
-    token_weight,  # [T] float32
-    order,
-    label,
-    out,  # [T] float32 out, by position
-    T,
-    MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The gradient by each position's loss; NaN where its label is out of range."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    t = tl.load(order + at, mask=at < T, other=0).to(tl.int64)
-    g = tl.load(grad_loss + t * grad_stride, mask=at < T, other=0.0).to(tl.float32)
-    g = divided(g, number, divisor, MEAN)
-    if token_weight is not None:
-        g *= tl.load(token_weight + t, mask=at < T, other=0.0)
-    y = tl.load(label + at, mask=at < T, other=0)
-    tl.store(out + at, tl.where(y < 0, float("nan"), g), mask=at < T)
-
-
-@triton.jit
 def sort_labels(
     label,  # [N] int32: of each id of a position; negative ones don't count
     number,

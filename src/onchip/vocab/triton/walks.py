@@ -344,24 +344,17 @@ class Products:
     def _recomputed_product(self) -> Launch:
         """For `again`: of no chunk yet."""
         assert self.sums is not None
-        return launches.hidden_product(self.run, self.buffer, None, self.sums, self.config.halves, 0, 0)
+        return launches.hidden_product(self.run, self.buffer, None, self.sums, self.config.halves, 0, 0).fixed()
 
     @cached_property
     def _weight_product(self) -> Launch:
         """For `again`: of no chunk yet."""
         assert self.grads.weight is not None
-        return launches.weight_product(
-            self.run,
-            self.buffer,
-            self.rows,
-            self.grads.weight[: self.run.vocab],
-            self.inverse_grad_scale,
-            self.even_sum,
-            0,
-            0,
-            0,
-            add=self.grads.add,
+        out, inverse = self.grads.weight[: self.run.vocab], self.inverse_grad_scale
+        made = launches.weight_product(
+            self.run, self.buffer, self.rows, out, inverse, self.even_sum, 0, 0, 0, add=self.grads.add
         )
+        return made.fixed()
 
     def finish(self, terms: Terms | None = None) -> None:
         """Hidden's gradient of its sums; with `terms` the ids' entries are added."""
@@ -418,7 +411,7 @@ def backward(
             grid = (run.vocab_tiles, buffer.kept // 32)
             run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
-        recomputed = launches.gradient(run, products.rows, terms, buffer, 0, 0) if kept < tokens else None
+        recomputed = launches.gradient(run, products.rows, terms, buffer, 0, 0).fixed() if kept < tokens else None
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             if recomputed is not None:
                 recomputed.again(first_tile=chunk[0], chunk_tiles=chunk[1]).run()
