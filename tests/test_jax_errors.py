@@ -84,6 +84,7 @@ EVERY = {
     "scratch_bytes has no unit": ({"scratch_bytes": "512"}, ValueError, "scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got '512'"),
     "scratch_bytes in GB": ({"scratch_bytes": "1GB"}, ValueError, "scratch_bytes must be like '1GiB'"),
     "scratch_bytes < 0": ({"scratch_bytes": "-1 GiB"}, ValueError, "scratch_bytes must be like '1GiB'"),
+    "scratch_bytes endless": ({"scratch_bytes": "9" * 400 + "GiB"}, ValueError, "scratch_bytes must fit in 64 bits"),
     "scratch_bytes no number": ({"scratch_bytes": "nanGiB"}, ValueError, "scratch_bytes must be like '1GiB'"),
     "return_stats is 'yes'": ({"return_stats": "yes"}, TypeError, "return_stats must be True or False"),
     # ranges

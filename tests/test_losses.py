@@ -272,7 +272,10 @@ def test_the_module_is_the_function_and_owns_nothing(loss, module):
     assert value.requires_grad
     assert not any(x.requires_grad for x in stats)
     assert [x.dtype for x in stats] == [torch.float32] * 3 + [torch.bool]
-    for wrong in ({"reduction": "avg"}, {"softcap": 0.0}, {"backend": "x"}, {"normalizer": 0}):
+    assert repr(made := module(scratch_bytes=0.75)) == f"{module.__name__}(scratch_bytes=0.75)"
+    many = loss.problem((640,), vocab=500)
+    assert torch.equal(made(**many), loss.op(**many, scratch_bytes=0.75))
+    for wrong in ({"reduction": "avg"}, {"softcap": 0.0}, {"backend": "x"}, {"normalizer": 0}, {"scratch_bytes": 2.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             module(**wrong)
 
@@ -288,6 +291,16 @@ def test_what_linear_log_probs_returns():
     assert not out.top1.requires_grad
     assert LLP.op(**given, lse=True).lse.requires_grad
     assert LLP.op(**given, entropy=True).entropy.requires_grad
+
+
+@pytest.mark.parametrize("loss", [LCE, CE, LLP], ids=str)
+@pytest.mark.parametrize("scratch_bytes", ["1 MiB", 0.9])
+def test_texts_and_parts_for_scratch_compile_with_changing_sizes(loss, scratch_bytes):
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(loss.op, scratch_bytes=scratch_bytes), fullgraph=True, backend="aot_eager")
+    for tokens in (640, 960, 500):
+        given = loss.problem((tokens,), vocab=500)
+        assert torch.equal(compiled(**given), loss.op(**given, scratch_bytes=scratch_bytes))
 
 
 @pytest.mark.parametrize("loss", [loss for loss in MEANS if not loss.inplace], ids=str)

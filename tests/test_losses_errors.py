@@ -54,6 +54,7 @@ ALL = {
     "scratch_bytes has no unit": ({"scratch_bytes": "512"}, ValueError, "scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got '512'"),
     "scratch_bytes in GB": ({"scratch_bytes": "1GB"}, ValueError, "scratch_bytes must be like '1GiB'"),
     "scratch_bytes < 0": ({"scratch_bytes": "-1 GiB"}, ValueError, "scratch_bytes must be like '1GiB'"),
+    "scratch_bytes endless": ({"scratch_bytes": "9" * 400 + "GiB"}, ValueError, "scratch_bytes must fit in 64 bits"),
     "scratch_bytes no number": ({"scratch_bytes": "nanGiB"}, ValueError, "scratch_bytes must be like '1GiB'"),
     "scratch_bytes 0": ({"scratch_bytes": 0}, ValueError, "scratch_bytes must be positive"),
     "scratch_bytes too small": ({"scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),

@@ -76,7 +76,7 @@ def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
             raise ValueError(
                 f"{op}: scratch_bytes must be like '1GiB', '512 MiB' or '0.5 KiB' as a text; got {value!r}"
             )
-        return int(float(number) * UNITS[unit])
+        return int(min(float(number) * UNITS[unit], 2**63))  # which the options refuse
     if isinstance(value, Integral) or not isinstance(value, Real):
         return value  # bytes already, which the options check
     part: Any = value
