@@ -5,7 +5,7 @@ test_losses.py has what holds for small problems, test_losses_memory.py the memo
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
