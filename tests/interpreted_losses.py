@@ -85,7 +85,7 @@ def mixed(name):
 
 # Gradients that forward computes, by chunks of 128 tokens.
 IN_FORWARD = {
-    "descriptors": AUTO.case("forward", 300, 136, 600, ignored=0.1, token_weight=True, options={"z_loss": 1e-3}),
+    "descriptors": AUTO.case("forward", 140, 136, 600, ignored=0.1, token_weight=True, options={"z_loss": 1e-3}),
     "pointers": AUTO.case("forward", 140, 131, 300, logit_std=30.0, options={"softcap": 5.0}),
     "smoothing": AUTO.case("forward", 140, 136, 600, options={"label_smoothing": 0.2, "normalizer": 100}),
     "few tokens left": AUTO.case("forward", 300, 24, 600, ignored=0.8),
