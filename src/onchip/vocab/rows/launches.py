@@ -94,8 +94,9 @@ def count_targets(target: Tensor, ignore_index: int) -> Tensor:
     """[] float32: how many are not ignored, or 1."""
     from onchip.vocab.rows import triton as triton_rows
 
-    target, out = target.reshape(-1), torch.empty((), dtype=torch.float32, device=target.device)
-    given = {"target": target.contiguous(), "divisor": out, "T": len(target), "ignore_index": ignore_index}
+    target = target.reshape(-1).to(torch.int64).contiguous()  # ignore_index may not fit in its own dtype
+    out = torch.empty((), dtype=torch.float32, device=target.device)
+    given = {"target": target, "divisor": out, "T": len(target), "ignore_index": ignore_index}
     Launch(triton_rows.count_targets, (1,), {**given, "BLOCK": 4096}, warps=8).run()
     return out
 
