@@ -332,7 +332,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", MEANS, ids=str)
+KEPT = [way for way in MEANS if not way.in_forward]
+
+
+@pytest.mark.parametrize("way", KEPT, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("fields", CASES, ids=str)
 def test_plans(fields, dtype, way):
@@ -343,7 +346,7 @@ def test_plans(fields, dtype, way):
     way.loss.assert_case(case, dtype)
 
 
-@pytest.mark.parametrize("way", MEANS, ids=str)
+@pytest.mark.parametrize("way", KEPT, ids=str)
 def test_memory_at_multiples_of_256_bytes(way):
     with memory_off_by_256():
         way.loss.assert_case(way.loss.case("off", 300, 136, 600, bias=True))

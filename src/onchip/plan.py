@@ -215,7 +215,9 @@ def _row(way: Way, p: Problem, name: str, budget: int | None) -> dict[str, Any]:
     if isinstance(c, Config):
         chunk["vocab"] = c.vocab_chunk
     elif sizes:  # kernels keep what the gradients need of some tokens, and recompute the others' logits
-        again = max(0, p.tokens - c.kept) if way.problem.any_grad else 0
+        by_tokens = getattr(c, "in_forward", False) or getattr(c, "by_tokens", False)
+        again = max(0, p.tokens - c.kept) if way.problem.any_grad and not by_tokens else 0
+        row |= {"by_tokens": True} if by_tokens else {}
         row |= {"products": way.products + way.products_again * again / p.tokens, "again": again}
         chunk |= sizes
     parts = way.planner.parts(way.problem, c)
@@ -381,7 +383,7 @@ _LEGEND = {
     "prods": "prods: matrix products, of both passes where they are planned together.",
     "tokens": "tokens: of a chunk, with all of the vocabulary.",
     "chunk": "chunk: tokens x vocab.",
-    "in dW": "in dW, kept: tokens whose logits' exponentials wait in the memory of weight's\ngradient, or in scratch.",
+    "in dW": "in dW, kept: tokens whose logits' exponentials wait in the memory of weight's\ngradient, or in scratch; by n: forward computes the gradients, n tokens at a time.",
     "again": "again: tokens whose logits are recomputed in backward.",
     "of V": "of V, of dW: columns of those logits, and rows of weight's gradient, at a time.",
     "scratch": "scratch: peak above inputs, results and returned gradients.",
@@ -464,12 +466,15 @@ def _cells(row: Mapping[str, Any], tokens: int) -> dict[str, str]:
         cells["chunk"] = f"{chunk['tokens']}x{chunk['vocab']}"
     elif "pass" in row:
         cells["tokens"] = str(chunk["tokens"])
+    elif "by_tokens" in row:
+        cells |= {"in dW": "-", "kept": f"by {chunk['tokens']}"}
     else:
         in_dw = min(chunk["stashed"], tokens)
         cells |= {"in dW": str(in_dw), "kept": str(tokens - in_dw - row["again"])}
     if "again" in row:
         columns = str(chunk["vocab_chunk"]) if row["again"] else "-"
-        cells |= {"again": str(row["again"]), "of V": columns, "of dW": str(chunk["weight_chunk"] or "-")}
+        rows = "-" if "by_tokens" in row else str(chunk["weight_chunk"] or "-")
+        cells |= {"again": str(row["again"]), "of V": columns, "of dW": rows}
     if "chunks" in row:
         cells["chunks"] = str(row["chunks"])
     if written := row.get("written_per_chunk"):

@@ -70,6 +70,8 @@ def scratch_in_bytes(op: str, value: Any, logits: int) -> Any:
     """What `scratch_bytes` says of a call with so many logits, as bytes: a text has a unit, and a float is a part of
     the logits' memory in float32.  None is the default, and so is a part of nothing.
     """
+    if value is None or type(value) is int:
+        return value
     if isinstance(value, str):
         number, unit = value[:-3].strip(), value[-3:]
         if unit not in UNITS or not number.replace(".", "", 1).isdecimal():

@@ -13,6 +13,8 @@ from onchip.kernels.triton.maths import LOG2E, expm1
 from onchip.kernels.triton.tiles import add_columns, load_block, place_tile, store_columns
 from onchip.vocab.triton.blocks import NO_LABEL, VOCAB_TILE, buffer_row, load_weight, unscaled_logits
 
+# Of a product that is cut in slices: steps of each.
+LEAST_STEPS = tl.constexpr(16)
 # Below this exp is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
 VANISHED = tl.constexpr(-128.0)
 
@@ -445,6 +447,8 @@ def hidden_gradient(
     cut = 1
     if SLICES > 1:
         cut = tl.minimum(tl.maximum(PROGRAMS // tl.maximum(rest, 1), 1), SLICES)
+        # A flattened, pipelined loop over fewer steps than it has stages is not to be trusted in Triton 3.6.
+        cut = tl.minimum(cut, tl.maximum(steps // LEAST_STEPS, 1))
     part = steps // cut
     for item in tl.range(tl.program_id(0), whole + rest * cut, PROGRAMS, flatten=True):
         over = tl.maximum(item - whole, 0)

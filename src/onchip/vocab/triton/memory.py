@@ -92,7 +92,7 @@ def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]
     }
     if most == 4 and hidden_columns(hidden) == 128:
         made["weight_gradient"] |= {"rows": 256, "columns": 128, "group": 4, "stages": 3, "parts": 1}
-        made["hidden_gradient"] |= {"columns": 128, "stages": 6}
+        made["hidden_gradient"] |= {"columns": 128}
     return made
 
 
@@ -113,7 +113,8 @@ def may_run_in_forward(p: Problem) -> bool:
     """
     entropy = bool(p.ids and p.stats)
     once = not (p.grad_weight and (p.per_token_loss or p.ids or p.weight_grad_out))
-    return p.any_grad and may_hold(p) and once and not p.grad_bias and not entropy
+    worth_it = p.vocab >= 64 * VOCAB_TILE  # with fewer logits there is little to save
+    return p.any_grad and may_hold(p) and once and worth_it and not p.grad_bias and not entropy
 
 
 def summed_tiles(p: Problem) -> int:
