@@ -249,7 +249,7 @@ KERNELS = [
     ("mixed", {"grad_hidden": False}),
     ("recompute", {"weight_grad_out": True}),
     ("stash", {"weight_grad_out": True}),
-    ("mixed", WIDE),
+    ("mixed", WIDE | {"grad_bias": True}),
     ("recompute", WIDE),
     ("recompute", {"softcap": True, "smoothing": 0.1}),
     ("mixed", {"softcap": True}),
