@@ -82,14 +82,17 @@ def forward(
     def empty(*more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((tokens, *more), dtype=dtype, device=device)
 
-    # 0 for ignored tokens.
-    lse, leading, *others = torch.zeros((2 + stats + smoothing, tokens), device=device)
+    def zeros() -> Tensor:
+        """0 for ignored tokens; apart, since an operator's outputs must not share memory."""
+        return torch.zeros(tokens, device=device)
+
+    leading = zeros()
     made = TokenSoftmax(
-        lse,
+        zeros(),
         leading[:, None] if k == 1 else empty(k),
-        others[0] if stats else None,
+        zeros() if stats else None,
         leading,
-        others[-1] if smoothing else None,
+        zeros() if smoothing else None,
         torch.full((tokens,), -1, device=device) if stats else None,
     )
     run.vectors.packed.zero_()
