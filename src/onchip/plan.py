@@ -383,7 +383,8 @@ _LEGEND = {
     "prods": "prods: matrix products, of both passes where they are planned together.",
     "tokens": "tokens: of a chunk, with all of the vocabulary.",
     "chunk": "chunk: tokens x vocab.",
-    "in dW": "in dW, kept: tokens whose logits' exponentials wait in the memory of weight's\ngradient, or in scratch; by n: forward computes the gradients, n tokens at a time.",
+    "in dW": "in dW, kept: tokens whose logits' exponentials wait in the memory of weight's\ngradient, or in scratch; "
+    "by n: forward computes the gradients,\nn tokens at a time.",
     "again": "again: tokens whose logits are recomputed in backward.",
     "of V": "of V, of dW: columns of those logits, and rows of weight's gradient, at a time.",
     "scratch": "scratch: peak above inputs, results and returned gradients.",
