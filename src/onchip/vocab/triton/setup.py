@@ -149,9 +149,10 @@ class Chunk(NamedTuple):
     sums: Tensor | None  # [tokens, H] float32, or as often as there are slices: hidden's gradient by position
     slices: int  # of the vocabulary, that hidden's gradient may be cut in
     normalizer: Tensor  # [T] float32, by position, of all tokens
+    left: "Sums"  # of all chunks
 
     @staticmethod
-    def empty(layer: Layer, tokens: int) -> "Chunk":
+    def empty(layer: Layer, saved: Saved, tokens: int) -> "Chunk":
         """For at most so many tokens."""
         from onchip.vocab.triton.blocks import BufferRows
         from onchip.vocab.triton.launches import LogitBuffer
@@ -168,6 +169,7 @@ class Chunk(NamedTuple):
             hidden.new_empty((slices * tokens, size), dtype=torch.float32) if layer.grads[0] else None,
             slices,
             hidden.new_empty(layer.number, dtype=torch.float32),
+            Sums.of(layer, saved),
         )
 
 

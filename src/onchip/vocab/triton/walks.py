@@ -98,7 +98,7 @@ def forward(
     run.vectors.packed.zero_()
     if tokens == 0:
         return made
-    chunk = setup.Chunk.empty(call, config.token_chunk) if config.in_forward else None
+    chunk = setup.Chunk.empty(call, saved, config.token_chunk) if config.in_forward else None
     rows, kept = setup.rows_and_buffer(call, config, saved) if chunk is None else (chunk.rows, chunk.buffer)
     temperature = call.token_temperature
     if temperature is not None:
@@ -109,6 +109,7 @@ def forward(
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
     numbers = None if len(rows) >= tokens else _numbers(run, len(rows))
+    upstream = None
     for i, first in enumerate(range(0, tokens, len(rows))):
         last = min(first + len(rows), tokens)
         launches.gather(run, hidden, ids, ignore_index, temperature, picked, rows, first).run()
@@ -139,7 +140,9 @@ def forward(
                 label = picked.label[first:last]
                 launches.write(part, kept, label, None, (0, kept.kept), 0, run.vocab_tiles).run()
             if chunk is not None:
-                for launch in _chunk_gradients(part, call, saved, chunk, made, token_weight, first):
+                if call.grads[1] and (upstream is None or run.options.z_loss > 0):  # that of z-loss follows from lse
+                    upstream = loss_gradients(run, made, made.lse.new_ones(1), None, token_weight, reduction="sum")
+                for launch in _chunk_gradients(part, call, chunk, made, upstream, first):
                     launch.run()
     if picked.label is not None:
         run.launch(
@@ -165,16 +168,15 @@ def _numbers(run: Run, size: int) -> Tensor:
 def _chunk_gradients(
     part: Run,
     call: LinearCall,
-    saved: Saved,
     chunk: setup.Chunk,
     known: TokenSoftmax,
-    token_weight: Tensor | None,
+    upstream: OutputGradients | None,  # for the weight's
     first: int,
 ) -> Iterator[Launch]:
     """What takes the gradients of a chunk of tokens, up to factors, of its exponentials; the weight's are added to the
     previous chunks'.
     """
-    sums, buffer, tiles = Sums.of(call, saved), chunk.buffer, part.vocab_tiles
+    buffer, tiles = chunk.buffer, part.vocab_tiles
     normalizer = chunk.normalizer[first : first + part.tokens]
     if chunk.sums is not None:
         chunk.sums.zero_()
@@ -184,14 +186,12 @@ def _chunk_gradients(
             (part.tokens, -(-part.hidden // BLOCK)),
             sums=chunk.sums,
             slice_rows=len(chunk.rows),
-            into=sums.hidden,
-            digits=sums.digits,
+            into=chunk.left.hidden,
+            digits=chunk.left.digits,
             SLICES=chunk.slices,
             BLOCK=BLOCK,
         )
-    if sums.weight:
-        one = known.lse.new_ones(1)
-        upstream = loss_gradients(part, known, one, None, token_weight, reduction="sum")
+    if upstream is not None:
         terms = position_terms(part, _ids(call), call.options.ignore_index, known, upstream, part.tokens)
         even_sum = None if terms.even is None else launches.column_sums(part, chunk.rows[: part.tokens], terms.even)
         yield part.launch(
@@ -200,7 +200,7 @@ def _chunk_gradients(
         )  # fmt: skip
         inverse, add, done = terms.inverse_grad_scale, first > 0, 0
         rows = chunk.rows[: part.tokens]
-        for out in sums.weight:
+        for out in chunk.left.weight:
             number = -(-len(out) // VOCAB_TILE)
             if number > 0:
                 yield launches.weight_product(
