@@ -24,6 +24,8 @@ VOCAB_TILE = 256
 # Tiles of the vocabulary in the smallest chunk of the gradients, and in the smallest that costs little.
 SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
 FORWARD_SCRATCH = 64 * MIB
+# Tokens of the smallest chunk whose product is added to the weight's float32 sum.
+SMALLEST_SUMMED = 512
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def may_run_in_forward(p: Problem) -> bool:
     """
     entropy = bool(p.ids and p.stats)
     once = not (p.grad_weight and (p.per_token_loss or p.ids or p.weight_grad_out))
-    worth_it = p.vocab >= 64 * VOCAB_TILE  # with fewer logits there is little to save
+    # With fewer logits there is little to save, and no model has another H: neither was measured.
+    worth_it = p.vocab >= 64 * VOCAB_TILE and p.hidden % 64 == 0
     return p.any_grad and may_hold(p) and once and worth_it and not p.grad_bias and not entropy
 
 
@@ -395,8 +398,10 @@ def _token_cuts(p: Problem, budget: int) -> Iterator[TritonPlan]:
     sizes = {up(-(-rows // n), TOKEN_TILE) for n in range(fewest, fewest + 8)}
     wave = RATES["h100"].programs // -(-p.hidden // hidden_columns(p.hidden)) * TOKEN_TILE
     sizes |= {size for n in (1, 2, 3, 4, 6, 8) if 0 < (size := n * wave) <= fits}
-    # One chunk needs no float32 sum: its exponentials may as well be kept.
-    yield from (cut(size) for size in sorted(sizes) if size < rows or not p.grad_weight)
+    if p.grad_weight:
+        # One chunk needs no float32 sum: its exponentials may as well be kept.  And small ones don't pay for adding.
+        sizes = {size for size in sizes if SMALLEST_SUMMED <= size < rows}
+    yield from (cut(size) for size in sorted(sizes))
 
 
 def _keep_what_fits(p: Problem, c: TritonPlan, budget: int) -> TritonPlan:
