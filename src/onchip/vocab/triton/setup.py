@@ -2,8 +2,8 @@
 for backward, and the run.
 
 Forward leaves what gradients need in the memory that they will take: exponentials of the logits in the weight's, the
-tokens' hidden states in hidden's.  Backward turns these into the gradients, in place; autograd clones them first where
-the graph is retained.
+tokens' hidden states in hidden's; or, by another plan, the gradients up to factors (`Sums`).  Backward turns these into
+the gradients, in place; autograd clones them first where the graph is retained.
 """
 
 import math

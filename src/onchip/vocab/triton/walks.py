@@ -6,6 +6,9 @@ and of lse.  Where exponentials are kept, those of all ids are zeroed, and their
 float32.  Where the entropy has an upstream gradient, what was kept is made the logits' gradient, in place, before the
 products.
 
+By another plan, `forward` takes the tokens in chunks and the gradients of each chunk, up to factors; `backward` multiplies
+and rounds them.
+
 Nothing here waits for the device: how many tokens are not ignored is known to the kernels alone.
 """
 
