@@ -468,7 +468,7 @@ def _cells(row: Mapping[str, Any], tokens: int) -> dict[str, str]:
     elif "pass" in row:
         cells["tokens"] = str(chunk["tokens"])
     elif "by_tokens" in row:
-        cells |= {"in dW": "-", "kept": f"by {chunk['tokens']}"}
+        cells |= {"in dW": "by", "kept": str(chunk["tokens"])}
     else:
         in_dw = min(chunk["stashed"], tokens)
         cells |= {"in dW": str(in_dw), "kept": str(tokens - in_dw - row["again"])}
