@@ -294,7 +294,7 @@ def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None
 
 def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
     """[H] float32: the sum of the rows of the weight, or, with a factor each, of as many positions' as there are."""
-    parts, block = 32, 128
+    parts, block = 64, 128
     out = run.vectors.factor.new_empty(parts, run.hidden)
     run.launch(
         gradients.column_sums,
@@ -307,7 +307,7 @@ def column_sums(run: Run, x: Tensor, factor: Tensor | None = None) -> Tensor:
         x_stride_h=x.stride(1),
         N=len(x),
         PARTS=parts,
-        BLOCK_T=64,
+        BLOCK_T=16,
         BLOCK=block,
     ).run()
     return out.sum(0)
