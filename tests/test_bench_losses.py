@@ -298,9 +298,7 @@ USERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("framework", "kind"), [*(("torch", x) for x in USERS), *(("jax", x) for x in ("frozen", "per token"))]
-)
+@pytest.mark.parametrize(("framework", "kind"), [*(("torch", x) for x in USERS), ("jax", "frozen")])
 def test_what_users_do_with_a_head(framework, kind):
     """The same loss and gradients by this package's op and by the plain expressions; a floor of what is needed."""
     target = benchmark_of("linear_cross_entropy", framework)

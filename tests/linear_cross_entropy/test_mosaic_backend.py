@@ -58,10 +58,13 @@ def test_every_kind_of_plan(in_scratch, halves, together, layout, monkeypatch):
     assert_right(LONG, "bfloat16", backend="mosaic_gpu", weight_layout=layout)
 
 
-@pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "layout", "options"),
-    [("bfloat16", "vh", {"softcap": 5.0}), ("float16", "hv", {"label_smoothing": 0.1, "z_loss": 1e-3})],
+    ("dtype", "layout", "options", "by_tokens"),
+    [
+        ("bfloat16", "vh", {"softcap": 5.0}, False),
+        ("float16", "hv", {"label_smoothing": 0.1, "z_loss": 1e-3}, False),
+        ("bfloat16", "vh", {"softcap": 5.0}, True),
+    ],
     ids=str,
 )
 def test_softcap_and_smoothing_keep_exponentials(dtype, layout, options, by_tokens, monkeypatch):
@@ -75,9 +78,7 @@ def in_forward(size, tokens=512):
     return MosaicPlan("stash", size, chunk=2304, kept_in_scratch=tokens, by_tokens=True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout", "size"), [("bfloat16", "vh", 128), ("bfloat16", "vh", 384), ("float16", "hv", 512)]
-)
+@pytest.mark.parametrize(("dtype", "layout", "size"), [("bfloat16", "vh", 384), ("float16", "hv", 128)])
 def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: in_forward(size))
     case = replace(LONG, token_weight=True, token_temperature=True, options={"z_loss": 1e-3})
