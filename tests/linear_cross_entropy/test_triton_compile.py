@@ -13,6 +13,7 @@ from onchip.torch import linear_log_probs
 from onchip.vocab.triton import gradients as triton_gradients
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import softmax as triton_softmax
+from onchip.vocab.triton import sums as triton_sums
 from onchip.vocab.triton import vectors as triton_vectors
 
 # What only linear_log_probs launches.
@@ -72,7 +73,7 @@ def test_the_options_reach_every_kernel_and_both_of_its_ways():
     made = [(x.kernel.__name__, x.arguments) for options in OPTIONS.values() for x in launches(HOPPER, **options)]
     in_files = {
         name
-        for module in (triton_softmax, triton_gradients, triton_vectors)
+        for module in (triton_softmax, triton_gradients, triton_sums, triton_vectors)
         for name, f in vars(module).items()
         if hasattr(f, "params") and f.__module__ == module.__name__ and not name.startswith("_")
     }

@@ -1,4 +1,5 @@
-"""What the Triton kernels of a head and a loss share; the kernels are in softmax.py and gradients.py.
+"""What the Triton kernels of a head and a loss share; the kernels are in softmax.py,
+gradients.py, sums.py and vectors.py.
 
 Sizes: T tokens, H hidden, V vocab, K ids per token.  Tokens that are not ignored are compacted to the front: there are
 `count` of them, a number that the device alone knows, and a *position* is an index among them.  Every kernel works
@@ -85,3 +86,14 @@ def unscaled_logits(product, bias, v, inner_scale, V):
     if inner_scale is not None:
         x = tanh(x * inner_scale)
     return x
+
+
+@triton.jit
+def add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS: tl.constexpr):
+    """Add to columns c of a position's hidden gradient what comes of its ids' entries."""
+    for k in range(IDS):
+        g = tl.load(at_target + at * IDS + k, mask=at >= 0, other=0.0)
+        y = tl.maximum(tl.load(label + at * IDS + k, mask=at >= 0, other=0), 0).to(tl.int64)
+        w = weight + y * weight_stride_v + c.to(tl.int64) * weight_stride_h
+        value += g * tl.load(w, mask=(c < H) & (at >= 0), other=0.0).to(tl.float32)
+    return value

@@ -141,7 +141,7 @@ def _allocate(like: Tensor, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """Memory for a chunk of tokens whose gradients forward computes."""
 
     rows: Tensor  # [tokens, H]
@@ -152,7 +152,7 @@ class Chunk(NamedTuple):
     left: "Sums"  # of all chunks
 
     @staticmethod
-    def empty(layer: Layer, saved: Saved, tokens: int) -> "Chunk":
+    def empty(layer: Layer, saved: Saved, tokens: int) -> "TokenChunk":
         """For at most so many tokens."""
         from onchip.vocab.triton.blocks import BufferRows
         from onchip.vocab.triton.launches import LogitBuffer
@@ -163,7 +163,7 @@ class Chunk(NamedTuple):
         rows = padded * -(-layer.weight.shape[0] // VOCAB_TILE)
         exponentials = aligned(hidden, (rows, VOCAB_TILE), layer.dtype)
         slices = triton_spec.slices(tokens, size)
-        return Chunk(
+        return TokenChunk(
             hidden.new_empty((tokens, size), dtype=layer.dtype),
             LogitBuffer((exponentials,), exponentials, BufferRows(rows, 0, 0, 0, 0, padded, 0, 0)),
             hidden.new_empty((slices * tokens, size), dtype=torch.float32) if layer.grads[0] else None,

@@ -6,8 +6,8 @@ and of lse.  Where exponentials are kept, those of all ids are zeroed, and their
 float32.  Where the entropy has an upstream gradient, what was kept is made the logits' gradient, in place, before the
 products.
 
-By another plan, `forward` takes the tokens in chunks and the gradients of each chunk, up to factors; `backward` multiplies
-and rounds them.
+By another plan, `forward` takes the tokens in chunks and computes the gradients of each, up to factors; `backward`
+multiplies and rounds them.
 
 Nothing here waits for the device: how many tokens are not ignored is known to the kernels alone.
 """
@@ -25,6 +25,7 @@ from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer, LinearCall
 from onchip.vocab.torch.softmax import FLOAT16_ROW
 from onchip.vocab.triton import blocks, gradients, launches, setup, softmax, vectors
+from onchip.vocab.triton import sums as sum_kernels
 from onchip.vocab.triton.launches import (
     BLOCK,
     TOKEN_TILE,
@@ -101,7 +102,7 @@ def forward(
     run.vectors.packed.zero_()
     if tokens == 0:
         return made
-    chunk = setup.Chunk.empty(call, saved, config.token_chunk) if config.in_forward else None
+    chunk = setup.TokenChunk.empty(call, saved, config.token_chunk) if config.in_forward else None
     rows, kept = setup.rows_and_buffer(call, config, saved) if chunk is None else (chunk.rows, chunk.buffer)
     temperature = call.token_temperature
     if temperature is not None:
@@ -171,7 +172,7 @@ def _numbers(run: Run, size: int) -> Tensor:
 def _chunk_gradients(
     part: Run,
     call: LinearCall,
-    chunk: setup.Chunk,
+    chunk: setup.TokenChunk,
     known: TokenSoftmax,
     upstream: OutputGradients | None,  # for the weight's
     first: int,
@@ -185,7 +186,7 @@ def _chunk_gradients(
         chunk.sums.zero_()
         yield launches.hidden_product(part, buffer, normalizer, chunk.sums, False, 0, tiles, slices=chunk.slices)
         yield part.launch(
-            gradients.keep_hidden,
+            sum_kernels.keep_hidden,
             (part.tokens, -(-part.hidden // BLOCK)),
             sums=chunk.sums,
             slice_rows=len(chunk.rows),
@@ -407,7 +408,7 @@ def backward(
         held = tokens if config.in_forward else config.kept
         terms = position_terms(run, ids, call.options.ignore_index, known, upstream, held)
         if config.in_forward:
-            _scale(run, call, saved, terms, grads, factor)
+            _scale_sums(run, call, saved, terms, grads, factor)
             return grads.made(call.dtypes[2])
         products = Products.of(
             run, call, config, saved, grads, terms.product_scale, terms.inverse_grad_scale, terms.even
@@ -432,7 +433,9 @@ def backward(
     return grads.made(call.dtypes[2])
 
 
-def _scale(run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradients, factor: Tensor | None) -> None:
+def _scale_sums(
+    run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradients, factor: Tensor | None
+) -> None:
     """Make the gradients of what forward left of them."""
     sums = Sums.of(call, saved)
     if grads.weight is not None:
@@ -442,7 +445,7 @@ def _scale(run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradie
         def put(source: Tensor, start: int) -> None:
             if len(source) > 0:
                 run.launch(
-                    gradients.scale_sum, (-(-len(source) // BLOCK),), sums=source,
+                    sum_kernels.scale_sum, (-(-len(source) // BLOCK),), sums=source,
                     out=into[start : start + len(source)], factor=factor, N=len(source), BLOCK=BLOCK,
                 ).run()  # fmt: skip
 
@@ -458,9 +461,9 @@ def _scale(run: Run, call: LinearCall, saved: Saved, terms: Terms, grads: Gradie
         _target_terms(run, call.hidden.reshape(run.tokens, run.hidden), terms, grads.weight, grads.bias).run()
     if grads.hidden is not None:
         run.launch(
-            gradients.scale_hidden,
+            sum_kernels.scale_hidden,
             (run.tokens, -(-run.hidden // BLOCK)),
-            kept=sums.hidden,
+            left=sums.hidden,
             digits=sums.digits,
             label=terms.entry_label,
             at_target=terms.entry,

@@ -1,0 +1,90 @@
+"""The kernels of gradients that forward computes up to factors: what it leaves, and what backward makes of it.
+
+None as an argument: there is none.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+from onchip.vocab.triton.blocks import add_entries
+
+
+@triton.jit
+def keep_hidden(
+    sums,  # [SLICES * slice_rows, H] float32, by position
+    order,
+    count,
+    into,  # [T, H] out, by token: float32, or the first 16 bits as int16
+    digits,  # [T, H] uint8 out: the next 8 bits; None with float32
+    slice_rows,
+    H,
+    SLICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Leave rows of hidden's gradient for backward, which scales and rounds them."""
+    t = tl.program_id(0)
+    if t < tl.load(count):
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.zeros((BLOCK,), tl.float32)
+        for i in range(SLICES):
+            value += tl.load(sums + (t + i * slice_rows).to(tl.int64) * H + c, mask=c < H, other=0.0)
+        at = tl.load(order + t).to(tl.int64) * H + c
+        if digits is None:
+            tl.store(into + at, value, mask=c < H)
+        else:
+            # To the nearest; a NaN of all ones would become a zero.
+            bits = tl.where(value == value, value.to(tl.int32, bitcast=True) + 0x80, 0x7FC00000)
+            tl.store(into + at, (bits >> 16).to(tl.int16), mask=c < H)
+            tl.store(digits + at, ((bits >> 8) & 0xFF).to(tl.uint8), mask=c < H)
+
+
+@triton.jit
+def scale_hidden(
+    left,  # [T, H] what keep_hidden left, by token; the memory of out
+    digits,
+    weight,  # [V, H]
+    position,
+    label,  # [T * IDS] int32: a position's targets
+    at_target,  # [T * IDS] float32
+    row_scale,  # [T] float32, by position
+    even,  # [T] float32, by position: what each logit's gradient lacks
+    weight_sum,  # [H] float32, of the rows of weight
+    inverse_grad_scale,
+    out,  # [T, H] out, by token
+    weight_stride_v,
+    weight_stride_h,
+    H,
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Make hidden's gradient of what forward left of it; 0 for ignored tokens."""
+    t = tl.program_id(0)
+    at = tl.load(position + t)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    where = t.to(tl.int64) * H + c
+    inside = (c < H) & (at >= 0)
+    value = tl.load(left + where, mask=inside, other=0)
+    if digits is not None:
+        low = tl.load(digits + where, mask=inside, other=0).to(tl.int32)
+        value = ((value.to(tl.int32) << 16) | (low << 8)).to(tl.float32, bitcast=True)
+    value *= tl.load(row_scale + at, mask=at >= 0, other=0.0)
+    if even is not None:
+        value -= tl.load(even + at, mask=at >= 0, other=0.0) * tl.load(weight_sum + c, mask=c < H, other=0.0)
+    value = add_entries(value, weight, label, at_target, at, c, weight_stride_v, weight_stride_h, H, IDS)
+    if inverse_grad_scale is not None:
+        value *= tl.load(inverse_grad_scale)
+    tl.store(out + where, value, mask=c < H)
+
+
+@triton.jit
+def scale_sum(
+    sums,  # [N] float32
+    out,  # [N] out; its memory may be that of sums, element by element
+    factor,  # [] float32
+    N,
+    BLOCK: tl.constexpr,
+):
+    """Multiply and round."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + i, mask=i < N, other=0.0) * tl.load(factor)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)
