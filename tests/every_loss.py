@@ -230,7 +230,7 @@ def compiled(problem):
             given["normalizer"] = tokens
         made, expected = ([loss, *gradients(loss, leaves)] for loss in (taken(given), step(given)))
         for p, q in zip(made, expected, strict=True):
-            torch.testing.assert_close(p, q, **({"rtol": 4e-3, "atol": 1e-3} if p.dtype == torch.float16 else {}))
+            torch.testing.assert_close(p, q, **({"rtol": 4e-3, "atol": 2e-3} if p.dtype == torch.float16 else {}))
     # Once with these numbers and once with any; Triton's plans of products are made for each.
     assert counter.frame_count <= 2 or (problem.backend == "triton" and "hidden" in str(problem.inputs))
 

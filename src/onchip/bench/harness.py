@@ -164,13 +164,13 @@ def run_cases(
     dtype: str,
     repeats: int,
     console: Console,
-    modes: Sequence[str] = MODES,
+    modes: Sequence[str] | None = None,  # all
     show: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Outcome:
     """Run `implementations` of the op called `name` on its `cases`, one case after the other; `show` gets the rows of
     each as soon as it is done."""
     outcome = Outcome()
-    modes = [mode for mode in op.MODES if mode in modes]
+    modes = [mode for mode in op.MODES if modes is None or mode in modes]
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
     per_case = 1 + len(modes) * (len(implementations) * (3 + repeats) + 1 + repeats)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -20,8 +20,6 @@ from onchip.vocab.triton.blocks import (
     unscaled_logits,
 )
 
-# Of a product that is cut in slices: steps of each.
-LEAST_STEPS = tl.constexpr(16)
 # Below this exp is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
 VANISHED = tl.constexpr(-128.0)
 
@@ -454,8 +452,6 @@ def hidden_gradient(
     cut = 1
     if SLICES > 1:
         cut = tl.minimum(tl.maximum(PROGRAMS // tl.maximum(rest, 1), 1), SLICES)
-        # A flattened, pipelined loop over fewer steps than it has stages is not to be trusted in Triton 3.6.
-        cut = tl.minimum(cut, tl.maximum(steps // LEAST_STEPS, 1))
     part = steps // cut
     for item in tl.range(tl.program_id(0), whole + rest * cut, PROGRAMS, flatten=True):
         over = tl.maximum(item - whole, 0)

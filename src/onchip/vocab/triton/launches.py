@@ -277,6 +277,7 @@ def softmax(run: Run, rows: Tensor, partials: Partials, kept: LogitBuffer | None
     vectors = run.vectors
     t = run.tiles["softmax_tiles"]
     label, factor, shift = (x[first:] for x in (vectors.label, vectors.factor, vectors.shift))
+    rows = rows[: run.tokens - first]  # beyond them lie another chunk's, whose scales may overflow
     arguments = {
         **run.weight_blocks(VOCAB_TILE, t.depth),
         "rows": run.operand(rows, t.rows, t.depth),

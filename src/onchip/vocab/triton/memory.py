@@ -94,7 +94,7 @@ def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]
     }
     if most == 4 and hidden_columns(hidden) == 128:
         made["weight_gradient"] |= {"rows": 256, "columns": 128, "group": 4, "stages": 3, "parts": 1}
-        made["hidden_gradient"] |= {"columns": 128}
+        made["hidden_gradient"] |= {"columns": 128, "stages": 6}
     return made
 
 

@@ -33,7 +33,7 @@ def gather_tokens(
     ids,  # [T, K] int64
     temperature,  # [T] float32
     vectors,  # Vectors: order and number in; label, factor and shift out
-    rows,  # [T, H] out: hidden of each position, 0 beyond the last up to a whole block
+    rows,  # [T, H] out: hidden of each position, 0 beyond the last up to a whole block, and in at least one
     picked,  # Picked out
     first,
     hidden_stride_t,
@@ -54,7 +54,7 @@ def gather_tokens(
     i = tl.program_id(0)
     at = first + i
     n = tl.load(vectors.number)
-    if at < tl.cdiv(tl.maximum(n, 1), PAD) * PAD:
+    if i < tl.cdiv(tl.maximum(n - first, 1), PAD) * PAD:
         there = at < n
         t = tl.load(vectors.order + at, mask=there, other=0).to(tl.int64)
         k_z = outer_scale
