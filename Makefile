@@ -42,5 +42,5 @@ $(VENV)/.for-demo: $(INSTALL)
 	@touch $@
 
 $(VENV)/.for-dev: $(INSTALL)
-	./tools/install.sh $(PYTHON) $(VENV) torch,jax,bench,demo-jax,docs,dev
+	./tools/install.sh $(PYTHON) $(VENV) torch,jax,bench,demo-jax,integrations,docs,dev
 	@touch $@
