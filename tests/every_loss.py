@@ -21,6 +21,7 @@ from onchip.torch import (
     linear_cross_entropy,
     linear_jsd,
     linear_log_probs,
+    log_probs,
     quantize_activation,
     quantize_weight,
 )
@@ -49,8 +50,11 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def log_probs(hidden, weight, bias, target, **options):
-    out = linear_log_probs(hidden, weight, target, bias, entropy=True, lse=True, **options)
+def sum_of_log_probs(target, logits=None, **given):
+    """All that has a gradient, of either op."""
+    op = linear_log_probs if logits is None else log_probs
+    given |= {} if logits is None else {"logits": logits}
+    out = op(ids=target, entropy=True, lse=True, **given)
     return out.log_prob + out.entropy + out.lse
 
 
@@ -81,12 +85,14 @@ class Problem:
 
     def __str__(self):
         said = (str(v) if isinstance(v, str) else f"{k}={v}" for k, v in self.options.items())
-        return "-".join([self.op.__name__, *said])
+        return "-".join([self.name if self.op is sum_of_log_probs else self.op.__name__, *said])
 
     @property
     def name(self):
         """What the op calls itself."""
-        return "fp8_linear" if self.op in LAYERS else "linear_log_probs" if self.op is log_probs else self.op.__name__
+        if self.op is sum_of_log_probs:
+            return "log_probs" if "logits" in self.inputs else "linear_log_probs"
+        return "fp8_linear" if self.op in LAYERS else self.op.__name__
 
     @property
     def inplace(self):
@@ -107,9 +113,9 @@ class Problem:
             given[name].requires_grad_()
         if self.op not in LAYERS:
             given["target"] = torch.randint(VOCAB, (tokens,), device=self.device)
-        if self.op not in (*LAYERS, log_probs):
+        if self.op not in (*LAYERS, sum_of_log_probs):
             given["token_weight"] = torch.rand(tokens, device=self.device)
-        if self.op in (linear_cross_entropy, cross_entropy, log_probs):
+        if self.op in (linear_cross_entropy, cross_entropy, sum_of_log_probs):
             given["temperature"] = torch.rand(tokens, device=self.device) + 0.5
 
         def call(*inputs, **more):
@@ -140,7 +146,9 @@ def problems(backend, device="cpu"):
             yield Problem(cross_entropy, {"logits": LOGITS}, how | {"inplace_backward": inplace})
         yield Problem(linear_jsd, both("hidden", "weight", "bias"), how | {"teacher_grad": True})
         yield Problem(jsd, {"student_logits": LOGITS, "teacher_logits": LOGITS}, how | {"teacher_grad": True})
-    yield Problem(log_probs, HEAD)
+    yield Problem(sum_of_log_probs, HEAD)
+    if torchs:  # which alone has it
+        yield Problem(sum_of_log_probs, {"logits": LOGITS})
     for layer in LAYERS:
         yield Problem(layer, LAYER)
 

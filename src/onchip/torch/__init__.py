@@ -11,6 +11,7 @@ from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_log_probs.spec import LogProbs
 from onchip.ops.linear_log_probs.torch_op import linear_log_probs
+from onchip.ops.linear_log_probs.torch_rows import log_probs
 
 __all__ = [
     "CrossEntropyLoss",
@@ -29,6 +30,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_probs",
+    "log_probs",
     "quantize_activation",
     "quantize_weight",
     "weights_unchanged",

@@ -126,16 +126,17 @@ def linear_log_probs(
     plain = plain_labels(ids, projection.vocab, int(ignore_index)).reshape(total, each)
     projection, constants = vary_alike((projection, (plain, Transform(**numbers))))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    if total == 0:
-        none = jnp.zeros(0, jnp.float32)
-        outputs = LogProbs(none, none, none, jnp.zeros(0, jnp.int32))
-    else:
-        outputs = _op(Static(options, platform()), projection, constants)
-    log_prob = outputs.log_prob.reshape(ids.shape)
-    if not (entropy or lse or top1):
+    outputs = of_no_tokens() if total == 0 else _op(Static(options, platform()), projection, constants)
+    return returned(options, outputs, ids.shape, shape)
+
+
+def returned(options: Options, outputs: LogProbs, of_ids: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """What a public function returns, for ids and tokens of these shapes."""
+    log_prob, asked = outputs.log_prob.reshape(of_ids), (options.entropy, options.lse, options.top1)
+    if not any(asked):
         return log_prob
-    asked = zip(outputs[1:], (entropy, lse, top1), strict=True)
-    return LogProbs(log_prob, *(x.reshape(shape) if wanted else None for x, wanted in asked))
+    more = zip(outputs[1:], asked, strict=True)
+    return LogProbs(log_prob, *(x.reshape(shape) if wanted else None for x, wanted in more))
 
 
 def _forward(
@@ -147,24 +148,35 @@ def _forward(
     tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
     call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED))
     stats = walk.statistics(plan, Wanted(options.entropy, options.top1), call)
-    outputs = LogProbs(
-        tokens.spread(stats.log_prob),
-        None if stats.entropy is None else tokens.spread(stats.entropy),
-        tokens.spread(stats.lse),
-        None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
-    )
+    outputs = outputs_of(stats, tokens)
     return outputs, Planned((call, stats._replace(argmax=None)), plan) if problem.any_grad else None
 
 
 def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
     call, stats = saved.arrays
-    return walk.gradients(saved.plan, needs, call, stats, _gradient(call.tokens, call.ids, stats, upstream))
+    gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
+    return walk.gradients(saved.plan, needs, call, stats, gradient)
 
 
 _op = with_gradients(OP, _forward, _backward)
 
 
-def _gradient(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:
+def of_no_tokens() -> LogProbs:
+    none = jnp.zeros(0, jnp.float32)
+    return LogProbs(none, none, none, jnp.zeros(0, jnp.int32))
+
+
+def outputs_of(stats: TokenStats, tokens: Tokens) -> LogProbs:
+    """By token, of statistics by row."""
+    return LogProbs(
+        tokens.spread(stats.log_prob),
+        None if stats.entropy is None else tokens.spread(stats.entropy),
+        tokens.spread(stats.lse),
+        None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
+    )
+
+
+def gradient_by_outputs(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:
     """The gradient by each token's logits; None in `upstream` is zero."""
 
     def rows(grad: Any) -> Array | None:

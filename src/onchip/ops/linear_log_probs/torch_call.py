@@ -39,13 +39,7 @@ class Call(LinearCall):
 
     def empty_outputs(self, *, stats: bool) -> "Outputs":
         """Not yet filled; with `stats` the entropy and top1 too."""
-        shape = self.hidden.shape[:-1]
-
-        def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-            return self.hidden.new_empty(shape, dtype=dtype)
-
-        more = make(shape), make(shape, torch.int64)
-        return Outputs(make(self.ids.shape), more[0] if stats else None, make(shape), more[1] if stats else None)
+        return Outputs.empty(self.hidden, self.ids, stats=stats)
 
 
 class Outputs(NamedTuple):
@@ -55,3 +49,14 @@ class Outputs(NamedTuple):
     entropy: Tensor | None
     lse: Tensor
     top1: Tensor | None
+
+    @staticmethod
+    def empty(of: Tensor, ids: Tensor, *, stats: bool) -> "Outputs":
+        """Not yet filled, for hidden states or logits [..., N]."""
+        shape = of.shape[:-1]
+
+        def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+            return of.new_empty(shape, dtype=dtype)
+
+        more = make(shape), make(shape, torch.int64)
+        return Outputs(make(ids.shape), more[0] if stats else None, make(shape), more[1] if stats else None)

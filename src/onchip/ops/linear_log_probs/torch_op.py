@@ -27,7 +27,7 @@ from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
-from onchip.vocab.torch.softmax import TokenGradient, float16_scale, token_gradient
+from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import setup
 
@@ -141,10 +141,14 @@ def linear_log_probs(
     if chosen == "torch":
         strategy = "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
-    made = operator(call).out
-    if not (entropy or lse or top1):
+    return returned(options, operator(call).out)
+
+
+def returned(options: Options, made: Outputs) -> Any:
+    """What a public function returns."""
+    asked = (True, options.entropy, options.lse, options.top1)
+    if not any(asked[1:]):
         return made.log_prob
-    asked = (True, entropy, lse, top1)
     return LogProbs._make(x if wanted else None for x, wanted in zip(made, asked, strict=True))
 
 
@@ -156,6 +160,25 @@ class TorchOutputs(NamedTuple):
 
     out: Outputs
     mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
+
+    @staticmethod
+    def of(stats: TokenStats, tokens: Ids, of: Tensor, ids: Tensor) -> "TorchOutputs":
+        """For `ids` of hidden states or logits [..., N]."""
+        shape = of.shape[:-1]
+        out = Outputs(
+            tokens.spread(stats.log_prob, ids.shape),
+            None if stats.entropy is None else tokens.spread(stats.entropy, shape),
+            tokens.spread(stats.lse, shape),
+            tokens.spread(stats.argmax, shape, -1),
+        )
+        return TorchOutputs(out, None if stats.mean is None else tokens.spread(stats.mean, shape))
+
+    @staticmethod
+    def empty(options: Options, of: Tensor, ids: Tensor) -> "TorchOutputs":
+        """Not yet filled."""
+        out = Outputs.empty(of, ids, stats=options.entropy)
+        mean = None if out.entropy is None else torch.empty_like(out.entropy)
+        return TorchOutputs(out._replace(top1=torch.empty_like(out.lse, dtype=torch.int64)), mean)
 
 
 class Kept(NamedTuple):
@@ -169,23 +192,14 @@ class Kept(NamedTuple):
 
 
 def _forward(call: Call) -> TorchOutputs:
-    shape = call.hidden.shape[:-1]
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
     stats = walk.forward(call.layer, call.options, tokens, config, entropy=call.options.entropy)
-    out = Outputs(
-        tokens.spread(stats.log_prob, call.ids.shape),
-        None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-        tokens.spread(stats.lse, shape),
-        tokens.spread(stats.argmax, shape, -1),
-    )
-    return TorchOutputs(out, None if stats.mean is None else tokens.spread(stats.mean, shape))
+    return TorchOutputs.of(stats, tokens, call.hidden, call.ids)
 
 
 def _fake(call: Call) -> TorchOutputs:
-    out = call.empty_outputs(stats=call.options.entropy)
-    mean = None if out.entropy is None else torch.empty_like(out.entropy)
-    return TorchOutputs(out._replace(top1=torch.empty_like(out.lse, dtype=torch.int64)), mean)
+    return TorchOutputs.empty(call.options, call.hidden, call.ids)
 
 
 def _save(call: Call, made: TorchOutputs) -> Kept:
@@ -195,13 +209,16 @@ def _save(call: Call, made: TorchOutputs) -> Kept:
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
-    gradient, grad_scale = _token_gradient(kept, upstream, tokens)
+    gradient, grad_scale = gradient_by_outputs(kept, upstream, tokens)
     config = call.plan("recompute", tokens, stats=gradient.entropy_row is not None)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale)
 
 
-def _token_gradient(kept: Kept, upstream: Made, tokens: Ids) -> tuple[TokenGradient, Tensor | None]:
-    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing)."""
+def gradient_by_outputs(kept: Any, upstream: Made, tokens: Ids) -> tuple[TokenGradient, Tensor | None]:
+    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing).
+
+    `kept` is a `Kept`, of this op or of log_probs.
+    """
     ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
 
     def rows(x: Tensor | None, *shape: int) -> Any:

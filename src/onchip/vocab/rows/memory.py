@@ -33,6 +33,8 @@ class Problem:
     """Run by the Triton kernels, which hold rows in registers alone."""
     op: str = "cross_entropy"
     """What errors speak for."""
+    ids: int = 0
+    """Of log_probs: K, ids per token.  0 where each token has a target."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -45,7 +47,10 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     if p.triton:
         return {"vectors": 48 * p.tokens}
     # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
-    copies = 1 + int(p.stats or (p.softcap and p.grad))
+    # The gradient of log_probs reads the entropy's too.
+    entropy, slope = p.stats, p.softcap and p.grad
+    copies = 1 + (int(entropy) + int(slope) if p.ids else int(entropy or slope))
+    vectors = (96 + 80 * p.ids) * p.tokens
     if p.xla:
         narrow = p.device == "cpu" and p.dtype != "float32"
         # Differences to the maximum that are summed have a tile of their own.
@@ -54,12 +59,12 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
             "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,
             "16-bit logits as integers": 2 * p.tokens * p.vocab if narrow else 0,
-            "vectors": 96 * p.tokens,
+            "vectors": vectors,
         }
     return {
         "rows in float32": 4 * copies * rows * p.vocab,
         "rows in their dtype": DTYPE_BYTES[p.dtype] * rows * p.vocab if p.gathered else 0,
-        "vectors": 96 * p.tokens,
+        "vectors": vectors,
     }
 
 
