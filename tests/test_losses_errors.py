@@ -153,7 +153,12 @@ OWN = {
         "backend can't": ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it has no kernels for log_probs; pass backend='torch'"),
     },
 }  # fmt: skip
-TABLES = {LCE: ALL | TARGETS | LINEAR, CE: ALL | TARGETS | LOGITS, LLP: ALL | LINEAR | IDS_OF, LP: ALL | LOGITS | IDS_OF}
+TABLES = {
+    LCE: ALL | TARGETS | LINEAR,
+    CE: ALL | TARGETS | LOGITS,
+    LLP: ALL | LINEAR | IDS_OF,
+    LP: ALL | LOGITS | IDS_OF,
+}
 WRONG = [
     pytest.param(loss, *row, id=f"{op}: {name}")
     for op, loss in OPS.items()
