@@ -13,7 +13,7 @@ from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, pl
 _kernels = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
 
 
-def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any]) -> dict[str, str | None]:
+def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}) -> dict[str, str | None]:
     """Why each backend can't serve a call, or None; log_probs, whose cases have no hidden, has no kernels."""
     refusals = _kernels(device, dtype, framework, given)
     return refusals if given.get("hidden", 1) else {name: None for name in refusals if name != "triton"}
