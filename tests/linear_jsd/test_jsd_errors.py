@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import jax_op
-from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from shared import assert_refused
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from every_loss import check_operators
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import Options, TopK
+from onchip.ops.linear_jsd.spec import Options
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_walk import walk

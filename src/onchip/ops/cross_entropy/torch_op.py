@@ -18,9 +18,10 @@ from onchip.frontend.torch_inputs import (
     choose_torch_backend,
     temperature_tensor,
 )
+from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
-from onchip.ops.cross_entropy import spec, triton_op
+from onchip.ops.cross_entropy import spec, torch_soft, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import (
     Call,
@@ -119,6 +120,25 @@ def cross_entropy(
     Sources: the gradient from the log-sum-exp alone, and over the logits' memory, as in Liger Kernel
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
+    if is_soft(target, logits):
+        return torch_soft.run(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            normalizer=normalizer,
+            token_weight=token_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            check_inputs=check_inputs,
+            return_stats=return_stats,
+            scratch_bytes=scratch_bytes,
+            backend=backend,
+            inplace_backward=inplace_backward,
+        )
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(
         OP, logits=logits, target=target, token_weight=token_weight, temperature=per_token_temperature

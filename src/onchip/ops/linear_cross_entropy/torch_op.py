@@ -24,9 +24,10 @@ from onchip.frontend.torch_inputs import (
     product_dtype,
     temperature_tensor,
 )
+from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed
-from onchip.ops.linear_cross_entropy import fp8_op, spec, triton_op
+from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_soft, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
@@ -141,6 +142,29 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
+    if is_soft(target, hidden):
+        return torch_soft.run(
+            hidden,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            normalizer=normalizer,
+            token_weight=token_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            check_inputs=check_inputs,
+            return_stats=return_stats,
+            scratch_bytes=scratch_bytes,
+            backend=backend,
+            strategy=strategy,
+            weight_grad_out=weight_grad_out,
+            precision=precision,
+        )
     per_token_temperature = temperature_tensor(OP, temperature)
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     if matrix is not weight and precision != "fp8":

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_kinds,
@@ -22,7 +23,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.linear_jsd import memory, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, TopK, check_shapes, named_arrays
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_walk import walk
 

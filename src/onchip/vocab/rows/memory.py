@@ -34,7 +34,9 @@ class Problem:
     op: str = "cross_entropy"
     """What errors speak for."""
     ids: int = 0
-    """Of log_probs: K, ids per token.  0 where each token has a target."""
+    """Of log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
+    dense: bool = False
+    """Soft labels for every entry of the vocabulary."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -50,6 +52,8 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     # The gradient of log_probs reads the entropy's too.
     entropy, slope = p.stats, p.softcap and p.grad
     copies = 1 + (int(entropy) + int(slope) if p.ids else int(entropy or slope))
+    if p.dense:  # logarithms of probabilities and a mask, or labels in float32
+        copies = 3 + int(slope)
     vectors = (96 + 80 * p.ids) * p.tokens
     if p.xla:
         narrow = p.device == "cpu" and p.dtype != "float32"

@@ -116,18 +116,18 @@ def select(
     vocab: int,
     token_temperature: Tensor | None,  # [...] or []
     *,
-    ignore_index: int,
+    ignore_index: int | None,
     temperature: float,
     check_values: bool,
 ) -> Ids:
-    """Sort out which ids, an argument called `name`, and tokens count.
+    """Sort out which ids, an argument called `name`, and tokens count: all, without an ignore_index.
 
     Values are checked on the CPU, and elsewhere if `check_values`.
     """
     on_cpu = ids.device.type == "cpu"
     check_values = check_values or on_cpu
     plain = ids.reshape(tokens, -1 if tokens else 1).to(torch.int64)
-    counted = plain != ignore_index
+    counted = torch.ones_like(plain, dtype=torch.bool) if ignore_index is None else plain != ignore_index
     out_of_range = counted & ((plain < 0) | (plain >= vocab))
     if check_values and bool(out_of_range.any()):
         raise_for_label(op, name, ids, out_of_range, vocab, ignore_index)
@@ -202,14 +202,17 @@ def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None
         raise ValueError(f"{op}: temperature must be finite and above 0 for every token; got {value}")
 
 
-def raise_for_label(op: str, name: str, labels: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int) -> None:
+def raise_for_label(
+    op: str, name: str, labels: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int | None
+) -> None:
     """Raise for the first of the labels, an argument called `name`, that are out of range."""
     wrong = out_of_range.view(labels.shape)
     where = [int(i) for i in wrong.nonzero()[0]]
     position = f"{name}[{', '.join(map(str, where))}]" if where else name
+    legal = "not in" if ignore_index is None else f"neither ignore_index ({ignore_index}) nor in"
     raise ValueError(
-        f"{op}: {position} is {int(labels[tuple(where)])}, which is neither ignore_index ({ignore_index}) nor in "
-        f"[0, {vocab}); {int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
+        f"{op}: {position} is {int(labels[tuple(where)])}, which is {legal} [0, {vocab}); "
+        f"{int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
     )
 
 

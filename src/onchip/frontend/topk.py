@@ -1,0 +1,88 @@
+"""K entries of a vocabulary for each token, with a number each: a teacher of linear_jsd, or soft labels."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from onchip.frontend.options import possessive
+
+OF_LABELS = ("probs", "log_probs")
+
+Shape = tuple[int, ...]
+
+
+class TopK(NamedTuple):
+    """A teacher, or soft labels, of which only the K most likely tokens are known.
+
+    With s the student's full softmax, the three meanings of `rest` are:
+
+    - "tail": all other tokens are one more outcome, of probability 1 - sum(t_k) for the teacher and 1 - sum(s_k) for
+      the student.  A lower bound of the full divergence.
+    - "truncated": the loss's sum runs over the K entries alone, with probabilities as they are.  Of a divergence that
+      is none: with beta 0 or 1 it can be negative, and where it is least the models need not agree.
+    - "renormalised": both models given that the token is one of the K: s_k / sum(s), t_k / sum(t).  The mass that the
+      student puts elsewhere costs nothing.
+
+    As the target of `linear_cross_entropy` or `cross_entropy` it has rest="truncated".
+    """
+
+    indices: Any
+    """[..., K] of any integer dtype in [0, V), distinct within a token."""
+    values: Any
+    """[..., K] float: the teacher's log-probabilities or logits of these tokens, or their probabilities."""
+    kind: str
+    """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are.
+    "logits": divided by `temperature`; their normaliser is not known, so they need rest="renormalised".
+    "probs": probabilities, used as they are; of a cross-entropy's target alone."""
+    rest: str
+    """"tail", "truncated" or "renormalised"."""
+
+
+def check_labels(op: str, target: TopK) -> None:
+    """Raise unless a cross-entropy can have this target."""
+    if target.kind not in OF_LABELS:
+        remedy = "; pass log-probabilities, as values.log_softmax(-1)" if target.kind == "logits" else ""
+        raise ValueError(f"{op}: target.kind must be 'probs' or 'log_probs'; got {target.kind!r}{remedy}")
+    if target.rest != "truncated":
+        raise ValueError(
+            f"{op}: target.rest must be 'truncated', a sum over the K entries alone; got {target.rest!r}, "
+            "which linear_jsd and jsd take"
+        )
+
+
+def check_label_shapes(op: str, shapes: Mapping[str, Shape], of: str, vocab: int) -> None:
+    """Raise ValueError unless soft labels are [..., V], or [..., K] twice, and what is by token [...].
+
+    `of` names what has the leading dimensions.
+    """
+    leading = shapes[of][:-1]
+    if "target" in shapes and shapes["target"] != (*leading, vocab):
+        raise ValueError(
+            f"{op}: target has shape {list(shapes['target'])}; probabilities must be [..., V], {[*leading, vocab]}"
+        )
+    for name in ("target.indices", "target.values"):
+        shape = shapes.get(name)
+        if shape is not None and (len(shape) < 1 or shape[:-1] != leading or shape[-1] < 1):
+            raise ValueError(
+                f"{op}: {name} has shape {list(shape)} but {of} has shape {list(shapes[of])}; it must have "
+                f"{possessive(of)} leading dimensions, {list(leading)}, and one more for K >= 1 entries"
+            )
+    if shapes.get("target.indices") != shapes.get("target.values"):
+        indices, values = (list(shapes[f"target.{name}"]) for name in ("indices", "values"))
+        raise ValueError(f"{op}: target.indices has shape {indices} and values {values}; they must have one shape")
+    for name in ("token_weight", "temperature"):
+        shape = shapes.get(name, leading)
+        if shape != leading and not (name == "temperature" and shape == ()):
+            raise ValueError(
+                f"{op}: {name} has shape {list(shape)}; it must have one number per token, {list(leading)}"
+            )
+
+
+def refuse_options(op: str, options: Any) -> None:
+    """Raise for options that soft labels don't have."""
+    if options.ignore_index != -100:
+        raise ValueError(
+            f"{op}: ignore_index={options.ignore_index} is of targets that are ids; give a token that is to be ignored "
+            "a token_weight of 0"
+        )
+    if options.return_stats:
+        raise ValueError(f"{op}: return_stats=True is of targets that are ids; soft labels have no statistics yet")
