@@ -49,9 +49,7 @@ def run(
 ) -> Tensor:
     """The loss; arguments as of `linear_cross_entropy`, `more` being the other fields of its options."""
     if more["precision"] != "full" or isinstance(weight, QuantizedWeight):
-        raise ValueError(
-            f"{OP}: precision='fp8' takes targets that are ids; pass precision='full' and the weight itself"
-        )
+        raise ValueError(f"{OP}: precision='fp8' takes targets that are ids; pass precision='full' and a plain weight")
     if more["strategy"] == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     per_token_temperature = temperature_tensor(OP, temperature)

@@ -1,0 +1,232 @@
+"""Cross-entropies whose targets are probabilities, of K ids or of every entry: against the oracle, and that against
+PyTorch's.  test_every_loss.py has what holds for every op."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from every_loss import check_operators
+from loss_checks import RIGHT
+from losses import CE, LCE, assert_near, nan_filled
+from onchip.ops.cross_entropy.reference import soft_cross_entropy
+from onchip.ops.linear_cross_entropy.reference import soft_linear_cross_entropy
+from onchip.oracle.reference import SoftLabels
+from onchip.oracle.torch import as_array
+from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
+from shared import assert_refused
+
+FORMS = ("probs", "log_probs", "dense")
+VOCAB = 70
+by_form = pytest.mark.parametrize("form", FORMS)
+by_op = pytest.mark.parametrize("loss", [LCE, CE], ids=["linear_cross_entropy", "cross_entropy"])
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    with nan_filled():
+        yield
+
+
+def problem(loss, form, shape=(2, 12), vocab=VOCAB, **more):
+    """As `Loss.problem`, with a target that has probabilities: of K=4 ids, one of them twice, or of every entry."""
+    given = loss.problem(shape, vocab=vocab, **more)
+    g = torch.Generator().manual_seed(1)
+    if form == "dense":
+        probs = torch.rand(*shape, vocab, generator=g)
+        return given | {
+            "target": (probs / probs.sum(-1, keepdim=True)).to(given["hidden" if loss.linear else "logits"])
+        }
+    indices, values = torch.randint(vocab, (*shape, 4), generator=g), torch.rand(*shape, 4, generator=g)
+    indices[..., 3] = indices[..., 0]
+    return given | {"target": TopK(indices, values.log() if form == "log_probs" else values, form, "truncated")}
+
+
+def everything(reduction="mean"):
+    each = torch.linspace(0.5, 1.5, 24).reshape(2, 12)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.5, "temperature": each}
+    options |= {"token_weight": each.flip(0)} | ({"normalizer": 7.0} if reduction == "mean" else {})
+    return options
+
+
+def oracle(loss, given, upstream, **options):
+    target = given["target"]
+    if isinstance(target, TopK):
+        values = as_array(target.values)
+        target = SoftLabels(as_array(target.indices), np.exp(values) if target.kind == "log_probs" else values)
+    named = given | options | {"grad_loss": upstream, "target": target}
+    arrays = {name: as_array(x) if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+    return (soft_linear_cross_entropy if loss.linear else soft_cross_entropy)(**arrays)
+
+
+def assert_right(loss, given, *, scale=1.0, bound=None, **options):
+    made = loss.op(**given, **options)
+    upstream = torch.linspace(-1, 2, made.numel()).view(made.shape[::-1]).permute(tuple(reversed(range(made.ndim))))
+    leaves = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+    grads = torch.autograd.grad(made, [given[name] for name in leaves], upstream)
+    hows = ("scratch_bytes", "backend")
+    right = oracle(loss, given, upstream, **{name: x for name, x in options.items() if name not in hows})
+    assert_near("loss", made.detach(), torch.from_numpy(right.loss), scale)
+    for name, g in zip(leaves, grads, strict=True):
+        assert g.dtype == given[name].dtype
+        assert_near(f"grad_{name}", g, torch.from_numpy(getattr(right, f"grad_{name}")), scale, bound)
+
+
+@by_op
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@by_form
+def test_values(loss, form, reduction):
+    for options in ({}, everything(reduction), {"label_smoothing": 1.0}):
+        assert_right(loss, problem(loss, form), reduction=reduction, scale=2, **options)
+    for dtype in (torch.bfloat16, torch.float16):
+        given = problem(loss, form, dtype=dtype)
+        assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], **everything(reduction))
+
+
+@by_op
+@by_form
+def test_the_oracle_is_pytorchs(loss, form):
+    given = {
+        n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in problem(loss, form).items()
+    }
+    leaves = {n: x.detach().requires_grad_() for n, x in given.items() if n != "target"}
+    z = (F.linear(*leaves.values()) if loss.linear else leaves["logits"]).flatten(0, 1)
+    right = oracle(loss, given, torch.ones(()), label_smoothing=0.1)
+    target = given["target"]
+    if isinstance(target, TopK):
+        values = target.values.double().exp() if form == "log_probs" else target.values.double()
+        target = torch.zeros(2, 12, VOCAB).double().scatter_add_(-1, target.indices, values)
+    value = F.cross_entropy(z, target.flatten(0, 1), label_smoothing=0.1)
+    grads = torch.autograd.grad(value, list(leaves.values()))
+    for x, y in zip((value.detach(), *grads), right, strict=True):
+        torch.testing.assert_close(x, torch.from_numpy(y), rtol=1e-6, atol=1e-9)
+
+
+@by_op
+@by_form
+def test_the_smallest_scratch_is_enough(loss, form):
+    """Several chunks of tokens, the last ragged, of strided labels."""
+    given = problem(loss, form, (10, 15), vocab=1200)
+    if form == "dense":
+        wide = torch.rand(11, 15, 1210)
+        given["target"] = wide[1:, :, 10:].transpose(0, 1).contiguous().transpose(0, 1)
+    options = {"softcap": 5.0, "label_smoothing": 0.1}
+    least = _least(loss, given, options)
+    assert_right(loss, given, scale=4, scratch_bytes=least, **options)
+
+
+def _least(loss, given, options):
+    with pytest.raises(ValueError, match=f"^{loss.op.__name__}: scratch_bytes=1 is too small") as caught:
+        loss.op(**given, **options, scratch_bytes=1)
+    return int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+
+
+@by_op
+@by_form
+def test_a_certain_label_is_that_of_its_id(loss, form):
+    """With all digits of a small loss, and exact zeros of one class."""
+    for vocab in (VOCAB, 1):
+        given = loss.problem((6,), vocab=vocab)
+        y = given["target"]
+        with torch.no_grad():
+            if loss.linear:
+                given["bias"][:] = 0
+                given["hidden"] += 1.5 * given["weight"][y]
+            else:
+                given["logits"].scatter_add_(1, y[:, None], torch.full((6, 1), 16.0))
+        soft = {"dense": F.one_hot(y, vocab).float(), "probs": TopK(y[:, None], torch.ones(6, 1), "probs", "truncated"),
+                "log_probs": TopK(y[:, None], torch.zeros(6, 1), "log_probs", "truncated")}[form]  # fmt: skip
+        made, expected = ([x := loss.op(**given | {"target": t}, reduction="none"),
+                           *torch.autograd.grad(x.sum(), [v for v in given.values() if v.requires_grad])]
+                          for t in (soft, y))  # fmt: skip
+        for a, b in zip(made, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=3e-5, atol=0)
+
+
+@by_op
+def test_special_values(loss):
+    """What has no probability costs nothing though its logit is -inf; what has some costs infinity; none costs 0."""
+    for form in FORMS[::2]:
+        given = problem(loss, form)
+        with torch.no_grad():
+            given["bias" if loss.linear else "logits"][..., 5] = -math.inf
+        target = given["target"]
+        if form == "dense":
+            target[..., 5] = 0
+            target[0, 1, 5] = 0.5
+            target[0, 2] = 0
+        else:
+            target.indices.masked_fill_(target.indices == 5, 6)
+            target.indices[..., 1] = 5
+            target.values[..., 1] = 0
+            target.values[0, 1, 1] = 0.5
+            target.values[0, 2] = 0
+        made = loss.op(**given, reduction="none")
+        assert made.isinf().nonzero().tolist() == [[0, 1]]
+        assert made[0, 2] == 0
+        (g,) = torch.autograd.grad(made.sum(), given["hidden" if loss.linear else "logits"])
+        assert g.isfinite().all()
+        assert not g[0, 2].any()
+
+
+@pytest.mark.parametrize("form", ["probs", "dense"])
+def test_operators_modules_and_weight_grad_out(form):
+    for loss in (LCE, CE):
+        given = problem(loss, form)
+        leaves = [x for x in given.values() if torch.is_tensor(x) and x.requires_grad]
+        check_operators(lambda given=given, leaves=leaves, loss=loss: torch.autograd.grad(loss.op(**given), leaves))
+    assert torch.equal(CrossEntropyLoss(label_smoothing=0.1)(**given), cross_entropy(**given, label_smoothing=0.1))
+    given, out = problem(LCE, form), torch.zeros(VOCAB, 16)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(**given), given["weight"])
+    for _ in range(2):
+        linear_cross_entropy(**given, weight_grad_out=out).backward()
+    assert given["weight"].grad is None
+    torch.testing.assert_close(out, 2 * expected)
+
+
+K = TopK(torch.zeros(2, 12, 3, dtype=torch.int64), torch.rand(2, 12, 3), "probs", "truncated")
+DENSE = torch.rand(2, 12, VOCAB)
+OFF = K.indices.clone()
+OFF[1, 7, 2] = 70
+WRONG = {
+    "kind": ({"target": K._replace(kind="logits")}, ValueError, "target.kind must be 'probs' or 'log_probs'; got 'logits'; pass log-probabilities, as values.log_softmax(-1)"),
+    "rest": ({"target": K._replace(rest="tail")}, ValueError, "target.rest must be 'truncated', a sum over the K entries alone; got 'tail', which linear_jsd and jsd take"),
+    "indices are float": ({"target": K._replace(indices=K.values)}, TypeError, "target.indices must hold integers; got float32"),
+    "values are integers": ({"target": K._replace(values=K.indices)}, TypeError, "target.values must be float32, bfloat16 or float16; got int64"),
+    "values is a list": ({"target": K._replace(values=[0.5])}, TypeError, "target.values must be a torch.Tensor; got list"),
+    "values elsewhere": ({"target": K._replace(values=K.values.to("meta"))}, ValueError, "target.values is on meta but"),
+    "values need a gradient": ({"target": K._replace(values=K.values.clone().requires_grad_())}, ValueError, "target.values gets no gradient from this op; pass target.values.detach()"),
+    "shapes differ": ({"target": K._replace(values=K.values[..., :2])}, ValueError, "target.indices has shape [2, 12, 3] and values [2, 12, 2]; they must have one shape"),
+    "flat": ({"target": K._replace(indices=K.indices[0], values=K.values[0])}, ValueError, "target.indices has shape [12, 3] but"),
+    "no entries": ({"target": K._replace(indices=K.indices[..., :0], values=K.values[..., :0])}, ValueError, "and one more for K >= 1 entries"),
+    "out of range": ({"target": K._replace(indices=OFF)}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
+    "-100 is out of range": ({"target": K._replace(indices=OFF - 100)}, ValueError, "target.indices[0, 0, 0] is -100, which is not in [0, 70)"),
+    "too short": ({"target": DENSE[..., :69]}, ValueError, "target has shape [2, 12, 69]; probabilities must be [..., V], [2, 12, 70]"),
+    "float64": ({"target": DENSE.double()}, TypeError, "target must be float32, bfloat16 or float16; got float64"),
+    "needs a gradient": ({"target": DENSE.clone().requires_grad_()}, ValueError, "target gets no gradient from this op; pass target.detach()"),
+    "one number a token": ({"target": torch.rand(2, 12)}, TypeError, "target must hold integers; got float32"),
+    "ignore_index": ({"target": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids; give a token that is to be ignored a token_weight of 0"),
+    "return_stats": ({"target": K, "return_stats": True}, ValueError, "return_stats=True is of targets that are ids"),
+    "token_weight": ({"target": K, "token_weight": torch.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
+    "temperature": ({"target": DENSE, "temperature": torch.ones(24)}, ValueError, "temperature has shape [24]; it must have"),
+    "label_smoothing": ({"target": K, "label_smoothing": 1.5}, ValueError, "label_smoothing must be in [0, 1]; got 1.5"),
+    "backend": ({"target": DENSE, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: "),
+    "normalizer": ({"target": K, "normalizer": 0}, ValueError, "normalizer must be above 0"),
+    "scratch": ({"target": DENSE, "scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
+}  # fmt: skip
+OWN = {
+    LCE: {
+        "fp8": ({"target": K, "precision": "fp8"}, ValueError, "precision='fp8' takes targets that are ids; pass precision='full'"),
+        "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
+    },
+    CE: {"in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
+}  # fmt: skip
+
+
+@by_op
+def test_wrong_call(loss):
+    for changes, kind, message in (WRONG | OWN[loss]).values():
+        assert_refused(loss.op.__name__, partial(loss.op, **loss.problem() | changes), kind, message)
