@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from onchip.torch import (
+    TopK,
     cross_entropy,
     fp8_linear,
     jsd,
@@ -58,6 +59,18 @@ def sum_of_log_probs(target, logits=None, **given):
     return out.log_prob + out.entropy + out.lse
 
 
+def soft_loss(target, token_weight=None, dense=False, **given):
+    """Of targets and their successors, with the probabilities 0.7 and 0.3."""
+    indices = torch.stack([target, (target + 1) % VOCAB], -1)
+    values = torch.tensor([0.7, 0.3], device=target.device).expand(indices.shape)
+    labels = TopK(indices, values, "probs", "truncated")
+    if dense:
+        zeros = torch.zeros(*target.shape, VOCAB, device=target.device)
+        labels = zeros.scatter(-1, indices, values)
+    op = cross_entropy if "logits" in given else linear_cross_entropy
+    return op(target=labels, token_weight=token_weight, **given)
+
+
 def registered_fp8_linear(x, weight, bias, **options):
     # Nothing is to be recorded where torch.compile looks on: it takes the registered operator anyway.
     with contextlib.nullcontext() if torch.compiler.is_compiling() else Recorded():
@@ -85,13 +98,16 @@ class Problem:
 
     def __str__(self):
         said = (str(v) if isinstance(v, str) else f"{k}={v}" for k, v in self.options.items())
-        return "-".join([self.name if self.op is sum_of_log_probs else self.op.__name__, *said])
+        soft = ["soft"] if self.op is soft_loss else []
+        return "-".join([self.name if self.op in (sum_of_log_probs, soft_loss) else self.op.__name__, *soft, *said])
 
     @property
     def name(self):
         """What the op calls itself."""
         if self.op is sum_of_log_probs:
             return "log_probs" if "logits" in self.inputs else "linear_log_probs"
+        if self.op is soft_loss:
+            return "cross_entropy" if "logits" in self.inputs else "linear_cross_entropy"
         return "fp8_linear" if self.op in LAYERS else self.op.__name__
 
     @property
@@ -115,7 +131,7 @@ class Problem:
             given["target"] = torch.randint(VOCAB, (tokens,), device=self.device)
         if self.op not in (*LAYERS, sum_of_log_probs):
             given["token_weight"] = torch.rand(tokens, device=self.device)
-        if self.op in (linear_cross_entropy, cross_entropy, sum_of_log_probs):
+        if self.op in (linear_cross_entropy, cross_entropy, sum_of_log_probs, soft_loss):
             given["temperature"] = torch.rand(tokens, device=self.device) + 0.5
 
         def call(*inputs, **more):
@@ -149,6 +165,9 @@ def problems(backend, device="cpu"):
     yield Problem(sum_of_log_probs, HEAD)
     if torchs:  # which alone has it
         yield Problem(sum_of_log_probs, {"logits": LOGITS})
+        for inputs in (HEAD, {"logits": LOGITS}):
+            for dense in (False, True):
+                yield Problem(soft_loss, inputs, {"reduction": "mean", "dense": dense})
     for layer in LAYERS:
         yield Problem(layer, LAYER)
 
@@ -345,10 +364,11 @@ def checks(backend, device="cpu"):
             wanted += [retained_graph, inputs_left_alone, schema_is_true, no_tokens]
             wanted += [] if problem.inplace else [compiled]
             wanted += [meta_tensors, transforms_refused] if backend == "torch" and device == "cpu" else []
-        if problem.op not in LAYERS:
+        if problem.op not in (*LAYERS, soft_loss):  # whose tokens all count
             wanted += [ignored_tokens]
         if "mean" in problem.options.values():
-            wanted += [changed_in_place, normalizer_of_zero]
+            wanted += [changed_in_place]
+            wanted += [normalizer_of_zero] if problem.op is not soft_loss else []
         made |= {f"{check.__name__}-{problem}": partial(check, given) for check in wanted}
     return made
 

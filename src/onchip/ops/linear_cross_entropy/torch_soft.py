@@ -107,7 +107,8 @@ class SoftCall(Call):
 
     @property
     def of_op(self) -> dict[str, Any]:
-        return {**super().of_op, "ids": 0 if self.dense else self.several, "dense": self.dense}
+        ids = 0 if self.dense else self.several
+        return {"op": OP, "ids": ids, "dense": self.dense, "weight_grad_out": self.weight_grad_out is not None}
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """All of them; values are always checked on the CPU."""

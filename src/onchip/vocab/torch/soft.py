@@ -9,6 +9,7 @@ K ids go through the walks of the other losses, with log-probabilities of severa
 probability, `dense_stats` and `dense_gradient` take rows of the whole vocabulary, a chunk of tokens at a time.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class SoftOutputs(NamedTuple):
     def empty(options: Any, like: Tensor, probs: Tensor, *, dense: bool) -> "SoftOutputs":
         """Not yet filled, for probabilities [..., K] or [..., V]."""
         shape = probs.shape[:-1]
-        tokens, count = shape.numel(), 1 if dense else probs.shape[-1]
+        tokens, count = math.prod(shape), 1 if dense else probs.shape[-1]  # (numel() of symbols is a number)
         return SoftOutputs(
             like.new_empty(shape if options.reduction == "none" else (), dtype=torch.float32),
             like.new_empty(tokens, dtype=torch.float32),
