@@ -24,6 +24,9 @@ from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import walks
+from soft_labels import assert_right as assert_soft
+from soft_labels import everything
+from soft_labels import problem as soft_problem
 from tanh import assert_is_tanh, triton_tanh
 
 LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
@@ -168,6 +171,19 @@ def forward_in_chunks_of_tokens(op):
     options = {"softcap": 5.0} | ({} if loss.of_ids else {"label_smoothing": 0.1, "z_loss": 1e-3})
     with mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128)):
         right(loss, given, **options)
+
+
+@check("plain", "everything", "one id", "mixed")
+def soft_labels(how):
+    """Probabilities of K ids."""
+    given = soft_problem(LCE, "probs", (300,) if how == "mixed" else (2, 12), dtype=torch.float16)
+    if how == "one id":
+        target = given["target"]
+        given["target"] = target._replace(indices=target.indices[..., :1], values=target.values[..., :1])
+    options = everything("none") | {"label_smoothing": 0.0, "reduction": "none"} if how == "everything" else {}
+    bound = RIGHT[torch.float16]
+    with mixed_plan() if how == "mixed" else nullcontext():
+        assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
 
 
 @check("stash", "recompute", "out")

@@ -22,7 +22,7 @@ from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
-NO_KERNELS = "its labels are ids; pass backend='torch', or 'auto'"
+NO_KERNELS = "its targets are ids; pass backend='torch', or 'auto'"
 
 
 def run(
@@ -134,7 +134,7 @@ def _forward(call: SoftCall) -> SoftMade:
         losses, *known = soft.dense_stats(rows, options, tokens, call.config(), call.labels)
         return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known))
     stats = walk.forward(rows, options, tokens, call.config(), entropy=False)
-    losses = soft.token_losses(options, stats, call.probs())
+    losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), stats.lse, stats.log_prob, None))
 
 

@@ -18,6 +18,7 @@ from onchip.frontend.torch_inputs import (
     check_weight_grad_out,
     choose_torch_backend,
     copied_rows,
+    copied_weight,
     product_dtype,
     temperature_tensor,
 )
@@ -31,6 +32,7 @@ from onchip.vocab.torch import soft, tiles, walk
 from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
+from onchip.vocab.triton import setup
 
 
 def run(
@@ -67,7 +69,7 @@ def run(
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, weight)
     dense = "target" in tensors
-    choose_torch_backend(OP, backend, hidden.device, refusal(options, dense=dense))
+    chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, dtype, options, dense=dense))
     ids, labels, kind = parts_of(target, hidden.shape[:-1])
     call = SoftCall(
         hidden=hidden,
@@ -78,7 +80,7 @@ def run(
         dtype=dtype,
         options=options,
         grads=needed(hidden, weight, bias),
-        copied=copied_rows(hidden),
+        copied=copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
         compiled=torch.compiler.is_compiling(),
         token_weight=token_weight,
         normalizer=normalizer,
@@ -87,14 +89,22 @@ def run(
         kind=kind,
         dense=dense,
     )
+    if chosen == "triton":
+        from onchip.ops.linear_cross_entropy import triton_soft
+
+        return triton_soft.LOSS(call).out.loss
     strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
     memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
     return OPERATORS[dense](call).out.loss
 
 
-def refusal(options: Options, *, dense: bool) -> str:
-    """Why the Triton kernels can't serve a call with soft labels."""
-    return "its labels are ids; pass backend='torch', or 'auto'"
+def _refusal(hidden: Tensor, dtype: torch.dtype, options: Options, *, dense: bool) -> str | None:
+    """Why the Triton kernels can't serve a call."""
+    if dense:
+        return "its soft labels are of K ids, a TopK; pass one, or backend='torch'"
+    if options.label_smoothing > 0:
+        return "its soft labels have no label_smoothing; pass backend='torch', or smooth the labels"
+    return setup.refusal(hidden.device.type, hidden.device.index, dtype)
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tenso
 def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     stats = walk.forward(call.layer, options, tokens, call.plan("forward", tokens), entropy=False)
-    losses = soft.token_losses(options, stats, call.probs())
+    losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
-from onchip.vocab.torch.softmax import Running, TokenGradient, TokenStats, token_gradient
+from onchip.vocab.torch.softmax import Running, TokenGradient, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
 
@@ -58,14 +58,20 @@ def labels_of(values: Tensor, kind: str) -> Tensor:
     return values.exp() if kind == "log_probs" else values
 
 
-def token_losses(options: Any, stats: TokenStats, probs: Tensor) -> Tensor:
-    """[n]: the loss of each token, of the log-probabilities [n, K] of its ids."""
-    eps, value = options.label_smoothing, torch.zeros_like(stats.lse)
+def token_losses(
+    options: Any,
+    lse: Tensor,  # [n]
+    log_prob: Tensor,  # [n, K]
+    uniform: Tensor | None,  # [n]: `TokenStats.uniform`, for label smoothing
+    probs: Tensor,  # [n, K]
+) -> Tensor:
+    """[n]: the loss of each token."""
+    eps, value = options.label_smoothing, torch.zeros_like(lse)
     if eps < 1:
-        value = -(1 - eps) * _expected(probs, stats.log_prob)
-    if stats.uniform is not None:
-        value = value + eps * stats.uniform
-    return value + options.z_loss * stats.lse.square() if options.z_loss > 0 else value
+        value = -(1 - eps) * _expected(probs, log_prob)
+    if uniform is not None:
+        value = value + eps * uniform
+    return value + options.z_loss * lse.square() if options.z_loss > 0 else value
 
 
 def _expected(probs: Tensor, log_prob: Tensor) -> Tensor:
@@ -130,7 +136,8 @@ def dense_stats(source: Any, options: Any, tokens: Ids, config: Config, probs: T
     stats = running.stats(tokens, vocab, entropy=False, uniform=eps > 0)
     largest = stats.argmax.clamp(min=0)[:, None]
     # As if of one id, whose log-probability is the sum over all entries.
-    loss = token_losses(options, stats._replace(log_prob=expected[:, None]), torch.ones_like(expected)[:, None])
+    expected = expected[:, None]
+    loss = token_losses(options, stats.lse, expected, stats.uniform, torch.ones_like(expected))
     return DenseStats(loss, stats.lse, -running.log_total[:, None], largest)
 
 
