@@ -52,8 +52,8 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
     if getattr(p, "compacted", False) or (rows and p.gathered and not strided):
         y[..., ::8] = -100
     op = (LP.op if p.ids else CE.op) if rows else LLP.op if p.ids else LCE.op
-    if p.dense:
-        y = torch.rand(*y.shape, p.vocab, device=device).to(DTYPES[p.dtype])
+    if p.labels:
+        y = torch.rand(*y.shape, p.vocab, device=device).to(DTYPES[p.labels])
         strategy = "forward"
     leaves = [x for x in given.values() if x.requires_grad]
     options |= {} if budget is None else {"scratch_bytes": budget}
@@ -114,7 +114,7 @@ LINEAR = [
     ("recompute", {"ids": 1, "stats": True, "softcap": True}),
     ("recompute", {"ids": 16, "compacted": True, "dtype": "bfloat16"}),
     ("forward", {"ids": 1, "stats": True} | NO_GRADS),
-    ("stash", {"dense": True, "dtype": "bfloat16"}),
+    ("stash", {"labels": "bfloat16", "dtype": "bfloat16"}),
 ]
 
 
@@ -162,8 +162,8 @@ def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
         ({"dtype": "bfloat16", "gathered": True}, {}),
         ({"gathered": True}, {"strided": True}),
         ({"ids": 2, "stats": True, "softcap": True}, {}),
-        ({"dense": True}, {}),
-        ({"dense": True, "softcap": True, "dtype": "bfloat16"}, {}),
+        ({"labels": "float32"}, {}),
+        ({"labels": "bfloat16", "softcap": True, "dtype": "bfloat16"}, {}),
     ],
     ids=str,
 )

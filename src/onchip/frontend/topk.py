@@ -37,43 +37,46 @@ class TopK(NamedTuple):
     """"tail", "truncated" or "renormalised"."""
 
 
-def check_labels(op: str, target: TopK) -> None:
-    """Raise unless a cross-entropy can have this target."""
+def check_labels(op: str, name: str, target: TopK) -> None:
+    """Raise unless a cross-entropy can have this target, an argument called `name`."""
     if target.kind not in OF_LABELS:
         remedy = "; pass log-probabilities, as values.log_softmax(-1)" if target.kind == "logits" else ""
-        raise ValueError(f"{op}: target.kind must be 'probs' or 'log_probs'; got {target.kind!r}{remedy}")
+        raise ValueError(f"{op}: {name}.kind must be 'probs' or 'log_probs'; got {target.kind!r}{remedy}")
     if target.rest != "truncated":
         raise ValueError(
-            f"{op}: target.rest must be 'truncated', a sum over the K entries alone; got {target.rest!r}, "
+            f"{op}: {name}.rest must be 'truncated', a sum over the K entries alone; got {target.rest!r}, "
             "which linear_jsd and jsd take"
         )
 
 
-def check_label_shapes(op: str, shapes: Mapping[str, Shape], of: str, vocab: int) -> None:
+def check_label_shapes(op: str, name: str, shapes: Mapping[str, Shape], of: str, vocab: int) -> None:
     """Raise ValueError unless soft labels are [..., V], or [..., K] twice, and what is by token [...].
 
-    `of` names what has the leading dimensions.
+    `name` is the front end's word for targets, and `of` names what has the leading dimensions.
     """
     leading = shapes[of][:-1]
-    if "target" in shapes and shapes["target"] != (*leading, vocab):
+    if name in shapes and shapes[name] != (*leading, vocab):
         raise ValueError(
-            f"{op}: target has shape {list(shapes['target'])}; probabilities must be [..., V], {[*leading, vocab]}"
+            f"{op}: {name} has shape {list(shapes[name])}; probabilities must be [..., V], {[*leading, vocab]}"
         )
-    for name in ("target.indices", "target.values"):
-        shape = shapes.get(name)
+    for part in (f"{name}.indices", f"{name}.values"):
+        shape = shapes.get(part)
         if shape is not None and (len(shape) < 1 or shape[:-1] != leading or shape[-1] < 1):
             raise ValueError(
-                f"{op}: {name} has shape {list(shape)} but {of} has shape {list(shapes[of])}; it must have "
+                f"{op}: {part} has shape {list(shape)} but {of} has shape {list(shapes[of])}; it must have "
                 f"{possessive(of)} leading dimensions, {list(leading)}, and one more for K >= 1 entries"
             )
-    if shapes.get("target.indices") != shapes.get("target.values"):
-        indices, values = (list(shapes[f"target.{name}"]) for name in ("indices", "values"))
-        raise ValueError(f"{op}: target.indices has shape {indices} and values {values}; they must have one shape")
-    for name in ("token_weight", "temperature"):
-        shape = shapes.get(name, leading)
-        if shape != leading and not (name == "temperature" and shape == ()):
+    indices, values = (shapes.get(f"{name}.{part}") for part in ("indices", "values"))
+    if indices is not None and values is not None and indices != values:
+        raise ValueError(
+            f"{op}: {name}.indices has shape {list(indices)} and values {list(values)}; they must have one shape"
+        )
+    for factor in ("token_weight", "temperature"):
+        shape = shapes.get(factor, leading)
+        if shape != leading and not (factor == "temperature" and shape == ()):
             raise ValueError(
-                f"{op}: {name} has shape {list(shape)}; it must have one number per token, {list(leading)}"
+                f"{op}: {factor} has shape {list(shape)}; it must have {possessive(of)} leading dimensions, "
+                f"{list(leading)}"
             )
 
 

@@ -25,7 +25,7 @@ def check_label_tensors(
     """The tensors, those that are `given` among them, where all are of the right kind."""
     labels = {"target": target}
     if isinstance(target, TopK):
-        check_labels(op, target)
+        check_labels(op, "target", target)
         labels = {"target.indices": target.indices, "target.values": target.values}
     constants = {"token_weight": token_weight, "temperature": temperature}
     tensors = require_tensors(op, {**given, **labels, **constants}, optional=("bias", *constants))

@@ -43,8 +43,8 @@ class Problem:
     """Bytes of the copies that are made of inputs whose strides don't suit."""
     ids: int = 0
     """Of linear_log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
-    dense: bool = False
-    """Soft labels for every entry of the vocabulary."""
+    labels: str = ""
+    """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):
@@ -83,7 +83,7 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read.  The
     # gradient of linear_log_probs reads the entropy.
     copies = 1 + int(p.stats and (p.ids > 0 or c.strategy != "recompute")) + int(p.softcap and backward)
-    copies += 2 * int(p.dense)  # logarithms of probabilities and a mask, or labels in float32
+    copies += 2 * int(p.labels != "")  # logarithms of probabilities and a mask, or labels in float32
     tile_bytes = 4 * copies + (2 if narrow and backward else 0)
     if p.device == "cuda":
         row_bytes = element if backward else 0  # ignored rows zeroed, so that a NaN there can't leak

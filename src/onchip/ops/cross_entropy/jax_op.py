@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import check_arrays, check_normalizer, checked_numbers, options_of, platform
+from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
-from onchip.ops.cross_entropy import spec
+from onchip.ops.cross_entropy import jax_soft, spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
@@ -96,6 +97,8 @@ def cross_entropy(
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     given = locals()
+    if is_soft(labels, logits):
+        return jax_soft.run(given, dict.fromkeys(BACKENDS))
     spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
     options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)

@@ -40,7 +40,7 @@ def run(
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, per_token_temperature)
     check_logits(OP, shapes_of(tensors))
-    topk.check_label_shapes(OP, shapes_of(tensors), "logits", logits.shape[-1])
+    topk.check_label_shapes(OP, "target", shapes_of(tensors), "logits", logits.shape[-1])
     options = Options(
         **more,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
@@ -107,7 +107,7 @@ class SoftCall(NamedTuple):
             softcap=options.softcap is not None,
             gathered=torch_rows.flatten(logits) is None or (self.dense and torch_rows.flatten(self.labels) is None),
             ids=0 if self.dense else self.several,
-            dense=self.dense,
+            labels=DTYPES[self.labels.dtype] if self.dense else "",
         )
         return Config("forward", row_memory.plan(problem, "", options.scratch_bytes), logits.shape[-1])
 

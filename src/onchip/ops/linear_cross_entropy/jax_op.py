@@ -23,8 +23,9 @@ from onchip.frontend.jax_inputs import (
     options_of,
     platform,
 )
+from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
-from onchip.ops.linear_cross_entropy import spec
+from onchip.ops.linear_cross_entropy import jax_soft, spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
@@ -139,6 +140,9 @@ def linear_cross_entropy(
     """
     given = locals()
     check_layout(OP, weight_layout)
+    if is_soft(labels, hidden):
+        names = BACKENDS.get(platform(), ("xla",))
+        return jax_soft.run(given, {x: None if x == "xla" else "its labels are ids; pass backend='xla'" for x in names})
     spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
     options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
     check_normalizer(OP, normalizer, reduction)

@@ -14,6 +14,7 @@ from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend import topk
 from onchip.frontend.options import check_head, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
+    DTYPES,
     check_normalizer,
     check_weight_grad_out,
     choose_torch_backend,
@@ -58,7 +59,7 @@ def run(
     layer = {"hidden": hidden, "weight": weight, "bias": bias}
     tensors = check_label_tensors(OP, target, layer, token_weight, per_token_temperature)
     vocab = check_head(OP, shapes_of(tensors))
-    topk.check_label_shapes(OP, shapes_of(tensors), "hidden", vocab)
+    topk.check_label_shapes(OP, "target", shapes_of(tensors), "hidden", vocab)
     options = Options(
         **more,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
@@ -117,8 +118,10 @@ class SoftCall(Call):
 
     @property
     def of_op(self) -> dict[str, Any]:
-        ids = 0 if self.dense else self.several
-        return {"op": OP, "ids": ids, "dense": self.dense, "weight_grad_out": self.weight_grad_out is not None}
+        out = self.weight_grad_out is not None
+        if self.dense:
+            return {"op": OP, "labels": DTYPES[self.labels.dtype], "weight_grad_out": out}
+        return {"op": OP, "ids": self.several, "weight_grad_out": out}
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """All of them; values are always checked on the CPU."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, vary_alike, with_gradients
@@ -35,6 +34,7 @@ from onchip.vocab.xla.tiles import (
     Transform,
     Wanted,
     select_tokens,
+    shares,
 )
 
 Array = jax.Array
@@ -185,7 +185,7 @@ def gradient_by_outputs(tokens: Tokens, ids: Array, stats: TokenStats, upstream:
     g, g_entropy, g_lse = map(rows, (upstream.log_prob, upstream.entropy, upstream.lse))
     g = jnp.zeros(ids.shape, jnp.float32) if g is None else g
     g = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, g))
-    same, rest = _shares(ids, g)
+    same, rest = shares(ids, g)
     common = jnp.sum(g, 1)
     if g_lse is not None:
         common, rest = common - g_lse, rest - g_lse[:, None]
@@ -194,17 +194,3 @@ def gradient_by_outputs(tokens: Tokens, ids: Array, stats: TokenStats, upstream:
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
     at_ids = -same * jnp.expm1(stats.log_prob) - jnp.exp(stats.log_prob) * rest
     return TokenGradient(-common, at_ids, None if g_entropy is None else -g_entropy)
-
-
-def _shares(ids: Array, g: Array) -> tuple[Array, Array]:
-    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [P, K] each."""
-    if ids.shape[1] == 1:
-        return g, jnp.zeros_like(g)
-
-    def of_one(k: Array) -> tuple[Array, Array]:
-        equal = ids == lax.dynamic_slice_in_dim(ids, k, 1, 1)
-        return jnp.sum(jnp.where(equal, g, 0), 1), jnp.sum(jnp.where(equal, 0, g), 1)
-
-    # One by one: all at once would be [P, K, K].
-    same, rest = lax.map(of_one, jnp.arange(ids.shape[1]))
-    return same.T, rest.T

@@ -35,8 +35,8 @@ class Problem:
     """What errors speak for."""
     ids: int = 0
     """Of log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
-    dense: bool = False
-    """Soft labels for every entry of the vocabulary."""
+    labels: str = ""
+    """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -52,17 +52,17 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     # The gradient of log_probs reads the entropy's too.
     entropy, slope = p.stats, p.softcap and p.grad
     copies = 1 + (int(entropy) + int(slope) if p.ids else int(entropy or slope))
-    if p.dense:  # logarithms of probabilities and a mask, or labels in float32
+    if p.labels:  # logarithms of probabilities and a mask, or labels in float32
         copies = 3 + int(slope)
     vectors = (96 + 80 * p.ids) * p.tokens
     if p.xla:
-        narrow = p.device == "cpu" and p.dtype != "float32"
-        # Differences to the maximum that are summed have a tile of their own.
-        tiles = 1 + int(p.stats or p.smoothing)
+        narrow = [x for x in (p.dtype, p.labels) if p.device == "cpu" and x not in ("", "float32")]
+        # Differences to the maximum that are summed have a tile of their own, and so do soft labels.
+        tiles = 1 + int(p.stats or p.smoothing) + int(p.labels != "")
         return {
             "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,
-            "16-bit logits as integers": 2 * p.tokens * p.vocab if narrow else 0,
+            "16-bit logits as integers": 2 * p.tokens * p.vocab * len(narrow),
             "vectors": vectors,
         }
     return {
