@@ -59,7 +59,11 @@ def cross_entropy(
         logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
             the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
             64-bit mode is off.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
+            ignore_index or return_stats.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `label_smoothing`, `z_loss`, `softcap`,
             `logit_scale`, `temperature` (a number or [...]) and `return_stats`: as in `linear_cross_entropy`.
         backend: "xla" (plain JAX, on any device) or "auto".

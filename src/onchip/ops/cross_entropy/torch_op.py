@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     DTYPES,
     check_normalizer,
@@ -45,7 +46,7 @@ BACKENDS = ("triton", "torch")
 
 def cross_entropy(
     logits: Tensor,  # [..., V]
-    target: Tensor,  # [...]
+    target: Tensor | TopK,  # [...], or probabilities
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -75,7 +76,11 @@ def cross_entropy(
     Args:
         logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
             hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
+            inplace_backward; "torch" runs them.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `label_smoothing`, `z_loss`, `softcap`,
             `logit_scale`, `temperature` (a number or [...]), `check_inputs` and `return_stats`: as of
             `linear_cross_entropy`.
@@ -139,6 +144,7 @@ def cross_entropy(
             backend=backend,
             inplace_backward=inplace_backward,
         )
+    assert not isinstance(target, TopK)
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(
         OP, logits=logits, target=target, token_weight=token_weight, temperature=per_token_temperature
@@ -170,8 +176,8 @@ class CrossEntropyLoss(LossModule):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
     Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
-    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights and targets of probabilities are
-    not supported, and the mean of no tokens is 0, not NaN.
+    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights are not supported, and the mean of
+    no tokens is 0, not NaN.
 
     Example:
         >>> import torch
@@ -203,7 +209,7 @@ class CrossEntropyLoss(LossModule):
     def forward(
         self,
         logits: Tensor,  # [..., V]
-        target: Tensor,  # [...]
+        target: Tensor | TopK,  # [...], or probabilities
         *,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]

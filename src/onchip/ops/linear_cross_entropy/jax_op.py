@@ -79,7 +79,11 @@ def linear_cross_entropy(
         hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
+            ignore_index, return_stats or strategy="stash"; "xla" runs them.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
@@ -42,7 +43,7 @@ BACKENDS = ("triton", "torch")
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor | QuantizedWeight,  # [V, H]
-    target: Tensor,  # [...]
+    target: Tensor | TopK,  # [...], or probabilities
     bias: Tensor | None = None,  # [V]
     *,
     ignore_index: int = -100,
@@ -77,7 +78,11 @@ def linear_cross_entropy(
         weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  A [H, V] kernel's
             transpose is read as it lies; "triton" copies it where V is no multiple of 8.  With precision="fp8" also
             what `quantize_weight` made of one.
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
+            precision="fp8"; "triton" runs those of K entries, without label_smoothing.
         bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
@@ -165,6 +170,7 @@ def linear_cross_entropy(
             weight_grad_out=weight_grad_out,
             precision=precision,
         )
+    assert not isinstance(target, TopK)
     per_token_temperature = temperature_tensor(OP, temperature)
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     if matrix is not weight and precision != "fp8":
@@ -267,7 +273,7 @@ class LinearCrossEntropyLoss(LossModule):
         self,
         hidden: Tensor,  # [..., H]
         weight: Tensor | QuantizedWeight,  # [V, H]
-        target: Tensor,  # [...]
+        target: Tensor | TopK,  # [...], or probabilities
         bias: Tensor | None = None,  # [V]
         *,
         normalizer: float | Tensor | None = None,
