@@ -159,7 +159,7 @@ class SoftLabels(NamedTuple):
     def dense(self, vocab: int) -> Array:
         """[..., V]: of every entry; NaN for a token with an id outside [0, V)."""
         indices, probs = np.asarray(self.indices, np.int64), np.asarray(self.probs, np.float64)
-        bad = np.asarray((indices < 0) | (indices >= vocab))
+        bad: Any = (indices < 0) | (indices >= vocab)
         made = np.zeros((*indices.shape[:-1], vocab))
         rows = np.indices(indices.shape)[:-1]
         np.add.at(made, (*rows, np.where(bad, 0, indices)), probs)
