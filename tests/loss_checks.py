@@ -401,13 +401,18 @@ def only_what_needs_a_gradient_gets_one(loss):
 
 
 def autocast(loss):
-    """The products see 16 bits; gradients come back in each input's own dtype, rounded once."""
+    """The products see 16 bits; gradients come back in each input's own dtype, rounded once.  Without autocast too,
+    where hidden or weight has 16 bits."""
     half = loss.dtype if loss.dtype != torch.float32 else torch.bfloat16
-    for dtypes in ((torch.float32, torch.float32), (half, torch.float32)):
+    full = torch.float32
+    for cast, *dtypes in ((True, full, full), (True, half, full), (False, half, full), (False, full, half)):
+        if not (cast or loss.linear):
+            continue
         given = loss.problem((2, 8), dtype=torch.float32)
         if loss.linear:
-            given["hidden"] = given["hidden"].detach().to(dtypes[0]).requires_grad_()
-        with torch.autocast(loss.device, half):
+            for name, dtype in zip(("hidden", "weight"), dtypes, strict=True):
+                given[name] = given[name].detach().to(dtype).requires_grad_()
+        with torch.autocast(loss.device, half, enabled=cast):
             made = loss.run(given)
         seen = given
         if loss.linear:

@@ -101,7 +101,7 @@ LINEAR = {
     "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a torch.Tensor; got list"),
     "hidden is float64": ({"hidden": torch.randn(2, 12, 16).double()}, TypeError, "hidden must be float32, bfloat16 or float16; got float64"),
     "hidden is int": ({"hidden": torch.ones(2, 12, 16, dtype=torch.int64)}, TypeError, "hidden must be float32"),
-    "dtypes differ": ({"weight": torch.randn(70, 16).bfloat16()}, TypeError, "hidden is float32 but weight is bfloat16; cast one of them, or run under torch.autocast"),
+    "16-bit dtypes differ": ({"hidden": torch.randn(2, 12, 16).half(), "weight": torch.randn(70, 16).bfloat16()}, TypeError, "hidden is float16 but weight is bfloat16, and neither holds the other's numbers; cast one of them, or run under torch.autocast"),
     "bias too long": ({"bias": torch.randn(71)}, ValueError, "bias has shape [71] but weight has V=70"),
     "bias is 2-d": ({"bias": torch.randn(1, 70)}, ValueError, "bias must be [V]"),
     "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor; got float"),

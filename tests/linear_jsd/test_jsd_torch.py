@@ -247,6 +247,12 @@ def test_autocast():
     made = gradients(loss, (h, w))
     rounded = [p.detach().bfloat16().float().requires_grad_() for p in (h, w, x, v)]
     assert_same(made, gradients(linear_jsd(*rounded), rounded[:2]))
+    h, x = (p.detach().bfloat16().requires_grad_() for p in (h, x))  # and without, where one of two has 16 bits
+    made = gradients(linear_jsd(h, w, x, v), (h, w))
+    assert [g.dtype for g in made[-2:]] == [torch.bfloat16, torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_jsd(h, w, x, v)
+    assert_same(made, gradients(loss, (h, w)))
 
 
 def test_compile_of_logits_and_top_k():

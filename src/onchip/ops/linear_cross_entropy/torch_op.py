@@ -75,15 +75,16 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  A [H, V] kernel's
-            transpose is read as it lies; "triton" copies it where V is no multiple of 8.  With precision="fp8" also
-            what `quantize_weight` made of one.
+        weight: [V, H] like `nn.Linear`'s, of hidden's dtype; where one of them is float32, the products are of the
+            other's 16 bits, and under autocast of its dtype, whatever the inputs'.  A [H, V] kernel's transpose is read
+            as it lies; "triton" copies it where V is no multiple of 8.  With precision="fp8" also what
+            `quantize_weight` made of one.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
             precision="fp8"; "triton" runs those of K entries, without label_smoothing.
-        bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
+        bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient

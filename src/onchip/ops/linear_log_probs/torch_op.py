@@ -64,7 +64,7 @@ def linear_log_probs(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight, bias: [V, H] and [V] of hidden's dtype, as of `linear_cross_entropy`.
+        weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as of `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
