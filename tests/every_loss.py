@@ -163,8 +163,8 @@ def problems(backend, device="cpu"):
         yield Problem(linear_jsd, both("hidden", "weight", "bias"), how | {"teacher_grad": True})
         yield Problem(jsd, {"student_logits": LOGITS, "teacher_logits": LOGITS}, how | {"teacher_grad": True})
     yield Problem(sum_of_log_probs, HEAD)
-    if torchs:  # which alone has it
-        yield Problem(sum_of_log_probs, {"logits": LOGITS})
+    yield Problem(sum_of_log_probs, {"logits": LOGITS})
+    if torchs:
         for inputs in (HEAD, {"logits": LOGITS}):
             for dense in (False, True):
                 yield Problem(soft_loss, inputs, {"reduction": "mean", "dense": dense})

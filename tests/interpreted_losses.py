@@ -30,7 +30,7 @@ from soft_labels import problem as soft_problem
 from tanh import assert_is_tanh, triton_tanh
 
 LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
-STASH, RECOMPUTE, ROWS, IN_PLACE, LOG_PROBS, ENTROPY = LOSSES.values()
+STASH, RECOMPUTE, ROWS, IN_PLACE, OF_LOGITS, LOG_PROBS, ENTROPY = LOSSES.values()
 AUTO = replace(STASH, options={"reduction": "mean"})
 CHECKS = {f"{check.__name__}-{name}": partial(check, loss)
           for name, loss in LOSSES.items() for check in (*VALUES, bad_ids)}  # fmt: skip
@@ -52,7 +52,7 @@ def small(case):
     return replace(case, tokens=min(case.tokens, 20), vocab=min(case.vocab, 700))
 
 
-for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (LOG_PROBS, ENTROPY)):
+for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (OF_LOGITS, OF_LOGITS), (LOG_PROBS, ENTROPY)):
     _cases = [small(case) for case in _loss.own_cases() if case.vocab < 10_000]
     for _i, _case in enumerate(_cases):
         for _chosen in (_loss, _other) if _case.name in BOTH else ((_loss, _other)[_i % 2],):
@@ -256,6 +256,18 @@ def many_tiles(name):
         ROWS.assert_case(MANY_TILES[name])
         if name in ("odd", "everything"):
             IN_PLACE.assert_case(MANY_TILES[name], torch.float16)
+    assert used.called
+
+
+@check("plain", "offset", "everything")
+def several_ids_in_many_tiles(name):
+    more = {"ids": 3, "masked": 600, "ignored": 0.3, "token_temperature": True, "options": {"softcap": None}}
+    case = OF_LOGITS.case(
+        "tiles", 3, 0, 1000, **{"plain": {}, "offset": {"logit_offset": 1e4}, "everything": more}[name]
+    )
+    with small_tiles() as used:
+        for entropy in (True, False):
+            OF_LOGITS.assert_case(case, entropy=entropy)
     assert used.called
 
 

@@ -199,8 +199,7 @@ def losses(backend="torch", device="cpu", *, few=False):
     ways = list(itertools.product((False, True), ("mean", "none")))
     for inplace, reduction in (ways[0], ways[3]) if few else ways:
         yield make(CE, inplace=inplace, reduction=reduction)
-    if backend == "torch":  # which alone has it
-        yield make(LP, entropy=True)
+    yield make(LP, entropy=True)
     for entropy in (False, True):
         yield make(LLP, entropy=entropy)
 

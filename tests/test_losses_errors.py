@@ -150,7 +150,6 @@ OWN = {
     LLP: {},
     LP: {
         "ids for other logits": ({"logits": torch.randn(2, 70, 12)}, ValueError, "ids must have logits' leading dimensions, [2, 70]"),
-        "backend can't": ({"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it has no kernels for log_probs; pass backend='torch'"),
     },
 }  # fmt: skip
 TABLES = {

@@ -36,6 +36,7 @@ from onchip.ops.cross_entropy.torch_inputs import (
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.rows.launches import refusal
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs as LossOutputs
 from onchip.vocab.torch.tiles import Tokens
@@ -164,7 +165,7 @@ def cross_entropy(
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
-    chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
+    chosen = choose_torch_backend(OP, backend, logits.device, refusal(logits))
     if inplace_backward:
         check_inplace(logits)
     call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))

@@ -4,7 +4,7 @@ The maths is in `onchip.vocab.torch.soft`.  Labels of K ids go through the walks
 entry are taken with the whole vocabulary, a chunk of tokens at a time.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend import topk
 from onchip.frontend.options import check_head, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
-    DTYPES,
     check_normalizer,
     check_weight_grad_out,
     choose_torch_backend,
@@ -25,11 +24,12 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.ops.linear_cross_entropy import triton_soft
+from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
-from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
-from onchip.vocab.torch import soft, tiles, walk
+from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
@@ -91,8 +91,6 @@ def run(
         dense=dense,
     )
     if chosen == "triton":
-        from onchip.ops.linear_cross_entropy import triton_soft
-
         return triton_soft.LOSS(call).out.loss
     strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
     memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
@@ -106,36 +104,6 @@ def _refusal(hidden: Tensor, dtype: torch.dtype, options: Options, *, dense: boo
     if options.label_smoothing > 0:
         return "its soft labels have no label_smoothing; pass backend='torch', or smooth the labels"
     return setup.refusal(hidden.device.type, hidden.device.index, dtype)
-
-
-@dataclass(frozen=True)
-class SoftCall(Call):
-    """The arguments of the operators."""
-
-    labels: Tensor  # [..., K], of the `ids`; dense [..., V], and the ids [...] mean nothing
-    kind: str  # of these numbers: 'probs' or 'log_probs'
-    dense: bool
-
-    @property
-    def of_op(self) -> dict[str, Any]:
-        out = self.weight_grad_out is not None
-        if self.dense:
-            return {"op": OP, "labels": DTYPES[self.labels.dtype], "weight_grad_out": out}
-        return {"op": OP, "ids": self.several, "weight_grad_out": out}
-
-    def tokens(self, *, check_values: bool) -> Tokens:
-        """All of them; values are always checked on the CPU."""
-        chosen = tiles.select(
-            OP, "target.indices", self.ids, self.number, self.weight.shape[0], self.token_temperature,
-            ignore_index=None, temperature=self.options.temperature, check_values=check_values,
-        )  # fmt: skip
-        return tiles.weighed(
-            OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
-        )
-
-    def probs(self) -> Tensor:
-        """[T, K] float32."""
-        return soft.labels_of(self.labels.reshape(self.number, self.several), self.kind)
 
 
 class SoftMade(NamedTuple):

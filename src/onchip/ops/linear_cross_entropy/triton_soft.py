@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
-from onchip.ops.linear_cross_entropy.torch_soft import SoftCall
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.triton import setup

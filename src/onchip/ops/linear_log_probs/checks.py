@@ -1,7 +1,6 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 from collections.abc import Mapping
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -10,13 +9,12 @@ from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
 from onchip.ops.linear_log_probs.spec import LogProbs
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_logits
 
-_kernels = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
-
 
 def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}) -> dict[str, str | None]:
-    """Why each backend can't serve a call, or None; log_probs, whose cases have no hidden, has no kernels."""
-    refusals = _kernels(device, dtype, framework, given)
-    return refusals if given.get("hidden", 1) else {name: None for name in refusals if name != "triton"}
+    """Why each backend can't serve a call, or None; cases without a hidden size are log_probs'."""
+    of_logits = given.get("hidden", 1) == 0
+    refusal = "onchip.kernels.triton.launch:device_refusal" if of_logits else "onchip.vocab.triton.setup:refusal"
+    return kernel_refusals(refusal, device, dtype, framework, given)
 
 
 def _oracle(**given: Any) -> Any:

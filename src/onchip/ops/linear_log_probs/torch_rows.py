@@ -1,27 +1,30 @@
-"""log_probs for PyTorch, of logits that exist: the public function, and the backend of PyTorch's own operations.
+"""log_probs for PyTorch, of logits that exist: the public function, and the operators of its backends.
 
-`_forward` walks over the rows in chunks (`onchip.vocab.rows.torch`) and keeps a few numbers per token.  `_gradients`
-walks over them again into a new tensor.
+The operator is that of triton_rows.py, or `_forward` here, which walks over the rows in chunks
+(`onchip.vocab.rows.torch`) and keeps a few numbers per token.  `_gradients` walks over them again into a new tensor.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.frontend.options import scratch_in_bytes, shapes_of
-from onchip.frontend.torch_inputs import DTYPES, check_tensors, choose_torch_backend, temperature_tensor
+from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
-from onchip.ops.linear_log_probs import spec
+from onchip.ops.linear_log_probs import spec, triton_rows
+from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.ops.linear_log_probs.torch_op import TorchOutputs, gradient_by_outputs, returned
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
-from onchip.vocab.torch import tiles, walk
+from onchip.vocab.rows.launches import refusal
+from onchip.vocab.torch import walk
 from onchip.vocab.torch.tiles import Ids
 
-NO_KERNELS = "it has no kernels for log_probs; pass backend='torch'"
+# Best first: the order in which "auto" asks them.
+BACKENDS = ("triton", "torch")
 
 
 def log_probs(
@@ -58,8 +61,8 @@ def log_probs(
         scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
-        backend: "torch" (the framework's own operations on chunks of rows, on any device) or "auto", which takes it.
-            There are no kernels for this op: "triton" refuses.
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
+            own operations) or "auto": the first of these that can run the call.
 
     Returns:
         float32 log_prob of ids' shape, or `LogProbs`, as of `linear_log_probs`.
@@ -73,7 +76,8 @@ def log_probs(
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
     Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, with `ids` = K: 4 * rows * V bytes for chunks
-    of so many rows, as much again with entropy and in backward with softcap.  Between forward and backward the op keeps
+    of so many rows, as much again with entropy and in backward with softcap; with "triton" numbers of tokens and ids
+    alone.  Between forward and backward the op keeps
     logits and ids by reference, log_prob, lse and with entropy=True two more floats per token.  The gradient is one
     tensor of logits' dtype.
 
@@ -102,88 +106,33 @@ def log_probs(
         check_inputs=check_inputs,
         scratch_bytes=scratch_in_bytes(LOGITS_OP, scratch_bytes, logits.numel()),
     )
-    choose_torch_backend(LOGITS_OP, backend, logits.device, NO_KERNELS)
-    return returned(options, LOG_PROBS(Call(logits, ids, token_temperature, options, needed(logits))).out)
+    chosen = choose_torch_backend(LOGITS_OP, backend, logits.device, refusal(logits))
+    return returned(options, OPERATORS[chosen](RowsCall(logits, ids, token_temperature, options, needed(logits))).out)
 
 
 # ------------------------------------------------------------------------------------------------- registered operator
 
 
-class Call(NamedTuple):
-    """The arguments of the operator."""
-
-    logits: Tensor  # [..., V]
-    ids: Tensor  # [...] or [..., K]
-    token_temperature: Tensor | None  # [...] or []
-    options: LogitsOptions
-    grads: tuple[bool, ...]  # of logits
-
-    @property
-    def number(self) -> int:
-        """T."""
-        return self.logits.shape[:-1].numel()
-
-    @property
-    def operand(self) -> torch.dtype:
-        """No product reads the gradient."""
-        return torch.float32
-
-    def tokens(self, *, check_values: bool) -> Ids:
-        """Which tokens and ids count; values are always checked on the CPU."""
-        return tiles.select(
-            LOGITS_OP,
-            "ids",
-            self.ids,
-            self.number,
-            self.logits.shape[-1],
-            self.token_temperature,
-            ignore_index=self.options.ignore_index,
-            temperature=self.options.temperature,
-            check_values=check_values,
-        )
-
-    def chunk(self, tokens: Ids) -> int:
-        """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
-        options, logits = self.options, self.logits
-        flat = torch_rows.flatten(logits) is not None
-        problem = row_memory.Problem(
-            tokens=self.number,
-            vocab=logits.shape[-1],
-            dtype=DTYPES[logits.dtype],
-            device="cpu" if logits.device.type == "cpu" else "cuda",
-            grad=self.grads[0],
-            softcap=options.softcap is not None,
-            stats=options.entropy,
-            gathered=not flat or (tokens.index is not None and logits.dtype != torch.float32),
-            op=LOGITS_OP,
-            ids=tokens.ids.shape[1],
-        )
-        return row_memory.plan(problem, "", options.scratch_bytes)
-
-
-class Kept(NamedTuple):
-    """What backward is given."""
-
-    call: Call
-    log_prob: Tensor
-    entropy: Tensor | None
-    lse: Tensor
-    mean: Tensor | None
-
-
-def _forward(call: Call) -> TorchOutputs:
+def _forward(call: RowsCall) -> TorchOutputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows = torch_rows.Rows(call.logits)
-    config = Config("forward", call.chunk(tokens), rows.vocab)
+    config = Config("forward", _chunk(call, tokens), rows.vocab)
     stats = walk.forward(rows, options, tokens, config, entropy=options.entropy)
     return TorchOutputs.of(stats, tokens, call.logits, call.ids)
 
 
-def _fake(call: Call) -> TorchOutputs:
+def _chunk(call: RowsCall, tokens: Ids) -> int:
+    """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
+    flat = torch_rows.flatten(call.logits) is not None
+    gathered = not flat or (tokens.index is not None and call.logits.dtype != torch.float32)
+    return row_memory.plan(call.problem(gathered=gathered), "", call.options.scratch_bytes)
+
+
+def _fake(call: RowsCall) -> TorchOutputs:
     return TorchOutputs.empty(call.options, call.logits, call.ids)
 
 
-def _save(call: Call, made: TorchOutputs) -> Kept:
+def _save(call: RowsCall, made: TorchOutputs) -> Kept:
     return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
 
 
@@ -191,7 +140,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call, tokens = kept.call, kept.call.tokens(check_values=False)
     gradient, _ = gradient_by_outputs(kept, upstream, tokens)
     (out,) = _fake_gradients(kept, upstream, wanted)
-    torch_rows.write_gradient(call.logits, call.options, tokens, call.chunk(tokens), gradient, out)
+    torch_rows.write_gradient(call.logits, call.options, tokens, _chunk(call, tokens), gradient, out)
     return [out]
 
 
@@ -200,14 +149,21 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
     return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
 
 
-LOG_PROBS = Operator(
-    "log_probs_by_torch",
-    op=LOGITS_OP,
-    forward=_forward,
-    fake=_fake,
-    save=_save,
-    gradients=_gradients,
-    fake_gradients=_fake_gradients,
-    differentiable=("logits",),
-    differentiable_outputs=3,
-)
+def _operator(name: str, forward: Any, fake: Any, gradients: Any) -> Operator[RowsCall, TorchOutputs]:
+    return Operator(
+        name,
+        op=LOGITS_OP,
+        forward=forward,
+        fake=fake,
+        save=_save,
+        gradients=gradients,
+        fake_gradients=_fake_gradients,
+        differentiable=("logits",),
+        differentiable_outputs=3,
+    )
+
+
+OPERATORS = {
+    "triton": _operator("log_probs_by_triton", triton_rows.forward, triton_rows.fake, triton_rows.gradients),
+    "torch": _operator("log_probs_by_torch", _forward, _fake, _gradients),
+}

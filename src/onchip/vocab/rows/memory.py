@@ -47,7 +47,7 @@ def logits_bytes(p: Problem) -> int:
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     if p.triton:
-        return {"vectors": 48 * p.tokens}
+        return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens}
     # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
     # The gradient of log_probs reads the entropy's too.
     entropy, slope = p.stats, p.softcap and p.grad

@@ -119,12 +119,14 @@ def select(
     ignore_index: int | None,
     temperature: float,
     check_values: bool,
+    compact: bool = True,
 ) -> Ids:
     """Sort out which ids, an argument called `name`, and tokens count: all, without an ignore_index.
 
-    Values are checked on the CPU, and elsewhere if `check_values`.
+    Values are checked on the CPU, and elsewhere if `check_values`.  Without `compact` the CPU, where kernels run under
+    an interpreter, is a device as others.
     """
-    on_cpu = ids.device.type == "cpu"
+    on_cpu = compact and ids.device.type == "cpu"
     check_values = check_values or on_cpu
     plain = ids.reshape(tokens, -1 if tokens else 1).to(torch.int64)
     counted = torch.ones_like(plain, dtype=torch.bool) if ignore_index is None else plain != ignore_index
