@@ -164,10 +164,11 @@ def problems(backend, device="cpu"):
         yield Problem(jsd, {"student_logits": LOGITS, "teacher_logits": LOGITS}, how | {"teacher_grad": True})
     yield Problem(sum_of_log_probs, HEAD)
     yield Problem(sum_of_log_probs, {"logits": LOGITS})
-    if torchs:
-        for inputs in (HEAD, {"logits": LOGITS}):
-            for dense in (False, True):
-                yield Problem(soft_loss, inputs, {"reduction": "mean", "dense": dense})
+    yield Problem(soft_loss, HEAD, {"reduction": "mean", "dense": False})
+    if torchs:  # which alone has these
+        yield Problem(soft_loss, HEAD, {"reduction": "mean", "dense": True})
+        for dense in (False, True):
+            yield Problem(soft_loss, {"logits": LOGITS}, {"reduction": "mean", "dense": dense})
     for layer in LAYERS:
         yield Problem(layer, LAYER)
 

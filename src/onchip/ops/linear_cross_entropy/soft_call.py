@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES
@@ -40,3 +41,9 @@ class SoftCall(Call):
     def probs(self) -> Tensor:
         """[T, K] float32."""
         return soft.labels_of(self.labels.reshape(self.number, self.several), self.kind)
+
+    def sums(self) -> Tensor:
+        """[T] float32: how much probability each token has."""
+        if self.dense:
+            return self.labels.sum(-1, dtype=torch.float32).view(-1)
+        return self.probs().sum(1)

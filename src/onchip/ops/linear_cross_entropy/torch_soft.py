@@ -32,6 +32,7 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.torch import soft, walk
 from onchip.vocab.torch.loss import scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch.softmax import float16_scale
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 from onchip.vocab.triton import setup
 
@@ -134,7 +135,11 @@ def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tenso
     (grad_loss,) = upstream
     assert grad_loss is not None
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
-    return scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
+    row, _ = scaled_rows(tokens, call.options, each * tokens.inverse_count, torch.float32)
+    if call.operand != torch.float16:
+        return row, None
+    grad_scale = float16_scale(row * (1 + call.sums()), call.operand)
+    return (row if grad_scale is None else row * grad_scale), grad_scale
 
 
 # K ids.

@@ -162,7 +162,10 @@ def _dense_backward(call: Call, needs: Any, saved: Saved, row: Array, chunk: int
     assert labels is not None
     factor, smoothing = call.transform.factor(), call.loss.label_smoothing
     row = row if factor is None else row * factor
-    grad_scale = float16_scale(jnp.abs(row), source.hidden.dtype) if isinstance(source, Projection) else None
+    grad_scale = None
+    if isinstance(source, Projection):
+        sums = call.tokens.take(jnp.sum(labels, 1, dtype=jnp.float32), 0)
+        grad_scale = float16_scale(jnp.abs(row) * (1 + sums), source.hidden.dtype)
     row = row if grad_scale is None else row * grad_scale
 
     def step(start: Any, z: Array, q: Array) -> tuple[tuple[()], list[Array | None]]:
