@@ -22,11 +22,12 @@ def problem(loss, form, shape=(2, 12), vocab=VOCAB, **more):
         }
     indices, values = torch.randint(vocab, (*shape, 4), generator=g), torch.rand(*shape, 4, generator=g)
     indices[..., 3] = indices[..., 0]
-    return given | {"target": TopK(indices, values.log() if form == "log_probs" else values, form, "truncated")}
+    values = values.log() if form == "log_probs" else values
+    return given | {"target": TopK(indices.to(loss.device), values.to(loss.device), form, "truncated")}
 
 
-def everything(reduction="mean"):
-    each = torch.linspace(0.5, 1.5, 24).reshape(2, 12)
+def everything(reduction="mean", device="cpu"):
+    each = torch.linspace(0.5, 1.5, 24, device=device).reshape(2, 12)
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.5, "temperature": each}
     options |= {"token_weight": each.flip(0)} | ({"normalizer": 7.0} if reduction == "mean" else {})
     return options
@@ -44,7 +45,11 @@ def oracle(loss, given, upstream, **options):
 
 def assert_right(loss, given, *, scale=1.0, bound=None, **options):
     made = loss.op(**given, **options)
-    upstream = torch.linspace(-1, 2, made.numel()).view(made.shape[::-1]).permute(tuple(reversed(range(made.ndim))))
+    upstream = (
+        torch.linspace(-1, 2, made.numel(), device=made.device)
+        .view(made.shape[::-1])
+        .permute(tuple(reversed(range(made.ndim))))
+    )
     leaves = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
     grads = torch.autograd.grad(made, [given[name] for name in leaves], upstream)
     hows = ("scratch_bytes", "backend")

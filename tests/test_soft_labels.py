@@ -2,6 +2,7 @@
 PyTorch's.  test_every_loss.py has what holds for every op."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -35,6 +36,23 @@ def test_values(loss, form, reduction):
     for dtype in (torch.bfloat16, torch.float16):
         given = problem(loss, form, dtype=dtype)
         assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], **everything(reduction))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@by_op
+@by_form
+@pytest.mark.parametrize("dtype", RIGHT, ids=str)
+def test_values_on_the_gpu(loss, form, dtype):
+    """The kernels for K ids have no label smoothing, and products of 16 bits alone."""
+    loss = replace(loss, device="cuda")
+    for reduction in ("mean", "none"):
+        given, options = problem(loss, form, dtype=dtype), everything(reduction, "cuda")
+        for more in ({}, options, options | {"label_smoothing": 0.0}):
+            backend = "auto"
+            if loss.linear and form != "dense" and dtype != torch.float32:
+                backend = "torch" if more.get("label_smoothing") else "triton"
+            assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
 
 
 @by_op
