@@ -101,6 +101,8 @@ EVERY = {
     "scratch_bytes too small a part": ({"scratch_bytes": 0.01}, ValueError, "scratch_bytes=67 is too small for T=24, "),
     # options
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
+    "shift is 1": ({"shift": 1}, TypeError, "shift must be True or False; got int"),
+    "nothing to shift along": ({"hidden": ones(16), "labels": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs labels of shape [..., S]"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
     "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto'"),
     "backend is a list": ({"backend": ["xla"]}, ValueError, "backend must be one of 'auto'"),

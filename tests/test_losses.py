@@ -320,6 +320,39 @@ def test_autocast_in_and_out_of_a_compiled_function(loss):
         assert not step(given)[loss.values[0]].requires_grad
 
 
+# ---------------------------------------------------------------------------------------------------- the causal shift
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.op is LCE.op], ids=str)
+def test_a_position_predicts_the_next_label(loss):
+    """As the oracle; and the same bits as with targets that the caller has shifted, NaN in the last position or not."""
+    given = loss.problem((2, 12)) | {"token_weight": torch.rand(2, 12), "temperature": torch.rand(2, 12) + 0.5}
+    given["target"][1, 5:7] = -100
+    with torch.no_grad():
+        given["hidden"][:, -1] = torch.nan
+    made, _ = right(loss, given, shift=True)
+    moved = {
+        name: torch.nn.functional.pad(given[name][:, 1:], (0, 1), value=-100) for name in ("target", "token_weight")
+    }
+    expected = loss.run(given | moved, loss.upstream(made))
+    assert all(torch.equal(x, expected[name]) for name, x in made.items())
+    if loss.options["reduction"] == "none":
+        assert made["loss"][:, -1].tolist() == [0, 0]
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(loss.call, shift=True), fullgraph=True, backend="aot_eager")(given)
+    assert torch.equal(compiled["loss"], made["loss"])
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 1), (2, 0), (2, 3, 4)], ids=str)
+def test_labels_of_any_shape_and_dtype_are_shifted(shape):
+    given = LCE.problem(shape)
+    for dtype in (torch.uint8, torch.uint64, torch.int8):
+        right(LCE, given | {"target": given["target"].to(dtype)}, shift=True)
+    module = LinearCrossEntropyLoss(shift=True, ignore_index=2**63 - 1)
+    assert torch.equal(module(**given), linear_cross_entropy(**given, shift=True))
+    assert repr(module).endswith(", shift=True)")
+
+
 # ------------------------------------------------------------------------------------------- a gradient over the logits
 
 

@@ -133,6 +133,16 @@ def test_integer_dtypes_of_labels(kind):
     assert_same(linear_cross_entropy(h, w, given_labels), expected)
 
 
+def test_a_position_predicts_the_next_label():
+    h, w, y, _ = small_problem()
+    given, weights = jnp.pad(y[:, 1:], ((0, 0), (0, 1)), constant_values=-100), jnp.linspace(0, 1, y.size)
+    weights = weights.reshape(y.shape)
+    expected = linear_cross_entropy(h, w, given, token_weight=jnp.roll(weights, -1, 1), reduction="none")
+    made = linear_cross_entropy(h, w, y.astype(jnp.uint8), shift=True, token_weight=weights, reduction="none")
+    assert_same(made, expected)
+    assert linear_cross_entropy(h[0, 0:0], w, y[0, 0:0], shift=True) == 0
+
+
 def test_labels_of_four_bits():
     h, w, y, _ = small_problem()
     y = jnp.where(y % 3 == 0, 15, y % 7)

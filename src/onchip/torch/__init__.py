@@ -6,6 +6,7 @@ from onchip.frontend.options import LossStats as LinearCrossEntropyStats
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
 from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears, weights_unchanged
 from onchip.ops.fp8_linear.torch_op import fp8_linear, quantize_activation, quantize_weight
+from onchip.ops.linear_cross_entropy.torch_module import LMHead, lm_loss
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy
 from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
@@ -16,6 +17,7 @@ __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyStats",
     "Fp8Linear",
+    "LMHead",
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyStats",
     "LogProbs",
@@ -29,6 +31,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_probs",
+    "lm_loss",
     "quantize_activation",
     "quantize_weight",
     "weights_unchanged",

@@ -49,6 +49,7 @@ def linear_cross_entropy(
     bias: Any = None,  # [V]
     *,
     weight_layout: str = "vh",
+    shift: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
     normalizer: Any = None,
@@ -81,6 +82,8 @@ def linear_cross_entropy(
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
+        shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
+            `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
@@ -139,13 +142,16 @@ def linear_cross_entropy(
     """
     given = locals()
     check_layout(OP, weight_layout)
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
+    shapes = shapes_of(check_arrays(OP, given))
+    spec.check_shapes(shapes, "labels", weight_layout)
     options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
+    spec.check_shift(options, shapes, "labels")
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
     constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, numbers)
+    constants = constants.shifted(labels.shape) if shift else constants
     projection, constants = vary_alike((projection, constants))
     static = Static(options, platform())
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))

@@ -13,11 +13,21 @@ PRECISIONS = ("full", "fp8")
 class Options(LossOptions):
     """The options that are plain numbers and words, checked when made."""
 
+    shift: bool = False
     strategy: str = "auto"
     precision: str = "full"
 
     def __post_init__(self) -> None:
         check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
+
+
+def check_shift(options: Options, shapes: Shapes, target: str) -> None:
+    """Raise ValueError for targets without a sequence dimension that are to be shifted along it."""
+    if options.shift and not shapes[target]:
+        raise ValueError(
+            f"{OP}: shift=True needs {target} of shape [..., S], a sequence of S tokens; got no dimension; pass "
+            "shift=False for a single token"
+        )
 
 
 def check_shapes(shapes: Shapes, target: str, layout: str | None = None) -> None:

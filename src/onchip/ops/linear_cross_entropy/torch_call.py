@@ -29,7 +29,8 @@ class Call(LinearCall):
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Which tokens count; values are always checked on the CPU."""
-        return tiles.targets(OP, self, self.weight.shape[0], check_values=check_values)
+        first = 1 if self.options.shift else 0
+        return tiles.targets(OP, self, self.weight.shape[0], check_values=check_values, first=first)
 
     def divisor(self, kept: Tensor) -> Tensor:
         """0-d float32: what the loss is divided by, given which tokens are kept, or their number."""

@@ -44,6 +44,7 @@ def linear_cross_entropy(
     target: Tensor,  # [...]
     bias: Tensor | None = None,  # [V]
     *,
+    shift: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -78,6 +79,9 @@ def linear_cross_entropy(
             what `quantize_weight` made of one.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
         bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
+        shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
+            last one costs nothing.  token_weight is by label too, and shifted with it; all else is by position of
+            hidden, the losses of reduction="none" among it.  Labels and their weights are copied, hidden isn't.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
@@ -149,6 +153,7 @@ def linear_cross_entropy(
     tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
     spec.check_shapes(shapes_of(tensors), "target")
     options = Options(
+        shift=shift,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
@@ -162,6 +167,7 @@ def linear_cross_entropy(
         return_stats=return_stats,
         precision=precision,
     )
+    spec.check_shift(options, shapes_of(tensors), "target")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
@@ -169,6 +175,12 @@ def linear_cross_entropy(
     if precision == "full":
         refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
+    copied = copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
+    if shift:
+        # int64 holds every ignore_index.
+        target = _next(target, ignore_index, torch.int64)
+        token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
+        copied += sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
     call = Call(
         hidden=hidden,
         weight=matrix,
@@ -178,7 +190,7 @@ def linear_cross_entropy(
         dtype=dtype,
         options=options,
         grads=needed(hidden, matrix, bias),
-        copied=copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0),
+        copied=copied,
         compiled=torch.compiler.is_compiling(),
         token_weight=token_weight,
         normalizer=normalizer,
@@ -205,6 +217,13 @@ def linear_cross_entropy(
     return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
 
 
+def _next(x: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """[..., S]: what `x` has at the next position, and `last` at the end of each sequence."""
+    made = torch.full(x.shape, last, dtype=dtype, device=x.device)
+    made[..., :-1] = x[..., 1:]
+    return made
+
+
 class LinearCrossEntropyLoss(LossModule):
     """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
 
@@ -222,6 +241,7 @@ class LinearCrossEntropyLoss(LossModule):
     def __init__(
         self,
         *,
+        shift: bool = False,
         ignore_index: int = -100,
         reduction: str = "mean",
         normalizer: float | Tensor | None = None,

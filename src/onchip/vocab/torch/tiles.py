@@ -119,10 +119,12 @@ def select(
     ignore_index: int,
     temperature: float,
     check_values: bool,
+    first: int = 0,
 ) -> Ids:
     """Sort out which ids, an argument called `name`, and tokens count.
 
-    Values are checked on the CPU, and elsewhere if `check_values`.
+    Values are checked on the CPU, and elsewhere if `check_values`.  `first` is where the caller has the first id, in
+    the last dimension.
     """
     on_cpu = ids.device.type == "cpu"
     check_values = check_values or on_cpu
@@ -130,7 +132,7 @@ def select(
     counted = plain != ignore_index
     out_of_range = counted & ((plain < 0) | (plain >= vocab))
     if check_values and bool(out_of_range.any()):
-        raise_for_label(op, name, ids, out_of_range, vocab, ignore_index)
+        raise_for_label(op, name, ids, out_of_range, vocab, ignore_index, first)
     kept = counted.any(1)
     tau: Tensor | float = temperature
     if token_temperature is not None:
@@ -149,12 +151,12 @@ def select(
     return Ids(index, None, plain, None, tau, tokens)
 
 
-def targets(op: str, call: Any, vocab: int, *, check_values: bool) -> Tokens:
-    """Sort out which targets of an operator's call count, by the names of its fields."""
+def targets(op: str, call: Any, vocab: int, *, check_values: bool, first: int = 0) -> Tokens:
+    """Sort out which targets of an operator's call count, by the names of its fields; `first` as of `select`."""
     options = call.options
     chosen = select(
         op, "target", call.target, call.target.numel(), vocab, call.token_temperature,
-        ignore_index=options.ignore_index, temperature=options.temperature, check_values=check_values,
+        ignore_index=options.ignore_index, temperature=options.temperature, check_values=check_values, first=first,
     )  # fmt: skip
     return weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
 
@@ -202,13 +204,17 @@ def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None
         raise ValueError(f"{op}: temperature must be finite and above 0 for every token; got {value}")
 
 
-def raise_for_label(op: str, name: str, labels: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raise for the first of the labels, an argument called `name`, that are out of range."""
+def raise_for_label(
+    op: str, name: str, labels: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int, first: int = 0
+) -> None:
+    """Raise for the first of the labels, an argument called `name`, that are out of range; `first` as of `select`."""
     wrong = out_of_range.view(labels.shape)
     where = [int(i) for i in wrong.nonzero()[0]]
+    label = int(labels[tuple(where)])
+    where[-1:] = [i + first for i in where[-1:]]
     position = f"{name}[{', '.join(map(str, where))}]" if where else name
     raise ValueError(
-        f"{op}: {position} is {int(labels[tuple(where)])}, which is neither ignore_index ({ignore_index}) nor in "
+        f"{op}: {position} is {label}, which is neither ignore_index ({ignore_index}) nor in "
         f"[0, {vocab}); {int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
     )
 

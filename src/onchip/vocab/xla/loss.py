@@ -126,6 +126,16 @@ class Constants(NamedTuple):
             as_constant(normalizer),
         )
 
+    def shifted(self, shape: tuple[int, ...]) -> "Constants":
+        """With the next position's label and weight, none at the end of each sequence; `shape` [..., S] is labels'."""
+
+        def following(x: Array, last: int) -> Array:
+            x = x.reshape(shape)
+            return jnp.concatenate([x[..., 1:], jnp.full_like(x[..., :1], last)], -1).reshape(-1)
+
+        weight = None if self.token_weight is None else following(self.token_weight, 0)
+        return self._replace(labels=following(self.labels, IGNORED), token_weight=weight)
+
     def call(self, reduction: str, source: Any, tokens: Tokens) -> "Call":
         ids = tokens.take(self.labels, IGNORED)
         reduced = Reduction.of(tokens, ids, self.token_weight, self.normalizer, reduction == "mean")
