@@ -111,7 +111,7 @@ def chunked_divergence_loss(*given: Any, **named: Any) -> tuple[Tensor, Tensor, 
 _HOMES = {LOG_PROBS: "trl.trainer.utils", DIVERGENCE: "trl.trainer.distillation_trainer"}
 _PARAMETERS = {LOG_PROBS: LogProbCall._fields, DIVERGENCE: DivergenceCall._fields}
 _OURS: dict[str, Any] = {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss}
-_originals: dict[str, Any] = {}  # TRL's own, while onchip's are in their places
+_originals: dict[str, Any] = {}  # TRL's own, since `install`
 _warned: set[str] = set()  # the reasons that were given
 
 
@@ -188,7 +188,6 @@ def uninstall() -> None:
     for name, original in _originals.items():
         for module in _holders(name, _OURS[name]):
             setattr(module, name, original)
-    _originals.clear()
     _warned.clear()
 
 
@@ -249,9 +248,8 @@ def _original(name: str, reason: str) -> Any:
 
 def _unfit_log_probs(call: LogProbCall) -> str | None:
     """Why TRL must compute them, if it must."""
-    return _unfit_head("", call.hidden, call.weight, call.bias) or _unfit_logits(
-        "", call.final_logit_softcapping, call.logit_scale
-    )
+    head = _unfit_head("", call.hidden, call.weight, call.bias)
+    return head or _unfit_logits(call.final_logit_softcapping, call.logit_scale)
 
 
 def _unfit_divergence(call: DivergenceCall) -> str | None:
@@ -272,7 +270,7 @@ def _unfit_divergence(call: DivergenceCall) -> str | None:
             f"the student's logits are scaled by {call.student_logit_scale} and the teacher's by "
             f"{call.teacher_logit_scale}, and linear_jsd has one scale"
         )
-    return _unfit_logits("", None, call.student_logit_scale)
+    return _unfit_logits(None, call.student_logit_scale)
 
 
 def _unfit_head(whose: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -296,10 +294,10 @@ def _mixed_dtypes(whose: str, hidden: Tensor, weight: Tensor, bias: Tensor | Non
     return None
 
 
-def _unfit_logits(whose: str, softcap: float | None, scale: float) -> str | None:
+def _unfit_logits(softcap: float | None, scale: float) -> str | None:
     if softcap is not None and softcap <= 0:
-        return f"{whose}softcap is {softcap}, not above 0"
-    return None if scale > 0 else f"{whose}logit scale is {scale}, not above 0"
+        return f"the softcap is {softcap}, not above 0"
+    return None if scale > 0 else f"the logit scale is {scale}, not above 0"
 
 
 # -------------------------------------------------------------------------------------------------- what onchip does
