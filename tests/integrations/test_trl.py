@@ -87,7 +87,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 TRAINERS = {
     "sft": (SFTTrainer, SFTConfig, TEXT, {}, {}),
     "sft-lora": (SFTTrainer, SFTConfig, TEXT, {}, {"peft_config": LORA}),
-    "dpo": (DPOTrainer, DPOConfig, PAIRS, {"use_weighting": True}, {}),
+    "dpo": (DPOTrainer, DPOConfig, PAIRS, {"use_weighting": True, "beta": 50.0}, {}),
     "kto": (
         KTOTrainer,
         KTOConfig,
@@ -121,7 +121,7 @@ def train(name, tokenizer, folder):
         max_steps=STEPS,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        learning_rate=0.05,
+        learning_rate=0.5,
         optim="sgd",
         logging_steps=1,
         report_to="none",
@@ -187,7 +187,7 @@ def test_trainer_learns_the_same(name, tokenizer, tmp_path, calls, request):
         for key, value in theirs.items():
             if not any(part in key for part in ("time", "per_second", "flos")):
                 assert math.isclose(value, ours[key], rel_tol=1e-5, abs_tol=1e-6), (step, key, value, ours[key])
-    assert max(entry.get("grad_norm", 0) for entry in logs) > 1e-2
+    assert max(entry.get("grad_norm", 0) for entry in logs) > 0.05
     for key, theirs in weights.items():
         assert_near(our_weights[key], theirs)
 
@@ -231,7 +231,7 @@ def with_gradients(function, tensors, upstream):
 def test_log_probs_are_those_of_trl(installed, dtypes, more, outputs, bound):
     tensors = head(**dtypes)
     tokens = len(tensors[0])
-    arguments = {"targets": torch.tensor([2, 4, 0, 10, 3, 3, 5][:tokens]), "temperature": 1.0, **more}
+    arguments = {"targets": torch.tensor([2, 4, 0, 10, 3, 3, 5])[:tokens], "temperature": 1.0, **more}
     upstream = torch.randn(2, tokens)
 
     def run(function):

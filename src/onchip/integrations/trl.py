@@ -325,12 +325,13 @@ def _log_probs(call: LogProbCall) -> tuple[Tensor | None, ...]:
             temperature=call.temperature,
             entropy="entropy" in outputs,
             top1="is_top1" in outputs,
-            **{name: True for name in ("mean_logits", "log_sum_sq_probs") if name in outputs},
+            mean_logits="mean_logits" in outputs,
+            log_sum_sq_probs="log_sum_sq_probs" in outputs,
         )
     if not isinstance(out, LogProbs):
         return out, None, None, None, None
     is_top1 = None if out.top1 is None else out.top1 == call.targets
-    return out.log_prob, out.entropy, getattr(out, "log_sum_sq_probs", None), getattr(out, "mean_logits", None), is_top1
+    return out.log_prob, out.entropy, out.log_sum_sq_probs, out.mean_logits, is_top1
 
 
 def _divergence(call: DivergenceCall) -> tuple[Tensor, Tensor, Tensor]:
