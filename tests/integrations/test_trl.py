@@ -58,7 +58,7 @@ def llama(seed, hidden=16):
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.5,
+        initializer_range=0.1,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
@@ -87,7 +87,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 TRAINERS = {
     "sft": (SFTTrainer, SFTConfig, TEXT, {}, {}),
     "sft-lora": (SFTTrainer, SFTConfig, TEXT, {}, {"peft_config": LORA}),
-    "dpo": (DPOTrainer, DPOConfig, PAIRS, {"use_weighting": True, "beta": 50.0}, {}),
+    "dpo": (DPOTrainer, DPOConfig, PAIRS, {"use_weighting": True, "beta": 1.0}, {}),
     "kto": (
         KTOTrainer,
         KTOConfig,
@@ -186,7 +186,9 @@ def test_trainer_learns_the_same(name, tokenizer, tmp_path, calls, request):
         assert theirs.keys() == ours.keys()
         for key, value in theirs.items():
             if not any(part in key for part in ("time", "per_second", "flos")):
-                assert math.isclose(value, ours[key], rel_tol=1e-5, abs_tol=1e-6), (step, key, value, ours[key])
+                difference = key == "kl" or key.startswith("rewards/")  # of sums of log-probabilities, about 80 here
+                near = math.isclose(value, ours[key], rel_tol=1e-5, abs_tol=1e-5 if difference else 1e-6)
+                assert near, (step, key, value, ours[key])
     assert max(entry.get("grad_norm", 0) for entry in logs) > 0.05
     for key, theirs in weights.items():
         assert_near(our_weights[key], theirs)
