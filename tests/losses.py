@@ -26,6 +26,7 @@ from shared import assert_within_bounds
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 70
 CHOICES = ("correct", "top1")
+EVERY_STATISTIC = dict.fromkeys(("lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,7 @@ class Loss:
             given = given | {"logits": computed(given["logits"])}
             options["inplace_backward"] = True
         if self.of_ids:
-            out = self.op(**given, **{"lse": True, "top1": True} | options, backend=self.backend)
+            out = self.op(**given, **EVERY_STATISTIC | options, backend=self.backend)
             return {name: x for name, x in out._asdict().items() if x is not None}
         loss, stats = self.op(**given, **options, return_stats=True, backend=self.backend)
         return {"loss": loss, **stats._asdict()}

@@ -178,13 +178,13 @@ def test_permutations_of_tokens_and_vocabulary(loss, random):
 
 @settings(max_examples=15, deadline=None)
 @drawn(st.sampled_from(LOSSES), st.floats(-100, 100))
-def test_a_shift_of_all_logits_moves_the_log_sum_exp_alone(loss, shift):
+def test_a_shift_of_all_logits_moves_the_log_sum_exp_and_the_mean_alone(loss, shift):
     given = loss.problem((2, 8))
     name = "bias" if loss.linear else "logits"
     shifted = given | {name: (given[name].detach() + shift).requires_grad_()}
     expected = loss.run(given)
     for name, x in loss.run(shifted).items():
-        q = expected[name] + shift if name == "lse" else expected[name]
+        q = expected[name] + shift if name in ("lse", "mean_logits") else expected[name]
         assert_near(name, x, q, scale=abs(shift) + 1)
 
 
@@ -289,6 +289,10 @@ def test_what_linear_log_probs_returns():
     assert (out.entropy, out.lse) == (None, None)
     assert out.top1.dtype == torch.int64
     assert not out.top1.requires_grad
+    out = LLP.op(**given, mean_logits=True, log_sum_sq_probs=True)
+    assert out[1:4] == (None, None, None)
+    assert not out.mean_logits.requires_grad
+    assert not out.log_sum_sq_probs.requires_grad
     assert LLP.op(**given, lse=True).lse.requires_grad
     assert LLP.op(**given, entropy=True).entropy.requires_grad
 

@@ -145,6 +145,8 @@ OWN = {
         "entropy is 1": ({"entropy": 1}, TypeError, "entropy must be True or False"),
         "lse is None": ({"lse": None}, TypeError, "lse must be True or False"),
         "top1 is 'yes'": ({"top1": "yes"}, TypeError, "top1 must be True or False"),
+        "mean_logits is 1": ({"mean_logits": 1}, TypeError, "mean_logits must be True or False; got int"),
+        "log_sum_sq_probs is None": ({"log_sum_sq_probs": None}, TypeError, "log_sum_sq_probs must be True or False"),
     },
 }  # fmt: skip
 TABLES = {LCE: ALL | TARGETS | LINEAR, CE: ALL | TARGETS, LLP: ALL | LINEAR}

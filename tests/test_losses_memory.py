@@ -57,7 +57,8 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
     options |= {"softcap": 10.0} if p.softcap else {}
     options |= {"strategy": strategy} if op is LCE.op and strategy != "forward" else {}
     if op is LLP.op:
-        options |= {"lse": True, "entropy": p.stats}
+        more = dict.fromkeys(("mean_logits", "log_sum_sq_probs"), p.more_stats > 0)
+        options |= {"lse": True, "entropy": p.stats, **more}
     else:
         options["return_stats"] = p.stats
         options |= {"label_smoothing": 0.1} if getattr(p, "smoothing", False) else {}
@@ -111,6 +112,7 @@ LINEAR = [
     ("recompute", {"ids": 1, "stats": True, "softcap": True}),
     ("recompute", {"ids": 16, "compacted": True, "dtype": "bfloat16"}),
     ("forward", {"ids": 1, "stats": True} | NO_GRADS),
+    ("forward", {"ids": 1, "more_stats": 2} | NO_GRADS),
 ]
 
 
@@ -267,6 +269,7 @@ KERNELS = [
     ("auto", {"ids": 1, "stats": True}),
     ("auto", {"ids": 4, "stats": True, "softcap": True}),
     ("auto", {"ids": 1, "stats": True} | NO_GRADS),
+    ("auto", {"ids": 1, "more_stats": 2} | NO_GRADS),
     ("auto", {"ids": 4} | WIDE),
     ("auto", {"ids": 1, "grad_weight": False}),
     ("auto", {"ids": 1} | COPIED),

@@ -60,7 +60,7 @@ TABLES: Mapping[str, Table] = {
     "cross_entropy": {**_EVERY, "vocab": _VOCABS, **_LABELS, **_LOGITS, **_LOSS},
     "linear_log_probs": {
         **_EVERY, **_HEAD, **_LABELS, **_LOGITS, "ids": (0, 1, 2, 5), "ignored_ids": (0.0, 0.4), "entropy": _NO,
-        "lse": _NO, "top1": _NO, "scratch": _REDUCED["scratch"],
+        "lse": _NO, "top1": _NO, "mean_logits": _NO, "log_sum_sq_probs": _NO, "scratch": _REDUCED["scratch"],
     },
     "linear_jsd": {
         **_EVERY, **_HEAD, **_LABELS, **_REDUCED, "teacher_hidden": (0, 5, 40), "student": ("hidden", "logits"),

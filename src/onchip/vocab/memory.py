@@ -33,6 +33,8 @@ class Problem:
     """The part of the target's probability that is spread evenly."""
     stats: bool = False
     """Statistics of the softmax that take memory: the entropy, with 'triton' also the likeliest entry."""
+    more_stats: int = 0
+    """Further statistics of linear_log_probs, each a sum over the vocabulary."""
     weight_grad_out: bool = False
     """The weight's gradient is added to a float32 tensor of the caller's."""
     op: str = "linear_cross_entropy"

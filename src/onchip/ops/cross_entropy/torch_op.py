@@ -36,6 +36,7 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs as LossOutputs
+from onchip.vocab.torch.loss import asked_by
 from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
@@ -201,7 +202,7 @@ def _forward(call: Call) -> Outputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows = torch_rows.Rows(call.logits)
     config = Config("forward", _chunk(call, tokens), rows.vocab)
-    stats = walk.forward(rows, options, tokens, config, entropy=options.return_stats)
+    stats = walk.forward(rows, options, tokens, config, asked_by(options))
     return Outputs(LossOutputs.of(options, stats, tokens, call.target.shape))
 
 

@@ -31,7 +31,7 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Outputs, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 
@@ -310,7 +310,7 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
-    stats = walk.forward(call.layer, call.options, tokens, config, entropy=call.options.return_stats)
+    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options))
     return TorchOutputs(Outputs.of(call.options, stats, tokens, call.target.shape), Stash())
 
 
@@ -369,7 +369,7 @@ def _stash(call: Call) -> TorchOutputs:
         return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0])
 
     config = call.plan("stash", tokens)
-    stats, made = walk.stash(call, tokens, config, gradient, grad_scale=grad_scale, entropy=options.return_stats)
+    stats, made = walk.stash(call, tokens, config, gradient, asked_by(options), grad_scale=grad_scale)
     return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape), Stash(*made))
 
 

@@ -14,6 +14,7 @@ from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.rows.launches import reduce_losses
 from onchip.vocab.torch.loss import Outputs
+from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
@@ -45,7 +46,7 @@ def _forward(call: Call) -> TritonOutputs:
     saved = setup.make_saved(call, config)
     run = setup.make_run(call, options, saved.vectors, call.weight_grad_out)
     token_weight = setup.flat(call.token_weight)
-    out = walks.forward(run, call, config, saved, stats=options.return_stats, token_weight=token_weight)
+    out = walks.forward(run, call, config, saved, asked=Asked(entropy=options.return_stats), token_weight=token_weight)
     losses, correct = walks.losses(run, out, token_weight)
     loss = losses.view(shape)
     if options.reduction != "none":

@@ -16,7 +16,8 @@ def _call(
     fw: Any, how: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, bias: Any, **keywords: Any
 ) -> dict[str, Any]:
     weight = weight.T if how.get("weight_layout") == "hv" else weight
-    options = {"entropy": True, "lse": True, "top1": True, **how}
+    asked = ("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs")
+    options = {**dict.fromkeys(asked, True), **how}
     made: dict[str, Any] = op_in(fw, "linear_log_probs")(hidden, weight, ids, bias, **keywords, **options)._asdict()
     return made
 
@@ -46,6 +47,8 @@ def plain_linear_log_probs(
         xp.where(kept, -(p * xp.where(p > 0, log_p, 0)).sum(-1), 0) if entropy else None,
         xp.where(kept, fw.logsumexp(z, -1), 0),
         xp.where(kept, z.argmax(-1), -1),
+        xp.where(kept, z.mean(-1), 0),
+        xp.where(kept, fw.logsumexp(2 * log_p, -1), 0),
     )
 
 

@@ -9,12 +9,14 @@ from onchip.oracle.reference import Array, Linear, blocks, transform
 
 
 class Result(NamedTuple):
-    """log_prob has the shape of the ids, entropy, lse and top1 that of hidden without its last dimension."""
+    """log_prob has the shape of the ids, all other values that of hidden without its last dimension."""
 
     log_prob: Array
     entropy: Array
     lse: Array
     top1: npt.NDArray[np.int64]
+    mean_logits: Array
+    log_sum_sq_probs: Array
     grad_hidden: Array
     grad_weight: Array
     grad_bias: Array
@@ -36,7 +38,7 @@ def linear_log_probs(
 ) -> Result:
     """Values and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy * entropy) + sum(grad_lse * lse).
 
-    An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has entropy and lse 0 and top1 -1,
+    An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has top1 -1 and 0 in all else,
     whatever its other inputs hold.  An id outside [0, V) that is not ignore_index has log_prob NaN, and its token's
     gradients are NaN: what a GPU does, where raising would need a synchronisation.
     """
@@ -50,7 +52,7 @@ def linear_log_probs(
     g_log_prob = np.broadcast_to(np.asarray(grad_log_prob, np.float64), ids.shape).reshape(y.shape)
 
     log_prob = np.zeros(y.shape)
-    entropy, lse = np.zeros(n_tokens), np.zeros(n_tokens)
+    entropy, lse, mean_logits, log_sum_sq_probs = (np.zeros(n_tokens) for _ in range(4))
     top1 = np.full(n_tokens, -1)
     for r in blocks(np.flatnonzero((y != ignore_index).any(1)), vocab):
         counted = y[r] != ignore_index
@@ -69,6 +71,10 @@ def linear_log_probs(
         lse[r] = shift + log_total
         top1[r] = z.argmax(1)
         entropy[r] = -(p * safe_log_p).sum(1)
+        mean_logits[r] = z.mean(1)
+        # In the same way.
+        square = np.square(e).sum(1, where=np.arange(vocab) != z.argmax(1)[:, None])
+        log_sum_sq_probs[r] = np.log1p(square) - 2 * log_total
         picked = np.take_along_axis(log_p, column, 1)
         log_prob[r] = np.where(counted, np.where(in_range, picked, np.nan), 0)
 
@@ -78,5 +84,11 @@ def linear_log_probs(
         dz += p * (g_lse[r] - g.sum(1))[:, None] - g_entropy[r, None] * p * (safe_log_p + entropy[r, None])
         layer.backward(r, dz * slope)
     return Result(
-        log_prob.reshape(ids.shape), entropy.reshape(shape), lse.reshape(shape), top1.reshape(shape), *layer.gradients
+        log_prob.reshape(ids.shape),
+        entropy.reshape(shape),
+        lse.reshape(shape),
+        top1.reshape(shape),
+        mean_logits.reshape(shape),
+        log_sum_sq_probs.reshape(shape),
+        *layer.gradients,
     )

@@ -10,8 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale, token_gradient
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tokens
+
+
+def asked_by(options: Any) -> Asked:
+    """The statistics that the loss needs, and those that the caller asked for."""
+    return Asked(entropy=options.return_stats, mean_logits=options.label_smoothing > 0)
 
 
 def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:

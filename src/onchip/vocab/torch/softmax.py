@@ -20,6 +20,14 @@ VANISHED = -128.0
 FLOAT16_ROW = 256.0
 
 
+class Asked(NamedTuple):
+    """Which statistics are wanted beside lse, log_prob and argmax."""
+
+    entropy: bool = False
+    mean_logits: bool = False
+    sum_sq: bool = False
+
+
 class TokenStats(NamedTuple):
     """Statistics of each computed token's softmax; [n] float32 unless noted."""
 
@@ -28,7 +36,9 @@ class TokenStats(NamedTuple):
     argmax: Tensor  # int64: -1 where all logits are -inf
     entropy: Tensor | None
     mean: Tensor | None  # the logits' mean under their softmax
-    uniform: Tensor | None  # lse minus the plain mean of the logits: the cross-entropy of the uniform distribution
+    mean_logits: Tensor | None  # their plain mean
+    uniform: Tensor | None  # lse minus that: the cross-entropy of the uniform distribution
+    log_sum_sq: Tensor | None  # log(sum(p**2))
 
     def is_top1(self, tokens: Ids) -> Tensor:
         """[n] bool: the first id is the argmax."""
@@ -42,6 +52,7 @@ class Running:
 
     max: Tensor
     others: Tensor  # sum of exp(z - max) over all but the argmax
+    squares: Tensor  # sum of exp(z - max)**2 over all but the argmax
     moment: Tensor  # sum of exp(z - max) * (z - max), for the entropy
     offset_sum: Tensor  # sum of z - max, for the plain mean
     argmax: Tensor  # int64, -1 where all logits so far are -inf
@@ -55,16 +66,17 @@ class Running:
             return torch.zeros(shape, dtype=torch.float32, device=ids.device)
 
         lowest = torch.full((n,), LOWEST, dtype=torch.float32, device=ids.device)
-        return Running(lowest, zeros(n), zeros(n), zeros(n), torch.full((n,), -1, device=ids.device), zeros(n, k))
+        argmax = torch.full((n,), -1, device=ids.device)
+        return Running(lowest, zeros(n), zeros(n), zeros(n), zeros(n), argmax, zeros(n, k))
 
     def part(self, start: int, stop: int) -> "Running":
         """The same storage for tokens [start, stop)."""
         return Running(**{name: x[start:stop] for name, x in vars(self).items()})
 
-    def absorb(self, z: Tensor, start: int, ids: Tensor, *, uniform: bool, spare: Tensor | None) -> Tensor:
+    def absorb(self, z: Tensor, start: int, ids: Tensor, asked: Asked, spare: Tensor | None) -> Tensor:
         """Take in the logits of the vocabulary from `start` on, and return exp(z - max).
 
-        Overwrites `z`.  With `spare`, of z's shape, also follows the entropy; the result is then there.
+        Overwrites `z`.  `spare`, of z's shape, is there where the entropy is asked for; the result is then there.
         """
         column, inside = columns_of(ids, start, z.shape[1])
         self.picked.copy_(torch.where(inside, z.gather(1, column), self.picked))
@@ -74,7 +86,7 @@ class Running:
         drop = self.max - new_max
         decay = drop.exp()
         z.sub_(new_max[:, None])
-        if uniform:
+        if asked.mean_logits:
             self.offset_sum.add_(drop, alpha=start).add_(z.sum(1))
         if spare is None:
             e = z.exp_()
@@ -87,6 +99,9 @@ class Running:
         e.scatter_(1, at[:, None], torch.where(leads[:, None], 0, largest))
         led = (self.argmax >= 0).to(torch.float32)
         self.others.add_(led * leads).mul_(decay).add_(e.sum(1))
+        if asked.sum_sq:
+            # By the norm, for which no tile of squares is stored.
+            self.squares.add_(led * leads).mul_(decay.square()).add_(torch.linalg.vector_norm(e, dim=1).square())
         e.scatter_(1, at[:, None], largest)
         self.argmax.copy_(torch.where(leads, at + start, self.argmax))
         self.max.copy_(new_max)
@@ -110,10 +125,11 @@ class Running:
         """[n, K]: of the ids, whether they count or not."""
         return (self.picked - self.max[:, None]) - self.log_total[:, None]
 
-    def stats(self, tokens: Ids, vocab: int, *, entropy: bool, uniform: bool) -> TokenStats:
+    def stats(self, tokens: Ids, vocab: int, asked: Asked) -> TokenStats:
         """Where the tokens have seen all of the vocabulary."""
         log_total = self.log_total
-        mean_offset = self.moment / self.total if entropy else None
+        mean_offset = self.moment / self.total if asked.entropy else None
+        plain_offset = self.offset_sum / vocab if asked.mean_logits else None
         log_prob = self.log_prob.masked_fill(tokens.ids == NOWHERE, 0)
         if tokens.bad is not None:
             log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
@@ -123,7 +139,9 @@ class Running:
             self.argmax,
             None if mean_offset is None else log_total - mean_offset,
             None if mean_offset is None else self.max + mean_offset,
-            log_total - self.offset_sum / vocab if uniform else None,
+            None if plain_offset is None else self.max + plain_offset,
+            None if plain_offset is None else log_total - plain_offset,
+            self.squares.log1p() - 2 * log_total if asked.sum_sq else None,
         )
 
 

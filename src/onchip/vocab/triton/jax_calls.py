@@ -135,7 +135,7 @@ def softmax_tiles(launch: Launch, wanted: Wanted, operands: Operands) -> Partial
     outputs = {name: x for name, x in empty.items() if x is not None}
     arguments = {
         **launch.logits(operands),
-        "partials": {name: name if name in outputs else None for name in empty} | {"stride": tokens},
+        "partials": {name: name if name in outputs else None for name in empty} | {"squares": None, "stride": tokens},
         "exponentials": None,
         "buffer": None,
         "first": 0,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch, Shared, descriptor
+from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
@@ -192,14 +193,23 @@ class Partials(NamedTuple):
     offset_sum: Tensor | None  # sum of z - maximum
     moment: Tensor | None  # sum of exp(z - maximum) * (z - maximum)
     argmax: Tensor | None  # int32
+    squares: Tensor | None  # sum of exp(z - maximum)**2 over all but the target
     stride: int  # from one tile to the next
 
     @staticmethod
-    def empty(tiles: int, positions: int, device: torch.device, *, smoothing: bool, stats: bool) -> "Partials":
+    def empty(tiles: int, positions: int, device: torch.device, asked: Asked) -> "Partials":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
 
-        return Partials(make(True), make(True), make(smoothing), make(stats), make(stats, torch.int32), positions)
+        return Partials(
+            make(True),
+            make(True),
+            make(asked.mean_logits),
+            make(asked.entropy),
+            make(asked.entropy, torch.int32),
+            make(asked.sum_sq),
+            positions,
+        )
 
 
 class Picked(NamedTuple):
@@ -219,6 +229,8 @@ class TokenSoftmax(NamedTuple):
     leading: Tensor | None = None  # log-probability of the leader
     uniform_loss: Tensor | None = None  # cross-entropy with the uniform distribution
     top1: Tensor | None = None  # int64: index of the largest logit, -1 for ignored tokens
+    mean_logits: Tensor | None = None
+    log_sum_sq: Tensor | None = None  # log(sum(p**2))
 
 
 class Terms(NamedTuple):

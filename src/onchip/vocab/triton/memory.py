@@ -145,7 +145,7 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     tiles = -(-p.vocab // VOCAB_TILE)
     cast = element * p.vocab * p.hidden if p.weight_dtype != p.dtype else 0
     # maximum and sum; an offset for label smoothing; moment and argmax for statistics
-    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing > 0) + 2 * int(p.stats))
+    softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats)
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}

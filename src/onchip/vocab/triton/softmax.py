@@ -164,6 +164,8 @@ def softmax_tiles(
             )
         e = tl.where((v - v0)[None, :] == (y - v0)[:, None], 0.0, e)
         tl.store(partials.others + at, tl.sum(e, 1), mask=inside)
+        if partials.squares is not None:
+            tl.store(partials.squares + at, tl.sum(e * e, 1), mask=inside)
         if exponentials is not None:
             if inner_scale is not None:
                 # The derivative of the logits: what is kept is only multiplied, and here it has all digits.
@@ -216,6 +218,7 @@ def merge_tiles(
     of_tiles = top
     top = tl.maximum(top, z)  # computed apart: the last digit may differ
     rest = tl.zeros((BLOCK_T,), tl.float32)
+    squares = tl.zeros((BLOCK_T,), tl.float32)
     offsets = tl.zeros((BLOCK_T,), tl.float32)
     moments = tl.zeros((BLOCK_T,), tl.float32)
     for start in range(0, tiles, BLOCK):
@@ -226,6 +229,9 @@ def merge_tiles(
         decay = tl.exp2(drop * LOG2E)
         s = tl.load(partials.others + where, mask=inside, other=0.0)
         rest += tl.sum(s * decay, 0)
+        if partials.squares is not None:
+            square = tl.load(partials.squares + where, mask=inside, other=0.0)
+            squares += tl.sum(square * decay * decay, 0)
         if partials.offset_sum is not None:
             width = tl.minimum(V - j * VOCAB_TILE, VOCAB_TILE).to(tl.float32)
             offset = tl.load(partials.offset_sum + where, mask=inside, other=0.0)
@@ -253,9 +259,14 @@ def merge_tiles(
     t = tl.load(vectors.order + at, mask=mine, other=0)
     tl.store(out.lse + t, value_lse, mask=mine)
     tl.store(out.leading + t, log_prob, mask=mine)
-    if partials.offset_sum is not None:
+    if out.mean_logits is not None:
+        tl.store(out.mean_logits + t, top + offsets / V, mask=mine)
+    if out.uniform_loss is not None:
         offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
         tl.store(out.uniform_loss + t, log_total - offsets / V, mask=mine)
+    if partials.squares is not None:
+        log_square = tl.where(z >= top, log1p(squares), tl.log(squares + own * own))
+        tl.store(out.log_sum_sq + t, tl.where(alone, 0.0, log_square - 2 * log_total), mask=mine)
     if partials.moment is not None:
         tl.store(out.entropy + t, tl.where(alone, 0.0, log_total - moments / total), mask=mine)
         tl.store(out.top1 + t, index.to(tl.int64), mask=mine)

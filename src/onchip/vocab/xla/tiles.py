@@ -315,6 +315,7 @@ class Wanted(NamedTuple):
     entropy: bool = False
     argmax: bool = False
     even: bool = False
+    sum_sq: bool = False
 
 
 class TokenStats(NamedTuple):
@@ -325,6 +326,8 @@ class TokenStats(NamedTuple):
     entropy: Array | None = None
     mean: Array | None = None  # of the logits under their softmax, with the entropy
     even_loss: Array | None = None  # the mean of lse - z over the vocabulary
+    mean_logits: Array | None = None  # the mean of z over the vocabulary, with even_loss
+    log_sum_sq: Array | None = None  # log(sum(p**2))
     argmax: Array | None = None  # int32, -1 where all logits are -inf
 
     @staticmethod
@@ -344,6 +347,8 @@ class Softmax(NamedTuple):
     offset_sum: Array | None  # sum of z - max, for label smoothing
     moment: Array | None  # sum of exp(z - max) * (z - max), for the entropy
     argmax: Array | None  # int32, the first
+    squares: Array | None = None  # sum of exp(z - max)**2
+    squares_below: Array | None = None  # the same without those above _LEADING
 
     @staticmethod
     def empty(ids: Array, wanted: Wanted) -> "Softmax":
@@ -357,6 +362,8 @@ class Softmax(NamedTuple):
             offset_sum=zeros if wanted.even else None,
             moment=zeros if wanted.entropy else None,
             argmax=jnp.full(n, -1, jnp.int32) if wanted.argmax else None,
+            squares=zeros if wanted.sum_sq else None,
+            squares_below=zeros if wanted.sum_sq else None,
         )
 
     def absorb(self, z: Array, columns: Columns, ids: Array) -> "Softmax":
@@ -375,11 +382,17 @@ class Softmax(NamedTuple):
         # Not the same tile as that of e, or XLA's CPU backend would hold one more at a time.
         offset = z - lax.optimization_barrier((new_max, total, below))[0][:, None]
         offset_sum, moment, argmax = self.offset_sum, self.moment, self.argmax
+        squares, squares_below = self.squares, self.squares_below
         if offset_sum is not None:
             offset_sum = offset_sum + drop * jnp.asarray(first, jnp.float32) + jnp.sum(jnp.where(new, offset, 0), 1)
         if moment is not None:
             added = jnp.sum(e * jnp.maximum(offset, VANISHED), 1)
             moment = (moment + drop * self.total) * decay + added
+        if squares is not None and squares_below is not None:
+            shrunk = decay * decay
+            squares_below = jnp.where(drop < 0, squares, squares_below) * shrunk
+            squares_below += jnp.sum(jnp.where(e > _LEADING, 0, e * e), 1)
+            squares = squares * shrunk + jnp.sum(e * e, 1)
         if argmax is not None:
             # True for NaN.
             argmax = jnp.where(top <= self.max, argmax, jnp.argmax(z, 1).astype(jnp.int32) + start)
@@ -391,14 +404,16 @@ class Softmax(NamedTuple):
             offset_sum=offset_sum,
             moment=moment,
             argmax=argmax,
+            squares=squares,
+            squares_below=squares_below,
         )
 
     def complete(self, ids: Array, vocab: int, log_total: Array | None = None) -> TokenStats:
         """The statistics; `log_total` is the logarithm of the total, for who has a better one."""
+        # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second exponential
+        # above _LEADING would have made the total larger.
+        leads = (self.total > 0.5) & (self.total < 1.5)
         if log_total is None:
-            # Where one logit leads, the loss of its id is small, and 1 + others would round it away.  A second
-            # exponential above _LEADING would have made the total larger.
-            leads = (self.total > 0.5) & (self.total < 1.5)
             log_total = jnp.where(leads, jnp.log1p(self.below), jnp.log(self.total))
         log_prob = (self.picked - self.max[:, None]) - log_total[:, None]
         log_prob = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, log_prob))
@@ -406,8 +421,23 @@ class Softmax(NamedTuple):
         if self.moment is not None:
             offset = self.moment / self.total
             entropy, mean = log_total - offset, self.max + offset
-        even_loss = None if self.offset_sum is None else log_total - self.offset_sum / vocab
-        return TokenStats(self.max + log_total, log_prob, entropy, mean, even_loss, self.argmax)
+        even_loss = mean_logits = log_sum_sq = None
+        if self.offset_sum is not None:
+            offset = self.offset_sum / vocab
+            even_loss, mean_logits = log_total - offset, self.max + offset
+        if self.squares is not None and self.squares_below is not None:
+            log_square = jnp.where(leads, jnp.log1p(self.squares_below), jnp.log(self.squares))
+            log_sum_sq = log_square - 2 * log_total
+        return TokenStats(
+            lse=self.max + log_total,
+            log_prob=log_prob,
+            entropy=entropy,
+            mean=mean,
+            even_loss=even_loss,
+            mean_logits=mean_logits,
+            log_sum_sq=log_sum_sq,
+            argmax=self.argmax,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
