@@ -1,6 +1,7 @@
 """The patch of transformers' models, one of each kind: the same losses and gradients, and no logits."""
 
 import pytest
+
 from integrations.transformers_models import TESTED, build, compare
 
 

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from onchip.torch import linear_cross_entropy
+from onchip.ops.linear_cross_entropy.torch_module import linear_operands
+from onchip.torch import LMHead, linear_cross_entropy
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,13 +107,13 @@ def patch(
         >>> print(report)
         fused: lm_head [64, 16] of LlamaForCausalLM; 1 losses so far
     """
-    options = dict(
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        scratch_bytes=scratch_bytes,
-        backend=backend,
-        precision=precision,
-    )
+    options = {
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "scratch_bytes": scratch_bytes,
+        "backend": backend,
+        "precision": precision,
+    }
     base = _base_model(model)
     _try_options(options)
     unpatch(model)
@@ -179,24 +180,43 @@ def _found(model: Any) -> tuple[bool, str]:
 
 
 def _linear(head: nn.Module) -> Any:
-    """The layer that holds the head's weight, inside PEFT's or FSDP's modules."""
-    for _ in range(8):
-        inner = getattr(head, "base_layer", None) or getattr(head, "_fsdp_wrapped_module", None)
-        inner = inner or getattr(head, "original_module", None)
-        if inner is None:
-            break
-        head = inner
+    """The layer that holds the head's weight, inside FSDP's and PEFT's modules."""
+    for name in ("_fsdp_wrapped_module", "original_module", "base_layer"):
+        head = getattr(head, name, head)
     return head
 
 
-def _head_refusal(head: nn.Module) -> str | None:
+def _head_refusal(head: Any) -> str | None:
     """Why losses of this head can't be fused, or None."""
-    linear = _linear(head)
-    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+    linear, head = _linear(head), _called(head)
+    if not isinstance(linear, nn.Linear) or type(linear).forward not in (nn.Linear.forward, LMHead.forward):
         return f"is a {type(linear).__module__}.{type(linear).__name__}, not a plain nn.Linear"
+    if head is not linear and type(head).__name__ not in ("Linear", "ModulesToSaveWrapper", "TrainableTokensWrapper"):
+        return f"is PEFT's {type(head).__module__}.{type(head).__name__}, not plain LoRA"
+    if variants := getattr(head, "lora_variant", None):
+        return f"has an adapter that is not plain LoRA: {', '.join(type(x).__name__ for x in variants.values())}"
     if linear.weight.dtype not in _DTYPES:
         return f"has a weight of {linear.weight.dtype}"
+    if _grouped(head):
+        return (
+            "is in one group of fully_shard's with other modules, which may be called once in a forward; shard it "
+            "alone, or with the model"
+        )
     return None
+
+
+def _grouped(head: Any) -> bool:
+    """Whether FSDP2 gathers it together with other modules, until each was called once."""
+    state = head._get_fsdp_state() if hasattr(head, "_get_fsdp_state") else None
+    return len(getattr(state, "_modules", ())) > 1
+
+
+def _sharded(model: Any) -> bool:
+    """Whether FSDP or ZeRO-3 gathers the weights for the model's forward alone, whose results it must see."""
+    weight = _linear(model.get_output_embeddings()).weight
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    marks = ("_fsdp_flattened", "ds_id")
+    return isinstance(model, fsdp) or not isinstance(weight, nn.Parameter) or any(hasattr(weight, x) for x in marks)
 
 
 # -------------------------------------------------------------------------------------------------- patched forwards
@@ -209,7 +229,7 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if labels is None and made.labels_at is not None and made.labels_at < len(args):
         labels = args[made.labels_at]
     labelled = labels is not None or kwargs.get("shift_labels") is not None
-    if not labelled and not (self.training and torch.is_grad_enabled()):
+    if not labelled and not (self.training and torch.is_grad_enabled() and not _sharded(self)):
         return made.forward(*args, **kwargs)
     _patch_head(self)
     made.armed = True
@@ -221,8 +241,15 @@ def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _patch_head(model: Any) -> None:
     """Of whatever head there is now: PEFT or FSDP may have put another one in its place."""
-    head = _called(model.get_output_embeddings())
-    if "_onchip_head" in head.__dict__ or _head_refusal(head) is not None:
+    head, report = _called(model.get_output_embeddings()), model.__dict__["_onchip"].report
+    if "_onchip_head" in head.__dict__ and not _grouped(head):
+        return
+    if report.fused and (refusal := _head_refusal(head)) is not None:
+        report.fused, report.reason = False, f"the head of {type(model).__name__} now {refusal}"
+        _warn(report.reason)
+    if not report.fused:
+        if head.__dict__.pop("_onchip_head", None) is not None:
+            del head.__dict__["forward"]
         return
     inner = _linear(head)
     if inner.__dict__.pop("_onchip_head", None) is not None:
@@ -247,6 +274,11 @@ class _Head:
 
     def __call__(self, hidden: Tensor, **asked: Any) -> Any:
         """Through the module, so that FSDP gathers the weight."""
+        if not self.patch.armed and hidden.requires_grad and torch.is_grad_enabled() and _sharded(self.model):
+            raise RuntimeError(
+                "onchip.integrations.transformers: a model that FSDP or ZeRO-3 shards must compute losses of its "
+                "logits in its own forward: pass it the labels, or read outputs.logits under torch.no_grad"
+            )
         return self.model.get_output_embeddings()(hidden, **asked)
 
 
@@ -268,9 +300,20 @@ def _autocast(hidden: Tensor) -> bool:
 
 def _loss(head: Any, hidden: Tensor, target: Tensor, vocab: int, **options: Any) -> Tensor:
     """Of rows of hidden states; `vocab`: the logits before it alone."""
-    weight, bias = head.weight[:vocab], None if head.bias is None else head.bias[:vocab]
+    hidden, weight, bias = _operands(head, hidden)
+    if vocab < len(weight):
+        weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
     loss: Tensor = linear_cross_entropy(hidden, weight, target, bias, **options)
     return loss
+
+
+def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Whose product the logits are: of a linear layer, or of PEFT's around one."""
+    if isinstance(head, nn.Linear):
+        return hidden, head.weight, head.bias
+    if type(head).__name__ == "TrainableTokensWrapper":
+        return hidden, head.weight, head.original_module.bias  # with the trained rows in place of the others
+    return linear_operands("patch", head, hidden)
 
 
 # ----------------------------------------------------------------------------------------------------- deferred logits
@@ -278,7 +321,7 @@ def _loss(head: Any, hidden: Tensor, target: Tensor, vocab: int, **options: Any)
 
 @dataclass
 class _Deferred:
-    """What deferred logits are: cap * tanh(scale * product), or scale * product, of the first entries of the vocabulary.
+    """What deferred logits are: cap * tanh(scale * product), or scale * product, of the first `vocab` entries.
 
     The product is the head's of `hidden`, whose rows are the logits' own.
     """
