@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from onchip.ops.linear_cross_entropy.torch_module import linear_operands
+from onchip.ops.linear_cross_entropy.torch_module import active_module, lora_operands
 from onchip.torch import LMHead, linear_cross_entropy
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -313,7 +313,9 @@ def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
         return hidden, head.weight, head.bias
     if type(head).__name__ == "TrainableTokensWrapper":
         return hidden, head.weight, head.original_module.bias  # with the trained rows in place of the others
-    return linear_operands("patch", head, hidden)
+    if type(head).__name__ == "ModulesToSaveWrapper":
+        return _operands(active_module(head), hidden)
+    return lora_operands("patch", head, hidden)
 
 
 # ----------------------------------------------------------------------------------------------------- deferred logits

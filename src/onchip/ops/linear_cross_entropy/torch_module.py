@@ -199,9 +199,10 @@ def linear_operands(op: str, head: Module, hidden: Tensor) -> Operands:
     """
     if _is_of_peft(head, *SAVED):
         _refuse_hooks(op, head)
-        return linear_operands(op, _active(head), hidden)
+        return linear_operands(op, active_module(head), hidden)
     if _is_of_peft(head, *LORA):
-        return _lora_operands(op, head, hidden)
+        _refuse_hooks(op, head)
+        return lora_operands(op, head, hidden)
     return Operands(hidden, *_parameters(op, head))
 
 
@@ -250,7 +251,7 @@ def _called(head: Any) -> Any:
     """The module that a call of `head` hands all its arguments on to."""
     if type(head).__name__ in WRAPPERS:
         return _called(head.module if hasattr(head, "module") else head._orig_mod)
-    return _called(_active(head)) if _is_of_peft(head, *SAVED) else head
+    return _called(active_module(head)) if _is_of_peft(head, *SAVED) else head
 
 
 def _is_of_peft(head: Any, module: str, name: str) -> bool:
@@ -261,7 +262,7 @@ def _is_of_peft(head: Any, module: str, name: str) -> bool:
     return type(head).forward is kind.forward and "forward" not in vars(head)
 
 
-def _active(wrapper: Any) -> Any:
+def active_module(wrapper: Any) -> Any:
     """The one of the modules in a `ModulesToSaveWrapper` that it calls."""
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     return wrapper.original_module if wrapper.disable_adapters or not active else wrapper.modules_to_save[active[0]]
@@ -274,9 +275,8 @@ def _stored_options(head: Any) -> dict[str, Any]:
     return head.options if isinstance(head, LMHead) else {}
 
 
-def _lora_operands(op: str, head: Any, hidden: Tensor) -> Operands:
-    """As `linear_operands`, of PEFT's layer."""
-    _refuse_hooks(op, head)
+def lora_operands(op: str, head: Any, hidden: Tensor) -> Operands:
+    """As `linear_operands`, of PEFT's layer, which may be what is being called."""
     weight, bias = _parameters(op, head.base_layer)
     if head.disable_adapters and head.merged:
         raise RuntimeError(f"{op}: the adapters of head are merged into its weight, and disabled; call head.unmerge()")
