@@ -83,12 +83,15 @@ def test_disabled_and_several_adapters():
     made.add_adapter("other", LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
     made.base_model.set_adapter(["default", "other"])
     expected = step(made)
+    ids = torch.arange(3, 9)[None]
     with made.disable_adapter(), torch.no_grad():
-        plain = made(input_ids=torch.arange(3, 9)[None], labels=torch.arange(3, 9)[None]).loss
+        plain = made(input_ids=ids, labels=ids).loss
     report = patch(made)
     assert_same(step(made), expected)
     with made.disable_adapter(), torch.no_grad():
-        torch.testing.assert_close(made(input_ids=torch.arange(3, 9)[None], labels=torch.arange(3, 9)[None]).loss, plain)
+        torch.testing.assert_close(
+            made(input_ids=torch.arange(3, 9)[None], labels=torch.arange(3, 9)[None]).loss, plain
+        )
     assert (report.losses, report.materialized) == (2, {})
 
 

@@ -1,17 +1,23 @@
 """The patch of transformers' models: how they are called, by whom, and what they are refused for."""
 
 import copy
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
+    CLIPVisionConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     PhiConfig,
@@ -392,3 +398,29 @@ def test_trainers_label_smoothing_asks_for_the_logits(tmp_path):
     made, _, report = trained(tmp_path, True, **args)
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-4)
     assert "log_softmax" in report.materialized
+
+
+# --------------------------------------------------------------------------------------- images, and several processes
+
+
+def test_a_model_of_images_and_text():
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "image_size": 16, "patch_size": 8, "projection_dim": 32}  # fmt: skip
+    config = LlavaConfig(
+        text_config=LlamaConfig(**TINY), vision_config=CLIPVisionConfig(**vision), image_token_id=96,
+        vision_feature_layer=-1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    ids = batch()["input_ids"].clamp(max=95)
+    ids[:, 2:6] = 96
+    assert_same(model, input_ids=ids, labels=ids.masked_fill(ids == 96, -100), pixel_values=torch.randn(2, 3, 16, 16))
+
+
+def test_two_processes():
+    """DDP, FSDP2 in four ways, and Trainer under torchrun."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    made = subprocess.run(
+        [*run, str(Path(__file__).with_name("two_processes.py"))], capture_output=True, text=True, timeout=300
+    )
+    assert "11 checks passed" in made.stdout, made.stdout + made.stderr[-4000:]

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -411,11 +412,7 @@ class DeferredLogits(Tensor):
 
 # Answered of the hidden states.
 _OF_THE_DEVICE = {
-    Tensor.device.__get__: lambda hidden: hidden.device,
-    Tensor.is_cuda.__get__: lambda hidden: hidden.is_cuda,
-    Tensor.is_cpu.__get__: lambda hidden: hidden.is_cpu,
-    Tensor.is_meta.__get__: lambda hidden: hidden.is_meta,
-    Tensor.get_device: lambda hidden: hidden.get_device(),
+    getattr(Tensor, name).__get__: attrgetter(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")
 }
 # Answered of the tensor without memory.
 _OF_THE_SHAPE = {
@@ -461,8 +458,7 @@ def _derived(x: DeferredLogits, name: str, func: Any, rest: tuple[Any, ...], kwa
     """What a scale, a softcap, a slice, a shape or a dtype makes of deferred logits; None for anything else."""
     old, shape, dtype = x.deferred, x.shape, x.dtype
     new: _Deferred | None = None
-    first = rest[0] if rest else None
-    number = len(rest) == 1 and not kwargs and isinstance(first, int | float) and not isinstance(first, bool)
+    number = len(rest) == 1 and not kwargs and isinstance(rest[0], int | float) and not isinstance(rest[0], bool)
     if name in _SAME:
         new = old
     elif name in _CASTS:
@@ -473,9 +469,9 @@ def _derived(x: DeferredLogits, name: str, func: Any, rest: tuple[Any, ...], kwa
         if len(casts) < 2 and all(_is_device_of(y, old.hidden) for y in others):
             new, dtype = old, casts[0] if casts else dtype
     elif name in ("mul", "__mul__", "__rmul__", "mul_", "__imul__") and number:
-        new = old.times(float(first))
-    elif name in ("div", "true_divide", "__truediv__", "div_", "__itruediv__") and number and first:
-        new = old.times(1 / float(first))
+        new = old.times(float(rest[0]))
+    elif name in ("div", "true_divide", "__truediv__", "div_", "__itruediv__") and number and rest[0]:
+        new = old.times(1 / float(rest[0]))
     elif name in ("tanh", "tanh_") and not rest and old.cap is None:
         new = replace(old, cap=1.0)
     elif name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "__getitem__"):
@@ -527,7 +523,8 @@ def _reshaped(x: DeferredLogits, name: str, rest: Any, kwargs: Any) -> tuple[_De
             return nothing
         rows = hidden.reshape(*sizes[:-1], hidden.shape[-1])
     elif name == "flatten":
-        start, end = (*sizes, *(0, -1)[len(sizes) :])
+        start = sizes[0] if sizes else 0
+        end = sizes[1] if len(sizes) > 1 else -1
         if end % x.dim() == x.dim() - 1:
             return nothing
         rows = hidden.flatten(start, end)
