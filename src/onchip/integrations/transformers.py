@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -395,7 +394,7 @@ class DeferredLogits(Tensor):
         name, x = getattr(func, "__name__", ""), args[0] if args else None
         if isinstance(x, DeferredLogits):
             if func in _OF_THE_DEVICE:
-                return _OF_THE_DEVICE[func](x.deferred.hidden)
+                return getattr(x.deferred.hidden, _OF_THE_DEVICE[func])
             if name == "__get__" or name in _OF_THE_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -411,9 +410,7 @@ class DeferredLogits(Tensor):
 
 
 # Answered of the hidden states.
-_OF_THE_DEVICE = {
-    getattr(Tensor, name).__get__: attrgetter(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")
-}
+_OF_THE_DEVICE = {getattr(Tensor, name).__get__: name for name in ("device", "is_cuda", "is_cpu", "is_meta")}
 # Answered of the tensor without memory.
 _OF_THE_SHAPE = {
     "size",
