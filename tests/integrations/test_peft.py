@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from onchip.integrations.transformers import patch, unpatch
 
@@ -25,10 +24,18 @@ WAYS = {
 }  # fmt: skip
 
 
+def peft():
+    """Imported where it is used: each worker of the tests imports this file."""
+    import peft
+
+    return peft
+
+
 def model(config, tied=False):
     """One whose adapters are no longer zeros."""
     torch.manual_seed(0)
-    made = get_peft_model(LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=tied)), LoraConfig(r=4, **config))
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, tie_word_embeddings=tied))
+    made = peft().get_peft_model(base, peft().LoraConfig(r=4, **config))
     with torch.no_grad():
         for name, p in made.named_parameters():
             if "lora_B" in name or "delta" in name:
@@ -70,9 +77,9 @@ def test_adapters(name):
 def test_patched_before_the_adapters_come():
     expected = step(model(WAYS["head"]))
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**TINY))
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     report = patch(base)
-    made = get_peft_model(base, LoraConfig(r=4, **WAYS["head"]))
+    made = peft().get_peft_model(base, peft().LoraConfig(r=4, **WAYS["head"]))
     made.load_state_dict(model(WAYS["head"]).state_dict())
     assert_same(step(made), expected)
     assert (report.losses, report.materialized) == (1, {})
@@ -80,7 +87,7 @@ def test_patched_before_the_adapters_come():
 
 def test_disabled_and_several_adapters():
     made = model(WAYS["head"])
-    made.add_adapter("other", LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    made.add_adapter("other", peft().LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
     made.base_model.set_adapter(["default", "other"])
     expected = step(made)
     ids = torch.arange(3, 9)[None]
@@ -103,9 +110,9 @@ def test_a_head_of_another_kind_is_left_as_it_is():
     assert not report.fused
     assert_same(step(made), expected)
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**TINY))
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     report = patch(base)
-    later = get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], use_dora=True))
+    later = peft().get_peft_model(base, peft().LoraConfig(r=4, target_modules=["lm_head"], use_dora=True))
     with pytest.warns(UserWarning, match="now has an adapter that is not plain LoRA"):
         step(later)
     assert not report.fused

@@ -9,22 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import (
-    CLIPVisionConfig,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
 
 from onchip.integrations.transformers import DeferredLogits, patch, unpatch
 
@@ -36,7 +22,7 @@ TINY = {
 
 def llama(**config):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TINY | config))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | config))
 
 
 def batch(rows=2, size=12):
@@ -90,12 +76,15 @@ def test_what_a_call_passes_on(name):
     assert_same(llama(), **CALLS[name])
 
 
+PHI = {name: x for name, x in TINY.items() if name != "head_dim"}
 MODELS = {
     "tied": lambda: llama(tie_word_embeddings=True),
-    "bias": lambda: PhiForCausalLM(PhiConfig(**{n: x for n, x in TINY.items() if n != "head_dim"})),
-    "softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**TINY, final_logit_softcapping=5.0)),
-    "router loss": lambda: MixtralForCausalLM(
-        MixtralConfig(**TINY, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
+    "bias": lambda: transformers.PhiForCausalLM(
+        transformers.PhiConfig(**{n: x for n, x in TINY.items() if n != "head_dim"})
+    ),
+    "softcap": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY, final_logit_softcapping=5.0)),
+    "router loss": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**TINY, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
     ),
     "frozen body": lambda: freeze(llama(), "model."),
     "frozen head": lambda: freeze(llama(), "lm_head"),
@@ -236,6 +225,42 @@ def test_whatever_is_made_of_the_logits_is_right(name):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:onchip")
+def test_logits_that_were_changed_in_place():
+    model, target = llama(), batch()["input_ids"].flatten()
+    patch(model)
+    z = model(input_ids=batch()["input_ids"]).logits
+    rows, doubled = z.view(-1, 97), z * 2
+    z[..., :50] = -1e4
+    expected = F.cross_entropy(z.deferred.value.view(-1, 97), target)
+    torch.testing.assert_close(F.cross_entropy(z.view(-1, 97), target), expected)
+    for other in (rows, doubled):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            F.cross_entropy(other.view(-1, 97), target)
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
+def test_logits_are_read_before_the_weight_changes():
+    model = llama()
+    patch(model)
+    made = model(**batch())
+    made.loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
+        made.logits.argmax(-1)
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
+def test_logits_that_were_read_without_gradients_have_them_later():
+    model = llama()
+    patch(model)
+    z = model(input_ids=batch()["input_ids"]).logits
+    with torch.no_grad():
+        assert not z.sum().requires_grad
+    assert z.exp().sum().requires_grad
+    assert type(z.data) is torch.Tensor
+
+
 def test_generate_and_evaluation_leave_the_logits():
     model = llama().eval()
     expected = model.generate(batch()["input_ids"], max_new_tokens=3, do_sample=False)
@@ -351,7 +376,7 @@ def trained(tmp_path, patched, evaluated=False, **args):
     """The log of a run, and its model."""
     model = llama()
     report = patch(model) if patched else None
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], seed=0,
         save_strategy="no", use_cpu=True, learning_rate=1e-2, disable_tqdm=True, **args,
     )  # fmt: skip
@@ -359,7 +384,7 @@ def trained(tmp_path, patched, evaluated=False, **args):
     def metrics(made):
         return {"best": float((made.predictions.argmax(-1) == made.label_ids).mean())}
 
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(),
         compute_metrics=metrics if evaluated else None,
     )  # fmt: skip
@@ -406,19 +431,19 @@ def test_trainers_label_smoothing_asks_for_the_logits(tmp_path):
 def test_a_model_of_images_and_text():
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
               "image_size": 16, "patch_size": 8, "projection_dim": 32}  # fmt: skip
-    config = LlavaConfig(
-        text_config=LlamaConfig(**TINY), vision_config=CLIPVisionConfig(**vision), image_token_id=96,
-        vision_feature_layer=-1,
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TINY), vision_config=transformers.CLIPVisionConfig(**vision),
+        image_token_id=96, vision_feature_layer=-1,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(config)
+    model = transformers.LlavaForConditionalGeneration(config)
     ids = batch()["input_ids"].clamp(max=95)
     ids[:, 2:6] = 96
     assert_same(model, input_ids=ids, labels=ids.masked_fill(ids == 96, -100), pixel_values=torch.randn(2, 3, 16, 16))
 
 
 def test_two_processes():
-    """DDP, FSDP2 in four ways, and Trainer under torchrun."""
+    """DDP, FSDP2 in four ways, and transformers.Trainer under torchrun."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     made = subprocess.run(
         [*run, str(Path(__file__).with_name("two_processes.py"))], capture_output=True, text=True, timeout=300

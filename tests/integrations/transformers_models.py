@@ -10,8 +10,6 @@ import warnings
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from onchip.integrations.transformers import patch
 
@@ -57,7 +55,7 @@ recurrent_gemma seed_oss smollm3 stablelm starcoder2 trocr vaultgemma xglm xlm-r
 
 def build(model_type):
     """A model of at most so many parameters, or the reason why there is none."""
-    made, why = CONFIG_MAPPING[model_type], ""
+    made, why = transformers.CONFIG_MAPPING[model_type], ""
     ways = [SPECIAL[model_type]] if model_type in SPECIAL else [TINY, TINY | MOE, PLAIN, TINY | LATENT, PLAIN | LATENT]
     for way in ways:
         if way is None:
@@ -82,7 +80,7 @@ def build(model_type):
 
 
 def make(config):
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def step(model):
@@ -121,7 +119,7 @@ def main():
     )
     print("a tiny random model of each causal type, patched against unpatched, in float32 on the CPU.\n")
     rest, fused = [], []
-    for model_type in sorted(CAUSAL):
+    for model_type in sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         model, why = build(model_type)
         if model is None:
             rest.append((model_type, f"not tried: {why}"))

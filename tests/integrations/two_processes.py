@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from onchip.integrations.transformers import patch
 
@@ -23,7 +23,7 @@ TINY = {
 
 def llama():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TINY))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
 
 
 def batch(rows):
@@ -108,11 +108,11 @@ def trained(patched):
     model = llama()
     report = patch(model) if patched else None
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, learning_rate=1e-2, disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(model=model, args=arguments, train_dataset=Data())
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data())
         trainer.train()
     assert report is None or (report.losses > 0 and not report.materialized), report
     return torch.tensor([x["loss"] for x in trainer.state.log_history if "loss" in x])

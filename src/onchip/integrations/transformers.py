@@ -14,7 +14,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import MethodType
@@ -139,8 +139,7 @@ def unpatch(model: nn.Module) -> None:
     if made.own:
         base.__dict__["forward"] = made.forward
     for module in base.modules():
-        if module.__dict__.pop("_onchip_head", None) is not None:
-            del module.__dict__["forward"]
+        _restore(module)
 
 
 def _base_model(model: Any) -> Any:
@@ -248,14 +247,18 @@ def _patch_head(model: Any) -> None:
         report.fused, report.reason = False, f"the head of {type(model).__name__} now {refusal}"
         _warn(report.reason)
     if not report.fused:
-        if head.__dict__.pop("_onchip_head", None) is not None:
-            del head.__dict__["forward"]
+        for module in (head, _linear(head)):
+            _restore(module)
         return
-    inner = _linear(head)
-    if inner.__dict__.pop("_onchip_head", None) is not None:
-        del inner.__dict__["forward"]
+    _restore(_linear(head))
     head.__dict__["_onchip_head"] = _Head(model.__dict__["_onchip"], model)
     head.__dict__["forward"] = MethodType(_head_forward, head)
+
+
+def _restore(module: Any) -> None:
+    """Give a patched head its own forward back."""
+    if module.__dict__.pop("_onchip_head", None) is not None:
+        del module.__dict__["forward"]
 
 
 def _called(head: Any) -> Any:
@@ -272,14 +275,23 @@ class _Head:
     patch: _Patch
     model: Any
 
-    def __call__(self, hidden: Tensor, **asked: Any) -> Any:
+    def __call__(self, deferred: "_Deferred", **asked: Any) -> Any:
         """Through the module, so that FSDP gathers the weight."""
-        if not self.patch.armed and hidden.requires_grad and torch.is_grad_enabled() and _sharded(self.model):
+        head = self.model.get_output_embeddings()
+        if not self.patch.armed and deferred.with_gradients and _sharded(self.model):
             raise RuntimeError(
                 "onchip.integrations.transformers: a model that FSDP or ZeRO-3 shards must compute losses of its "
-                "logits in its own forward: pass it the labels, or read outputs.logits under torch.no_grad"
+                "logits in its own forward, where the weights are: pass it the labels, and for the logits call the "
+                "model under torch.no_grad"
             )
-        return self.model.get_output_embeddings()(hidden, **asked)
+        if deferred.versions not in (None, _versions(_called(head))):
+            raise RuntimeError(
+                "onchip.integrations.transformers: the head's weight was changed since these logits were deferred; "
+                "read outputs.logits before optimizer.step()"
+            )
+        kind = deferred.hidden.device.type
+        with torch.autocast(kind, deferred.autocast, enabled=deferred.autocast is not None):
+            return head(deferred.hidden, **asked)
 
 
 def _head_forward(self: Any, hidden: Tensor, *args: Any, onchip: str = "", **kwargs: Any) -> Any:
@@ -290,12 +302,16 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, onchip: str = "", **kwa
     if onchip == "logits" or not head.patch.armed or hidden.dtype not in _DTYPES or args or kwargs:
         return type(self).forward(self, hidden, *args, **kwargs)
     shape = (*hidden.shape[:-1], _linear(self).out_features)
-    dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
-    return DeferredLogits.of(_Deferred(head, hidden, shape[-1], _autocast(hidden)), shape, dtype)
+    kind = hidden.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    versions = None if torch.compiler.is_compiling() else _versions(self)
+    made = _Deferred(head, hidden, shape[-1], autocast, versions, torch.is_grad_enabled())
+    return DeferredLogits.of(made, shape, autocast or hidden.dtype)
 
 
-def _autocast(hidden: Tensor) -> bool:
-    return torch.is_autocast_enabled(hidden.device.type)
+def _versions(head: Any) -> list[int]:
+    """What tells a parameter that was changed in place, as an optimizer does."""
+    return [p._version for p in head.parameters()]
 
 
 def _loss(head: Any, hidden: Tensor, target: Tensor, vocab: int, **options: Any) -> Tensor:
@@ -331,21 +347,39 @@ class _Deferred:
     head: _Head
     hidden: Tensor
     vocab: int
-    autocast: bool  # whether it was enabled for the head
+    autocast: torch.dtype | None  # that was enabled for the head
+    versions: list[int] | None  # of the head's parameters
+    with_gradients: bool  # whether they were enabled
     scale: float = 1.0
     cap: float | None = None
     parent: "_Deferred | None" = None
     replay: Any = None  # makes the logits of the parent's
     value: Tensor | None = None  # the logits, once they were asked for
+    version: int = 0  # of value, as it was made
 
     def logits(self) -> Tensor:
-        if self.value is None:
-            if self.parent is not None:
-                self.value = self.replay(self.parent.logits())
-            else:
-                with torch.autocast(self.hidden.device.type, enabled=self.autocast):
-                    self.value = self.head(self.hidden, onchip="logits")
+        for other in self.ancestors():
+            if other.changed:
+                raise RuntimeError(
+                    "onchip.integrations.transformers: logits that others were made of have been changed in place "
+                    "since; make a copy first"
+                )
+        stale = self.value is not None and torch.is_grad_enabled() and not self.value.requires_grad
+        if self.value is None or (stale and self.with_gradients and not self.changed):
+            self.value = self.head(self, onchip="logits") if self.parent is None else self.replay(self.parent.logits())
+            self.version = self.value._version
         return self.value
+
+    @property
+    def changed(self) -> bool:
+        """Whether the logits were changed in place since they were made."""
+        return self.value is not None and self.value._version != self.version
+
+    def ancestors(self) -> Iterator["_Deferred"]:
+        one = self.parent
+        while one is not None:
+            yield one
+            one = one.parent
 
     def times(self, factor: float) -> "_Deferred | None":
         if not (factor > 0 and math.isfinite(factor)):
@@ -358,22 +392,21 @@ class _Deferred:
         patch, training = self.head.patch, self.head.model.training
         options = dict(patch.options)
         smoothing, z_loss = options.pop("label_smoothing"), options.pop("z_loss")
-        capped = {} if self.cap is None else {"softcap": self.cap}
+        if self.cap is not None:
+            options["softcap"] = self.cap
         patch.report.losses += 1
-        with torch.autocast(self.hidden.device.type, enabled=self.autocast):
-            made: Tensor = self.head(
-                self.hidden,
-                onchip="loss",
-                target=target,
-                vocab=self.vocab,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing or (smoothing if training else 0.0),
-                z_loss=z_loss if training else 0.0,
-                logit_scale=self.scale if self.cap is None else self.scale * self.cap,
-                **capped,
-                **options,
-            )
+        made: Tensor = self.head(
+            self,
+            onchip="loss",
+            target=target,
+            vocab=self.vocab,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing or (smoothing if training else 0.0),
+            z_loss=z_loss if training else 0.0,
+            logit_scale=self.scale if self.cap is None else self.scale * self.cap,
+            **options,
+        )
         return made
 
 
@@ -395,35 +428,36 @@ class DeferredLogits(Tensor):
         if isinstance(x, DeferredLogits):
             if func in _OF_THE_DEVICE:
                 return getattr(x.deferred.hidden, _OF_THE_DEVICE[func])
-            if name == "__get__" or name in _OF_THE_SHAPE:
+            if func in _OF_THE_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            made = _derived(x, name, func, args[1:], kwargs)
+            made = None if x.deferred.changed else _derived(x, name, func, args[1:], kwargs)
             if made is not None:
                 return made
         if func is F.cross_entropy:
             made = _cross_entropy(*args, **kwargs)
             if made is not None:
                 return made
+        if name == "__get__":
+            name = func.__self__.__name__
         args, kwargs = tree_map_only(DeferredLogits, _Asked(name), (args, kwargs))
         return func(*args, **kwargs)
 
 
+def _getters(*names: str) -> dict[Any, str]:
+    return {getattr(Tensor, name).__get__: name for name in names}
+
+
 # Answered of the hidden states.
-_OF_THE_DEVICE = {getattr(Tensor, name).__get__: name for name in ("device", "is_cuda", "is_cpu", "is_meta")}
+_OF_THE_DEVICE = _getters("device", "is_cuda", "is_cpu", "is_meta")
 # Answered of the tensor without memory.
 _OF_THE_SHAPE = {
-    "size",
-    "dim",
-    "numel",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "is_contiguous",
-    "__len__",
+    *_getters("shape", "ndim", "dtype", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf", "grad"),
+    *_getters("is_sparse", "is_quantized", "is_nested"),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-_IN_PLACE = {"mul_", "__imul__", "div_", "__itruediv__", "tanh_"}
 _SAME = {"contiguous", "clone"}
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -465,20 +499,16 @@ def _derived(x: DeferredLogits, name: str, func: Any, rest: tuple[Any, ...], kwa
         others = [y for y in (*rest, *kwargs.values()) if not isinstance(y, torch.dtype)]
         if len(casts) < 2 and all(_is_device_of(y, old.hidden) for y in others):
             new, dtype = old, casts[0] if casts else dtype
-    elif name in ("mul", "__mul__", "__rmul__", "mul_", "__imul__") and number:
+    elif name in ("mul", "multiply", "__mul__", "__rmul__") and number:
         new = old.times(float(rest[0]))
-    elif name in ("div", "true_divide", "__truediv__", "div_", "__itruediv__") and number and rest[0]:
+    elif name in ("div", "divide", "true_divide", "__truediv__") and number and rest[0]:
         new = old.times(1 / float(rest[0]))
-    elif name in ("tanh", "tanh_") and not rest and old.cap is None:
+    elif name == "tanh" and not rest and old.cap is None:
         new = replace(old, cap=1.0)
     elif name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "__getitem__"):
         new, shape = _reshaped(x, name, rest, kwargs)
     if new is None or dtype not in _DTYPES:
         return None
-    if name in _IN_PLACE:
-        before = replace(old)
-        x.deferred = replace(new, parent=before, replay=lambda z: func(z.clone(), *rest), value=None)
-        return x
     made = replace(new, parent=old, replay=lambda z: func(z, *rest, **kwargs), value=None)
     return DeferredLogits.of(made, shape, dtype)
 
@@ -547,5 +577,7 @@ def _cross_entropy(
         return None
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not plain or input.dim() != 2 or target.is_floating_point():
+        return None
+    if input.deferred.changed or any(x.changed for x in input.deferred.ancestors()):
         return None
     return input.deferred.loss(target, ignore_index, reduction, label_smoothing)
