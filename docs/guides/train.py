@@ -82,10 +82,9 @@ def train(model, number=10, rank=0, ranks=1):
         if ranks > 1:
             dist.all_reduce(count)
         for ids, y in zip(mine, labels, strict=True):
-            # Gradients are averaged over processes, where the sum is wanted: hence the count of one process.
-            loss = model(ids, y, normalizer=count / ranks)
-            loss.backward()
-            total += loss.detach() / ranks
+            loss = model(ids, y, normalizer=count)
+            (ranks * loss).backward()  # gradients are averaged over processes, where their sum is wanted
+            total += loss.detach()
         if ranks > 1:
             dist.all_reduce(total)
         optimizer.step()

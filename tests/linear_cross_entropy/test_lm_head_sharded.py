@@ -144,7 +144,7 @@ def gradient_accumulation(rank):
         count = (labels[0, :, rank, :, 1:] != -100).sum()
         dist.all_reduce(count)
         for micro_batch, mine in zip(ids[0, :, rank], labels[0, :, rank], strict=True):
-            inner.lm_head(model(micro_batch), mine, normalizer=count / RANKS).backward()
+            (RANKS * inner.lm_head(model(micro_batch), mine, normalizer=count)).backward()
         grads = {
             name: p.grad.full_tensor() if isinstance(p, DTensor) else p.grad for name, p in inner.named_parameters()
         }
