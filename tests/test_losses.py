@@ -327,10 +327,11 @@ def test_autocast_in_and_out_of_a_compiled_function(loss):
 # ---------------------------------------------------------------------------------------------------- the causal shift
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.op is LCE.op], ids=str)
-def test_a_position_predicts_the_next_label(loss):
+def each_position_predicts_the_next_label(loss):
     """As the oracle; and the same bits as with targets that the caller has shifted, NaN in the last position or not."""
-    given = loss.problem((2, 12)) | {"token_weight": torch.rand(2, 12), "temperature": torch.rand(2, 12) + 0.5}
+    given = loss.problem((2, 12))
+    numbers = torch.rand(2, 2, 12).to(loss.device)
+    given |= {"token_weight": numbers[0], "temperature": numbers[1] + 0.5}
     given["target"][1, 5:7] = -100
     with torch.no_grad():
         given["hidden"][:, -1] = torch.nan
@@ -342,9 +343,21 @@ def test_a_position_predicts_the_next_label(loss):
     assert all(torch.equal(x, expected[name]) for name, x in made.items())
     if loss.options["reduction"] == "none":
         assert made["loss"][:, -1].tolist() == [0, 0]
-    torch._dynamo.reset()
-    compiled = torch.compile(partial(loss.call, shift=True), fullgraph=True, backend="aot_eager")(given)
-    assert torch.equal(compiled["loss"], made["loss"])
+        torch._dynamo.reset()
+        compiled = torch.compile(partial(loss.call, shift=True), fullgraph=True, backend="aot_eager")(given)
+        assert_near("loss", compiled["loss"].detach(), made["loss"].cpu())
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.op is LCE.op], ids=str)
+def test_each_position_predicts_the_next_label(loss):
+    each_position_predicts_the_next_label(loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("loss", [x for x in on_the_gpu() if x.op is LCE.op], ids=lambda x: f"{x}-{x.backend}")
+def test_each_position_predicts_the_next_label_on_the_gpu(loss):
+    each_position_predicts_the_next_label(loss)
 
 
 @pytest.mark.parametrize("shape", [(9,), (3, 1), (2, 0), (2, 3, 4)], ids=str)
