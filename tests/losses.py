@@ -25,7 +25,7 @@ from onchip.vocab.triton import setup as triton_setup
 from shared import assert_within_bounds
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 70
-CHOICES = ("correct", "top1")
+CHOICES = ("argmax", "correct", "top1")
 EVERY_STATISTIC = dict.fromkeys(("lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
 
 

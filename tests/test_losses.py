@@ -271,7 +271,7 @@ def test_the_module_is_the_function_and_owns_nothing(loss, module):
     value, stats = module(return_stats=True)(**given)
     assert value.requires_grad
     assert not any(x.requires_grad for x in stats)
-    assert [x.dtype for x in stats] == [torch.float32] * 3 + [torch.bool]
+    assert [x.dtype for x in stats] == [torch.float32] * 3 + [torch.bool, torch.int64, torch.float32]
     assert repr(made := module(scratch_bytes=0.75)) == f"{module.__name__}(scratch_bytes=0.75)"
     many = loss.problem((640,), vocab=500)
     assert torch.equal(made(**many), loss.op(**many, scratch_bytes=0.75))

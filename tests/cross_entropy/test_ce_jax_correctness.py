@@ -99,5 +99,5 @@ def test_masked_columns():
     run = jax.jit(jax.value_and_grad(partial(cross_entropy, return_stats=True), has_aux=True))
     (loss, stats), grad = run(x, y)
     oracle = reference.cross_entropy(x, y)
-    assert_same((loss, stats, grad), (oracle.loss, oracle[1:5], oracle.grad_logits))
+    assert_same((loss, stats, grad), (oracle.loss, oracle[1:-1], oracle.grad_logits))
     assert not grad[..., :40].any()

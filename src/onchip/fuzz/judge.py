@@ -81,7 +81,7 @@ def compare(
         if norm == 0 and not name.startswith("grad_"):
             bound = limit  # absolute
         error = relative_error(out, ref)
-        if name in ("correct", "top1"):
+        if name in ("argmax", "correct", "top1"):
             error, bound = (0.0 if fp8 else _wrong_choices(out, ref, given, options)), 0.0
         elif _is_zero(case, name, norm, options):
             error, bound = float(np.abs(out).max(initial=0)), 0.0

@@ -76,7 +76,7 @@ def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
     return {name: bound(name) for name in oracle._fields if name not in _CHOICES}
 
 
-_CHOICES = ("correct", "top1")
+_CHOICES = ("argmax", "correct", "top1")
 """The fields that depend on which logit is the largest."""
 
 

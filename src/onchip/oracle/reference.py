@@ -50,6 +50,8 @@ class Loss(NamedTuple):
     log_prob: Array
     entropy: Array
     correct: npt.NDArray[np.bool_]
+    argmax: Indices
+    target_logit: Array
 
 
 def blocks(tokens: Indices, vocab: int) -> Iterator[Indices]:
@@ -96,8 +98,9 @@ def cross_entropy(
     `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
     the gradient of sum(grad_loss * loss) by them.
 
-    Ignored tokens are in no block and give 0 (False) everywhere.  A target outside [0, V) that is not ignore_index
-    gives NaN for its loss, log_prob and gradient: what a GPU does, where raising would need a synchronisation.
+    Ignored tokens are in no block and give 0 (False, in argmax -1) everywhere.  A target outside [0, V) that is not
+    ignore_index gives NaN for its loss, log_prob, target_logit and gradient: what a GPU does, where raising would need
+    a synchronisation.
     """
     target = np.asarray(target)
     shape = target.shape
@@ -113,8 +116,8 @@ def cross_entropy(
     upstream = np.broadcast_to(np.asarray(grad_loss, np.float64), shape if reduction == "none" else ()).reshape(-1)
     grad_token = np.broadcast_to(upstream / denominator, (n_tokens,)) * tw
 
-    token_loss, lse, log_prob, entropy = (np.zeros(n_tokens) for _ in range(4))
-    correct = np.zeros(n_tokens, bool)
+    token_loss, lse, log_prob, entropy, target_logit = (np.zeros(n_tokens) for _ in range(5))
+    correct, argmax = np.zeros(n_tokens, bool), np.full(n_tokens, -1)
     for r in blocks(np.flatnonzero(kept), vocab):
         y, i = labels[r], np.arange(len(r))
         in_range = (y >= 0) & (y < vocab)
@@ -131,7 +134,9 @@ def cross_entropy(
         log_prob[r] = (z[i, y] - shift) - log_total + nan_if_bad
         with np.errstate(divide="ignore", invalid="ignore"):
             entropy[r] = -np.where(p > 0, p * np.log(p), 0.0).sum(1)
-        correct[r] = (z.argmax(1) == y) & in_range
+        argmax[r] = z.argmax(1)
+        correct[r] = (argmax[r] == y) & in_range
+        target_logit[r] = z[i, y] + nan_if_bad
 
         loss_r = -(1 - label_smoothing) * log_prob[r] if label_smoothing < 1 else nan_if_bad.copy()
         if label_smoothing > 0:
@@ -146,5 +151,11 @@ def cross_entropy(
 
     loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator
     return Loss(
-        np.asarray(loss), lse.reshape(shape), log_prob.reshape(shape), entropy.reshape(shape), correct.reshape(shape)
+        np.asarray(loss),
+        lse.reshape(shape),
+        log_prob.reshape(shape),
+        entropy.reshape(shape),
+        correct.reshape(shape),
+        argmax.reshape(shape),
+        target_logit.reshape(shape),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
+from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     DTYPES,
     check_normalizer,
@@ -144,7 +144,7 @@ def cross_entropy(
         check_inplace(logits)
     call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))
     out = OPERATORS[chosen](call).out
-    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, out.stats()) if return_stats else out.loss
 
 
 class CrossEntropyLoss(LossModule):

@@ -104,7 +104,8 @@ def linear_cross_entropy(
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
             NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
-        return_stats: also return float32 per-token statistics.
+        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
+            differentiable has `linear_log_probs`.
 
     The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or
     not: a new value then compiles nothing anew, but isn't checked.  They and token_weight are constants to autodiff.

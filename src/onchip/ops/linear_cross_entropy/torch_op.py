@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
+from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_normalizer,
@@ -102,7 +102,8 @@ def linear_cross_entropy(
             and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
             matrix products) or "auto": the first of these that can run.
-        return_stats: also return float32 per-token statistics.
+        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
+            differentiable has `linear_log_probs`.
         weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
@@ -202,7 +203,7 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, out.stats()) if return_stats else out.loss
 
 
 class LinearCrossEntropyLoss(LossModule):

@@ -52,7 +52,7 @@ def _forward(call: Call) -> TritonOutputs:
     if options.reduction != "none":
         number, mean = run.vectors.number, options.reduction == "mean"
         loss = reduce_losses(losses, number, _divisor(call, number), mean=mean)
-    made = (out.lse, out.log_prob, out.entropy, correct)
+    made = (out.lse, out.log_prob, out.entropy, correct, out.top1)
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 
 

@@ -72,7 +72,6 @@ def _absorb(
     first,
     V,
     y,  # the target's column, negative if it has none
-    x_y,  # the target's x
     k2,
     inner_scale,
     reference,
@@ -80,7 +79,7 @@ def _absorb(
     others,  # [LANES] sum of exp(z - z of top), but the target's
     offsets,  # [LANES] sum of x - reference
     moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e), but the target's
-    better,  # [LANES] whether an x comes before the target's in order of size, then of column
+    index,  # [LANES] column of top, the first one
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -101,10 +100,12 @@ def _absorb(
             offset = tl.where(outside, 0.0, offset)
         offsets += tl.sum(tl.sum(offset, 2), 0)
     x = tl.where(out, float("-inf"), x)
+    largest = tl.max(tl.max(x, 2), 0)
     if STATS:
-        before = (x > x_y) | ((x == x_y) & (steps < y - first - lanes))
-        better = tl.maximum(better, tl.max(tl.max(before.to(tl.int32), 2), 0))
-    new_top = tl.maximum(top, tl.max(tl.max(x, 2), 0))
+        at_largest = tl.where(x == largest[None, :, None], steps, SIZE)
+        column = first + tl.arange(0, LANES) * UNIT + tl.min(tl.min(at_largest, 2), 0)
+        index = tl.where(largest > top, column, index)
+    new_top = tl.maximum(top, largest)
     drop = tl.maximum((top - new_top) * k2, _NOTHING)
     decay = tl.exp2(drop)
     d = (x - new_top[None, :, None]) * k2
@@ -113,7 +114,7 @@ def _absorb(
         # p log p is 0 at p = 0, and 0 * -inf is not.
         moments = decay * (moments + others * drop) + tl.sum(tl.sum(e * tl.maximum(d, _NOTHING), 2), 0)
     others = others * decay + tl.sum(tl.sum(e, 2), 0)
-    return new_top, others, offsets, moments, better
+    return new_top, others, offsets, moments, index
 
 
 @triton.jit
@@ -185,6 +186,7 @@ def losses(
     log_prob,
     entropy,
     correct,  # [T] bool out
+    argmax,  # [T] int64 out; -1 for ignored tokens
     out,  # [T, V] out: gradient of the reduced loss, contiguous
     terms_out,  # [5, T] float32 out: what the gradient is made with; see `_store_terms`
     T,
@@ -227,6 +229,7 @@ def losses(
             if entropy is not None:
                 tl.store(entropy + row, 0.0)
                 tl.store(correct + row, False)
+                tl.store(argmax + row, -1)
             if terms_out is not None:
                 # exp2(z - inf) is 0, without a mask for each of the logits.
                 _store_terms(terms_out + row, T, outer_scale * LOG2E, float("inf"), 0.0, 0.0, 0.0)
@@ -251,18 +254,18 @@ def losses(
             others = tl.zeros([LANES], tl.float32)
             offsets = tl.zeros([LANES], tl.float32)
             moments = tl.zeros([LANES], tl.float32)
-            better = tl.zeros([LANES], tl.int32)
+            index = tl.zeros([LANES], tl.int32)
             if LOOP:
                 for i in tl.range(0, loops, num_stages=STAGES):
                     raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, AGAIN)
-                    top, others, offsets, moments, better = _absorb(
-                        raw, i * TILE, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+                    top, others, offsets, moments, index = _absorb(
+                        raw, i * TILE, V, y, k2, inner_scale, reference, top, others, offsets, moments, index,
                         TILE, LANES, UNIT, False, SMOOTHING, entropy is not None,
                     )  # fmt: skip
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, AGAIN)
-            top, others, offsets, moments, better = _absorb(
-                last, first, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+            top, others, offsets, moments, index = _absorb(
+                last, first, V, y, k2, inner_scale, reference, top, others, offsets, moments, index,
                 TILE, LANES, UNIT, True, SMOOTHING, entropy is not None,
             )  # fmt: skip
 
@@ -300,7 +303,10 @@ def losses(
             tl.store(log_prob + row, row_log_prob)
             if entropy is not None:
                 tl.store(entropy + row, log_total - moment / ((rest + own) * LOG2E))
-                tl.store(correct + row, good & (tl.max(better, 0) == 0) & (row_lse == row_lse))
+                other = tl.min(tl.where(top == best, index, 2**31 - 1), 0)
+                leads = good & ((x_y > best) | ((x_y == best) & (y < other)))
+                tl.store(correct + row, leads & (row_lse == row_lse))
+                tl.store(argmax + row, tl.where(leads, y, other).to(tl.int64))
 
             if (out is not None) or (terms_out is not None):
                 row_factor = weight / tl.load(divisor) * logit_scale

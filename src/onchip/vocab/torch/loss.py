@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import LossStats
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tokens
 
@@ -32,13 +33,14 @@ def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
 
 
 class Outputs(NamedTuple):
-    """What an operator returns of a cross-entropy, per token of target's shape; the last two with return_stats."""
+    """What an operator returns of a cross-entropy, per token of target's shape; the last three with return_stats."""
 
     loss: Tensor  # [...] or []
     lse: Tensor
     log_prob: Tensor
     entropy: Tensor | None
     correct: Tensor | None  # bool
+    argmax: Tensor | None  # int64, -1 for ignored tokens
 
     @staticmethod
     def empty(options: Any, like: Tensor, shape: torch.Size) -> "Outputs":
@@ -47,8 +49,10 @@ class Outputs(NamedTuple):
         def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
             return like.new_empty(shape, dtype=dtype)
 
-        stats = (make(shape), make(shape, torch.bool)) if options.return_stats else (None, None)
-        return Outputs(make(shape if options.reduction == "none" else ()), make(shape), make(shape), *stats)
+        made = make(shape if options.reduction == "none" else ()), make(shape), make(shape)
+        if not options.return_stats:
+            return Outputs(*made, None, None, None)
+        return Outputs(*made, make(shape), make(shape, torch.bool), make(shape, torch.int64))
 
     @staticmethod
     def of(options: Any, stats: TokenStats, tokens: Tokens, shape: torch.Size) -> "Outputs":
@@ -60,7 +64,12 @@ class Outputs(NamedTuple):
             tokens.spread(stats.log_prob, shape),
             None if stats.entropy is None else tokens.spread(stats.entropy, shape),
             tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
+            tokens.spread(stats.argmax, shape, -1) if options.return_stats else None,
         )
+
+    def stats(self) -> LossStats:
+        """What the caller gets with return_stats."""
+        return LossStats(*self[1:], target_logit=self.log_prob + self.lse)
 
 
 def scaled_rows(tokens: Tokens, options: Any, upstream: Tensor, operand: torch.dtype) -> tuple[Tensor, Tensor | None]:

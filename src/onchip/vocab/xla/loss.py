@@ -94,7 +94,8 @@ class Outputs(NamedTuple):
         """Of a call without tokens."""
         none = jnp.zeros(0, jnp.float32)
         loss = none if reduction == "none" else jnp.zeros((), jnp.float32)
-        return Outputs(loss, LossStats(none, none, none, jnp.zeros(0, bool)) if return_stats else None)
+        stats = LossStats(none, none, none, jnp.zeros(0, bool), jnp.zeros(0, jnp.int32), none)
+        return Outputs(loss, stats if return_stats else None)
 
     def shaped(self, shape: tuple[int, ...]) -> Any:
         """What a public function returns, for labels of this shape: the loss, or with its statistics."""
@@ -147,8 +148,11 @@ class Call(NamedTuple):
         loss = self.reduction.reduced(self.loss.value(stats), self.tokens, per_token=reduction == "none")
         if stats.entropy is None:
             return Outputs(loss, None)
-        correct: Any = stats.argmax == self.ids[:, 0]
-        return Outputs(loss, LossStats(*map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct))))
+        assert stats.argmax is not None
+        log_prob, correct = stats.log_prob[:, 0], stats.argmax == self.ids[:, 0]
+        made = LossStats(stats.lse, log_prob, stats.entropy, correct, stats.argmax, log_prob + stats.lse)
+        made = LossStats(*map(spread, made))
+        return Outputs(loss, made._replace(argmax=jnp.where(self.tokens.kept, made.argmax, -1)))
 
     def scaled_rows(self, upstream: Array) -> tuple[Array, Array | None]:
         """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs."""
