@@ -118,7 +118,7 @@ class Loss:
     def oracle(self, given, upstream, **more):
         """The same in float64, from exactly these numbers."""
         mathematical = ("reduction", "ignore_index", "normalizer", "label_smoothing", "z_loss", "softcap",
-                        "logit_scale", "temperature", "token_weight")  # fmt: skip
+                        "logit_scale", "temperature", "token_weight", "class_weight")  # fmt: skip
         options = {name: x for name, x in (self.options | more).items() if name in mathematical}
         named = given | options | {f"grad_{name}": g for name, g in upstream.items()}
         arrays = {name: as_array(x) if isinstance(x, Tensor) else x for name, x in named.items()}

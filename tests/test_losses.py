@@ -11,12 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from loss_checks import VALUES, bad_ids, right
-from losses import CE, LCE, LLP, assert_near, losses, nan_filled
+from losses import CE, LCE, LLP, VOCAB, assert_near, losses, nan_filled
 from onchip.torch import CrossEntropyLoss, LinearCrossEntropyLoss, cross_entropy, linear_cross_entropy
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
@@ -59,11 +60,11 @@ def test_values_on_the_gpu(check):
 
 # --------------------------------------------------------------------------------------------------- the oracle's cases
 
-IN_16_BITS = ("small logits", "large logits", "peaked", "one class", "softcap", "everything")
+IN_16_BITS = ("small logits", "large logits", "peaked", "one class", "softcap", "everything", "smoothed class weights")
 CASES = [
     pytest.param(loss, case, dtype, id=f"{case}-{loss}-{dtype}")
     for loss in MEANS
-    for case in loss.cases.CHECK_CASES
+    for case in (*loss.cases.CHECK_CASES, *getattr(loss.cases, "CLASS_CASES", ()))
     for dtype in DTYPES
     if case.vocab < 10_000 and (dtype == torch.float32 or case.name in IN_16_BITS)
 ]
@@ -278,6 +279,38 @@ def test_the_module_is_the_function_and_owns_nothing(loss, module):
     for wrong in ({"reduction": "avg"}, {"softcap": 0.0}, {"backend": "x"}, {"normalizer": 0}, {"scratch_bytes": 2.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             module(**wrong)
+
+
+@pytest.mark.parametrize("loss", [LCE, CE], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_those_of_pytorch(smoothing, loss):
+    given = loss.problem((40,)) | {"class_weight": torch.rand(VOCAB) + 0.1}
+    given["target"][::5] = -100
+    leaves = [x for x in given.values() if x.requires_grad]
+    z = F.linear(*(given[n] for n in ("hidden", "weight", "bias"))) if loss.linear else given["logits"]
+    for reduction in ("mean", "sum", "none"):
+        how = {"label_smoothing": smoothing, "reduction": reduction}
+        made = loss.op(**given, **how)
+        plain = F.cross_entropy(z, given["target"], weight=given["class_weight"], **how)
+        torch.testing.assert_close(made, plain)
+        upstream = torch.linspace(-1, 2, 40) if reduction == "none" else torch.tensor(3.0)
+        grads = [torch.autograd.grad(x, leaves, upstream, retain_graph=True) for x in (made, plain)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("loss", [LCE, CE], ids=str)
+def test_classes_that_weigh_nothing(loss):
+    """Their tokens count for nothing, whatever their logits are, and so they do in the mean."""
+    given = loss.problem((6,)) | {"class_weight": torch.zeros(VOCAB)}
+    made = loss.run(given, {"loss": torch.tensor(1.0)})
+    assert not any(made[name].any() for name in made if name.startswith(("loss", "grad_")))
+    with torch.no_grad():
+        given["bias" if loss.linear else "logits"][..., :10] = -np.inf
+    given["target"].clamp_(min=20)
+    given["class_weight"][20:] = 1
+    right(loss, given, label_smoothing=0.1)
+    given["class_weight"][9] = 1
+    assert loss.op(**given, label_smoothing=0.1) == np.inf
 
 
 def test_what_linear_log_probs_returns():

@@ -217,6 +217,13 @@ def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
             )
 
 
+def check_class_weight(op: str, shapes: Shapes, vocab: int) -> None:
+    """Raise ValueError unless class_weight, if there is one, is [V]."""
+    shape = shapes.get("class_weight", (vocab,))
+    if shape != (vocab,):
+        raise ValueError(f"{op}: class_weight has shape {list(shape)}; it must be [V], [{vocab}]")
+
+
 def _possessive(name: str) -> str:
     """ "target's", "labels'"."""
     return name + ("'" if name.endswith("s") else "'s")

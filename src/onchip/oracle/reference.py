@@ -86,6 +86,7 @@ def cross_entropy(
     reduction: str = "mean",
     normalizer: float | None = None,
     token_weight: npt.ArrayLike | None = None,  # [...]
+    class_weight: npt.ArrayLike | None = None,  # [V]
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -108,11 +109,13 @@ def cross_entropy(
     n_tokens = labels.size
     tau = np.broadcast_to(np.asarray(temperature, np.float64), shape).reshape(-1)
     tw = np.ones(n_tokens) if token_weight is None else np.asarray(token_weight, np.float64).reshape(-1)
+    cw = np.ones(vocab) if class_weight is None else np.asarray(class_weight, np.float64)
     kept = labels != ignore_index
 
     denominator = 1.0
     if reduction == "mean" and kept.any():
-        denominator = float(kept.sum() if normalizer is None else normalizer)
+        counted = cw[np.clip(labels[kept], 0, vocab - 1)].sum()
+        denominator = float((counted or 1.0) if normalizer is None else normalizer)
     upstream = np.broadcast_to(np.asarray(grad_loss, np.float64), shape if reduction == "none" else ()).reshape(-1)
     grad_token = np.broadcast_to(upstream / denominator, (n_tokens,)) * tw
 
@@ -138,15 +141,18 @@ def cross_entropy(
         correct[r] = (argmax[r] == y) & in_range
         target_logit[r] = z[i, y] + nan_if_bad
 
-        loss_r = -(1 - label_smoothing) * log_prob[r] if label_smoothing < 1 else nan_if_bad.copy()
+        loss_r = -(1 - label_smoothing) * cw[y] * log_prob[r] if label_smoothing < 1 else nan_if_bad.copy()
         if label_smoothing > 0:
-            loss_r += label_smoothing * (log_total - (z - shift[:, None]).mean(1))
+            below = (log_total + shift)[:, None] - z
+            loss_r += label_smoothing / vocab * (cw * np.where(cw > 0, below, 0)).sum(1)  # 0 * inf is not 0
         token_loss[r] = (loss_r + z_loss * lse[r] ** 2) * tw[r]
 
-        dz = p * (1 + 2 * z_loss * lse[r])[:, None] - label_smoothing / vocab
+        each = label_smoothing / vocab
+        factor = (1 - label_smoothing) * cw[y] + each * cw.sum()
+        dz = p * (factor + 2 * z_loss * lse[r])[:, None] - each * cw
         # p_y - 1 as -(sum of the others), which keeps its digits where p_y is nearly 1.
         others = e.sum(1, where=np.arange(vocab) != y[:, None]) / total
-        dz[i, y] = -others + 2 * z_loss * lse[r] * p[i, y] + label_smoothing * (1 - 1 / vocab)
+        dz[i, y] = -others * factor + 2 * z_loss * lse[r] * p[i, y] + each * (cw.sum() - cw[y])
         backward(r, dz * slope * (grad_token[r] + nan_if_bad)[:, None])
 
     loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator

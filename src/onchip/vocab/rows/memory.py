@@ -24,6 +24,8 @@ class Problem:
     softcap: bool = False
     stats: bool = False
     smoothing: bool = False
+    class_weight: bool = False
+    """Label smoothing is weighed by class."""
     gathered: bool = False
     """Rows are copied in their own dtype before they are widened: those of 16-bit logits where some tokens are ignored
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
@@ -44,8 +46,9 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     if p.triton:
         return {"vectors": 48 * p.tokens}
-    # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
-    copies = 1 + int(p.stats or (p.softcap and p.grad))
+    # A chunk in float32; beside it, in forward the exponentials for the entropy or logits weighed by class, in backward
+    # the softcap's derivative.
+    copies = 1 + int(p.stats or p.class_weight or (p.softcap and p.grad))
     if p.xla:
         narrow = p.device == "cpu" and p.dtype != "float32"
         # Differences to the maximum that are summed have a tile of their own.
