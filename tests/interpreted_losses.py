@@ -54,6 +54,8 @@ for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (LOG_PROBS, ENTROPY)
     for _i, _case in enumerate(_cases):
         for _chosen in (_loss, _other) if _case.name in BOTH else ((_loss, _other)[_i % 2],):
             CHECKS[f"case-{_case}-{_chosen}"] = partial(_chosen.assert_case, _case)
+for _case in STASH.cases.CLASS_CASES:
+    CHECKS[f"case-{_case}-{AUTO}"] = partial(AUTO.assert_case, small(_case))
 for _name in ("per token", "everything"):
     _case = next(small(case) for case in ROWS.cases.CHECK_CASES if case.name == _name)
     CHECKS[f"case-{_name}-float16"] = partial(IN_PLACE.assert_case, _case, torch.float16)

@@ -32,7 +32,7 @@ class Problem:
     smoothing: float = 0.0
     """The part of the target's probability that is spread evenly."""
     class_weight: bool = False
-    """A smoothed loss, in JAX also one with a z-loss, is weighed by class."""
+    """A smoothed loss, or one with a z-loss, is weighed by class."""
     stats: bool = False
     """Statistics of the softmax that take memory: the entropy, with 'triton' also the likeliest entry."""
     more_stats: int = 0
@@ -84,7 +84,8 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     backward = c.strategy != "forward"
     # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read.  Beside
     # the logits are exponentials, or logits weighed by class; the gradient of linear_log_probs reads the entropy.
-    beside = (p.stats and (p.ids > 0 or c.strategy != "recompute")) or (p.class_weight and c.strategy != "recompute")
+    weighed = p.class_weight and p.smoothing > 0
+    beside = (p.stats and (p.ids > 0 or c.strategy != "recompute")) or (weighed and c.strategy != "recompute")
     copies = 1 + int(beside) + int(p.softcap and backward)
     tile_bytes = 4 * copies + (2 if narrow and backward else 0)
     if p.device == "cuda":

@@ -32,7 +32,7 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import CLASS_WEIGHT_REFUSAL, Outputs, Weights, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, Weights, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 
@@ -107,16 +107,16 @@ def linear_cross_entropy(
             fits scratch_bytes; with "triton" that may be some tokens by one and the rest by the other.  With "torch"
             and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
-            matrix products) or "auto": the first of these that can run.  "triton" and precision="fp8" take a
-            class_weight only without label_smoothing and z_loss.
+            matrix products) or "auto": the first of these that can run.
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
             differentiable has `linear_log_probs`.
         weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
-            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
-            any device by products of the dequantised numbers.
+            must not be "recompute", and a class_weight goes without label_smoothing and z_loss.  Backend "triton" then
+            needs compute capability 9.0; "torch" emulates the same on any device by products of the dequantised
+            numbers.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -178,8 +178,6 @@ def linear_cross_entropy(
     chosen = precision
     if precision == "full":
         refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
-        if weights.class_weight is not None:
-            refusal = refusal or CLASS_WEIGHT_REFUSAL
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     call = Call(
         hidden=hidden,

@@ -44,7 +44,7 @@ class Weights(NamedTuple):
         """From what a public function was given."""
         if class_weight is None:
             return Weights(token_weight, normalizer, None)
-        each = class_weight.to(torch.float32)
+        each = class_weight.to(torch.float32).contiguous()
         if options.check_inputs or (each.device.type == "cpu" and not torch.compiler.is_compiling()):
             wrong = ~((each >= 0) & (each < float("inf")))
             if bool(wrong.any()):
