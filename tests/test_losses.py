@@ -64,7 +64,7 @@ IN_16_BITS = ("small logits", "large logits", "peaked", "one class", "softcap", 
 CASES = [
     pytest.param(loss, case, dtype, id=f"{case}-{loss}-{dtype}")
     for loss in MEANS
-    for case in (*loss.cases.CHECK_CASES, *getattr(loss.cases, "CLASS_CASES", ()))
+    for case in loss.checks.CHECKER.cases
     for dtype in DTYPES
     if case.vocab < 10_000 and (dtype == torch.float32 or case.name in IN_16_BITS)
 ]
@@ -84,7 +84,7 @@ def test_cases(loss, case, dtype):
 def test_cases_on_the_gpu(loss, dtype):
     """Triton has products of 16 bits alone."""
     if dtype != torch.float32 or loss.backend == "torch" or not loss.linear:
-        for case in loss.cases.CHECK_CASES:
+        for case in loss.checks.CHECKER.cases:
             loss.assert_case(case, dtype)
 
 

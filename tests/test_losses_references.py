@@ -17,7 +17,7 @@ by_op = pytest.mark.parametrize("loss", LOSSES, ids=str)
 CASES = [
     pytest.param(loss, case, id=f"{case}-{loss}")
     for loss in LOSSES
-    for case in (*loss.cases.CHECK_CASES, *getattr(loss.cases, "CLASS_CASES", ()))
+    for case in loss.checks.CHECKER.cases
     if case.vocab < 10_000
 ]
 

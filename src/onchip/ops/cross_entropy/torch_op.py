@@ -36,8 +36,8 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import CLASS_WEIGHT_REFUSAL, Weights, asked_by
 from onchip.vocab.torch.loss import Outputs as LossOutputs
+from onchip.vocab.torch.loss import Weights, asked_by
 from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
@@ -86,8 +86,7 @@ def cross_entropy(
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
             and gets a new tensor.  Not inside torch.compile.
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
-            own operations) or "auto": the first of these that can run the call.  "triton" takes a class_weight only
-            without label_smoothing and z_loss.
+            own operations) or "auto": the first of these that can run the call.
         scratch_bytes: bound on the peak memory above logits, loss and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
@@ -149,10 +148,7 @@ def cross_entropy(
     )
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
     weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
-    refusal = triton_op.refusal(logits)
-    if weights.class_weight is not None:
-        refusal = refusal or CLASS_WEIGHT_REFUSAL
-    chosen = choose_torch_backend(OP, backend, logits.device, refusal)
+    chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
     if inplace_backward:
         check_inplace(logits)
     call = Call(

@@ -20,11 +20,6 @@ def in_token_weight(options: Any) -> bool:
     return bool(options.label_smoothing == 0 and options.z_loss == 0)
 
 
-CLASS_WEIGHT_REFUSAL = (
-    "it takes class_weight only without label_smoothing and z_loss; leave those out, or pass backend='torch'"
-)
-
-
 class Weights(NamedTuple):
     """What a loss is weighed with, as operators take it."""
 
