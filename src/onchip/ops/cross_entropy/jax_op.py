@@ -125,6 +125,7 @@ def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constant
         softcap=constants.transform.softcap is not None,
         stats=static.options.return_stats,
         smoothing=constants.loss.label_smoothing is not None,
+        class_weight=constants.class_weight is not None,
         xla=True,
     )
     chunk = row_memory.plan(problem, "", static.options.scratch_bytes)

@@ -51,8 +51,8 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     copies = 1 + int(p.stats or p.class_weight or (p.softcap and p.grad))
     if p.xla:
         narrow = p.device == "cpu" and p.dtype != "float32"
-        # Differences to the maximum that are summed have a tile of their own.
-        tiles = 1 + int(p.stats or p.smoothing)
+        # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed.
+        tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight)
         return {
             "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,
