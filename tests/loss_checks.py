@@ -47,7 +47,7 @@ def everything(loss, given):
         options |= {"label_smoothing": 0.1, "z_loss": 1e-3, "token_weight": per_token}
     if "mean" in loss.options.values():
         options |= {"normalizer": torch.tensor(5.0)}
-    if not loss.of_ids:
+    if not loss.of_ids and loss.options.get("precision") != "fp8":
         vocab = given["weight"].shape[0] if loss.linear else given["logits"].shape[-1]
         options |= {"class_weight": torch.rand(vocab, device=loss.device) + 0.5}
     return options

@@ -268,6 +268,7 @@ def test_the_module_is_the_function_and_owns_nothing(loss, module):
     assert torch.equal(made(*given.values()) if not loss.linear else made(**given), loss.op(**given, **options))
     assert repr(made) == f"{module.__name__}(reduction='sum', label_smoothing=0.1, softcap=5.0)"
     constants = {"token_weight": torch.rand(2, 12), "temperature": torch.rand(2, 12) + 0.5, "normalizer": 7}
+    constants["class_weight"] = torch.rand(VOCAB)
     assert torch.equal(module(normalizer=3)(**given, **constants), loss.op(**given, **constants))
     value, stats = module(return_stats=True)(**given)
     assert value.requires_grad

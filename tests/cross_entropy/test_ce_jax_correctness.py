@@ -94,6 +94,16 @@ def test_shifted_and_permuted_logits(shift, random):
     assert_same(permuted, (loss, grad[tokens][:, vocab]), scale=abs(shift) + 1)
 
 
+def test_classes_that_weigh_nothing():
+    x, y = small_problem()
+    loss, grad = jax.value_and_grad(partial(cross_entropy, class_weight=jnp.zeros(70)))(x, y)
+    assert loss == 0
+    assert not grad.any()
+    x, y, weight = x.at[..., :40].set(-jnp.inf), jnp.maximum(y, 40), jnp.ones(70).at[:40].set(0)
+    oracle = reference.cross_entropy(x, y, class_weight=weight, label_smoothing=0.1)
+    assert_same(cross_entropy(x, y, class_weight=weight, label_smoothing=0.1), oracle.loss)
+
+
 def test_masked_columns():
     x, y = small_problem()
     x, y = x.at[..., :40].set(-jnp.inf), jnp.maximum(y, 40)

@@ -3,7 +3,7 @@
 Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument: there is none.
 
 The gradient of a position's logits is p * (row_scale + entropy_scale * (z - mean)) - even, but for its ids' entries,
-which are given: `position_terms` makes all of these.
+which are given: `position_terms` makes all of these.  Class weights, if there are any, are factors of `even`.
 """
 
 import triton  # type: ignore[import-untyped]

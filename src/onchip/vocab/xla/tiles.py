@@ -5,7 +5,7 @@ the ids of a token come its `TokenStats`; every gradient by z that the ops need 
 
     p (factor + entropy (z - mean)) - even,   with p the softmax and mean = sum(p z),
 
-in which the entries at the ids are replaced by `at_ids`.
+in which the entries at the ids are replaced by `at_ids`; where classes have weights they are factors of `even`.
 """
 
 import math
