@@ -25,7 +25,8 @@ from onchip.vocab.triton import setup as triton_setup
 from shared import assert_within_bounds
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 70
-CHOICES = ("correct", "top1")
+CHOICES = ("argmax", "correct", "top1")
+EVERY_STATISTIC = dict.fromkeys(("lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,7 @@ class Loss:
             given = given | {"logits": computed(given["logits"])}
             options["inplace_backward"] = True
         if self.of_ids:
-            out = self.op(**given, **{"lse": True, "top1": True} | options, backend=self.backend)
+            out = self.op(**given, **EVERY_STATISTIC | options, backend=self.backend)
             return {name: x for name, x in out._asdict().items() if x is not None}
         loss, stats = self.op(**given, **options, return_stats=True, backend=self.backend)
         return {"loss": loss, **stats._asdict()}
@@ -116,12 +117,12 @@ class Loss:
 
     def own_cases(self):
         """Those of its cases that are of logits, or of hidden states, as it takes them."""
-        return [case for case in self.cases.CHECK_CASES if bool(getattr(case, "hidden", 0)) == self.linear]
+        return [case for case in self.checks.CHECKER.cases if bool(getattr(case, "hidden", 0)) == self.linear]
 
     def oracle(self, given, upstream, **more):
         """The same in float64, from exactly these numbers."""
-        mathematical = ("reduction", "ignore_index", "normalizer", "label_smoothing", "z_loss", "softcap",
-                        "logit_scale", "temperature", "token_weight")  # fmt: skip
+        mathematical = ("shift", "reduction", "ignore_index", "normalizer", "label_smoothing", "z_loss", "softcap",
+                        "logit_scale", "temperature", "token_weight", "class_weight")  # fmt: skip
         options = {name: x for name, x in (self.options | more).items() if name in mathematical}
         named = given | options | {f"grad_{name}": g for name, g in upstream.items()}
         arrays = {name: as_array(x) if isinstance(x, Tensor) else x for name, x in named.items()}

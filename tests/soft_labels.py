@@ -26,9 +26,15 @@ def problem(loss, form, shape=(2, 12), vocab=VOCAB, **more):
     return given | {"target": TopK(indices.to(loss.device), values.to(loss.device), form, "truncated")}
 
 
-def everything(reduction="mean", device="cpu"):
+def class_weights(vocab, device="cpu"):
+    """From 0 on."""
+    return torch.linspace(0, 2, vocab, device=device)
+
+
+def everything(reduction="mean", device="cpu", vocab=VOCAB):
     each = torch.linspace(0.5, 1.5, 24, device=device).reshape(2, 12)
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.5, "temperature": each}
+    options["class_weight"] = class_weights(vocab, device)
     options |= {"token_weight": each.flip(0)} | ({"normalizer": 7.0} if reduction == "mean" else {})
     return options
 

@@ -60,11 +60,13 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
     options |= {"softcap": 10.0} if p.softcap else {}
     options |= {"strategy": strategy} if op is LCE.op and strategy != "forward" else {}
     if p.ids:
-        options |= {"lse": True, "entropy": p.stats}
+        more = dict.fromkeys(("mean_logits", "log_sum_sq_probs"), p.more_stats > 0)
+        options |= {"lse": True, "entropy": p.stats, **more}
     else:
         options["return_stats"] = p.stats
         options |= {"label_smoothing": 0.1} if getattr(p, "smoothing", False) else {}
         options |= {"reduction": "none"} if getattr(p, "per_token_loss", False) else {}
+        options |= {"class_weight": torch.rand(p.vocab, device=device)} if p.class_weight else {}
     if getattr(p, "weight_grad_out", False):
         options["weight_grad_out"] = torch.zeros(p.vocab, p.hidden, device=device)
     cast = not rows and p.dtype != p.hidden_dtype
@@ -111,9 +113,11 @@ LINEAR = [
     ("recompute", {"dtype": "bfloat16"}),
     ("recompute", {"compacted": True}),
     ("forward", NO_GRADS),
+    ("forward", {"smoothing": 0.1, "class_weight": True} | NO_GRADS),
     ("recompute", {"ids": 1, "stats": True, "softcap": True}),
     ("recompute", {"ids": 16, "compacted": True, "dtype": "bfloat16"}),
     ("forward", {"ids": 1, "stats": True} | NO_GRADS),
+    ("forward", {"ids": 1, "more_stats": 2} | NO_GRADS),
     ("stash", {"labels": "bfloat16", "dtype": "bfloat16"}),
 ]
 
@@ -274,6 +278,7 @@ KERNELS = [
     ("auto", {"ids": 1, "stats": True}),
     ("auto", {"ids": 4, "stats": True, "softcap": True}),
     ("auto", {"ids": 1, "stats": True} | NO_GRADS),
+    ("auto", {"ids": 1, "more_stats": 2} | NO_GRADS),
     ("auto", {"ids": 4} | WIDE),
     ("auto", {"ids": 1, "grad_weight": False}),
     ("auto", {"ids": 1} | COPIED),

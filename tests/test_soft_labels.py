@@ -14,7 +14,7 @@ from loss_checks import RIGHT
 from losses import CE, LCE, VOCAB, nan_filled
 from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
 from shared import assert_refused
-from soft_labels import assert_right, everything, oracle, problem
+from soft_labels import assert_right, class_weights, everything, oracle, problem
 
 FORMS = ("probs", "log_probs", "dense")
 by_form = pytest.mark.parametrize("form", FORMS)
@@ -63,12 +63,13 @@ def test_the_oracle_is_pytorchs(loss, form):
     }
     leaves = {n: x.detach().requires_grad_() for n, x in given.items() if n != "target"}
     z = (F.linear(*leaves.values()) if loss.linear else leaves["logits"]).flatten(0, 1)
-    right = oracle(loss, given, torch.ones(()), label_smoothing=0.1)
+    options = {"label_smoothing": 0.1, "class_weight": class_weights(VOCAB).double()}
+    right = oracle(loss, given, torch.ones(()), **options)
     target = given["target"]
     if isinstance(target, TopK):
         values = target.values.double().exp() if form == "log_probs" else target.values.double()
         target = torch.zeros(2, 12, VOCAB).double().scatter_add_(-1, target.indices, values)
-    value = F.cross_entropy(z, target.flatten(0, 1), label_smoothing=0.1)
+    value = F.cross_entropy(z, target.flatten(0, 1), options["class_weight"], label_smoothing=0.1)
     grads = torch.autograd.grad(value, list(leaves.values()))
     for x, y in zip((value.detach(), *grads), right, strict=True):
         torch.testing.assert_close(x, torch.from_numpy(y), rtol=1e-6, atol=1e-9)
@@ -82,7 +83,7 @@ def test_the_smallest_scratch_is_enough(loss, form):
     if form == "dense":
         wide = torch.rand(11, 15, 1210)
         given["target"] = wide[1:, :, 10:].transpose(0, 1).contiguous().transpose(0, 1)
-    options = {"softcap": 5.0, "label_smoothing": 0.1}
+    options = {"softcap": 5.0, "label_smoothing": 0.1, "class_weight": class_weights(1200)}
     least = _least(loss, given, options)
     assert_right(loss, given, scale=4, scratch_bytes=least, **options)
 
@@ -139,6 +140,33 @@ def test_special_values(loss):
         (g,) = torch.autograd.grad(made.sum(), given["hidden" if loss.linear else "logits"])
         assert g.isfinite().all()
         assert not g[0, 2].any()
+        weighed = loss.op(
+            **given, reduction="none", label_smoothing=0.1, class_weight=(torch.arange(VOCAB) != 5).float()
+        )
+        assert weighed.isfinite().all()
+
+
+@by_form
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_shifted_certain_labels_are_shifted_ids(form, reduction):
+    """The last position costs nothing, whatever its hidden state; weights go with the labels, temperatures with the
+    positions."""
+    given = LCE.problem((2, 12))
+    with torch.no_grad():
+        given["hidden"][:, -1] = math.nan
+    y, leaves = given["target"], [x for x in given.values() if x.requires_grad]
+    dense, ones = F.one_hot(y, VOCAB).float(), torch.ones(2, 12, 1)
+    soft = dense if form == "dense" else TopK(y[..., None], ones if form == "probs" else 0 * ones, form, "truncated")
+    options = {name: x for name, x in everything(reduction).items() if name not in ("class_weight", "normalizer")}
+    for more in ({}, options):
+        (a, *as_), (b, *bs) = (
+            [x := linear_cross_entropy(**given | {"target": t}, shift=True, reduction=reduction, **more),
+             *torch.autograd.grad(x.sum(), leaves)] for t in (soft, y)
+        )  # fmt: skip
+        torch.testing.assert_close([a, *as_], [b, *bs], rtol=3e-5, atol=1e-6)
+        assert not as_[0][:, -1].any()
+    single = given | {"hidden": given["hidden"][:, :1], "target": dense[:, :1]}
+    assert not linear_cross_entropy(**single, shift=True, reduction=reduction).any()
 
 
 @pytest.mark.parametrize("form", ["probs", "dense"])
@@ -179,6 +207,10 @@ WRONG = {
     "one number a token": ({"target": torch.rand(2, 12)}, TypeError, "target must hold integers; got float32"),
     "ignore_index": ({"target": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids; give a token that is to be ignored a token_weight of 0"),
     "return_stats": ({"target": K, "return_stats": True}, ValueError, "return_stats=True is of targets that are ids"),
+    "class_weight too short": ({"target": DENSE, "class_weight": torch.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
+    "class_weight < 0": ({"target": K, "class_weight": -torch.ones(70)}, ValueError, "class_weight must be finite and 0 or more; got -1.0"),
+    "class_weight is float64": ({"target": K, "class_weight": torch.ones(70).double()}, TypeError, "class_weight must be float32; got float64"),
+    "class_weight needs a gradient": ({"target": DENSE, "class_weight": torch.ones(70).requires_grad_()}, ValueError, "pass class_weight.detach()"),
     "token_weight": ({"target": K, "token_weight": torch.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
     "temperature": ({"target": DENSE, "temperature": torch.ones(24)}, ValueError, "temperature has shape [24]; it must have"),
     "label_smoothing": ({"target": K, "label_smoothing": 1.5}, ValueError, "label_smoothing must be in [0, 1]; got 1.5"),
@@ -188,6 +220,8 @@ WRONG = {
 }  # fmt: skip
 OWN = {
     LCE: {
+        "nothing to shift along": ({"hidden": torch.randn(16), "target": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
+        "a shifted index out of range": ({"target": K._replace(indices=OFF), "shift": True}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 66 target.indices are out of range"),
         "fp8": ({"target": K, "precision": "fp8"}, ValueError, "precision='fp8' takes targets that are ids; pass precision='full'"),
         "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
     },

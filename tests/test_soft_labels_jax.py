@@ -43,7 +43,7 @@ def in_jax(given):
 )
 def test_values(loss, form, dtype, reduction, all_options):
     """In one chunk of tokens and, of the linear loss, in several of them and of the vocabulary."""
-    options = everything(reduction) if all_options else {}
+    options = everything(reduction, vocab=700) if all_options else {}
     given = problem(loss, form, (2, 12) if all_options else (40, 3), vocab=700, dtype=dtype)
     parameters, labels = in_jax(given)
     numbers = {name: as_jax(x) for name, x in options.items()}
@@ -118,6 +118,8 @@ WRONG = {
     "one number a token": ({"labels": DENSE[..., 0]}, TypeError, "labels must hold integers; got float32"),
     "ignore_index": ({"labels": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids"),
     "return_stats": ({"labels": K, "return_stats": True}, ValueError, "return_stats=True is of targets that are ids"),
+    "class_weight too short": ({"labels": DENSE, "class_weight": jnp.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
+    "class_weight is bfloat16": ({"labels": DENSE, "class_weight": jnp.ones(70, "bfloat16")}, TypeError, "class_weight must be float32; got bfloat16"),
     "token_weight": ({"labels": K, "token_weight": jnp.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
     "normalizer": ({"labels": K, "normalizer": 0}, ValueError, "normalizer must be above 0"),
     "scratch": ({"labels": DENSE, "scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
@@ -125,6 +127,7 @@ WRONG = {
 OWN = {
     LCE: {
         "stash": ({"labels": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
+        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of labels that are ids; pass hidden[..., :-1, :] with the labels [..., 1:, :] of the next positions"),
         "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its labels are ids; pass backend='xla'"),
         "dtypes differ": ({"labels": K, "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16"),
     },

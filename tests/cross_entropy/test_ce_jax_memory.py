@@ -24,13 +24,20 @@ from onchip.vocab.rows import memory as row_memory
         ((777, 5001), {"dtype": "float16", "stats": True}, {"return_stats": True}),
         ((777, 5001), {"ids": 2}, {}),
         ((777, 5001), {"ids": 2, "stats": True, "softcap": True}, {"entropy": True, "softcap": 5.0}),
+        ((777, 5001), {"ids": 2, "more_stats": 2}, {"mean_logits": True, "log_sum_sq_probs": True}),
+        (
+            (777, 5001),
+            {"stats": True, "smoothing": True, "class_weight": True},
+            {"return_stats": True, "label_smoothing": 0.1},
+        ),
     ],
     ids=str,
 )
 def test_the_formula_holds(shape, changes, options):
     problem = row_memory.Problem(*shape, xla=True, **changes)
     formula = row_memory.scratch_bytes(problem, row_memory.plan(problem))
-    step = partial(cross_entropy, **options)
+    class_weight = jnp.ones(shape[1]) if problem.class_weight else None
+    step = partial(cross_entropy, class_weight=class_weight, **options)
     if problem.ids:
         step = lambda x, y: sum(z.sum() for z in jax.tree.leaves(log_probs(x, y, **options)))  # noqa: E731
     if problem.grad:

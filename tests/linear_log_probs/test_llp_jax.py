@@ -15,6 +15,8 @@ from onchip.vocab.xla import memory
 from shared import assert_within_bounds
 from shared_jax import assert_same, quick_compilation  # noqa: F401
 
+MORE = {"mean_logits": True, "log_sum_sq_probs": True}
+
 
 def assert_right(case, dtype="float32", **how):
     """The op on `case` is within its bounds of the oracle, for every quantity."""
@@ -90,24 +92,28 @@ def test_what_is_returned():
     assert isinstance(out, LogProbs)
     assert (out.entropy, out.lse) == (None, None)
     assert out.top1.tolist() == jnp.argmax(h @ w.T, -1).tolist()
-    empty = linear_log_probs(h[:, :0], w, ids[:, :0], entropy=True, lse=True, top1=True)
-    assert [x.shape for x in empty] == [(2, 0, 3), (2, 0), (2, 0), (2, 0)]
+    everything = dict.fromkeys(("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
+    empty = linear_log_probs(h[:, :0], w, ids[:, :0], **everything)
+    assert [x.shape for x in empty] == [(2, 0, 3), *[(2, 0)] * 5]
+    detached = jax.grad(lambda h: sum(x.sum() for x in linear_log_probs(h, w, ids, **everything)[4:]))(h)
+    assert not detached.any()
     assert linear_log_probs(h[0, 0], w, ids[0, 0, 0]).shape == ()
 
 
-@pytest.mark.parametrize("options", [{}, {"entropy": True, "softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"entropy": True, "softcap": 5.0}, MORE], ids=str)
 def test_the_memory_formula(options):
     jax.config.update("jax_disable_most_optimizations", False)
     h, w, ids = (jax.ShapeDtypeStruct(s, d) for s, d in (((512, 64), "float32"), ((8192, 64), "float32"), ((512,), "int32")))  # fmt: skip # noqa: E501
     wanted = {"softcap": "softcap" in options, "stats": "entropy" in options}
-    problem = Problem(512, 64, 8192, compacted=True, ids=1, **wanted)
+    problem = Problem(512, 64, 8192, compacted=True, ids=1, more_stats=len(MORE) * (options is MORE), **wanted)
     budget = memory.scratch_at_least(problem, "recompute") + (4 << 20)
 
     def step(h, w, ids):
         out = linear_log_probs(h, w, ids, scratch_bytes=budget, lse=True, **options)
-        return out.log_prob.sum() + (out.entropy.sum() if options else 0)
+        return out.log_prob.sum() + (out.entropy.sum() if "entropy" in options else 0), out[4:]
 
-    temporary = jax.jit(jax.grad(step, (0, 1))).lower(h, w, ids).compile().memory_analysis().temp_size_in_bytes
+    compiled = jax.jit(jax.grad(step, (0, 1), has_aux=True)).lower(h, w, ids).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
     jax.config.update("jax_disable_most_optimizations", True)
     assert temporary <= budget
     assert temporary >= memory.scratch_bytes(problem, memory.plan(problem, "recompute", budget)) / 3

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from onchip.frontend.jax_inputs import check_kinds, is_array, plain_labels, require_arrays
+from onchip.frontend.jax_inputs import check_class_weight, check_kinds, is_array, plain_labels, require_arrays
 from onchip.frontend.topk import TopK, check_labels
 
 
@@ -19,7 +19,8 @@ def is_soft(labels: Any, of: Any) -> bool:
 
 def check_label_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays among the arguments of a public function, where all are of the right kind."""
-    names = ("hidden", "weight", "bias", "logits", "token_weight", "temperature")
+    constants = ("token_weight", "class_weight", "temperature")
+    names = ("hidden", "weight", "bias", "logits", *constants)
     named = {n: x for n, x in given.items() if n in names and (n != "temperature" or is_array(x))}
     labels = given["labels"]
     if isinstance(labels, TopK):
@@ -27,8 +28,9 @@ def check_label_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
         named |= {"labels.indices": labels.indices, "labels.values": labels.values}
     else:
         named["labels"] = labels
-    arrays = require_arrays(op, named, ("bias", "token_weight", "temperature"))
-    check_kinds(op, arrays, integers=("labels.indices",), constants=("token_weight", "temperature"))
+    arrays = require_arrays(op, named, ("bias", *constants))
+    check_kinds(op, arrays, integers=("labels.indices",), constants=constants)
+    check_class_weight(op, arrays)
     return arrays
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from onchip.frontend.options import possessive
+from onchip.frontend.options import check_class_weight, possessive
 
 OF_LABELS = ("probs", "log_probs")
 
@@ -50,9 +50,10 @@ def check_labels(op: str, name: str, target: TopK) -> None:
 
 
 def check_label_shapes(op: str, name: str, shapes: Mapping[str, Shape], of: str, vocab: int) -> None:
-    """Raise ValueError unless soft labels are [..., V], or [..., K] twice, and what is by token [...].
+    """Raise ValueError unless soft labels are [..., V], or [..., K] twice, and what goes with them has its shape.
 
-    `name` is the front end's word for targets, and `of` names what has the leading dimensions.
+    class_weight is [V], and what is by token [...].  `name` is the front end's word for targets, and `of` names what
+    has the leading dimensions.
     """
     leading = shapes[of][:-1]
     if name in shapes and shapes[name] != (*leading, vocab):
@@ -71,6 +72,7 @@ def check_label_shapes(op: str, name: str, shapes: Mapping[str, Shape], of: str,
         raise ValueError(
             f"{op}: {name}.indices has shape {list(indices)} and values {list(values)}; they must have one shape"
         )
+    check_class_weight(op, shapes, vocab)
     for factor in ("token_weight", "temperature"):
         shape = shapes.get(factor, leading)
         if shape != leading and not (factor == "temperature" and shape == ()):

@@ -20,14 +20,14 @@ def is_soft(target: Any, of: Any) -> bool:
 
 
 def check_label_tensors(
-    op: str, target: Any, given: Mapping[str, Any], token_weight: Any, temperature: Tensor | None
+    op: str, target: Any, given: Mapping[str, Any], token_weight: Any, class_weight: Any, temperature: Tensor | None
 ) -> dict[str, Tensor]:
     """The tensors, those that are `given` among them, where all are of the right kind."""
     labels = {"target": target}
     if isinstance(target, TopK):
         check_labels(op, "target", target)
         labels = {"target.indices": target.indices, "target.values": target.values}
-    constants = {"token_weight": token_weight, "temperature": temperature}
+    constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": temperature}
     tensors = require_tensors(op, {**given, **labels, **constants}, optional=("bias", *constants))
     check_kinds(op, tensors, integers=("target.indices",), constants=tuple(constants))
     for name in ("target", "target.values"):

@@ -1,14 +1,43 @@
-"""A loss as a module of PyTorch."""
+"""Modules of PyTorch: a loss, and a layer in the place of an nn.Linear."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_positive, scratch_in_bytes
+
+L = TypeVar("L", bound=Linear)
+
+
+def stand_in(cls: type[L], linear: Linear) -> L:
+    """A `cls` with the parameters of `linear` themselves, its hooks and its training mode.
+
+    What `cls` has beside is for the caller to set.  Raises in the name of `cls.from_linear`.
+    """
+    name = f"{cls.__name__}.from_linear"
+    if type(linear) is not Linear:
+        raise TypeError(f"{name}: it takes a torch.nn.Linear; got {described(linear)}")
+    if "forward" in vars(linear):
+        raise TypeError(
+            f"{name}: linear.forward was replaced, and would run in the place of this class's; convert before it is"
+        )
+    made = cls.__new__(cls)
+    made.__dict__.update(linear.__dict__)  # as copy.copy does
+    made._compiled_call_impl = None  # what `linear.compile()` made runs that layer
+    made._parameters = linear._parameters.copy()
+    return made
+
+
+def described(x: Any) -> str:
+    """Its class, for an error: whose it is, where another library's may be called as PyTorch's."""
+    kind = type(x)
+    own = "" if kind.__module__.startswith(("torch.", "onchip.")) else f" of {kind.__module__}"
+    replaced = isinstance(x, Module) and "forward" in vars(x)
+    return kind.__name__ + own + (" whose forward was replaced" if replaced else "")
 
 
 class LossModule(Module):

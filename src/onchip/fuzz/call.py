@@ -16,7 +16,7 @@ from onchip.oracle.checks import Check, adapter
 # Options that the oracle doesn't know.
 _OWN_OPTIONS = (
     "return_stats", "strategy", "check_inputs", "inplace_backward", "weight_layout", "weight_grad_out", "precision",
-    "entropy", "lse", "top1", "teacher_grad",
+    "entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs", "teacher_grad",
 )  # fmt: skip
 
 

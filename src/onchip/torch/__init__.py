@@ -7,6 +7,7 @@ from onchip.frontend.topk import TopK
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
 from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears, weights_unchanged
 from onchip.ops.fp8_linear.torch_op import fp8_linear, quantize_activation, quantize_weight
+from onchip.ops.linear_cross_entropy.torch_module import LMHead, lm_loss
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_log_probs.spec import LogProbs
@@ -17,6 +18,7 @@ __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyStats",
     "Fp8Linear",
+    "LMHead",
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyStats",
     "LogProbs",
@@ -30,6 +32,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_probs",
+    "lm_loss",
     "log_probs",
     "quantize_activation",
     "quantize_weight",

@@ -18,6 +18,7 @@ from onchip.frontend.options import LossOptions
 from onchip.tune.harness import worst_error
 from onchip.tune.vocab_chunk import CASES, DEFAULT_CASES, DTYPES, LSE, SHIFT, chunk_of  # noqa: F401 - an op has them
 from onchip.vocab.torch.call import Layer
+from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import memory as triton_spec
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TOKEN_TILE, VOCAB_TILE, up
@@ -126,7 +127,7 @@ def make_problem(kernel: str, device: str, dtype: str, *, tokens: int, hidden: i
         terms,
         exponentials,
         buffer,
-        launches.Partials.empty(tiles, tokens, torch.device(device), smoothing=False, stats=False),
+        launches.Partials.empty(tiles, tokens, torch.device(device), Asked()),
         grad_weight=torch.empty_like(weight),
         sums=torch.empty(tokens, hidden, device=device),
     )

@@ -49,6 +49,7 @@ def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Arr
         TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
         per_token_constant(given["token_weight"]),
         as_constant(given["normalizer"]),
+        as_constant(given["class_weight"]),
     )
     rows, constants = vary_alike((rows, jax.lax.stop_gradient(constants)))
     per_token = options.reduction == "none"
@@ -69,6 +70,7 @@ def _forward(static: Static, needs: bool, logits: jax.Array, constants: SoftLabe
         grad=needs,
         softcap=constants.transform.softcap is not None,
         smoothing=constants.loss.label_smoothing is not None,
+        class_weight=constants.class_weight is not None,
         xla=True,
         ids=0 if constants.ids is None else constants.ids.shape[1],
         labels=constants.probs.dtype.name if constants.ids is None else "",

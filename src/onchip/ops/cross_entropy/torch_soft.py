@@ -10,7 +10,13 @@ from torch import Tensor
 
 from onchip.frontend import topk
 from onchip.frontend.options import check_logits, scratch_in_bytes, shapes_of
-from onchip.frontend.torch_inputs import DTYPES, check_normalizer, choose_torch_backend, temperature_tensor
+from onchip.frontend.torch_inputs import (
+    DTYPES,
+    check_class_weight,
+    check_normalizer,
+    choose_torch_backend,
+    temperature_tensor,
+)
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.cross_entropy.spec import OP, Options
@@ -18,7 +24,7 @@ from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import soft, tiles, walk
-from onchip.vocab.torch.loss import scaled_rows
+from onchip.vocab.torch.loss import checked_class_weight, scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
 
@@ -31,6 +37,7 @@ def run(
     *,
     normalizer: float | Tensor | None,
     token_weight: Tensor | None,
+    class_weight: Tensor | None,
     temperature: float | Tensor,
     scratch_bytes: int | float | str | None,
     backend: str,
@@ -38,9 +45,10 @@ def run(
 ) -> Tensor:
     """The loss; arguments as of `cross_entropy`, `more` being the other fields of its options."""
     per_token_temperature = temperature_tensor(OP, temperature)
-    tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, per_token_temperature)
+    tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, class_weight, per_token_temperature)
     check_logits(OP, shapes_of(tensors))
     topk.check_label_shapes(OP, "target", shapes_of(tensors), "logits", logits.shape[-1])
+    check_class_weight(OP, tensors, "logits")
     options = Options(
         **more,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
@@ -52,8 +60,19 @@ def run(
     normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits.device)
     choose_torch_backend(OP, backend, logits.device, NO_KERNELS)
     ids, labels, kind = parts_of(target, logits.shape[:-1])
-    dense, grads = "target" in tensors, needed(logits)
-    call = SoftCall(logits, ids, labels, token_weight, per_token_temperature, normalizer, options, kind, dense, grads)
+    call = SoftCall(
+        logits=logits,
+        ids=ids,
+        labels=labels,
+        token_weight=token_weight,
+        class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight),
+        token_temperature=per_token_temperature,
+        normalizer=normalizer,
+        options=options,
+        kind=kind,
+        dense="target" in tensors,
+        grads=needed(logits),
+    )
     return LOSS(call).out.loss
 
 
@@ -64,6 +83,7 @@ class SoftCall(NamedTuple):
     ids: Tensor  # [..., K]; dense [...], and they mean nothing
     labels: Tensor  # [..., K], or dense [..., V]
     token_weight: Tensor | None  # [...]
+    class_weight: Tensor | None  # [V] float32, contiguous
     token_temperature: Tensor | None  # [...] or []
     normalizer: Tensor | None  # []
     options: Options
@@ -92,8 +112,9 @@ class SoftCall(NamedTuple):
         )
 
     def probs(self) -> Tensor:
-        """[T, K] float32."""
-        return soft.labels_of(self.labels.reshape(self.number, self.several), self.kind)
+        """[T, K] float32: times the weights of classes."""
+        shape = self.number, self.several
+        return soft.labels_of(self.labels.reshape(shape), self.kind, self.ids.reshape(shape), self.class_weight)
 
     def config(self) -> Config:
         """The same in forward and backward: a budget that is too small is refused in forward."""
@@ -106,6 +127,7 @@ class SoftCall(NamedTuple):
             grad=self.grads[0],
             softcap=options.softcap is not None,
             gathered=torch_rows.flatten(logits) is None or (self.dense and torch_rows.flatten(self.labels) is None),
+            class_weight=self.class_weight is not None and options.label_smoothing > 0,
             ids=0 if self.dense else self.several,
             labels=DTYPES[self.labels.dtype] if self.dense else "",
         )
@@ -131,9 +153,9 @@ def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows, shape = torch_rows.Rows(call.logits), call.logits.shape[:-1]
     if call.dense:
-        losses, *known = soft.dense_stats(rows, options, tokens, call.config(), call.labels)
+        losses, *known = soft.dense_stats(rows, options, tokens, call.config(), call.labels, call.class_weight)
         return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known))
-    stats = walk.forward(rows, options, tokens, call.config(), entropy=False)
+    stats = walk.forward(rows, options, tokens, call.config(), soft.asked_by(options, call.class_weight))
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), stats.lse, stats.log_prob, None))
 
@@ -157,7 +179,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         _write_dense(kept, tokens, row, config, out)
     else:
         known = kept.lse, kept.log_prob, call.probs(), tokens
-        gradient = soft.loss_gradient(options, row, *known, config.vocab_chunk)
+        gradient = soft.loss_gradient(options, row, *known, config.vocab_chunk, call.class_weight)
         torch_rows.write_gradient(call.logits, options, tokens, config.token_chunk, gradient, out)
     return [out]
 
@@ -172,7 +194,8 @@ def _write_dense(kept: Kept, tokens: Tokens, row: Tensor, config: Config, out: T
         source.read(tokens, start, stop, z)
         apply(options, z, temperature_of(tokens, start, stop), slope)
         known = (x[start:stop] for x in (row, kept.lse, kept.log_prob, kept.largest))
-        g = soft.dense_gradient(options, z, slope, soft.rows_of(call.labels, start, stop), *known)
+        q = soft.rows_of(call.labels, start, stop)
+        g = soft.dense_gradient(options, z, slope, q, call.class_weight, *known)
         into.write(tokens, start, stop, g)
 
 

@@ -13,6 +13,7 @@ from onchip.fp8.numbers import OP, Options
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.options import require_bool
 from onchip.frontend.torch_inputs import is_dtensor
+from onchip.frontend.torch_module import stand_in
 from onchip.ops.fp8_linear.torch_op import BACKENDS, fp8_linear, quantize_weight
 
 
@@ -94,17 +95,7 @@ class Fp8Linear(torch.nn.Linear):
         Raises:
             TypeError: `linear` is of another class, or has a forward of its own, which may do more.
         """
-        if type(linear) is not torch.nn.Linear:
-            raise TypeError(f"Fp8Linear.from_linear: it takes a torch.nn.Linear; got {type(linear).__name__}")
-        if "forward" in vars(linear):
-            raise TypeError(
-                "Fp8Linear.from_linear: linear.forward was replaced, and would run in the place of this class's; "
-                "convert before it is"
-            )
-        made = cls.__new__(cls)
-        made.__dict__.update(linear.__dict__)  # as copy.copy does
-        made._compiled_call_impl = None  # what `linear.compile()` made runs that layer
-        made._parameters = linear._parameters.copy()
+        made = stand_in(cls, linear)
         made._set_options(Options(grad_dtype, scale), backend, main_grad)
         return made
 

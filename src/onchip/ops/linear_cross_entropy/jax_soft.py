@@ -40,6 +40,11 @@ def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Arr
     total = hidden.size // hidden.shape[-1]
     options = options_of(OP, Options, given, total * vocab)
     topk.refuse_options(OP, options)
+    if options.shift:
+        raise ValueError(
+            f"{OP}: shift=True is of labels that are ids; pass hidden[..., :-1, :] with the labels [..., 1:, :] of the "
+            "next positions"
+        )
     if options.strategy == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     check_normalizer(OP, given["normalizer"], options.reduction)
@@ -52,6 +57,7 @@ def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Arr
         TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
         per_token_constant(given["token_weight"]),
         as_constant(given["normalizer"]),
+        as_constant(given["class_weight"]),
     )
     projection, constants = vary_alike((projection, jax.lax.stop_gradient(constants)))
     per_token = options.reduction == "none"
@@ -70,11 +76,13 @@ def _plan(problem: Problem, options: Options) -> Config:
 def _forward(
     static: Static, needs: Projection, projection: Projection, constants: SoftLabels
 ) -> tuple[jax.Array, Planned | None]:
+    smoothed = constants.loss.label_smoothing is not None
     problem = projection.problem(
         needs,
         static.platform,
         constants.transform,
         ids=0 if constants.ids is None else constants.ids.shape[1],
+        more_stats=int(smoothed) + int(smoothed and constants.class_weight is not None),
         labels=constants.probs.dtype.name if constants.ids is None else "",
         op=OP,
     )

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import reference
-from onchip.oracle.reference import Array, Linear, SoftLabels
+from onchip.oracle.reference import Array, Indices, Linear, SoftLabels
 
 
 class Result(NamedTuple):
@@ -17,6 +17,8 @@ class Result(NamedTuple):
     log_prob: Array
     entropy: Array
     correct: npt.NDArray[np.bool_]
+    argmax: Indices
+    target_logit: Array
     grad_hidden: Array
     grad_weight: Array
     grad_bias: Array
@@ -27,15 +29,30 @@ def linear_cross_entropy(
     weight: npt.ArrayLike,  # [V, H]
     target: npt.ArrayLike,  # [...]
     bias: npt.ArrayLike | None = None,  # [V]
+    *,
+    shift: bool = False,
+    ignore_index: int = -100,
+    token_weight: npt.ArrayLike | None = None,  # [...]
     **options: Any,
 ) -> Result:
     """Loss, statistics and the gradients of sum(grad_loss * loss), all in float64.
 
     The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
-    out of range give.
+    out of range give.  With `shift` each position has the next one's target and weight, and the last one none.
     """
+    if shift:
+        target = _next(np.asarray(target).astype(np.int64), ignore_index)
+        token_weight = None if token_weight is None else _next(np.asarray(token_weight), 0)
     layer = Linear(hidden, weight, bias)
-    result = reference.cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
+    result = reference.cross_entropy(
+        layer.products,
+        layer.backward,
+        layer.vocab,
+        target,
+        ignore_index=ignore_index,
+        token_weight=token_weight,
+        **options,
+    )
     return Result(*result, *layer.gradients)
 
 
@@ -60,3 +77,8 @@ def soft_linear_cross_entropy(
     layer = Linear(hidden, weight, bias)
     loss = reference.soft_cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
     return SoftResult(loss, *layer.gradients)
+
+
+def _next(x: npt.NDArray[Any], last: int) -> npt.NDArray[Any]:
+    """The next position's, and `last` at the end of each sequence."""
+    return np.concatenate([x[..., 1:], np.full_like(x[..., :1], last)], -1)

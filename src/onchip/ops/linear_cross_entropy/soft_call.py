@@ -26,24 +26,29 @@ class SoftCall(Call):
         out = self.weight_grad_out is not None
         if self.dense:
             return {"op": OP, "labels": DTYPES[self.labels.dtype], "weight_grad_out": out}
-        return {"op": OP, "ids": self.several, "weight_grad_out": out}
+        weighed = self.class_weight is not None
+        smoothing = self.options.label_smoothing
+        return {"op": OP, "ids": self.several, "weight_grad_out": out, "smoothing": smoothing, "class_weight": weighed}
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """All of them; values are always checked on the CPU."""
         chosen = tiles.select(
             OP, "target.indices", self.ids, self.number, self.weight.shape[0], self.token_temperature,
             ignore_index=None, temperature=self.options.temperature, check_values=check_values,
+            first=(1, 0) if self.options.shift else (),
         )  # fmt: skip
         return tiles.weighed(
             OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
         )
 
     def probs(self) -> Tensor:
-        """[T, K] float32."""
-        return soft.labels_of(self.labels.reshape(self.number, self.several), self.kind)
+        """[T, K] float32: times the weights of classes."""
+        shape = self.number, self.several
+        return soft.labels_of(self.labels.reshape(shape), self.kind, self.ids.reshape(shape), self.class_weight)
 
     def sums(self) -> Tensor:
-        """[T] float32: how much probability each token has."""
+        """[T] float32: how much probability each token has, at most, times the weights of classes."""
         if self.dense:
-            return self.labels.sum(-1, dtype=torch.float32).view(-1)
+            total = self.labels.sum(-1, dtype=torch.float32).view(-1)
+            return total if self.class_weight is None else total * self.class_weight.max()
         return self.probs().sum(1)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from onchip.frontend.options import LossOptions, Shapes, check_head, check_options, check_tokens
+from onchip.frontend.options import LossOptions, Shapes, check_class_weight, check_head, check_options, check_tokens
 
 OP = "linear_cross_entropy"
 STRATEGIES = ("auto", "stash", "recompute")
@@ -13,6 +13,7 @@ PRECISIONS = ("full", "fp8")
 class Options(LossOptions):
     """The options that are plain numbers and words, checked when made."""
 
+    shift: bool = False
     strategy: str = "auto"
     precision: str = "full"
 
@@ -20,10 +21,20 @@ class Options(LossOptions):
         check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
 
 
+def check_shift(options: Options, tokens: tuple[int, ...], what: str) -> None:
+    """Raise ValueError for targets that are to be shifted along a sequence dimension that `tokens`, the leading
+    dimensions, don't have; `what` says which argument of which shape is needed."""
+    if options.shift and not tokens:
+        raise ValueError(
+            f"{OP}: shift=True needs {what}, a sequence of S tokens; got no dimension; pass "
+            "shift=False for a single token"
+        )
+
+
 def check_shapes(shapes: Shapes, target: str, layout: str | None = None) -> None:
-    """Raise ValueError unless hidden is [..., H], weight [V, H], bias [V], and what is by token [...].
+    """Raise ValueError unless hidden is [..., H], weight [V, H], bias and class_weight [V], and what is by token [...].
 
     `target` is the front end's word for targets.  JAX's, whose weight may be [H, V], gives its weight_layout.
     """
-    check_head(OP, shapes, layout=layout)
+    check_class_weight(OP, shapes, check_head(OP, shapes, layout=layout))
     check_tokens(OP, shapes, target, "hidden")

@@ -19,6 +19,7 @@ class Call(LinearCall):
 
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
+    class_weight: Tensor | None  # [V] float32, contiguous; None where token_weight has it
     weight_grad_out: Tensor | None  # [V, H] float32; used in backward
     options: Options
 
@@ -29,7 +30,8 @@ class Call(LinearCall):
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Which tokens count; values are always checked on the CPU."""
-        return tiles.targets(OP, self, self.weight.shape[0], check_values=check_values)
+        first = (1,) if self.options.shift else ()
+        return tiles.targets(OP, self, self.weight.shape[0], check_values=check_values, first=first)
 
     def divisor(self, kept: Tensor) -> Tensor:
         """0-d float32: what the loss is divided by, given which tokens are kept, or their number."""
@@ -41,6 +43,7 @@ class Call(LinearCall):
             "op": OP,
             "per_token_loss": self.options.reduction == "none",
             "smoothing": self.options.label_smoothing,
+            "class_weight": self.class_weight is not None,
             "stats": self.options.return_stats,
             "weight_grad_out": self.weight_grad_out is not None,
         }

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
+from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
+    check_class_weight,
     check_normalizer,
     check_tensors,
     check_weight_grad_out,
@@ -33,7 +34,7 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Outputs, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, Weights, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 
@@ -46,10 +47,12 @@ def linear_cross_entropy(
     target: Tensor | TopK,  # [...], or probabilities
     bias: Tensor | None = None,  # [V]
     *,
+    shift: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     token_weight: Tensor | None = None,  # [...]
+    class_weight: Tensor | None = None,  # [V]
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -85,12 +88,20 @@ def linear_cross_entropy(
             "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
             precision="fp8"; "triton" runs those of K entries, without label_smoothing.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
+        shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
+            last one costs nothing.  token_weight is by label too, and shifted with it; all else is by position of
+            hidden, the losses of reduction="none" among it.  Labels and their weights are copied, hidden isn't; with
+            soft labels, [..., S, V] or [..., S, K], it is the other way round.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
             accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A
             constant to autograd.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
+        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, as `F.cross_entropy(weight=)`
+            has them: w[target] of lse - z[target], and w[v] of each lse - z[v] that label smoothing adds; z-loss has
+            none.  "mean" then divides by the sum of w[target] over tokens that are not ignored (by 1 where that is 0),
+            unless there is a normalizer.  A constant.
         label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
@@ -109,13 +120,15 @@ def linear_cross_entropy(
             and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
             matrix products) or "auto": the first of these that can run.
-        return_stats: also return float32 per-token statistics.
+        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
+            differentiable has `linear_log_probs`.
         weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
-            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
-            any device by products of the dequantised numbers.
+            must not be "recompute", and a class_weight goes without label_smoothing and z_loss.  Backend "triton" then
+            needs compute capability 9.0; "torch" emulates the same on any device by products of the dequantised
+            numbers.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -154,10 +167,12 @@ def linear_cross_entropy(
             weight,
             target,
             bias,
+            shift=shift,
             ignore_index=ignore_index,
             reduction=reduction,
             normalizer=normalizer,
             token_weight=token_weight,
+            class_weight=class_weight,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
@@ -176,10 +191,12 @@ def linear_cross_entropy(
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     if matrix is not weight and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
-    constants = {"token_weight": token_weight, "temperature": per_token_temperature}
+    constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": per_token_temperature}
     tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
     spec.check_shapes(shapes_of(tensors), "target")
+    check_class_weight(OP, tensors, "weight")
     options = Options(
+        shift=shift,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
@@ -193,13 +210,23 @@ def linear_cross_entropy(
         return_stats=return_stats,
         precision=precision,
     )
+    spec.check_shift(options, target.shape, "target of shape [..., S]")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
+    shifted_bytes = 0
+    if shift:
+        # int64 holds every ignore_index.
+        target = _next(target, ignore_index, torch.int64)
+        token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
+        shifted_bytes = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
+    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
     chosen = precision
     if precision == "full":
         refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
+    copied = copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
+    copied += shifted_bytes
     call = Call(
         hidden=hidden,
         weight=matrix,
@@ -209,10 +236,9 @@ def linear_cross_entropy(
         dtype=dtype,
         options=options,
         grads=needed(hidden, matrix, bias),
-        copied=copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0),
+        copied=copied,
         compiled=torch.compiler.is_compiling(),
-        token_weight=token_weight,
-        normalizer=normalizer,
+        **weights._asdict(),
         weight_grad_out=weight_grad_out,
     )
     operator: Operator[Any, Any]
@@ -233,7 +259,14 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, out.stats()) if return_stats else out.loss
+
+
+def _next(x: Tensor, last: int, dtype: torch.dtype) -> Tensor:
+    """[..., S]: what `x` has at the next position, and `last` at the end of each sequence."""
+    made = torch.full(x.shape, last, dtype=dtype, device=x.device)
+    made[..., :-1] = x[..., 1:]
+    return made
 
 
 class LinearCrossEntropyLoss(LossModule):
@@ -253,6 +286,7 @@ class LinearCrossEntropyLoss(LossModule):
     def __init__(
         self,
         *,
+        shift: bool = False,
         ignore_index: int = -100,
         reduction: str = "mean",
         normalizer: float | Tensor | None = None,
@@ -279,12 +313,17 @@ class LinearCrossEntropyLoss(LossModule):
         *,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
+        class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
         weight_grad_out: Tensor | None = None,  # [V, H] float32
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
-            normalizer=normalizer, token_weight=token_weight, temperature=temperature, weight_grad_out=weight_grad_out
+            normalizer=normalizer,
+            token_weight=token_weight,
+            class_weight=class_weight,
+            temperature=temperature,
+            weight_grad_out=weight_grad_out,
         )
         return linear_cross_entropy(hidden, weight, target, bias, **keywords)
 
@@ -321,7 +360,7 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
-    stats = walk.forward(call.layer, call.options, tokens, config, entropy=call.options.return_stats)
+    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options, call.class_weight))
     return TorchOutputs(Outputs.of(call.options, stats, tokens, call.target.shape), Stash())
 
 
@@ -340,7 +379,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
     row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
-    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], vocab, tokens.kept)
+    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], vocab, tokens.kept, tokens.classes)
     config = call.plan("recompute", tokens)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
@@ -377,10 +416,12 @@ def _stash(call: Call) -> TorchOutputs:
     row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
 
     def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
-        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0])
+        classes = None if tokens.classes is None else tokens.classes.part(t0, t1)
+        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0], classes=classes)
 
     config = call.plan("stash", tokens)
-    stats, made = walk.stash(call, tokens, config, gradient, grad_scale=grad_scale, entropy=options.return_stats)
+    asked = asked_by(options, call.class_weight)
+    stats, made = walk.stash(call, tokens, config, gradient, asked, grad_scale=grad_scale)
     return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape), Stash(*made))
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend import topk
 from onchip.frontend.options import check_head, scratch_in_bytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
+    check_class_weight,
     check_normalizer,
     check_weight_grad_out,
     choose_torch_backend,
@@ -24,13 +26,13 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import check_label_tensors, parts_of
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
-from onchip.ops.linear_cross_entropy import triton_soft
+from onchip.ops.linear_cross_entropy import spec, triton_soft
 from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch import soft, walk
-from onchip.vocab.torch.loss import scaled_rows
+from onchip.vocab.torch.loss import checked_class_weight, scaled_rows
 from onchip.vocab.torch.soft import SoftOutputs
 from onchip.vocab.torch.softmax import float16_scale
 from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
@@ -45,6 +47,7 @@ def run(
     *,
     normalizer: float | Tensor | None,
     token_weight: Tensor | None,
+    class_weight: Tensor | None,
     temperature: float | Tensor,
     scratch_bytes: int | float | str | None,
     backend: str,
@@ -58,19 +61,28 @@ def run(
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
     per_token_temperature = temperature_tensor(OP, temperature)
     layer = {"hidden": hidden, "weight": weight, "bias": bias}
-    tensors = check_label_tensors(OP, target, layer, token_weight, per_token_temperature)
+    tensors = check_label_tensors(OP, target, layer, token_weight, class_weight, per_token_temperature)
     vocab = check_head(OP, shapes_of(tensors))
     topk.check_label_shapes(OP, "target", shapes_of(tensors), "hidden", vocab)
+    check_class_weight(OP, tensors, "weight")
     options = Options(
         **more,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, hidden.shape[:-1].numel() * vocab),
     )
     topk.refuse_options(OP, options)
+    spec.check_shift(options, hidden.shape[:-1], "hidden of shape [..., S, H]")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, weight)
-    dense = "target" in tensors
+    dense, copied = "target" in tensors, 0
+    if options.shift:
+        hidden, target = hidden[..., :-1, :], _after_the_first(target)
+        token_weight = None if token_weight is None else token_weight[..., 1:]
+        if per_token_temperature is not None and per_token_temperature.ndim > 0:
+            per_token_temperature = per_token_temperature[..., :-1]
+        # Hidden's gradient is made of these positions first.
+        copied = hidden.numel() * hidden.element_size() if hidden.requires_grad else 0
     chosen = choose_torch_backend(OP, backend, hidden.device, _refusal(hidden, dtype, options, dense=dense))
     ids, labels, kind = parts_of(target, hidden.shape[:-1])
     call = SoftCall(
@@ -82,20 +94,31 @@ def run(
         dtype=dtype,
         options=options,
         grads=needed(hidden, weight, bias),
-        copied=copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
+        copied=copied + copied_rows(hidden) + (copied_weight(weight, dtype) if chosen == "triton" else 0),
         compiled=torch.compiler.is_compiling(),
         token_weight=token_weight,
         normalizer=normalizer,
+        class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight),
         weight_grad_out=weight_grad_out,
         labels=labels,
         kind=kind,
         dense=dense,
     )
     if chosen == "triton":
-        return triton_soft.LOSS(call).out.loss
-    strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
-    memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
-    return OPERATORS[dense](call).out.loss
+        loss = triton_soft.LOSS(call).out.loss
+    else:
+        strategy = "stash" if dense else "recompute" if any(call.grads) else "forward"
+        memory.PLANNER.require(call.problem(compacted=False), strategy, call.budget)
+        loss = OPERATORS[dense](call).out.loss
+    # The last position of a sequence costs nothing.
+    return torch.nn.functional.pad(loss, (0, 1)) if options.shift and options.reduction == "none" else loss
+
+
+def _after_the_first(target: Any) -> Any:
+    """Soft labels without those of each sequence's first position, which nothing predicts; a view."""
+    if isinstance(target, TopK):
+        return target._replace(indices=target.indices[..., 1:, :], values=target.values[..., 1:, :])
+    return target[..., 1:, :]
 
 
 def _refusal(hidden: Tensor, dtype: torch.dtype, options: Options, *, dense: bool) -> str | None:
@@ -147,7 +170,9 @@ def _rows(call: SoftCall, tokens: Tokens, upstream: Made) -> tuple[Tensor, Tenso
 
 def _forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    stats = walk.forward(call.layer, options, tokens, call.plan("forward", tokens), entropy=False)
+    stats = walk.forward(
+        call.layer, options, tokens, call.plan("forward", tokens), soft.asked_by(options, call.class_weight)
+    )
     losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     return SoftMade(SoftOutputs(loss, stats.lse, stats.log_prob, None))
@@ -158,7 +183,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     tokens = call.tokens(check_values=False)
     row, grad_scale = _rows(call, tokens, upstream)
     known = kept.lse, kept.log_prob, call.probs(), tokens
-    gradient = soft.loss_gradient(call.options, row, *known, call.weight.shape[0])
+    gradient = soft.loss_gradient(call.options, row, *known, call.weight.shape[0], call.class_weight)
     config = call.plan("recompute", tokens)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
@@ -168,7 +193,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
 def _dense_forward(call: SoftCall) -> SoftMade:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    made = soft.dense_stats(call.layer, options, tokens, _dense_plan(call, tokens), call.labels)
+    made = soft.dense_stats(call.layer, options, tokens, _dense_plan(call, tokens), call.labels, call.class_weight)
     loss = soft.reduced(options, made.loss, tokens, call.hidden.shape[:-1])
     return SoftMade(SoftOutputs(loss, *made[1:]))
 
@@ -192,7 +217,8 @@ def _dense_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         soft.read_logits(layer, tokens, t0, t1, z, config.vocab_chunk)
         apply(options, z, temperature_of(tokens, t0, t1), slope)
         known = (x[t0:t1] for x in (row, kept.lse, kept.log_prob, largest))
-        g = soft.dense_gradient(options, z, slope, soft.rows_of(call.labels, t0, t1), *known)
+        q = soft.rows_of(call.labels, t0, t1)
+        g = soft.dense_gradient(options, z, slope, q, call.class_weight, *known)
         into.add(g, tile.operand(g), tokens.rows(layer.hidden, t0, t1), t0, t1, 0, into.weight)
     made: list[Tensor | None] = []
     for x, dtype in zip((into.hidden, into.weight, into.bias), call.dtypes, strict=True):

@@ -15,6 +15,7 @@ from onchip.ops.linear_cross_entropy.soft_call import SoftCall
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.vocab.torch import soft
 from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
@@ -38,9 +39,9 @@ class Kept(NamedTuple):
 
 
 def _as_kernels_take_it(call: SoftCall) -> SoftCall:
-    """z-loss is made here; and no id is ignored: one that looks like it is out of range."""
+    """z-loss and class weights are taken in here; and no id is ignored: one that looks like it is out of range."""
     ids = torch.where(call.ids == call.options.ignore_index, -1, call.ids.to(torch.int64))
-    return replace(call, ids=ids, options=replace(call.options, z_loss=0.0))
+    return replace(call, ids=ids, class_weight=None, options=replace(call.options, z_loss=0.0))
 
 
 def _forward(call: SoftCall) -> TritonOutputs:
@@ -50,7 +51,7 @@ def _forward(call: SoftCall) -> TritonOutputs:
     tokens = call.tokens(check_values=options.check_inputs)
     saved, given = setup.make_saved(call, config), _as_kernels_take_it(call)
     run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out)
-    made = walks.forward(run, given, config, saved, stats=False)
+    made = walks.forward(run, given, config, saved, asked=Asked())
     losses = soft.token_losses(options, made.lse, made.log_prob, None, call.probs())
     loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
     return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None), saved)
@@ -74,7 +75,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     tokens, given = call.tokens(check_values=False), _as_kernels_take_it(call)
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss.float()
     row = tokens.weight * each * tokens.inverse_count
-    by_log_prob, by_lse = soft.by_outputs(call.options, row, kept.lse, call.probs())
+    by_log_prob, by_lse = soft.by_outputs(call.options, row, kept.lse, call.probs(), None)
     run = setup.make_run(given, given.options, kept.saved.vectors, call.weight_grad_out)
     known = launches.TokenSoftmax(kept.lse, kept.log_prob)
     by_output = walks.OutputGradients(by_log_prob.contiguous(), by_lse)

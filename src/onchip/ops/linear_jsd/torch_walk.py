@@ -20,7 +20,7 @@ from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.call import Layer
 from onchip.vocab.torch.loss import loss_gradient
-from onchip.vocab.torch.softmax import Running
+from onchip.vocab.torch.softmax import Asked, Running
 from onchip.vocab.torch.tiles import Tokens, operand_dtype, spans
 from onchip.vocab.torch.walk import Accumulated
 
@@ -117,7 +117,7 @@ def _cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each row, and its gradient."""
     ids = label[:, None]
     softmax = Running.empty(ids)
-    e = softmax.absorb(z.clone(), 0, ids, uniform=False, spare=None)
+    e = softmax.absorb(z.clone(), 0, ids, Asked(), None)
     made = loss_gradient(LossOptions(), torch.ones_like(softmax.max), softmax.lse, softmax.log_prob, z.shape[1])
     return -softmax.log_prob[:, 0], made.of_exponentials(e, made.factor / softmax.total, ids, 0, None)
 

@@ -7,6 +7,8 @@ For token t with hidden state h_t, ids y_tk and temperature tau_t:
     lse_t = log sum_v exp z_tv,    p = softmax(z)
     log_prob_tk = z_t,y_tk - lse_t
     entropy_t   = -sum_v p_tv log p_tv = lse_t - mean_t,    mean_t = sum_v p_tv z_tv
+    mean_logits_t      = 1/V sum_v z_tv
+    log_sum_sq_probs_t = log sum_v p_tv^2 = log sum_v exp(2 z_tv) - 2 lse_t
 
 and for upstream gradients g_tk of log_prob, gH_t of entropy and gL_t of lse:
 

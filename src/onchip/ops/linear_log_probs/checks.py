@@ -25,7 +25,8 @@ def _oracle(**given: Any) -> Any:
 def _call(
     fw: Any, how: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, bias: Any, logits: Any, **keywords: Any
 ) -> dict[str, Any]:
-    options = {**keywords, "entropy": True, "lse": True, "top1": True, **how}
+    asked = ("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs")
+    options = {**keywords, **dict.fromkeys(asked, True), **how}
     made: LogProbs
     if logits is not None:
         module = import_module(f"onchip.ops.linear_log_probs.{fw.NAME}_rows")
@@ -72,6 +73,8 @@ def plain_log_probs(
         xp.where(kept, -(p * xp.where(p > 0, log_p, 0)).sum(-1), 0) if entropy else None,
         xp.where(kept, fw.logsumexp(z, -1), 0),
         xp.where(kept, z.argmax(-1), -1),
+        xp.where(kept, z.mean(-1), 0),
+        xp.where(kept, fw.logsumexp(2 * log_p, -1), 0),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, vary_alike, with_gradients
@@ -55,6 +56,8 @@ def linear_log_probs(
     entropy: bool = False,
     lse: bool = False,
     top1: bool = False,
+    mean_logits: bool = False,
+    log_sum_sq_probs: bool = False,
     scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Any:
@@ -82,15 +85,19 @@ def linear_log_probs(
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
+        mean_logits: also return the mean of each token's final logits z over the vocabulary; -inf where a logit is.
+        log_sum_sq_probs: also return log(sum(p**2)) of each token, the logarithm of the probability that two samples
+            are the same.  top1, mean_logits and log_sum_sq_probs are detached: they have no gradient.
         scratch_bytes: bound on the temporary memory, results and gradients in their parameters' dtypes not counted,
             given as in `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more,
             and at least what one chunk needs.
         backend: "xla" (plain JAX, on any device), or "auto": the first backend that can run.
 
     Returns:
-        float32 log_prob of ids' shape.  If entropy, lse or top1 is asked for, `LogProbs(log_prob, entropy, lse, top1)`
-        instead, with None for what isn't.  An id that is neither ignore_index nor in [0, V) has log_prob NaN, and so
-        are the gradients that its token enters: no value of an array is read while tracing.
+        float32 log_prob of ids' shape.  If anything else is asked for, `LogProbs(log_prob, entropy, lse, top1,
+        mean_logits, log_sum_sq_probs)` instead, with None for what isn't.  An id that is neither ignore_index nor in
+        [0, V) has log_prob NaN, and so are the gradients that its token enters: no value of an array is read while
+        tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -132,24 +139,26 @@ def linear_log_probs(
 
 def returned(options: Options, outputs: LogProbs, of_ids: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """What a public function returns, for ids and tokens of these shapes."""
-    log_prob, asked = outputs.log_prob.reshape(of_ids), (options.entropy, options.lse, options.top1)
+    log_prob = outputs.log_prob.reshape(of_ids)
+    asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):
         return log_prob
-    more = zip(outputs[1:], asked, strict=True)
-    return LogProbs(log_prob, *(x.reshape(shape) if wanted else None for x, wanted in more))
+    more = (x.reshape(shape) if wanted else None for x, wanted in zip(outputs[1:], asked, strict=True))
+    return LogProbs(log_prob, *more)
 
 
 def _forward(
     static: Static, needs: Projection, projection: Projection, constants: tuple[Array, Transform]
 ) -> tuple[LogProbs, Planned | None]:
     (ids, transform), options = constants, static.options
-    problem = projection.problem(needs, static.platform, transform, ids=ids.shape[1], stats=options.entropy, op=OP)
+    more = options.mean_logits + options.log_sum_sq_probs
+    asked = {"ids": ids.shape[1], "stats": options.entropy, "more_stats": more}
+    problem = projection.problem(needs, static.platform, transform, **asked, op=OP)
     plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", options.scratch_bytes)
     tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
     call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED))
-    stats = walk.statistics(plan, Wanted(options.entropy, options.top1), call)
-    outputs = outputs_of(stats, tokens)
-    return outputs, Planned((call, stats._replace(argmax=None)), plan) if problem.any_grad else None
+    stats = walk.statistics(plan, wanted_of(options), call)
+    return outputs_of(stats, tokens), Planned((call, known_of(stats)), plan) if problem.any_grad else None
 
 
 def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
@@ -163,17 +172,32 @@ _op = with_gradients(OP, _forward, _backward)
 
 def of_no_tokens() -> LogProbs:
     none = jnp.zeros(0, jnp.float32)
-    return LogProbs(none, none, none, jnp.zeros(0, jnp.int32))
+    return LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
+
+
+def wanted_of(options: Options) -> Wanted:
+    return Wanted(options.entropy, options.top1, options.mean_logits, options.log_sum_sq_probs)
 
 
 def outputs_of(stats: TokenStats, tokens: Tokens) -> LogProbs:
     """By token, of statistics by row."""
+
+    def spread(x: Array | None) -> Array | None:
+        return None if x is None else tokens.spread(x)
+
     return LogProbs(
-        tokens.spread(stats.log_prob),
-        None if stats.entropy is None else tokens.spread(stats.entropy),
-        tokens.spread(stats.lse),
+        spread(stats.log_prob),
+        spread(stats.entropy),
+        spread(stats.lse),
         None if stats.argmax is None else jnp.where(tokens.kept, tokens.spread(stats.argmax), -1),
+        spread(lax.stop_gradient(stats.mean_logits)),
+        spread(lax.stop_gradient(stats.log_sum_sq)),
     )
+
+
+def known_of(stats: TokenStats) -> TokenStats:
+    """What gradients need of them."""
+    return TokenStats(stats.lse, stats.log_prob, stats.entropy, stats.mean)
 
 
 def gradient_by_outputs(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:

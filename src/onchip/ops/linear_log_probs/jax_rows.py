@@ -15,12 +15,20 @@ from onchip.frontend.jax_call import IGNORED, Planned, Static, vary_alike, with_
 from onchip.frontend.jax_inputs import check_arrays, checked_numbers, options_of, plain_labels, platform
 from onchip.frontend.options import shapes_of
 from onchip.ops.linear_log_probs import spec
-from onchip.ops.linear_log_probs.jax_op import BACKENDS, gradient_by_outputs, of_no_tokens, outputs_of, returned
+from onchip.ops.linear_log_probs.jax_op import (
+    BACKENDS,
+    gradient_by_outputs,
+    known_of,
+    of_no_tokens,
+    outputs_of,
+    returned,
+    wanted_of,
+)
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions, LogProbs
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.xla.loss import Call
-from onchip.vocab.xla.tiles import Columns, Logits, Transform, Wanted, cut_rows, logits_gradient, select_tokens
+from onchip.vocab.xla.tiles import Columns, Logits, Transform, cut_rows, logits_gradient, select_tokens
 from onchip.vocab.xla.walk import by_rows, statistics
 
 Array = jax.Array
@@ -37,6 +45,8 @@ def log_probs(
     entropy: bool = False,
     lse: bool = False,
     top1: bool = False,
+    mean_logits: bool = False,
+    log_sum_sq_probs: bool = False,
     scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
 ) -> Any:
@@ -54,8 +64,8 @@ def log_probs(
     Args:
         logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
             the vocabulary (without softcap, which makes it -softcap).
-        ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse` and
-            `top1`: as in `linear_log_probs`.
+        ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
+            `mean_logits` and `log_sum_sq_probs`: as in `linear_log_probs`.
         scratch_bytes: bound on the temporary memory, results and gradient not counted, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
@@ -114,13 +124,14 @@ def _forward(
         xla=True,
         op=LOGITS_OP,
         ids=ids.shape[1],
+        more_stats=options.mean_logits + options.log_sum_sq_probs,
     )
     chunk = row_memory.plan(problem, "", options.scratch_bytes)
     tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), chunk)
     call = Call(Logits.of(logits), transform.by_row(tokens), tokens, tokens.take(ids, IGNORED))
-    stats = statistics(Config("forward", chunk, problem.vocab), Wanted(options.entropy, options.top1), call)
+    stats = statistics(Config("forward", chunk, problem.vocab), wanted_of(options), call)
     # The logits as they came: of 16-bit ones `call.source` may be a copy.
-    saved = Planned((logits, call._replace(source=None), stats._replace(argmax=None)), chunk)
+    saved = Planned((logits, call._replace(source=None), known_of(stats)), chunk)
     return outputs_of(stats, tokens), saved if needs else None
 
 

@@ -10,12 +10,14 @@ from onchip.oracle.reference import Array, Indices, Linear, blocks, transform
 
 
 class Result(NamedTuple):
-    """log_prob has the shape of the ids, entropy, lse and top1 that of hidden without its last dimension."""
+    """log_prob has the shape of the ids, all other values that of hidden without its last dimension."""
 
     log_prob: Array
     entropy: Array
     lse: Array
     top1: npt.NDArray[np.int64]
+    mean_logits: Array
+    log_sum_sq_probs: Array
     grad_hidden: Array
     grad_weight: Array
     grad_bias: Array
@@ -28,6 +30,8 @@ class LogitsResult(NamedTuple):
     entropy: Array
     lse: Array
     top1: npt.NDArray[np.int64]
+    mean_logits: Array
+    log_sum_sq_probs: Array
     grad_logits: Array
 
 
@@ -41,7 +45,7 @@ def linear_log_probs(
     """Values and gradients; the options are those of `_log_probs`."""
     layer = Linear(hidden, weight, bias)
     made = _log_probs(layer.products, layer.backward, np.shape(hidden)[:-1], layer.vocab, ids, **options)
-    return Result(*made, *layer.gradients)
+    return Result._make((*made, *layer.gradients))
 
 
 def log_probs(
@@ -58,7 +62,7 @@ def log_probs(
         grad[rows] = gradient
 
     made = _log_probs(lambda rows: x[rows], backward, given.shape[:-1], x.shape[1], ids, **options)
-    return LogitsResult(*made, grad.reshape(given.shape))
+    return LogitsResult._make((*made, grad.reshape(given.shape)))
 
 
 def _log_probs(
@@ -75,13 +79,14 @@ def _log_probs(
     grad_log_prob: npt.ArrayLike = 1.0,  # upstream gradients: a number or [...] or [..., K]
     grad_entropy: npt.ArrayLike = 0.0,  # a number or [...]
     grad_lse: npt.ArrayLike = 0.0,  # a number or [...]
-) -> tuple[Array, Array, Array, npt.NDArray[np.int64]]:
-    """Values and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy * entropy) + sum(grad_lse * lse).
+) -> tuple[Any, ...]:
+    """The values of a `Result`, and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy * entropy) +
+    sum(grad_lse * lse).
 
     `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
     the gradient by them.
 
-    An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has entropy and lse 0 and top1 -1,
+    An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has top1 -1 and 0 in all else,
     whatever its other inputs hold.  An id outside [0, V) that is not ignore_index has log_prob NaN, and its token's
     gradients are NaN: what a GPU does, where raising would need a synchronisation.
     """
@@ -94,7 +99,7 @@ def _log_probs(
     g_log_prob = np.broadcast_to(np.asarray(grad_log_prob, np.float64), ids.shape).reshape(y.shape)
 
     log_prob = np.zeros(y.shape)
-    entropy, lse = np.zeros(n_tokens), np.zeros(n_tokens)
+    entropy, lse, mean_logits, log_sum_sq_probs = (np.zeros(n_tokens) for _ in range(4))
     top1 = np.full(n_tokens, -1)
     for r in blocks(np.flatnonzero((y != ignore_index).any(1)), vocab):
         counted = y[r] != ignore_index
@@ -113,6 +118,10 @@ def _log_probs(
         lse[r] = shift + log_total
         top1[r] = z.argmax(1)
         entropy[r] = -(p * safe_log_p).sum(1)
+        mean_logits[r] = z.mean(1)
+        # In the same way.
+        square = np.square(e).sum(1, where=np.arange(vocab) != z.argmax(1)[:, None])
+        log_sum_sq_probs[r] = np.log1p(square) - 2 * log_total
         picked = np.take_along_axis(log_p, column, 1)
         log_prob[r] = np.where(counted, np.where(in_range, picked, np.nan), 0)
 
@@ -121,4 +130,5 @@ def _log_probs(
         np.add.at(dz, (np.arange(len(r))[:, None], column), np.where(counted, g, 0))
         dz += p * (g_lse[r] - g.sum(1))[:, None] - g_entropy[r, None] * p * (safe_log_p + entropy[r, None])
         backward(r, dz * slope)
-    return log_prob.reshape(ids.shape), entropy.reshape(shape), lse.reshape(shape), top1.reshape(shape)
+    by_token = (x.reshape(shape) for x in (entropy, lse, top1, mean_logits, log_sum_sq_probs))
+    return log_prob.reshape(ids.shape), *by_token

@@ -60,6 +60,7 @@ class RowsCall(NamedTuple):
             gathered=gathered,
             triton=kernels,
             op=LOGITS_OP,
+            more_stats=options.mean_logits + options.log_sum_sq_probs,
             ids=self.ids.shape[-1] if self.ids.ndim == logits.ndim else 1,
         )
 

@@ -20,6 +20,8 @@ class Options:
     entropy: bool = False
     lse: bool = False
     top1: bool = False
+    mean_logits: bool = False
+    log_sum_sq_probs: bool = False
     check_inputs: bool = False
     scratch_bytes: int | None = None
     # What an engine asks of the options of any loss.
@@ -51,6 +53,10 @@ class LogProbs(NamedTuple):
     top1: Any
     """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
     tokens."""
+    mean_logits: Any
+    """[...] float32: mean of the final logits over the vocabulary, -inf where one of them is; 0 for such tokens."""
+    log_sum_sq_probs: Any
+    """[...] float32: log(sum(p**2)) of the softmax p, at most 0; 0 for such tokens."""
 
 
 def check_shapes(shapes: Shapes, layout: str | None = None) -> None:

@@ -1,6 +1,5 @@
 """Arguments and outputs of both backends in PyTorch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +20,8 @@ class Call(LinearCall):
 
     @property
     def of_op(self) -> dict[str, Any]:
-        return {"op": OP, "ids": self.several, "stats": self.options.entropy}
+        more = self.options.mean_logits + self.options.log_sum_sq_probs
+        return {"op": OP, "ids": self.several, "stats": self.options.entropy, "more_stats": more}
 
     def tokens(self, *, check_values: bool) -> Ids:
         """Which tokens and ids count; values are always checked on the CPU."""
@@ -37,9 +37,9 @@ class Call(LinearCall):
             check_values=check_values,
         )
 
-    def empty_outputs(self, *, stats: bool) -> "Outputs":
-        """Not yet filled; with `stats` the entropy and top1 too."""
-        return Outputs.empty(self.hidden, self.ids, stats=stats)
+    def empty_outputs(self, *, entropy: bool, top1: bool) -> "Outputs":
+        """Not yet filled."""
+        return Outputs.empty(self.options, self.hidden, self.ids, entropy=entropy, top1=top1)
 
 
 class Outputs(NamedTuple):
@@ -49,14 +49,22 @@ class Outputs(NamedTuple):
     entropy: Tensor | None
     lse: Tensor
     top1: Tensor | None
+    mean_logits: Tensor | None
+    log_sum_sq_probs: Tensor | None
 
     @staticmethod
-    def empty(of: Tensor, ids: Tensor, *, stats: bool) -> "Outputs":
+    def empty(options: Options, of: Tensor, ids: Tensor, *, entropy: bool, top1: bool) -> "Outputs":
         """Not yet filled, for hidden states or logits [..., N]."""
         shape = of.shape[:-1]
 
-        def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-            return of.new_empty(shape, dtype=dtype)
+        def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
+            return of.new_empty(shape, dtype=dtype) if wanted else None
 
-        more = make(shape), make(shape, torch.int64)
-        return Outputs(make(ids.shape), more[0] if stats else None, make(shape), more[1] if stats else None)
+        return Outputs(
+            of.new_empty(ids.shape, dtype=torch.float32),
+            make(entropy),
+            make(True),
+            make(top1, torch.int64),
+            make(options.mean_logits),
+            make(options.log_sum_sq_probs),
+        )

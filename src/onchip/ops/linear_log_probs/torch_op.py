@@ -27,7 +27,7 @@ from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
-from onchip.vocab.torch.softmax import TokenGradient, TokenStats, float16_scale, token_gradient
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import setup
 
@@ -47,6 +47,8 @@ def linear_log_probs(
     entropy: bool = False,
     lse: bool = False,
     top1: bool = False,
+    mean_logits: bool = False,
+    log_sum_sq_probs: bool = False,
     check_inputs: bool = False,
     scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
@@ -73,13 +75,16 @@ def linear_log_probs(
         entropy: also return the entropy of each token's softmax, in nats.
         lse: also return each token's log-sum-exp.
         top1: also return the index of each token's largest logit.
+        mean_logits: also return the mean of each token's final logits z over the vocabulary; -inf where a logit is.
+        log_sum_sq_probs: also return log(sum(p**2)) of each token, the logarithm of the probability that two samples
+            are the same.  top1, mean_logits and log_sum_sq_probs are detached: they have no gradient.
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what one chunk needs; without gradients "triton" takes 64 MiB.
 
     Returns:
-        float32 log_prob of ids' shape.  If entropy, lse or top1 is asked for, `LogProbs(log_prob, entropy, lse, top1)`
-        instead, with None for what isn't.
+        float32 log_prob of ids' shape.  If anything else is asked for, `LogProbs(log_prob, entropy, lse, top1,
+        mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -119,6 +124,8 @@ def linear_log_probs(
         entropy=entropy,
         lse=lse,
         top1=top1,
+        mean_logits=mean_logits,
+        log_sum_sq_probs=log_sum_sq_probs,
         check_inputs=check_inputs,
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, hidden.shape[:-1].numel() * weight.shape[0]),
     )
@@ -146,10 +153,10 @@ def linear_log_probs(
 
 def returned(options: Options, made: Outputs) -> Any:
     """What a public function returns."""
-    asked = (True, options.entropy, options.lse, options.top1)
-    if not any(asked[1:]):
+    asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
+    if not any(asked):
         return made.log_prob
-    return LogProbs._make(x if wanted else None for x, wanted in zip(made, asked, strict=True))
+    return LogProbs(made.log_prob, *(x if wanted else None for x, wanted in zip(made[1:], asked, strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------- registered operator
@@ -165,20 +172,30 @@ class TorchOutputs(NamedTuple):
     def of(stats: TokenStats, tokens: Ids, of: Tensor, ids: Tensor) -> "TorchOutputs":
         """For `ids` of hidden states or logits [..., N]."""
         shape = of.shape[:-1]
+
+        def spread(x: Tensor | None) -> Any:
+            return None if x is None else tokens.spread(x, shape)
+
         out = Outputs(
             tokens.spread(stats.log_prob, ids.shape),
-            None if stats.entropy is None else tokens.spread(stats.entropy, shape),
-            tokens.spread(stats.lse, shape),
+            spread(stats.entropy),
+            spread(stats.lse),
             tokens.spread(stats.argmax, shape, -1),
+            spread(stats.mean_logits),
+            spread(stats.log_sum_sq),
         )
-        return TorchOutputs(out, None if stats.mean is None else tokens.spread(stats.mean, shape))
+        return TorchOutputs(out, spread(stats.mean))
 
     @staticmethod
     def empty(options: Options, of: Tensor, ids: Tensor) -> "TorchOutputs":
         """Not yet filled."""
-        out = Outputs.empty(of, ids, stats=options.entropy)
-        mean = None if out.entropy is None else torch.empty_like(out.entropy)
-        return TorchOutputs(out._replace(top1=torch.empty_like(out.lse, dtype=torch.int64)), mean)
+        out = Outputs.empty(options, of, ids, entropy=options.entropy, top1=True)
+        return TorchOutputs(out, None if out.entropy is None else torch.empty_like(out.entropy))
+
+
+def asked_by(options: Options) -> Asked:
+    """The statistics that the caller asked for."""
+    return Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs)
 
 
 class Kept(NamedTuple):
@@ -194,7 +211,7 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
-    stats = walk.forward(call.layer, call.options, tokens, config, entropy=call.options.entropy)
+    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options))
     return TorchOutputs.of(stats, tokens, call.hidden, call.ids)
 
 

@@ -15,7 +15,7 @@ from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.linear_log_probs import spec, triton_rows
 from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
-from onchip.ops.linear_log_probs.torch_op import TorchOutputs, gradient_by_outputs, returned
+from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs, returned
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
@@ -38,6 +38,8 @@ def log_probs(
     entropy: bool = False,
     lse: bool = False,
     top1: bool = False,
+    mean_logits: bool = False,
+    log_sum_sq_probs: bool = False,
     check_inputs: bool = False,
     scratch_bytes: int | float | str | None = None,
     backend: str = "auto",
@@ -56,8 +58,8 @@ def log_probs(
     Args:
         logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
             hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
-        ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`
-            and `check_inputs`: as of `linear_log_probs`.
+        ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
+            `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as of `linear_log_probs`.
         scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what a useful chunk of rows needs.
@@ -103,6 +105,8 @@ def log_probs(
         entropy=entropy,
         lse=lse,
         top1=top1,
+        mean_logits=mean_logits,
+        log_sum_sq_probs=log_sum_sq_probs,
         check_inputs=check_inputs,
         scratch_bytes=scratch_in_bytes(LOGITS_OP, scratch_bytes, logits.numel()),
     )
@@ -117,7 +121,7 @@ def _forward(call: RowsCall) -> TorchOutputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows = torch_rows.Rows(call.logits)
     config = Config("forward", _chunk(call, tokens), rows.vocab)
-    stats = walk.forward(rows, options, tokens, config, entropy=options.entropy)
+    stats = walk.forward(rows, options, tokens, config, asked_by(options))
     return TorchOutputs.of(stats, tokens, call.logits, call.ids)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_log_probs.spec import OP
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
+from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import setup
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
@@ -51,18 +52,16 @@ def _forward(call: Call) -> TritonOutputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
     run = setup.make_run(call, call.options, saved.vectors)
-    out = walks.forward(run, call, config, saved, stats=_stats(call))
-    made = Outputs(
-        out.log_prob.view(call.ids.shape),
-        None if out.entropy is None else out.entropy.view(shape),
-        out.lse.view(shape),
-        None if out.top1 is None else out.top1.view(shape),
-    )
-    return TritonOutputs(made, saved)
+    asked = Asked(_stats(call), call.options.mean_logits, call.options.log_sum_sq_probs)
+    out = walks.forward(run, call, config, saved, asked=asked)
+    by_token = (out.entropy, out.lse, out.top1, out.mean_logits, out.log_sum_sq)
+    made = (None if x is None else x.view(shape) for x in by_token)
+    return TritonOutputs(Outputs(out.log_prob.view(call.ids.shape), *made), saved)  # type: ignore[arg-type]
 
 
 def _fake(call: Call) -> TritonOutputs:
-    return TritonOutputs(call.empty_outputs(stats=_stats(call)), setup.make_saved(call, _plan(call), fake=True))
+    out = call.empty_outputs(entropy=_stats(call), top1=_stats(call))
+    return TritonOutputs(out, setup.make_saved(call, _plan(call), fake=True))
 
 
 def _save(call: Call, made: TritonOutputs) -> Kept:

@@ -30,11 +30,8 @@ def forward(call: RowsCall) -> TorchOutputs:
 def fake(call: RowsCall) -> TorchOutputs:
     """Memory for the outputs."""
     options = call.options
-    out = Outputs.empty(call.logits, call.ids, stats=options.entropy or options.top1)
-    mean = torch.empty_like(out.lse) if options.entropy else None
-    return TorchOutputs(
-        out._replace(entropy=out.entropy if options.entropy else None, top1=out.top1 if options.top1 else None), mean
-    )
+    out = Outputs.empty(options, call.logits, call.ids, entropy=options.entropy, top1=options.top1)
+    return TorchOutputs(out, torch.empty_like(out.lse) if options.entropy else None)
 
 
 def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.fp8.numbers import BLOCK
 from onchip.fp8.torch_quantize import Quantized, quantize
-from onchip.vocab.torch.loss import Outputs, loss_gradient, scaled_rows, token_losses
+from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows, token_losses
 from onchip.vocab.torch.softmax import Running
 from onchip.vocab.torch.tiles import Tokens, apply
 
@@ -83,15 +83,17 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Output
     apply(options, z, tau, slope)
     running = Running.empty(tokens.ids)
     spare = torch.empty_like(z) if options.return_stats else None
-    uniform = options.label_smoothing > 0
-    e = running.absorb(z, 0, tokens.ids, uniform=uniform, spare=spare)
-    stats = running.stats(tokens, vocab, entropy=options.return_stats, uniform=uniform)
+    asked = asked_by(options)
+    e = running.absorb(z, 0, tokens.ids, asked, spare)
+    stats = running.stats(tokens, vocab, asked)
     made = [token_losses(options, stats, tokens), stats.lse, stats.log_prob[:, 0]]
     if stats.entropy is not None:
         made += [stats.entropy, stats.is_top1(tokens)]
     for x, value in zip(out, made, strict=False):
         assert x is not None
         x.copy_(tokens.mask(value))
+    if out.argmax is not None:
+        out.argmax.copy_(tokens.mask(stats.argmax, -1))
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)

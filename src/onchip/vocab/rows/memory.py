@@ -24,6 +24,8 @@ class Problem:
     softcap: bool = False
     stats: bool = False
     smoothing: bool = False
+    class_weight: bool = False
+    """The loss is weighed by class, and with "torch" smoothed."""
     gathered: bool = False
     """Rows are copied in their own dtype before they are widened: those of 16-bit logits where some tokens are ignored
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
@@ -37,6 +39,8 @@ class Problem:
     """Of log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
     labels: str = ""
     """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
+    more_stats: int = 0
+    """Further statistics of log_probs, each a sum over the vocabulary."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -47,18 +51,19 @@ def logits_bytes(p: Problem) -> int:
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     if p.triton:
-        return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens}
-    # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
-    # The gradient of log_probs reads the entropy's too.
-    entropy, slope = p.stats, p.softcap and p.grad
-    copies = 1 + (int(entropy) + int(slope) if p.ids else int(entropy or slope))
+        return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
+    # A chunk in float32; beside it, in forward the exponentials for the entropy or logits weighed by class, in backward
+    # the softcap's derivative.  The gradient of log_probs reads the entropy's too.
+    slope = int(p.softcap and p.grad)
+    copies = 1 + max(int(p.stats or p.class_weight), slope + int(p.stats and p.ids > 0))
     if p.labels:  # logarithms of probabilities and a mask, or labels in float32
-        copies = 3 + int(slope)
+        copies = 3 + slope
     vectors = (96 + 80 * p.ids) * p.tokens
     if p.xla:
         narrow = [x for x in (p.dtype, p.labels) if p.device == "cpu" and x not in ("", "float32")]
-        # Differences to the maximum that are summed have a tile of their own, and so do soft labels.
-        tiles = 1 + int(p.stats or p.smoothing) + int(p.labels != "")
+        # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed, and
+        # soft labels.
+        tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight) + int(p.labels != "")
         return {
             "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,

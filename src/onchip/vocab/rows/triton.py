@@ -62,6 +62,16 @@ def _read(
 
 
 @triton.jit
+def _read_weights(
+    class_weight, first, V, SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
+):
+    """The weights of a tile's classes; 0 from V on."""
+    steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
+    at = class_weight + first + lanes + steps
+    return tl.load(at, mask=steps < V - first - lanes, other=0.0) if MASKED else tl.load(at)
+
+
+@triton.jit
 def _squash(raw, inner_scale):
     x = raw.to(tl.float32)
     return x if inner_scale is None else tanh(x * inner_scale)
@@ -73,15 +83,15 @@ def _absorb(
     first,
     V,
     y,  # the target's column, negative if it has none
-    x_y,  # the target's x
     k2,
     inner_scale,
+    class_weight,  # [V] float32
     reference,
     top,  # [LANES] largest x but the target's
     others,  # [LANES] sum of exp(z - z of top), but the target's
-    offsets,  # [LANES] sum of x - reference
+    offsets,  # [LANES] sum of x - reference, weighed by class
     moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e), but the target's
-    better,  # [LANES] whether an x comes before the target's in order of size, then of column
+    index,  # [LANES] column of top, the first one
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -98,14 +108,20 @@ def _absorb(
         out = out | outside
     if SMOOTHING:
         offset = x - reference
-        if MASKED:
+        if class_weight is not None:
+            weights = _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+            # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+            offset = tl.where(weights > 0, offset * weights, 0.0)
+        elif MASKED:
             offset = tl.where(outside, 0.0, offset)
         offsets += tl.sum(tl.sum(offset, 2), 0)
     x = tl.where(out, float("-inf"), x)
+    largest = tl.max(tl.max(x, 2), 0)
     if STATS:
-        before = (x > x_y) | ((x == x_y) & (steps < y - first - lanes))
-        better = tl.maximum(better, tl.max(tl.max(before.to(tl.int32), 2), 0))
-    new_top = tl.maximum(top, tl.max(tl.max(x, 2), 0))
+        at_largest = tl.where(x == largest[None, :, None], steps, SIZE)
+        column = first + tl.arange(0, LANES) * UNIT + tl.min(tl.min(at_largest, 2), 0)
+        index = tl.where(largest > top, column, index)
+    new_top = tl.maximum(top, largest)
     drop = tl.maximum((top - new_top) * k2, _NOTHING)
     decay = tl.exp2(drop)
     d = (x - new_top[None, :, None]) * k2
@@ -114,7 +130,7 @@ def _absorb(
         # p log p is 0 at p = 0, and 0 * -inf is not.
         moments = decay * (moments + others * drop) + tl.sum(tl.sum(e * tl.maximum(d, _NOTHING), 2), 0)
     others = others * decay + tl.sum(tl.sum(e, 2), 0)
-    return new_top, others, offsets, moments, better
+    return new_top, others, offsets, moments, index
 
 
 @triton.jit
@@ -127,6 +143,7 @@ def _write(
     y,
     k2,
     inner_scale,
+    class_weight,  # [V] float32
     terms,  # of `gradient_terms`
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
@@ -139,8 +156,10 @@ def _write(
     steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
     x = _squash(raw, inner_scale)
     g = tl.exp2(x * k2 - lse2) * factor
-    if SMOOTHING:
+    if SMOOTHING and class_weight is None:
         g -= even
+    elif SMOOTHING:
+        g -= even * _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     g = tl.where(steps == y - first - lanes, at_target, g)
     if inner_scale is not None:
         g *= 1 - x * x
@@ -178,6 +197,8 @@ def losses(
     logits,  # [T, V] in rows of any place, the columns of stride logits_stride
     target,  # [T] int64
     token_weight,  # [T] float32
+    class_weight,  # [V] float32
+    class_total,  # [] float32: their sum
     temperature,  # [T] float32
     divisor,  # [] float32: what the reduced loss is divided by
     target_logit,  # [T] float32: what is taken for the target's logit, whatever `logits` holds there
@@ -186,6 +207,7 @@ def losses(
     log_prob,
     entropy,
     correct,  # [T] bool out
+    argmax,  # [T] int64 out; -1 for ignored tokens
     out,  # [T, V] out: gradient of the reduced loss, contiguous
     terms_out,  # [5, T] float32 out: what the gradient is made with; see `_store_terms`
     T,
@@ -228,6 +250,7 @@ def losses(
             if entropy is not None:
                 tl.store(entropy + row, 0.0)
                 tl.store(correct + row, False)
+                tl.store(argmax + row, -1)
             if terms_out is not None:
                 # exp2(z - inf) is 0, without a mask for each of the logits.
                 _store_terms(terms_out + row, T, outer_scale * LOG2E, float("inf"), 0.0, 0.0, 0.0)
@@ -252,18 +275,20 @@ def losses(
             others = tl.zeros([LANES], tl.float32)
             offsets = tl.zeros([LANES], tl.float32)
             moments = tl.zeros([LANES], tl.float32)
-            better = tl.zeros([LANES], tl.int32)
+            index = tl.zeros([LANES], tl.int32)
             if LOOP:
                 for i in tl.range(0, loops, num_stages=STAGES):
                     raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, AGAIN)
-                    top, others, offsets, moments, better = _absorb(
-                        raw, i * TILE, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+                    top, others, offsets, moments, index = _absorb(
+                        raw, i * TILE, V, y, k2, inner_scale, class_weight, reference, top, others, offsets, moments,
+                        index,
                         TILE, LANES, UNIT, False, SMOOTHING, entropy is not None,
                     )  # fmt: skip
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, AGAIN)
-            top, others, offsets, moments, better = _absorb(
-                last, first, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+            top, others, offsets, moments, index = _absorb(
+                last, first, V, y, k2, inner_scale, class_weight, reference, top, others, offsets, moments,
+                        index,
                 TILE, LANES, UNIT, True, SMOOTHING, entropy is not None,
             )  # fmt: skip
 
@@ -286,13 +311,18 @@ def losses(
             row_log_prob = tl.where(good, (x_y - lead) * k - log_total, float("nan"))
             # All of it smoothed, a target of probability 0 is not to make it 0 * inf.
             value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * row_log_prob, 0.0)
+            of_class, of_all = None, None
+            if class_weight is not None:
+                of_class, of_all = tl.load(class_weight + tl.maximum(y, 0)), tl.load(class_total)
+                value *= of_class
             value += z_loss * row_lse * row_lse
             if SMOOTHING:
                 offset = tl.sum(offsets, 0)
                 if target_logit is not None:
                     stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
                     offset -= _squash(stored, inner_scale) - reference
-                value += label_smoothing * (log_total - (offset / V + (reference - lead)) * k)
+                share = 1.0 if of_all is None else of_all / V
+                value += label_smoothing * (log_total * share - (offset / V + (reference - lead) * share) * k)
             weight = 1.0
             if token_weight is not None:
                 weight = tl.load(token_weight + row)
@@ -301,14 +331,19 @@ def losses(
             tl.store(log_prob + row, row_log_prob)
             if entropy is not None:
                 tl.store(entropy + row, log_total - moment / ((rest + own) * LOG2E))
-                tl.store(correct + row, good & (tl.max(better, 0) == 0) & (row_lse == row_lse))
+                other = tl.min(tl.where(top == best, index, 2**31 - 1), 0)
+                leads = good & ((x_y > best) | ((x_y == best) & (y < other)))
+                tl.store(correct + row, leads & (row_lse == row_lse))
+                tl.store(argmax + row, tl.where(leads, y, other).to(tl.int64))
 
             if (out is not None) or (terms_out is not None):
                 row_factor = weight / tl.load(divisor) * logit_scale
                 if temperature is not None:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
-                terms = gradient_terms(row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING)
+                terms = gradient_terms(
+                    row_lse, row_log_prob, row_factor, of_class, of_all, label_smoothing, z_loss, V, SMOOTHING
+                )
             if terms_out is not None:
                 lse2, factor, even, at_target = terms
                 if inner_scale is not None:
@@ -318,12 +353,30 @@ def losses(
                 if LOOP:
                     # As the other tiles: the registers are needed for them.
                     last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-                _write(into, 1, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
+                _write(
+                    into, 1, last, first, V, y, k2, inner_scale, class_weight, terms, TILE, LANES, UNIT, True, SMOOTHING
+                )
                 if LOOP:
                     for i in range(loops):
                         back = (loops - 1 - i) * TILE
                         raw = _read(from_row, logits_stride, back, V, TILE, LANES, UNIT, False, "evict_first")
-                        _write(into, 1, raw, back, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING)
+                        _write(
+                            into,
+                            1,
+                            raw,
+                            back,
+                            V,
+                            y,
+                            k2,
+                            inner_scale,
+                            class_weight,
+                            terms,
+                            TILE,
+                            LANES,
+                            UNIT,
+                            False,
+                            SMOOTHING,
+                        )
 
 
 @triton.jit
@@ -331,6 +384,8 @@ def gradients(
     logits,  # as in `losses`
     target,
     token_weight,
+    class_weight,
+    class_total,
     temperature,
     divisor,
     lse,  # [T] float32
@@ -386,18 +441,52 @@ def gradients(
                 row_factor *= tl.load(token_weight + row)
             row_factor *= tl.load(grad_loss + row) if PER_TOKEN else upstream
             row_factor = tl.where(good, row_factor, float("nan"))
+            of_class, of_all = None, None
+            if class_weight is not None:
+                of_class, of_all = tl.load(class_weight + tl.maximum(y, 0)), tl.load(class_total)
             terms = gradient_terms(
-                tl.load(lse + row), tl.load(log_prob + row), row_factor, label_smoothing, z_loss, V, SMOOTHING
-            )
+                tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, label_smoothing, z_loss, V,
+                SMOOTHING,
+            )  # fmt: skip
             k2 = k * LOG2E
             for i in tl.range(0, loops, num_stages=STAGES):
                 raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
                 _write(
-                    into, out_stride, raw, i * TILE, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING
+                    into,
+                    out_stride,
+                    raw,
+                    i * TILE,
+                    V,
+                    y,
+                    k2,
+                    inner_scale,
+                    class_weight,
+                    terms,
+                    TILE,
+                    LANES,
+                    UNIT,
+                    False,
+                    SMOOTHING,
                 )
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            _write(into, out_stride, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
+            _write(
+                into,
+                out_stride,
+                last,
+                first,
+                V,
+                y,
+                k2,
+                inner_scale,
+                class_weight,
+                terms,
+                TILE,
+                LANES,
+                UNIT,
+                True,
+                SMOOTHING,
+            )
 
 
 @triton.jit
@@ -452,21 +541,32 @@ def _follow(
     V,
     k2,
     inner_scale,
+    reference,
     top,  # [LANES] largest x
     total,  # [LANES] sum of exp(z - z of top)
     below,  # [LANES] the same without those above _LEADING
     moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e)
     column,  # [LANES] the first with the largest x
+    offsets,  # [LANES] sum of x - reference
+    squares,  # [LANES] sum of exp(z - z of top)**2
+    squares_below,  # [LANES] the same without those above _LEADING
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
     MASKED: tl.constexpr,
     ENTROPY: tl.constexpr,
     TOP1: tl.constexpr,
+    MEAN: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     """The running sums with another tile in them."""
     steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
     x = _squash(raw, inner_scale)
+    if MEAN:
+        offset = x - reference
+        if MASKED:
+            offset = tl.where(steps >= V - first - lanes, 0.0, offset)
+        offsets += tl.sum(tl.sum(offset, 2), 0)
     if MASKED:
         x = tl.where(steps >= V - first - lanes, float("-inf"), x)
     tile_top = tl.max(tl.max(x, 2), 0)
@@ -484,7 +584,11 @@ def _follow(
     # What was largest so far is below the new one.
     below = tl.where(drop < 0, total, below) * decay + tl.sum(tl.sum(tl.where(e > _LEADING, 0.0, e), 2), 0)
     total = total * decay + tl.sum(tl.sum(e, 2), 0)
-    return new_top, total, below, moments, column
+    if SQUARES:
+        squares_below = tl.where(drop < 0, squares, squares_below) * (decay * decay)
+        squares_below += tl.sum(tl.sum(tl.where(e > _LEADING, 0.0, e * e), 2), 0)
+        squares = squares * (decay * decay) + tl.sum(tl.sum(e * e, 2), 0)
+    return new_top, total, below, moments, column, offsets, squares, squares_below
 
 
 @triton.jit
@@ -498,6 +602,8 @@ def log_probs(
     entropy,
     mean,  # of the logits under their softmax, with the entropy
     top1,  # [T] int64 out: the first largest logit; -1 for such tokens, and where all logits are -inf
+    mean_logits,  # [T] float32 out: their plain mean
+    log_sum_sq_probs,  # [T] float32 out: log(sum(p**2))
     T,
     K,
     V_units,  # V / UNIT
@@ -528,6 +634,10 @@ def log_probs(
                 tl.store(mean + row, 0.0)
             if top1 is not None:
                 tl.store(top1 + row, tl.cast(-1, tl.int64))
+            if mean_logits is not None:
+                tl.store(mean_logits + row, 0.0)
+            if log_sum_sq_probs is not None:
+                tl.store(log_sum_sq_probs + row, 0.0)
             for start in range(0, K, BLOCK_K):
                 tl.store(log_prob + own + start + several, tl.zeros([BLOCK_K], tl.float32), mask=start + several < K)
         else:
@@ -536,24 +646,36 @@ def log_probs(
             if temperature is not None:
                 k = k / tl.load(temperature + row)
             k2 = k * LOG2E
+            reference = 0.0
+            if mean_logits is not None:
+                # Sums relative to a logit of the row keep their digits, if that is a number.
+                reference = _squash(tl.load(from_row), inner_scale)
+                reference = tl.where((reference > LOWEST) & (reference < -LOWEST), reference, 0.0)
 
             top = tl.full([LANES], LOWEST, tl.float32)
             totals = tl.zeros([LANES], tl.float32)
             belows = tl.zeros([LANES], tl.float32)
             moments = tl.zeros([LANES], tl.float32)
             columns = tl.full([LANES], _NO_COLUMN, tl.int32)
+            offsets = tl.zeros([LANES], tl.float32)
+            squares = tl.zeros([LANES], tl.float32)
+            squares_below = tl.zeros([LANES], tl.float32)
             if LOOP:
                 for i in tl.range(0, loops, num_stages=STAGES):
                     raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
-                    top, totals, belows, moments, columns = _follow(
-                        raw, i * TILE, V, k2, inner_scale, top, totals, belows, moments, columns,
-                        TILE, LANES, UNIT, False, entropy is not None, top1 is not None,
+                    top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
+                        raw, i * TILE, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
+                        squares, squares_below,
+                        TILE, LANES, UNIT, False, entropy is not None, top1 is not None, mean_logits is not None,
+                        log_sum_sq_probs is not None,
                     )  # fmt: skip
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            top, totals, belows, moments, columns = _follow(
-                last, first, V, k2, inner_scale, top, totals, belows, moments, columns,
-                TILE, LANES, UNIT, True, entropy is not None, top1 is not None,
+            top, totals, belows, moments, columns, offsets, squares, squares_below = _follow(
+                last, first, V, k2, inner_scale, reference, top, totals, belows, moments, columns, offsets,
+                squares, squares_below,
+                TILE, LANES, UNIT, True, entropy is not None, top1 is not None, mean_logits is not None,
+                log_sum_sq_probs is not None,
             )  # fmt: skip
 
             best = tl.max(top, 0)
@@ -562,7 +684,8 @@ def log_probs(
             total = tl.sum(totals * decay, 0)
             below = tl.sum(tl.where(drop < 0, totals, belows) * decay, 0)
             # log1p where one logit leads: there its own log-probability is small, and 1 + below would round it away.
-            log_total = tl.where((total > 0.5) & (total < 1.5), log1p(below), tl.log(total))
+            leads = (total > 0.5) & (total < 1.5)
+            log_total = tl.where(leads, log1p(below), tl.log(total))
             tl.store(lse + row, best * k + log_total)
             if entropy is not None:
                 offset = tl.sum(decay * (moments + totals * drop), 0) / (total * LOG2E)
@@ -571,6 +694,13 @@ def log_probs(
             if top1 is not None:
                 column = tl.min(tl.where(top == best, columns, _NO_COLUMN), 0)
                 tl.store(top1 + row, tl.where(column == _NO_COLUMN, -1, column).to(tl.int64))
+            if mean_logits is not None:
+                tl.store(mean_logits + row, (reference + tl.sum(offsets, 0) / V) * k)
+            if log_sum_sq_probs is not None:
+                square = tl.sum(squares * decay * decay, 0)
+                square_below = tl.sum(tl.where(drop < 0, squares, squares_below) * decay * decay, 0)
+                log_square = tl.where(leads, log1p(square_below), tl.log(square))
+                tl.store(log_sum_sq_probs + row, log_square - 2 * log_total)
 
             for start in range(0, K, BLOCK_K):
                 there = start + several < K

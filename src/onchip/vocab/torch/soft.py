@@ -5,6 +5,9 @@ With q a token's probabilities, S their sum, p the softmax of its final logits z
     loss = (1 - eps) sum_v q_v (lse - z_v) + eps (lse - mean(z)) + z_loss lse^2
     d loss / d z_v = p_v ((1 - eps) S + eps + 2 z_loss lse) - (1 - eps) q_v - eps / V
 
+With class weights w_v, q_v is w_v times a token's probability, lse - mean(z) becomes mean(w (lse - z)), and in the
+gradient eps / V is eps w_v / V and the eps beside S is eps mean(w).
+
 K ids go through the walks of the other losses, with log-probabilities of several ids.  Where every entry has a
 probability, `dense_stats` and `dense_gradient` take rows of the whole vocabulary, a chunk of tokens at a time.
 """
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
-from onchip.vocab.torch.softmax import Running, TokenGradient, token_gradient
+from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, token_gradient
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
 
@@ -52,10 +55,19 @@ def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> 
 # ------------------------------------------------------------------------------------------------------------- K ids
 
 
-def labels_of(values: Tensor, kind: str) -> Tensor:
-    """The probabilities, float32, that a `TopK` of this kind has."""
+def labels_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | None) -> Tensor:
+    """[n, K] float32: the probabilities that a `TopK` of this kind has, times the weights of its ids [n, K]."""
     values = values.float()
-    return values.exp() if kind == "log_probs" else values
+    values = values.exp() if kind == "log_probs" else values
+    if class_weight is None:
+        return values
+    return values * class_weight[ids.to(torch.int64).clamp(0, len(class_weight) - 1)]
+
+
+def asked_by(options: Any, class_weight: Tensor | None) -> Asked:
+    """The statistics that the loss of K ids needs."""
+    smoothed = options.label_smoothing > 0
+    return Asked(mean_logits=smoothed, class_weight=class_weight if smoothed else None)
 
 
 def token_losses(
@@ -87,22 +99,27 @@ def loss_gradient(
     probs: Tensor,  # [n, K]
     tokens: Ids,
     vocab: int,
+    class_weight: Tensor | None,  # [V]
 ) -> TokenGradient:
     """The gradient of the tokens' logits, for upstream gradients of `row`."""
-    by_log_prob, by_lse = by_outputs(options, row, lse, probs)
+    by_log_prob, by_lse = by_outputs(options, row, lse, probs, class_weight)
     if tokens.bad is not None:
         by_log_prob = by_log_prob.masked_fill(tokens.bad, float("nan"))
     made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept)
     if options.label_smoothing > 0:
         even = row * (options.label_smoothing / vocab)
-        made = replace(made, even=even, at_ids=made.at_ids - even[:, None])
+        at_ids = even[:, None] if class_weight is None else even[:, None] * class_weight[tokens.ids]
+        made = replace(made, even=even, class_weight=class_weight, at_ids=made.at_ids - at_ids)
     return made
 
 
-def by_outputs(options: Any, row: Tensor, lse: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+def by_outputs(
+    options: Any, row: Tensor, lse: Tensor, probs: Tensor, class_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The gradients by the log-probabilities [n, K] and by the log-sum-exp [n], but for smoothing's even part."""
     eps, z_loss = options.label_smoothing, options.z_loss
-    by_lse = row * (eps + 2 * z_loss * lse) if eps > 0 or z_loss > 0 else None
+    share: Tensor | float = 1.0 if class_weight is None else class_weight.mean()
+    by_lse = row * (eps * share + 2 * z_loss * lse) if eps > 0 or z_loss > 0 else None
     return -(1 - eps) * row[:, None] * probs, by_lse
 
 
@@ -118,10 +135,18 @@ class DenseStats(NamedTuple):
     largest: Tensor  # [n, 1] int64
 
 
-def dense_stats(source: Any, options: Any, tokens: Ids, config: Config, probs: Tensor) -> DenseStats:
-    """The losses of labels [..., V], and what their gradient needs; `source` is as `walk.forward` takes it."""
+def dense_stats(
+    source: Any,
+    options: Any,
+    tokens: Ids,
+    config: Config,
+    probs: Tensor,  # [..., V]
+    class_weight: Tensor | None,  # [V]
+) -> DenseStats:
+    """The losses of labels, and what their gradient needs; `source` is as `walk.forward` takes it."""
     n, vocab, eps = tokens.number, source.vocab, options.label_smoothing
     running, expected = Running.empty(tokens.ids), torch.zeros_like(tokens.ids[:, 0], dtype=torch.float32)
+    uniform = torch.zeros_like(expected) if eps > 0 else None
     tile = Tile(min(n, config.token_chunk) * vocab, tokens.ids, spare=True)
     for start, stop in spans(n, config.token_chunk):
         z, _, log_p = tile.cut(stop - start, vocab)
@@ -130,14 +155,19 @@ def dense_stats(source: Any, options: Any, tokens: Ids, config: Config, probs: T
         apply(options, z, temperature_of(tokens, start, stop))
         log_p.copy_(z)
         part, q = running.part(start, stop), rows_of(probs, start, stop)
-        part.absorb(z, 0, tokens.ids[start:stop], uniform=eps > 0, spare=None)
+        part.absorb(z, 0, tokens.ids[start:stop], Asked(), None)
         log_p.sub_(part.max[:, None]).sub_(part.log_total[:, None])
+        if class_weight is not None:
+            # A class that weighs nothing costs nothing, where 0 * -inf would not be 0.
+            log_p.masked_fill_(class_weight == 0, 0).mul_(class_weight)
+        if uniform is not None:
+            uniform[start:stop] = -log_p.sum(1) / vocab
         expected[start:stop] = log_p.masked_fill_(q == 0, 0).mul_(q).sum(1)
-    stats = running.stats(tokens, vocab, entropy=False, uniform=eps > 0)
+    stats = running.stats(tokens, vocab, Asked())
     largest = stats.argmax.clamp(min=0)[:, None]
     # As if of one id, whose log-probability is the sum over all entries.
     expected = expected[:, None]
-    loss = token_losses(options, stats.lse, expected, stats.uniform, torch.ones_like(expected))
+    loss = token_losses(options, stats.lse, expected, uniform, torch.ones_like(expected))
     return DenseStats(loss, stats.lse, -running.log_total[:, None], largest)
 
 
@@ -161,22 +191,28 @@ def dense_gradient(
     z: Tensor,  # [C, V] final logits
     slope: Tensor | None,  # [C, V]
     probs: Tensor,  # [C, V]
+    class_weight: Tensor | None,  # [V]
     row: Tensor,  # [C]
     lse: Tensor,  # [C]
     log_prob: Tensor,  # [C, 1]
     largest: Tensor,  # [C, 1]
 ) -> Tensor:
     """Turn final logits in place into the gradient of the logits before softcap and scale."""
-    eps, vocab, q = options.label_smoothing, z.shape[1], probs.float()
+    eps, vocab = options.label_smoothing, z.shape[1]
+    q = probs.float() if class_weight is None else probs * class_weight
+    share: Tensor | float = 1.0 if class_weight is None else class_weight.mean()
+    own: Tensor | float = 1.0 if class_weight is None else class_weight[largest[:, 0]]
     total = q.sum(1)
     more = 2 * options.z_loss * lse
     # Of the largest logit, by expm1: 1 minus a rounded p would lose all digits of a p near 1.
     less = torch.expm1(log_prob[:, 0])
     at_largest = (1 - eps) * (less * total + (total - q.gather(1, largest)[:, 0]))
-    at_largest += eps * (less + (1 - 1 / vocab)) + more * log_prob[:, 0].exp()
-    z.sub_(lse[:, None]).exp_().mul_((row * ((1 - eps) * total + eps + more))[:, None])
+    at_largest += eps * (less * share + (share - own / vocab)) + more * log_prob[:, 0].exp()
+    z.sub_(lse[:, None]).exp_().mul_((row * ((1 - eps) * total + eps * share + more))[:, None])
     z.addcmul_(q, row[:, None], value=-(1 - eps))
-    if eps > 0:
+    if eps > 0 and class_weight is not None:
+        z.addr_(row * (eps / vocab), class_weight, alpha=-1)
+    elif eps > 0:
         z.sub_((row * (eps / vocab))[:, None])
     z.scatter_(1, largest, (row * at_largest)[:, None])
     return z if slope is None else z.mul_(slope)

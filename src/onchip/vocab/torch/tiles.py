@@ -5,7 +5,7 @@ checked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,11 +96,29 @@ class Ids:
 
 
 @dataclass(frozen=True)
+class ClassWeights:
+    """What the classes of a vocabulary weigh in a cross-entropy."""
+
+    each: Tensor  # [V] float32
+    total: Tensor  # 0-d float32
+    target: Tensor  # [n] float32: each computed token's target's
+
+    def part(self, start: int, stop: int) -> "ClassWeights":
+        """For tokens [start, stop)."""
+        return ClassWeights(self.each, self.total, self.target[start:stop])
+
+    def factor(self, label_smoothing: float) -> Tensor:
+        """[n]: of p in a token's gradient: what all entries get, and the target's weight times the rest."""
+        return (1 - label_smoothing) * self.target + label_smoothing / len(self.each) * self.total
+
+
+@dataclass(frozen=True)
 class Tokens(Ids):
     """Tokens of one id each, the target, and what a loss makes of them."""
 
     weight: Tensor  # [n] float32: 0 for ignored tokens, NaN for bad ones
     inverse_count: Tensor  # 0-d float32: 1 / what the mean divides by
+    classes: ClassWeights | None = None
 
     @property
     def label(self) -> Tensor:
@@ -120,11 +138,12 @@ def select(
     temperature: float,
     check_values: bool,
     compact: bool = True,
+    first: tuple[int, ...] = (),
 ) -> Ids:
     """Sort out which ids, an argument called `name`, and tokens count: all, without an ignore_index.
 
     Values are checked on the CPU, and elsewhere if `check_values`.  Without `compact` the CPU, where kernels run under
-    an interpreter, is a device as others.
+    an interpreter, is a device as others.  `first` is where the caller has the first id, in the last dimensions.
     """
     on_cpu = compact and ids.device.type == "cpu"
     check_values = check_values or on_cpu
@@ -132,7 +151,7 @@ def select(
     counted = torch.ones_like(plain, dtype=torch.bool) if ignore_index is None else plain != ignore_index
     out_of_range = counted & ((plain < 0) | (plain >= vocab))
     if check_values and bool(out_of_range.any()):
-        raise_for_label(op, name, ids, out_of_range, vocab, ignore_index)
+        raise_for_label(op, name, ids, out_of_range, vocab, ignore_index, first)
     kept = counted.any(1)
     tau: Tensor | float = temperature
     if token_temperature is not None:
@@ -151,14 +170,16 @@ def select(
     return Ids(index, None, plain, None, tau, tokens)
 
 
-def targets(op: str, call: Any, vocab: int, *, check_values: bool) -> Tokens:
-    """Sort out which targets of an operator's call count, by the names of its fields."""
+def targets(op: str, call: Any, vocab: int, *, check_values: bool, first: tuple[int, ...] = ()) -> Tokens:
+    """Sort out which targets of an operator's call count, by the names of its fields; `first` as of `select`."""
     options = call.options
     chosen = select(
         op, "target", call.target, call.target.numel(), vocab, call.token_temperature,
-        ignore_index=options.ignore_index, temperature=options.temperature, check_values=check_values,
+        ignore_index=options.ignore_index, temperature=options.temperature, check_values=check_values, first=first,
     )  # fmt: skip
-    return weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
+    made = weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
+    each = call.class_weight
+    return made if each is None else replace(made, classes=ClassWeights(each, each.sum(), each[made.label]))
 
 
 def weighed(
@@ -205,15 +226,23 @@ def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None
 
 
 def raise_for_label(
-    op: str, name: str, labels: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int | None
+    op: str,
+    name: str,
+    labels: Tensor,
+    out_of_range: Tensor,
+    vocab: int,
+    ignore_index: int | None,
+    first: tuple[int, ...] = (),
 ) -> None:
-    """Raise for the first of the labels, an argument called `name`, that are out of range."""
+    """Raise for the first of the labels, an argument called `name`, that are out of range; `first` as of `select`."""
     wrong = out_of_range.view(labels.shape)
     where = [int(i) for i in wrong.nonzero()[0]]
+    label = int(labels[tuple(where)])
+    where = [i + j for i, j in zip(where, (0,) * (len(where) - len(first)) + first, strict=True)]
     position = f"{name}[{', '.join(map(str, where))}]" if where else name
     legal = "not in" if ignore_index is None else f"neither ignore_index ({ignore_index}) nor in"
     raise ValueError(
-        f"{op}: {position} is {int(labels[tuple(where)])}, which is {legal} [0, {vocab}); "
+        f"{op}: {position} is {label}, which is {legal} [0, {vocab}); "
         f"{int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
     )
 

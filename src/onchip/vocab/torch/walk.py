@@ -13,21 +13,21 @@ from torch import Tensor
 
 from onchip.vocab.chunks import Config
 from onchip.vocab.torch.call import LinearCall
-from onchip.vocab.torch.softmax import Running, TokenGradient, TokenStats
+from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import Ids, Projection, Tile, apply, product, spans, temperature_of
 
 Gradients = tuple[Tensor | None, ...]
 """Of hidden, weight and bias; None: not wanted."""
 
 
-def forward(source: Any, options: Any, tokens: Ids, config: Config, *, entropy: bool) -> TokenStats:
+def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked) -> TokenStats:
     """The statistics of every token; one product.
 
     `source` has the logits: a Projection, or anything with such a `vocab` and `reader`.
     """
-    n, uniform = tokens.number, options.label_smoothing > 0
+    n = tokens.number
     running = Running.empty(tokens.ids)
-    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens.ids, spare=entropy)
+    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens.ids, spare=asked.spare)
     for t0, t1 in spans(n, config.token_chunk):
         read = source.reader(tokens, t0, t1)
         part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
@@ -35,8 +35,8 @@ def forward(source: Any, options: Any, tokens: Ids, config: Config, *, entropy: 
             z, _, spare = tile.cut(t1 - t0, v1 - v0)
             read(z, v0)
             apply(options, z, tau)
-            part.absorb(z, v0, ids, uniform=uniform, spare=spare)
-    return running.stats(tokens, source.vocab, entropy=entropy, uniform=uniform)
+            part.absorb(z, v0, ids, asked, spare)
+    return running.stats(tokens, source.vocab, asked)
 
 
 def stash(
@@ -44,20 +44,19 @@ def stash(
     tokens: Ids,
     config: Config,
     gradient: Callable[[Tensor, Tensor, int, int], TokenGradient],
+    asked: Asked,
     *,
     grad_scale: Tensor | None,
-    entropy: bool,
 ) -> tuple[TokenStats, Gradients]:
     """The statistics, and the gradients in float32.
 
     `gradient` makes that of tokens [t0, t1) from their log-sum-exp and the log-probabilities of their ids, `grad_scale`
     times too large.
     """
-    layer, options, n = call.layer, call.options, tokens.number
-    vocab, uniform = layer.vocab, options.label_smoothing > 0
+    layer, options, n, vocab = call.layer, call.options, tokens.number, call.weight.shape[0]
     running = Running.empty(tokens.ids)
     size = min(n, config.token_chunk) * vocab
-    tile = Tile(size, layer.hidden, slope=options.softcap is not None, spare=entropy, narrow=True)
+    tile = Tile(size, layer.hidden, slope=options.softcap is not None, spare=asked.spare, narrow=True)
     into = Accumulated(layer, tokens, config.vocab_chunk, call.grads)
     for t0, t1 in spans(n, config.token_chunk):
         h = tokens.rows(layer.hidden, t0, t1)
@@ -66,13 +65,13 @@ def stash(
         for v0, v1 in spans(vocab, config.vocab_chunk):
             layer.logits(z[:, v0:v1], h, v0)
             apply(options, z[:, v0:v1], tau, None if slope is None else slope[:, v0:v1])
-        e = part.absorb(z, 0, ids, uniform=uniform, spare=spare)
+        e = part.absorb(z, 0, ids, asked, spare)
         made = gradient(part.lse, part.log_prob, t0, t1)
         g = made.of_exponentials(e, made.factor / part.total, ids, 0, slope)
         into.add(g, tile.operand(g), h, t0, t1, 0, into.weight)
     grad_hidden, *others = (_unscaled(x, grad_scale) for x in (into.hidden, into.weight, into.bias))
     grad_hidden = None if grad_hidden is None else grad_hidden.view(call.hidden.shape)
-    return running.stats(tokens, vocab, entropy=entropy, uniform=uniform), (grad_hidden, *others)
+    return running.stats(tokens, vocab, asked), (grad_hidden, *others)
 
 
 def recompute(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch, Shared, descriptor
+from onchip.vocab.torch.softmax import Asked
 from onchip.vocab.triton import blocks, gradients
 from onchip.vocab.triton import softmax as softmax_kernels
 from onchip.vocab.triton.blocks import BufferRows
@@ -82,6 +83,7 @@ class Run:
     tiles: Mapping[str, Tiles]
     programs: int
     tma: bool
+    class_weight: Tensor | None = None  # [V] float32
 
     @property
     def hidden(self) -> int:
@@ -128,6 +130,7 @@ class Run:
             "weight_stride_v": self.weight.stride(0),
             "weight_stride_h": self.weight.stride(1),
             "bias": self.bias,
+            **self.classes,
             "T": self.tokens,
             "H": self.hidden,
             "V": self.vocab,
@@ -141,6 +144,15 @@ class Run:
             **self.vectors.known,
         }
         return Shared(known)
+
+    @property
+    def classes(self) -> dict[str, Any]:
+        """The class weights, and their sums over tiles of the vocabulary and over all of it."""
+        each = self.class_weight
+        if each is None:
+            return dict.fromkeys(("class_weight", "tile_weight", "class_total"))
+        by_tile = torch.nn.functional.pad(each, (0, self.vocab_tiles * VOCAB_TILE - self.vocab)).view(-1, VOCAB_TILE)
+        return {"class_weight": each, "tile_weight": by_tile.sum(1), "class_total": each.sum()}
 
     def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""
@@ -192,14 +204,23 @@ class Partials(NamedTuple):
     offset_sum: Tensor | None  # sum of z - maximum
     moment: Tensor | None  # sum of exp(z - maximum) * (z - maximum)
     argmax: Tensor | None  # int32
+    squares: Tensor | None  # sum of exp(z - maximum)**2 over all but the target
     stride: int  # from one tile to the next
 
     @staticmethod
-    def empty(tiles: int, positions: int, device: torch.device, *, smoothing: bool, stats: bool) -> "Partials":
+    def empty(tiles: int, positions: int, device: torch.device, asked: Asked) -> "Partials":
         def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
             return torch.empty((tiles, positions), dtype=dtype, device=device) if wanted else None
 
-        return Partials(make(True), make(True), make(smoothing), make(stats), make(stats, torch.int32), positions)
+        return Partials(
+            make(True),
+            make(True),
+            make(asked.mean_logits),
+            make(asked.entropy),
+            make(asked.entropy, torch.int32),
+            make(asked.sum_sq),
+            positions,
+        )
 
 
 class Picked(NamedTuple):
@@ -219,6 +240,8 @@ class TokenSoftmax(NamedTuple):
     leading: Tensor | None = None  # log-probability of the leader
     uniform_loss: Tensor | None = None  # cross-entropy with the uniform distribution
     top1: Tensor | None = None  # int64: index of the largest logit, -1 for ignored tokens
+    mean_logits: Tensor | None = None
+    log_sum_sq: Tensor | None = None  # log(sum(p**2))
 
 
 class Terms(NamedTuple):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onchip.kernels.triton.launch import Launch
 from onchip.vocab.torch.call import Layer, LinearCall
-from onchip.vocab.torch.softmax import FLOAT16_ROW
+from onchip.vocab.torch.softmax import FLOAT16_ROW, Asked
 from onchip.vocab.triton import blocks, gradients, launches, setup, softmax, vectors
 from onchip.vocab.triton import sums as sum_kernels
 from onchip.vocab.triton.launches import (
@@ -60,6 +60,8 @@ class OutputGradients(NamedTuple):
     log_prob: Tensor | None  # [T, K] float32
     lse: Tensor | None = None  # [T] float32
     entropy: Tensor | None = None  # [T] float32
+    even: Tensor | None = None  # [T] float32: of all entries, times their class weights
+    rest: Tensor | None = None  # [T] float32: of the target's own entry beside
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -71,10 +73,10 @@ def forward(
     config: TritonPlan,
     saved: Saved,
     *,
-    stats: bool,
+    asked: Asked,
     token_weight: Tensor | None = None,  # [T] float32
 ) -> TokenSoftmax:
-    """The log-probabilities of each token's ids, and lse; with `stats` entropy and top1 as well.
+    """The log-probabilities of each token's ids, lse, and what is asked for; with the entropy top1 as well.
 
     Where gradients are wanted, `saved` is filled in for backward.  Where the plan is to compute the weight's here, it
     is that of the sum of the losses with this `token_weight`.
@@ -94,10 +96,12 @@ def forward(
     made = TokenSoftmax(
         zeros(),
         leading[:, None] if k == 1 else empty(k),
-        zeros() if stats else None,
+        zeros() if asked.entropy else None,
         leading,
         zeros() if smoothing else None,
-        torch.full((tokens,), -1, device=device) if stats else None,
+        torch.full((tokens,), -1, device=device) if asked.entropy else None,
+        zeros() if asked.mean_logits else None,
+        zeros() if asked.sum_sq else None,
     )
     run.vectors.packed.zero_()
     if tokens == 0:
@@ -109,7 +113,8 @@ def forward(
         temperature = setup.flat(temperature.expand(call.hidden.shape[:-1]))
     hidden = call.hidden.reshape(tokens, run.hidden)
     picked = Picked(empty(), *((None, None) if k == 1 else (empty(k), empty(k, dtype=torch.int32))))
-    partials = Partials.empty(run.vocab_tiles, len(rows), device, smoothing=smoothing, stats=stats)
+    sums = asked._replace(mean_logits=asked.mean_logits or smoothing)
+    partials = Partials.empty(run.vocab_tiles, len(rows), device, sums)
     counted = (ids, ignore_index) if k == 1 else ((ids != ignore_index).any(1).to(torch.int64), 0)
     run.launch(softmax.compact_tokens, (1,), warps=8, target=counted[0], ignore_index=counted[1], BLOCK=4096).run()
     numbers = None if len(rows) >= tokens else _numbers(run, len(rows))
@@ -244,8 +249,14 @@ def loss_gradients(
     """
     reduction = reduction or run.options.reduction
     grad_loss, apart, tokens = grad_loss.reshape(-1), reduction == "none", len(known.lse)
-    by_lse = torch.empty_like(known.lse) if run.options.z_loss > 0 else None
-    made = OutputGradients(torch.empty_like(known.log_prob), by_lse)
+
+    def vector(wanted: bool) -> Tensor | None:
+        return torch.empty_like(known.lse) if wanted else None
+
+    weighed = run.class_weight is not None and run.options.label_smoothing > 0
+    made = OutputGradients(
+        torch.empty_like(known.log_prob), vector(run.options.z_loss > 0), None, vector(weighed), vector(weighed)
+    )
     if tokens > 0:
         run.launch(
             vectors.loss_gradients,

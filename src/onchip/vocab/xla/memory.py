@@ -29,8 +29,9 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     # Products of 16-bit operands read a 16-bit tile, but for those that the CPU widens.
     narrow_tile = element * tokens * vocab if narrow and backward and not on_cpu else 0
     if p.ids:
-        # Logits and exponentials; or logits (and their derivative), their gradient and a product before it is added.
-        work = max(2 * tile, 2 * tile + slope + 2 * part if backward else 0) + narrow_tile
+        # Logits and exponentials, and what is summed beside; or logits (and their derivative), their gradient and a
+        # product before it is added.
+        work = max((2 + p.more_stats) * tile, 2 * tile + slope + 2 * part if backward else 0) + narrow_tile
     elif on_cpu:
         # The softmax takes two tiles, logits and exponentials, or a third one for differences that are summed too, and
         # stashing their gradient takes three and leaves one.  A product that is added to something is stored first.

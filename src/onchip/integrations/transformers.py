@@ -1,0 +1,588 @@
+"""transformers: one patch for every model whose head is a linear layer.
+
+While a patched model computes a loss, its head returns `DeferredLogits`: a tensor without memory that knows the hidden
+states and what the model does to the logits next (a scale, a softcap, a slice of the vocabulary, other shapes).
+`torch.nn.functional.cross_entropy`, which is what the model's own loss function, Trainer and most training loops end
+in, hands it to `linear_cross_entropy`.  Whatever else is asked of it is answered with the logits themselves: they are
+computed once, and a warning names what asked.
+
+No model is named here, and no forward is rewritten; so a model's own terms (a router's loss, a shift of the labels,
+`num_items_in_batch`) stay as they are.
+"""
+
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from onchip.ops.linear_cross_entropy.torch_module import active_module, lora_operands
+from onchip.torch import LMHead, linear_cross_entropy
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Report:
+    """What `patch` found, and what has happened since."""
+
+    fused: bool
+    """Whether losses of the model's logits will be fused."""
+    reason: str
+    """Why not, or what is fused."""
+    losses: int = 0
+    """Losses that were fused so far."""
+    materialized: dict[str, int] = field(default_factory=dict)
+    """What asked for the logits themselves, and how often."""
+
+    def __str__(self) -> str:
+        asked = "".join(f"\n  logits materialized {n} x for {what}" for what, n in self.materialized.items())
+        return f"{'fused' if self.fused else 'not fused'}: {self.reason}; {self.losses} losses so far{asked}"
+
+
+@dataclass
+class _Patch:
+    """What a patched model and its head share."""
+
+    options: dict[str, Any]
+    report: Report
+    forward: Any  # the model's before
+    own: bool  # which was the instance's own
+    labels_at: int | None  # among forward's positional arguments
+    armed: bool = False
+
+
+def patch(
+    model: nn.Module,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scratch_bytes: int | float | str | None = None,
+    backend: str = "auto",
+    precision: str = "full",
+) -> Report:
+    """Compute the losses of a transformers model's logits by `linear_cross_entropy`, without storing the logits.
+
+    Afterwards the model is called as before: with labels, by Trainer, under DDP, FSDP, accelerate or torch.compile.
+    `outputs.loss` is the same but for rounding (16-bit logits are not rounded on the way), and `outputs.logits` are
+    computed if something reads them.  Without labels a model in training mode, with gradients enabled, defers its
+    logits too, for a loop that computes `F.cross_entropy` itself; otherwise, as in `generate`, nothing changes.
+    A batch without a single label has loss 0, where transformers has NaN.
+
+    Args:
+        model: a model of transformers with a linear head (`get_output_embeddings`), or PEFT's around one.  It may be
+            patched before or after it is wrapped.  Patching it again changes the options.
+        label_smoothing, z_loss: added while the model is in training mode; see `linear_cross_entropy`.  Trainer's own
+            `label_smoothing_factor` asks for the logits: leave it at 0 and pass label_smoothing here.
+        scratch_bytes, backend, precision: as of `linear_cross_entropy`.
+
+    Returns:
+        `Report`: whether the model will be fused, or why not; it counts the fused losses, and what asked for logits.
+
+    Raises:
+        TypeError: not a module with `get_output_embeddings`, or an option of the wrong type.
+        ValueError: an option out of range.
+
+    Memory: that of `linear_cross_entropy`; a head that FSDP2 wraps alone is gathered twice in forward.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from onchip.integrations import transformers as onchip_transformers
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        ...                      num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> report = onchip_transformers.patch(model)
+        >>> ids = torch.randint(64, (2, 8))
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> print(report)
+        fused: lm_head [64, 16] of LlamaForCausalLM; 1 losses so far
+    """
+    options = {
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "scratch_bytes": scratch_bytes,
+        "backend": backend,
+        "precision": precision,
+    }
+    base = _base_model(model)
+    _try_options(options)
+    unpatch(model)
+    report = Report(*_found(base))
+    if not report.fused:
+        warnings.warn(f"onchip.integrations.transformers: not patched: {report.reason}", stacklevel=2)
+        return report
+    names = list(inspect.signature(type(base).forward).parameters)
+    labels_at = names.index("labels") - 1 if "labels" in names else None
+    base.__dict__["_onchip"] = _Patch(options, report, base.forward, "forward" in base.__dict__, labels_at)
+    _patch_head(base)
+    base.__dict__["forward"] = MethodType(wraps(type(base).forward)(_model_forward), base)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`; a model that isn't patched is left as it is."""
+    base = _base_model(model)
+    made = base.__dict__.pop("_onchip", None)
+    if made is None:
+        return
+    del base.__dict__["forward"]
+    if made.own:
+        base.__dict__["forward"] = made.forward
+    for module in base.modules():
+        _restore(module)
+
+
+def _base_model(model: Any) -> Any:
+    """That of transformers, inside PEFT's."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            "patch: model must be a model of transformers, with get_output_embeddings; got "
+            f"{type(model).__name__}.  For another module, use onchip.torch.LMHead or lm_loss"
+        )
+    return model
+
+
+def _try_options(options: Mapping[str, Any]) -> None:
+    """Raise for one that `linear_cross_entropy` would refuse, on any device."""
+    if options["backend"] == "triton":
+        options = {**options, "backend": "auto"}
+    linear_cross_entropy(torch.zeros(1, 128), torch.zeros(128, 128), torch.zeros(1, dtype=torch.long), **options)
+
+
+def _found(model: Any) -> tuple[bool, str]:
+    """Whether the model can be fused, and what, or why not."""
+    name, head = type(model).__name__, model.get_output_embeddings()
+    for forward in (model.forward, type(model).forward):
+        if "liger_kernel" in str(getattr(forward, "__module__", "")):
+            return False, (
+                f"Liger has patched the forward of {name}, which then computes the loss itself; load the model "
+                "without Liger's patch (use_liger_kernel=False), or do without onchip's"
+            )
+    if head is None:
+        return False, f"{name} has no output embeddings"
+    if (refusal := _head_refusal(head)) is not None:
+        return False, f"the head of {name} {refusal}"
+    where = next((n for n, x in model.named_modules() if x is head), "head")
+    return True, f"{where} {list(_linear(head).weight.shape)} of {name}"
+
+
+def _linear(head: nn.Module) -> Any:
+    """The layer that holds the head's weight, inside FSDP's and PEFT's modules."""
+    for name in ("_fsdp_wrapped_module", "original_module", "base_layer"):
+        head = getattr(head, name, head)
+    return head
+
+
+def _head_refusal(head: Any) -> str | None:
+    """Why losses of this head can't be fused, or None."""
+    linear, head = _linear(head), _called(head)
+    if not isinstance(linear, nn.Linear) or type(linear).forward not in (nn.Linear.forward, LMHead.forward):
+        return f"is a {type(linear).__module__}.{type(linear).__name__}, not a plain nn.Linear"
+    if head is not linear and type(head).__name__ not in ("Linear", "ModulesToSaveWrapper", "TrainableTokensWrapper"):
+        return f"is PEFT's {type(head).__module__}.{type(head).__name__}, not plain LoRA"
+    if variants := getattr(head, "lora_variant", None):
+        return f"has an adapter that is not plain LoRA: {', '.join(type(x).__name__ for x in variants.values())}"
+    if linear.weight.dtype not in _DTYPES:
+        return f"has a weight of {linear.weight.dtype}"
+    if _grouped(head):
+        return (
+            "is in one group of fully_shard's with other modules, which may be called once in a forward; shard it "
+            "alone, or with the model"
+        )
+    return None
+
+
+def _grouped(head: Any) -> bool:
+    """Whether FSDP2 gathers it together with other modules, until each was called once."""
+    state = head._get_fsdp_state() if hasattr(head, "_get_fsdp_state") else None
+    return len(getattr(state, "_modules", ())) > 1
+
+
+def _sharded(model: Any) -> bool:
+    """Whether FSDP or ZeRO-3 gathers the weights for the model's forward alone, whose results it must see."""
+    weight = _linear(model.get_output_embeddings()).weight
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    marks = ("_fsdp_flattened", "ds_id")
+    return isinstance(model, fsdp) or not isinstance(weight, nn.Parameter) or any(hasattr(weight, x) for x in marks)
+
+
+# -------------------------------------------------------------------------------------------------- patched forwards
+
+
+def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's forward; its head defers the logits for as long as it lasts."""
+    made: _Patch = self.__dict__["_onchip"]
+    labels = kwargs.get("labels")
+    if labels is None and made.labels_at is not None and made.labels_at < len(args):
+        labels = args[made.labels_at]
+    labelled = labels is not None or kwargs.get("shift_labels") is not None
+    if not labelled and not (self.training and torch.is_grad_enabled() and not _sharded(self)):
+        return made.forward(*args, **kwargs)
+    _patch_head(self)
+    made.armed = True
+    try:
+        return made.forward(*args, **kwargs)
+    finally:
+        made.armed = False
+
+
+def _patch_head(model: Any) -> None:
+    """Of whatever head there is now: PEFT or FSDP may have put another one in its place."""
+    head, report = _called(model.get_output_embeddings()), model.__dict__["_onchip"].report
+    if "_onchip_head" in head.__dict__ and not _grouped(head):
+        return
+    if report.fused and (refusal := _head_refusal(head)) is not None:
+        report.fused, report.reason = False, f"the head of {type(model).__name__} now {refusal}"
+        _warn(report.reason)
+    if not report.fused:
+        for module in (head, _linear(head)):
+            _restore(module)
+        return
+    _restore(_linear(head))
+    head.__dict__["_onchip_head"] = _Head(model.__dict__["_onchip"], model)
+    head.__dict__["forward"] = MethodType(_head_forward, head)
+
+
+def _restore(module: Any) -> None:
+    """Give a patched head its own forward back."""
+    if module.__dict__.pop("_onchip_head", None) is not None:
+        del module.__dict__["forward"]
+
+
+def _called(head: Any) -> Any:
+    """The module whose forward FSDP calls once the weight is there."""
+    while hasattr(head, "_fsdp_wrapped_module"):
+        head = head._fsdp_wrapped_module
+    return head
+
+
+@dataclass
+class _Head:
+    """What a patched head knows."""
+
+    patch: _Patch
+    model: Any
+
+    def __call__(self, deferred: "_Deferred", **asked: Any) -> Any:
+        """Through the module, so that FSDP gathers the weight."""
+        head = self.model.get_output_embeddings()
+        if not self.patch.armed:
+            self._check_later(deferred, _called(head))
+        kind = deferred.hidden.device.type
+        with torch.autocast(kind, deferred.autocast, enabled=deferred.autocast is not None):
+            return head(deferred.hidden, **asked)
+
+    def _check_later(self, deferred: "_Deferred", head: Any) -> None:
+        """Raise where what was deferred can't be computed after the model's forward."""
+        if deferred.with_gradients and _sharded(self.model):
+            raise RuntimeError(
+                "onchip.integrations.transformers: a model that FSDP or ZeRO-3 shards must compute losses of its "
+                "logits in its own forward, where the weights are: pass it the labels, and for the logits call the "
+                "model under torch.no_grad"
+            )
+        if deferred.versions not in (None, _versions(head)):
+            raise RuntimeError(
+                "onchip.integrations.transformers: the head's weight was changed since these logits were deferred; "
+                "read outputs.logits before optimizer.step()"
+            )
+
+
+def _head_forward(self: Any, hidden: Tensor, *args: Any, onchip: str = "", **kwargs: Any) -> Any:
+    """The head's forward, which defers; or what is made of the deferred logits later, here, where the weight is."""
+    head: _Head = self.__dict__["_onchip_head"]
+    if onchip == "loss":
+        return _loss(self, hidden, **kwargs)
+    if onchip == "logits" or not head.patch.armed or hidden.dtype not in _DTYPES or args or kwargs:
+        return type(self).forward(self, hidden, *args, **kwargs)
+    shape = (*hidden.shape[:-1], _linear(self).out_features)
+    kind = hidden.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    versions = None if torch.compiler.is_compiling() else _versions(self)
+    made = _Deferred(head, hidden, shape[-1], autocast, versions, torch.is_grad_enabled())
+    return DeferredLogits.of(made, shape, autocast or hidden.dtype)
+
+
+def _versions(head: Any) -> list[int]:
+    """What tells a parameter that was changed in place, as an optimizer does."""
+    return [p._version for p in head.parameters()]
+
+
+def _loss(head: Any, hidden: Tensor, target: Tensor, vocab: int, **options: Any) -> Tensor:
+    """Of rows of hidden states; `vocab`: the logits before it alone."""
+    hidden, weight, bias = _operands(head, hidden)
+    if vocab < len(weight):
+        weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
+    loss: Tensor = linear_cross_entropy(hidden, weight, target, bias, **options)
+    return loss
+
+
+def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Whose product the logits are: of a linear layer, or of PEFT's around one."""
+    if isinstance(head, nn.Linear):
+        return hidden, head.weight, head.bias
+    if type(head).__name__ == "TrainableTokensWrapper":
+        return hidden, head.weight, head.original_module.bias  # with the trained rows in place of the others
+    if type(head).__name__ == "ModulesToSaveWrapper":
+        return _operands(active_module(head), hidden)
+    return lora_operands("patch", head, hidden)
+
+
+# ----------------------------------------------------------------------------------------------------- deferred logits
+
+
+@dataclass
+class _Deferred:
+    """What deferred logits are: cap * tanh(scale * product), or scale * product, of the first `vocab` entries.
+
+    The product is the head's of `hidden`, whose rows are the logits' own.
+    """
+
+    head: _Head
+    hidden: Tensor
+    vocab: int
+    autocast: torch.dtype | None  # that was enabled for the head
+    versions: list[int] | None  # of the head's parameters
+    with_gradients: bool  # whether they were enabled
+    scale: float = 1.0
+    cap: float | None = None
+    parent: "_Deferred | None" = None
+    replay: Any = None  # makes the logits of the parent's
+    value: Tensor | None = None  # the logits, once they were asked for
+    version: int = 0  # of value, as it was made
+
+    def logits(self) -> Tensor:
+        for other in self.ancestors():
+            if other.changed:
+                raise RuntimeError(
+                    "onchip.integrations.transformers: logits that others were made of have been changed in place "
+                    "since; make a copy first"
+                )
+        stale = self.value is not None and torch.is_grad_enabled() and not self.value.requires_grad
+        if self.value is None or (stale and self.with_gradients and not self.changed):
+            self.value = self.head(self, onchip="logits") if self.parent is None else self.replay(self.parent.logits())
+            self.version = self.value._version
+        return self.value
+
+    @property
+    def changed(self) -> bool:
+        """Whether the logits were changed in place since they were made."""
+        return self.value is not None and self.value._version != self.version
+
+    def ancestors(self) -> Iterator["_Deferred"]:
+        one = self.parent
+        while one is not None:
+            yield one
+            one = one.parent
+
+    def times(self, factor: float) -> "_Deferred | None":
+        if not (factor > 0 and math.isfinite(factor)):
+            return None
+        if self.cap is None:
+            return replace(self, scale=self.scale * factor)
+        return replace(self, cap=self.cap * factor)
+
+    def loss(self, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float) -> Tensor:
+        patch, training = self.head.patch, self.head.model.training
+        options = dict(patch.options)
+        smoothing, z_loss = options.pop("label_smoothing"), options.pop("z_loss")
+        if self.cap is not None:
+            options["softcap"] = self.cap
+        patch.report.losses += 1
+        made: Tensor = self.head(
+            self,
+            onchip="loss",
+            target=target,
+            vocab=self.vocab,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing or (smoothing if training else 0.0),
+            z_loss=z_loss if training else 0.0,
+            logit_scale=self.scale if self.cap is None else self.scale * self.cap,
+            **options,
+        )
+        return made
+
+
+class DeferredLogits(Tensor):
+    """Logits that are not computed yet, of a model that `patch` has patched."""
+
+    deferred: _Deferred
+
+    @staticmethod
+    def of(deferred: _Deferred, shape: Any, dtype: torch.dtype) -> "DeferredLogits":
+        made: DeferredLogits = Tensor._make_subclass(DeferredLogits, torch.empty(shape, dtype=dtype, device="meta"))
+        made.deferred = deferred
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, x = getattr(func, "__name__", ""), args[0] if args else None
+        if isinstance(x, DeferredLogits):
+            if func in _OF_THE_DEVICE:
+                return getattr(x.deferred.hidden, _OF_THE_DEVICE[func])
+            if func in _OF_THE_SHAPE:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            made = None if x.deferred.changed else _derived(x, name, func, args[1:], kwargs)
+            if made is not None:
+                return made
+        if func is F.cross_entropy:
+            made = _cross_entropy(*args, **kwargs)
+            if made is not None:
+                return made
+        if name == "__get__":
+            name = func.__self__.__name__
+        args, kwargs = tree_map_only(DeferredLogits, _Asked(name), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _getters(*names: str) -> dict[Any, str]:
+    return {getattr(Tensor, name).__get__: name for name in names}
+
+
+# Answered of the hidden states.
+_OF_THE_DEVICE = _getters("device", "is_cuda", "is_cpu", "is_meta")
+# Answered of the tensor without memory.
+_OF_THE_SHAPE = {
+    *_getters("shape", "ndim", "dtype", "layout", "itemsize", "nbytes", "requires_grad", "grad_fn", "is_leaf", "grad"),
+    *_getters("is_sparse", "is_quantized", "is_nested"),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+_SAME = {"contiguous", "clone"}
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class _Asked:
+    """Makes logits, and says what asked for them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: "DeferredLogits") -> Tensor:
+        asked = x.deferred.head.patch.report.materialized
+        first = self.name not in asked
+        asked[self.name] = asked.get(self.name, 0) + 1
+        if first and not torch.compiler.is_compiling():
+            _warn(f"the logits {list(x.shape)} are computed and stored, because {self.name} asks for them")
+        return x.deferred.logits()
+
+
+def _warn(what: str) -> None:
+    """At the line that isn't PyTorch's or ours."""
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "onchip"):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(f"onchip.integrations.transformers: {what}", stacklevel=depth)
+
+
+def _derived(x: DeferredLogits, name: str, func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a scale, a softcap, a slice, a shape or a dtype makes of deferred logits; None for anything else."""
+    old, shape, dtype = x.deferred, x.shape, x.dtype
+    new: _Deferred | None = None
+    number = len(rest) == 1 and not kwargs and isinstance(rest[0], int | float) and not isinstance(rest[0], bool)
+    if name in _SAME:
+        new = old
+    elif name in _CASTS:
+        new, dtype = old, _CASTS[name]
+    elif name in ("to", "type"):
+        casts = [y for y in (*rest, *kwargs.values()) if isinstance(y, torch.dtype)]
+        others = [y for y in (*rest, *kwargs.values()) if not isinstance(y, torch.dtype)]
+        if len(casts) < 2 and all(_is_device_of(y, old.hidden) for y in others):
+            new, dtype = old, casts[0] if casts else dtype
+    elif name in ("mul", "multiply", "__mul__", "__rmul__") and number:
+        new = old.times(float(rest[0]))
+    elif name in ("div", "divide", "true_divide", "__truediv__") and number and rest[0]:
+        new = old.times(1 / float(rest[0]))
+    elif name == "tanh" and not rest and old.cap is None:
+        new = replace(old, cap=1.0)
+    elif name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "__getitem__"):
+        new, shape = _reshaped(x, name, rest, kwargs)
+    if new is None or dtype not in _DTYPES:
+        return None
+    made = replace(new, parent=old, replay=lambda z: func(z, *rest, **kwargs), value=None)
+    return DeferredLogits.of(made, shape, dtype)
+
+
+def _is_device_of(y: Any, hidden: Tensor) -> bool:
+    if isinstance(y, bool | torch.memory_format):
+        return True
+    device = torch.device(y) if isinstance(y, str | torch.device) else hidden.device
+    return device.type == hidden.device.type and device.index in (None, hidden.device.index)
+
+
+def _reshaped(x: DeferredLogits, name: str, rest: Any, kwargs: Any) -> tuple[_Deferred | None, Any]:
+    """The rows likewise; whatever the last dimension takes part in must leave it whole, but for its first entries."""
+    old, hidden = x.deferred, x.deferred.hidden
+    nothing = None, x.shape
+    if kwargs:
+        return nothing
+    if name == "__getitem__":
+        index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+        if any(not isinstance(i, int | slice | type(Ellipsis)) or isinstance(i, bool) for i in index):
+            return nothing
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            index = (*index[:at], *[slice(None)] * (x.dim() - len(index) + 1), *index[at + 1 :])
+        index = (*index, *[slice(None)] * (x.dim() - len(index)))
+        last = index[-1]
+        if not isinstance(last, slice) or last.start not in (None, 0) or last.step not in (None, 1):
+            return nothing
+        vocab = len(range(*last.indices(x.shape[-1])))
+        rows = hidden[index[:-1]]
+        return replace(old, hidden=rows, vocab=vocab), (*rows.shape[:-1], vocab)
+    sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
+    if name in ("view", "reshape"):
+        if not all(isinstance(n, int | torch.SymInt) for n in sizes) or len(sizes) < 1:
+            return nothing
+        if sizes[-1] == -1 and x.numel() == math.prod(sizes[:-1]) * x.shape[-1]:
+            sizes[-1] = x.shape[-1]
+        if sizes[-1] != x.shape[-1]:
+            return nothing
+        rows = hidden.reshape(*sizes[:-1], hidden.shape[-1])
+    elif name == "flatten":
+        start = sizes[0] if sizes else 0
+        end = sizes[1] if len(sizes) > 1 else -1
+        if end % x.dim() == x.dim() - 1:
+            return nothing
+        rows = hidden.flatten(start, end)
+    else:
+        if len(sizes) != 1 or sizes[0] % (x.dim() + (name == "unsqueeze")) >= x.dim() - (name == "squeeze"):
+            return nothing
+        rows = getattr(hidden, name)(sizes[0] if sizes[0] >= 0 else sizes[0] % (x.dim() + (name == "unsqueeze")))
+    return replace(old, hidden=rows), (*rows.shape[:-1], x.shape[-1])
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """The fused loss; None where the logits have to be computed."""
+    if not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
+        return None
+    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not plain or input.dim() != 2 or target.is_floating_point():
+        return None
+    if input.deferred.changed or any(x.changed for x in input.deferred.ancestors()):
+        return None
+    return input.deferred.loss(target, ignore_index, reduction, label_smoothing)

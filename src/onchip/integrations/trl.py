@@ -1,0 +1,377 @@
+"""TRL's trainers through onchip's ops.
+
+`install()` puts onchip in the place of the two functions that TRL 1.16 computes losses of hidden states with: its
+chunked log-probabilities (SFT, DPO, KTO, GRPO, RLOO and what is made of them) and its chunked divergence
+(distillation).  `uninstall()` puts TRL's own back.  Trainers need no change, and those that exist already take part.
+
+A call that onchip can't compute goes to TRL's own function, with one warning for each reason.
+"""
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_inputs import DTYPES, dtype_name, is_dtensor
+from onchip.torch import LogProbs, linear_jsd, linear_log_probs
+
+VERSION = "1.16"
+"""Of TRL, whose functions these are."""
+
+LOG_PROBS = "_ChunkedLogProbFunction"
+DIVERGENCE = "_chunked_divergence_loss"
+TRAINERS = {
+    LOG_PROBS: (
+        "trl.SFTTrainer",
+        "trl.DPOTrainer",
+        "trl.KTOTrainer",
+        "trl.GRPOTrainer",
+        "trl.RLOOTrainer",
+        "trl.experimental.async_grpo.AsyncGRPOTrainer",
+        "trl.experimental.bema_for_ref_model.DPOTrainer",
+        "trl.experimental.gmpo.GMPOTrainer",
+    ),
+    DIVERGENCE: ("trl.DistillationTrainer",),
+}
+"""Who calls them."""
+
+
+# --------------------------------------------------------------------------------------------------- what TRL asks for
+
+
+class LogProbCall(NamedTuple):
+    """The arguments of TRL's `_ChunkedLogProbFunction.apply`, in its order."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # [N]
+    temperature: float
+    chunk_size: int  # of TRL's own tiles
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+    outputs: Sequence[str] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class DivergenceCall(NamedTuple):
+    """The arguments of TRL's `_chunked_divergence_loss`, in its order."""
+
+    student_hidden_states: Tensor  # [B, K, Hs]
+    teacher_hidden_states: Tensor  # [B, K, Ht]
+    student_lm_head_weight: Tensor  # [V, Hs]
+    teacher_lm_head_weight: Tensor  # [V, Ht]
+    completion_mask: Tensor  # [B, K]; 0 takes a token out
+    beta: float
+    num_items_in_batch: Tensor | int | None = None  # what the sum is divided by; None: the number of tokens
+    student_lm_head_bias: Tensor | None = None  # [V]
+    teacher_lm_head_bias: Tensor | None = None  # [V]
+    student_logit_scale: float = 1.0
+    teacher_logit_scale: float = 1.0
+    student_final_logit_softcapping: float | None = None
+    teacher_final_logit_softcapping: float | None = None
+    temperature: float = 1.0
+
+
+class ChunkedLogProbs:
+    """What stands for TRL's class, of which TRL calls `apply` alone."""
+
+    @staticmethod
+    def apply(*given: Any) -> tuple[Tensor | None, ...]:
+        """(log-probability, entropy, log(sum(p^2)), mean logit, whether the target is the top one), each [N] or None.
+
+        The first two have gradients.
+        """
+        call = LogProbCall(*given)
+        reason = _unfit_log_probs(call)
+        if reason:
+            return _original(LOG_PROBS, reason).apply(*call)  # type: ignore[no-any-return]
+        return _log_probs(call)
+
+
+def chunked_divergence_loss(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands for TRL's function: (loss [], sum of the student's entropies [], number of tokens []).
+
+    The first has gradients.
+    """
+    call = DivergenceCall(*given, **named)
+    reason = _unfit_divergence(call)
+    if reason:
+        return _original(DIVERGENCE, reason)(*call)  # type: ignore[no-any-return]
+    return _divergence(call)
+
+
+_HOMES = {LOG_PROBS: "trl.trainer.utils", DIVERGENCE: "trl.trainer.distillation_trainer"}
+_PARAMETERS = {LOG_PROBS: LogProbCall._fields, DIVERGENCE: DivergenceCall._fields}
+_OURS: dict[str, Any] = {LOG_PROBS: ChunkedLogProbs, DIVERGENCE: chunked_divergence_loss}
+_originals: dict[str, Any] = {}  # TRL's own, since `install`
+_warned: set[str] = set()  # the reasons that were given
+
+
+# ---------------------------------------------------------------------------------------------------------- the switch
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install` did; `print` shows it in lines."""
+
+    version: str
+    """Of TRL."""
+    replaced: tuple[str, ...]
+    """The names that are onchip's now: "trl.trainer.utils._ChunkedLogProbFunction"."""
+    trainers: tuple[str, ...]
+    """The trainers whose losses go through these: "trl.SFTTrainer"."""
+
+    def __str__(self) -> str:
+        names = "\n".join(f"  {name}" for name in self.replaced)
+        trainers = "\n".join(f"  {name}" for name in self.trainers)
+        return f"TRL {self.version} runs through onchip, which replaced\n{names}\nfor\n{trainers}"
+
+
+def install() -> Installed:
+    """Let TRL compute log-probabilities by `linear_log_probs` and divergences by `linear_jsd`.
+
+    Each module of TRL that holds one of its two functions takes onchip's instead.  Called again, it does that for
+    modules that were loaded since.
+
+    Losses, metrics and gradients are TRL's up to rounding.  In 16 bits TRL rounds the logits of its log-probabilities
+    to 16 bits, and onchip doesn't.  Memory is that of the two ops; TRL's chunk sizes aren't used.  A step of
+    distillation projects the student's hidden states once more, for the entropy that TRL logs.
+
+    TRL's own function runs, with one warning for each reason, where
+
+    - DeepSpeed ZeRO-3 partitions the head,
+    - a dtype isn't float32, bfloat16 or float16, or tensors are neither on the CPU nor on a CUDA device,
+    - a logit scale or softcap isn't above 0,
+    - in distillation, a model has a softcap, the two have different logit scales, or a head's dtype isn't that of its
+      hidden states without autocast.
+
+    Returns:
+        What was replaced, and the trainers that this reaches.
+
+    Raises:
+        ModuleNotFoundError: TRL isn't installed.
+        RuntimeError: TRL's version isn't 1.16, or one of its functions isn't the one that onchip knows, or was
+            replaced by something else.  Then nothing is replaced.
+
+    Example:
+        >>> from onchip.integrations.trl import install, uninstall
+        >>> install().trainers[0]
+        'trl.SFTTrainer'
+        >>> uninstall()
+
+    Source: TRL 1.16, `trl/kernels/chunked_logprob.py` and `trl/trainer/distillation_trainer.py`.
+    """
+    version = _version()
+    _originals.update({name: _found(name) for name in _HOMES})
+    for name, ours in _OURS.items():
+        for module in _holders(name, _originals[name]):
+            setattr(module, name, ours)
+    replaced = tuple(f"{module.__name__}.{name}" for name, ours in _OURS.items() for module in _holders(name, ours))
+    return Installed(version, replaced, (*TRAINERS[LOG_PROBS], *TRAINERS[DIVERGENCE]))
+
+
+def uninstall() -> None:
+    """Put TRL's own functions back into each module that holds onchip's.  Without `install` before it does nothing.
+
+    Example:
+        >>> from onchip.integrations.trl import uninstall
+        >>> uninstall()
+    """
+    for name, original in _originals.items():
+        for module in _holders(name, _OURS[name]):
+            setattr(module, name, original)
+    _warned.clear()
+
+
+def _version() -> str:
+    """TRL's; raise unless it is installed, in the version that onchip knows."""
+    try:
+        version = str(importlib.import_module("trl").__version__)
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ModuleNotFoundError(
+            "onchip.integrations.trl: TRL isn't installed; pip install 'onchip[integrations]'", name="trl"
+        ) from None
+    if version.split(".")[:2] != VERSION.split("."):
+        raise RuntimeError(
+            f"onchip.integrations.trl: this is TRL {version}, and onchip knows the functions of TRL {VERSION}; "
+            f"pip install 'trl=={VERSION}.*'"
+        )
+    return version
+
+
+def _found(name: str) -> Any:
+    """TRL's own under this name; raise unless its arguments are those that onchip knows."""
+    place = f"{_HOMES[name]}.{name}"
+    found = getattr(importlib.import_module(_HOMES[name]), name, None)
+    if found is _OURS[name]:
+        return _originals[name]
+    function = getattr(found, "forward", None) if name == LOG_PROBS else found
+    if function is None:
+        raise RuntimeError(f"onchip.integrations.trl: there is no {place}; reinstall TRL")
+    if not function.__module__.startswith("trl."):
+        raise RuntimeError(f"onchip.integrations.trl: {place} was replaced by {function.__module__}; undo that first")
+    parameters = tuple(parameter for parameter in inspect.signature(function).parameters if parameter != "ctx")
+    if parameters != _PARAMETERS[name]:
+        raise RuntimeError(
+            f"onchip.integrations.trl: {place} takes ({', '.join(parameters)}), and onchip knows it with "
+            f"({', '.join(_PARAMETERS[name])}); reinstall TRL"
+        )
+    return found
+
+
+def _holders(name: str, value: Any) -> list[ModuleType]:
+    """TRL's loaded modules in which `name` is `value`."""
+    modules = [module for key, module in sorted(sys.modules.items()) if key.split(".")[0] == "trl"]
+    return [module for module in modules if vars(module).get(name) is value]
+
+
+def _original(name: str, reason: str) -> Any:
+    """TRL's own; warn of the reason the first time."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"onchip.integrations.trl: TRL's own {name} runs, because {reason}", stacklevel=3)
+    return _originals[name]
+
+
+# ----------------------------------------------------------------------------------------------------- what onchip can
+
+
+def _unfit_log_probs(call: LogProbCall) -> str | None:
+    """Why TRL must compute them, if it must."""
+    head = _unfit_head("", call.hidden, call.weight, call.bias)
+    return head or _unfit_logits(call.final_logit_softcapping, call.logit_scale)
+
+
+def _unfit_divergence(call: DivergenceCall) -> str | None:
+    """Why TRL must compute it, if it must."""
+    heads = {
+        "the student's ": (call.student_hidden_states, call.student_lm_head_weight, call.student_lm_head_bias),
+        "the teacher's ": (call.teacher_hidden_states, call.teacher_lm_head_weight, call.teacher_lm_head_bias),
+    }
+    for whose, head in heads.items():
+        reason = _unfit_head(whose, *head) or _mixed_dtypes(whose, *head)
+        if reason:
+            return reason
+    softcaps = call.student_final_logit_softcapping, call.teacher_final_logit_softcapping
+    if softcaps != (None, None):
+        return "linear_jsd has no softcap"
+    if call.student_logit_scale != call.teacher_logit_scale:
+        return (
+            f"the student's logits are scaled by {call.student_logit_scale} and the teacher's by "
+            f"{call.teacher_logit_scale}, and linear_jsd has one scale"
+        )
+    return _unfit_logits(None, call.student_logit_scale)
+
+
+def _unfit_head(whose: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    if hasattr(weight, "ds_id"):
+        return f"DeepSpeed ZeRO-3 partitions {whose}lm_head, and onchip's backward would find it empty"
+    if hidden.device.type not in ("cpu", "cuda"):
+        return f"{whose}hidden states are on {hidden.device.type}"
+    named = {"hidden states are": hidden, "lm_head is": weight, "lm_head's bias is": bias}
+    for what, x in named.items():
+        if x is not None and x.dtype not in DTYPES:
+            return f"{whose}{what} {dtype_name(x.dtype)}"
+    return None
+
+
+def _mixed_dtypes(whose: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    if torch.is_autocast_enabled(hidden.device.type):
+        return None
+    for x in (bias, None if is_dtensor(weight) else weight):
+        if x is not None and x.dtype != hidden.dtype:
+            return f"{whose}lm_head is {dtype_name(x.dtype)} and its hidden states are {dtype_name(hidden.dtype)}"
+    return None
+
+
+def _unfit_logits(softcap: float | None, scale: float) -> str | None:
+    if softcap is not None and softcap <= 0:
+        return f"the softcap is {softcap}, not above 0"
+    return None if scale > 0 else f"the logit scale is {scale}, not above 0"
+
+
+# -------------------------------------------------------------------------------------------------- what onchip does
+
+
+def _log_probs(call: LogProbCall) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, outputs = call.hidden, call.weight, call.bias, call.outputs
+    device = hidden.device.type
+    context: Any = nullcontext()
+    mixed = any(x is not None and x.dtype != hidden.dtype for x in (weight, bias))
+    if mixed and not torch.is_autocast_enabled(device):
+        # TRL's products are of hidden's dtype.  Under autocast, gradients are rounded to the head's dtype alone.
+        if hidden.dtype == torch.float32:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        else:
+            context = torch.autocast(device, dtype=hidden.dtype)
+    with context:
+        out = linear_log_probs(
+            hidden,
+            weight,
+            call.targets,
+            bias,
+            softcap=call.final_logit_softcapping,
+            logit_scale=call.logit_scale,
+            temperature=call.temperature,
+            entropy="entropy" in outputs,
+            top1="is_top1" in outputs,
+            mean_logits="mean_logits" in outputs,
+            log_sum_sq_probs="log_sum_sq_probs" in outputs,
+        )
+    if not isinstance(out, LogProbs):
+        return out, None, None, None, None
+    is_top1 = None if out.top1 is None else out.top1 == call.targets
+    return out.log_prob, out.entropy, out.log_sum_sq_probs, out.mean_logits, is_top1
+
+
+def _divergence(call: DivergenceCall) -> tuple[Tensor, Tensor, Tensor]:
+    valid = call.completion_mask.reshape(-1) != 0
+    number = valid.sum()
+    student, teacher = (x.flatten(0, -2)[valid] for x in (call.student_hidden_states, call.teacher_hidden_states))
+    weight, bias = _whole(call.student_lm_head_weight, call.student_lm_head_bias, student.dtype)
+    teacher_weight, teacher_bias = _whole(call.teacher_lm_head_weight, call.teacher_lm_head_bias, teacher.dtype)
+    normalizer = call.num_items_in_batch
+    if isinstance(normalizer, Tensor):
+        normalizer = normalizer.to(student.device)
+    loss = linear_jsd(
+        student,
+        weight,
+        teacher,
+        teacher_weight,
+        beta=call.beta,
+        temperature=call.temperature / call.student_logit_scale,
+        normalizer=normalizer,
+        student_bias=bias,
+        teacher_bias=teacher_bias,
+    )
+    with torch.no_grad():
+        ids = torch.zeros(len(student), dtype=torch.int64, device=student.device)
+        stats = linear_log_probs(
+            student,
+            weight,
+            ids,
+            bias,
+            logit_scale=call.student_logit_scale,
+            temperature=call.temperature,
+            entropy=True,
+        )
+    return loss, stats.entropy.sum(), number
+
+
+def _whole(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """FSDP2's shards gathered, as TRL gathers them; other tensors as they are."""
+    if not is_dtensor(weight):
+        return weight, bias
+    gathered: Any = weight
+    more: Any = bias
+    return gathered.full_tensor().to(dtype), None if bias is None else more.full_tensor()

@@ -1,0 +1,301 @@
+"""A language model's head that gives logits or their loss, and the loss of heads of other classes."""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+
+from onchip.frontend.torch_inputs import dtype_name, is_dtensor, require_tensor
+from onchip.frontend.torch_module import described, stand_in
+from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy
+
+OPTIONS = tuple(inspect.signature(LinearCrossEntropyLoss).parameters)
+# Whose forward hands all its arguments on to the module inside.
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
+
+
+# Classes of PEFT's: the module and the name.
+LORA = ("peft.tuners.lora.layer", "Linear")
+SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
+
+
+class LMHead(Linear):
+    """`torch.nn.Linear` that also computes the loss of its logits: `linear_cross_entropy` in its own forward.
+
+    `head(hidden)` gives the logits as `nn.Linear` does.  `head(hidden, labels)` gives their loss, without storing them.
+
+    Call the module rather than `linear_cross_entropy(hidden, head.weight, labels)` wherever something gathers weights
+    when a module is called, and frees them afterwards: FSDP, FSDP2 and DeepSpeed's ZeRO-3.  Parameters, their names,
+    initial values and the state_dict are nn.Linear's.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of `torch.nn.Linear`: H, V, and whether there is a bias.
+        options: those of `LinearCrossEntropyLoss`, as defaults of each call, but for shift, which is True here.  They
+            make nothing of the logits that `head(hidden)` gives: softcap and logit_scale enter the loss alone.
+
+    Raises:
+        TypeError, ValueError: an option that there isn't, or a wrong one.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import LMHead
+        >>> head = LMHead(16, 100, bias=False, softcap=30.0)
+        >>> hidden, labels = torch.randn(2, 8, 16), torch.randint(100, (2, 8))
+        >>> head(hidden, labels).backward()
+        >>> head.weight.grad.shape, head(hidden).shape
+        (torch.Size([100, 16]), torch.Size([2, 8, 100]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._set_options(options)
+
+    def _set_options(self, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name not in OPTIONS:
+                raise TypeError(f"LMHead: there is no option {name!r}; options are {', '.join(OPTIONS)}")
+        LinearCrossEntropyLoss(**options)  # which checks them
+        self.options = {"shift": True, **options}
+
+    @classmethod
+    def from_linear(cls, linear: Linear, **options: Any) -> "LMHead":
+        """A head with the parameters of `linear` themselves, not copies, its hooks and its training mode.
+
+        A weight that is tied to an embedding stays tied.  Convert a model's head before FSDP2 or PEFT wraps it.
+
+        Args:
+            linear: the layer to stand in for; a plain `torch.nn.Linear`.
+            options: as of the class.
+
+        Raises:
+            TypeError: `linear` is of another class, or has a forward of its own, which may do more.
+
+        Example:
+            >>> import torch
+            >>> from onchip.torch import LMHead
+            >>> model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(16, 100, bias=False)})
+            >>> weight = model["lm_head"].weight
+            >>> model["lm_head"] = LMHead.from_linear(model["lm_head"])
+            >>> model["lm_head"].weight is weight
+            True
+        """
+        made = stand_in(cls, linear)
+        made._set_options(options)
+        return made
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        """The logits of `input`, or with labels their loss.
+
+        Args:
+            input: [..., S, H] hidden states.
+            labels: [..., S] of any integer dtype, as the data has them; with shift=False those that each position is to
+                predict.
+            options: arguments of `linear_cross_entropy`, which override the module's.
+
+        Returns:
+            [..., S, V] without labels; with them what `linear_cross_entropy` returns: the loss, or with return_stats
+            `(loss, LinearCrossEntropyStats)`.
+
+        Raises:
+            TypeError: options without labels; a normalizer of 16 bits, as mixed precision's casts of a module's
+                arguments make it.
+            RuntimeError: the weight isn't here as a whole.
+            Else as `linear_cross_entropy`.
+        """
+        if labels is None:
+            if options:
+                raise TypeError(f"LMHead: {', '.join(options)} can only be given with labels, as options of their loss")
+            return super().forward(input)
+        _require_whole("LMHead", self.weight)
+        normalizer = options.get("normalizer")
+        if isinstance(normalizer, Tensor) and normalizer.is_floating_point() and normalizer.itemsize < 4:
+            raise TypeError(
+                f"LMHead: normalizer is {dtype_name(normalizer.dtype)}, which holds no large count; FSDP's mixed "
+                "precision casts the floats that a module is given: pass an integer tensor or a number"
+            )
+        return linear_cross_entropy(input, self.weight, labels, self.bias, **self.options | options)
+
+    def extra_repr(self) -> str:
+        """nn.Linear's, and the options that were given."""
+        given = {name: x for name, x in self.options.items() if name != "shift" or x is not True}
+        return ", ".join([super().extra_repr(), *(f"{name}={x!r}" for name, x in given.items())])
+
+
+def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
+    """The loss of a language model's head, whatever its class, without storing the logits.
+
+    It is `linear_cross_entropy` of what `head(hidden)` would be, exactly, or it raises.
+
+    Args:
+        head: one of these.
+
+            - An `LMHead`, also inside of DistributedDataParallel, FSDP or torch.compile: it is called.
+            - A `torch.nn.Linear` whose weight lies here as a whole: a plain one; inside the forward of the module that
+              FSDP wraps, where the head isn't wrapped itself.
+            - PEFT's LoRA layer of one of these two, with any number of active adapters, dropout and lora_bias.
+            - PEFT's wrapper for `modules_to_save` of one of these two.
+        hidden: [..., S, H], what the head would be called with.
+        labels: [..., S] of any integer dtype, as the data has them; with shift=False those that each position is to
+            predict.
+        options: arguments of `linear_cross_entropy`; they override those that an `LMHead` has, also inside of PEFT's
+            layer.  shift is True unless the head says otherwise.
+
+    Returns:
+        What `linear_cross_entropy` returns: the loss, or with return_stats `(loss, LinearCrossEntropyStats)`.
+
+    Raises:
+        TypeError: a head of another class, or an adapter of another kind.
+        RuntimeError: the head's weight isn't here as a whole, or the head has hooks, which must run: make it an
+            `LMHead`.  PEFT's adapters are merged and disabled.
+        Else as `linear_cross_entropy`.
+
+    Memory: `linear_cross_entropy`'s.  Under LoRA, with adapters of rank r in all, also a weight [V, H + r] and its
+    gradient, though the head's own be frozen.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import lm_loss
+        >>> head = torch.nn.Linear(16, 100, bias=False)
+        >>> hidden, labels = torch.randn(2, 8, 16), torch.randint(100, (2, 8))
+        >>> loss = lm_loss(head, hidden, labels)
+        >>> logits = head(hidden)[:, :-1].flatten(0, 1)
+        >>> torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()))
+    """
+    for name, x in (("hidden", hidden), ("labels", labels)):
+        require_tensor("lm_loss", name, x)
+    if isinstance(_called(head), LMHead):
+        return head(hidden, labels, **options)
+    operands = linear_operands("lm_loss", head, hidden)
+    options = {"shift": True} | _stored_options(head) | options
+    return linear_cross_entropy(operands.hidden, operands.weight, labels, operands.bias, **options)
+
+
+class Operands(NamedTuple):
+    """The logits of a head are hidden @ weight.T + bias."""
+
+    hidden: Tensor  # [..., K]
+    weight: Tensor  # [V, K]
+    bias: Tensor | None  # [V]
+
+
+def linear_operands(op: str, head: Module, hidden: Tensor) -> Operands:
+    """What a loss of a linear layer takes for `head`, in the place of `head(hidden)`; raises what `lm_loss` does.
+
+    K is H, and under LoRA H and the ranks of the active adapters: hidden beside s A d(hidden), weight beside B, for a
+    scale s and a dropout d.  That is exact, with dropout and for small adapters too, whose sum with a weight of 16 bits
+    would be rounded away.
+    """
+    if _is_of_peft(head, *SAVED):
+        _refuse_hooks(op, head)
+        return linear_operands(op, active_module(head), hidden)
+    if _is_of_peft(head, *LORA):
+        _refuse_hooks(op, head)
+        return lora_operands(op, head, hidden)
+    return Operands(hidden, *_parameters(op, head))
+
+
+def _parameters(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of a linear layer that does no more than multiply and add."""
+    own_forward = getattr(type(head), "forward", None) not in (Linear.forward, LMHead.forward)
+    if not isinstance(head, Linear) or own_forward or "forward" in vars(head):
+        raise TypeError(
+            f"{op}: head must be a torch.nn.Linear or an LMHead, or one of these in PEFT's LoRA layer or "
+            f"modules_to_save; got {described(head)}, whose logits may be something else; make the nn.Linear that it "
+            "stands for an LMHead, and call that with labels"
+        )
+    _refuse_hooks(op, head)
+    _require_whole(op, head.weight)
+    return head.weight, head.bias
+
+
+def _require_whole(op: str, weight: Tensor) -> None:
+    """Raise for a weight that is sharded, or was freed."""
+    plain = type(weight) in (Tensor, Parameter)
+    whole = plain or not is_dtensor(weight)
+    if plain and not torch.compiler.is_compiling() and not weight.is_meta:
+        whole = weight.ndim == 2 and weight.untyped_storage().nbytes() > 0
+    if not whole:
+        raise RuntimeError(
+            f"{op}: the head's weight isn't here as a whole; it is sharded, as FSDP's are outside of forward.  Call "
+            "this inside the forward of the module that FSDP wraps; or make the head an LMHead.from_linear(head) "
+            "before, and wrap it by itself"
+        )
+
+
+def _refuse_hooks(op: str, module: Any) -> None:
+    """Raise for a module whose parameters are read while its call would run something else too."""
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        if getattr(module, name):
+            raise RuntimeError(
+                f"{op}: {described(module)} has hooks, as FSDP2 and DeepSpeed register them to gather its weight, that "
+                "run only when it is called: make the head an LMHead.from_linear(head) before, or, under PEFT, leave "
+                "it to the fully_shard of the module around it"
+            )
+
+
+# --------------------------------------------------------------------------------------------------- inside of wrappers
+
+
+def _called(head: Any) -> Any:
+    """The module that a call of `head` hands all its arguments on to."""
+    if type(head).__name__ in WRAPPERS:
+        return _called(head.module if hasattr(head, "module") else head._orig_mod)
+    return _called(active_module(head)) if _is_of_peft(head, *SAVED) else head
+
+
+def _is_of_peft(head: Any, module: str, name: str) -> bool:
+    """Whether it is of this class of PEFT's, with no forward of its own; PEFT need not be there."""
+    kind = getattr(sys.modules.get(module), name, None)
+    if kind is None or not isinstance(head, kind):
+        return False
+    return type(head).forward is kind.forward and "forward" not in vars(head)
+
+
+def active_module(wrapper: Any) -> Any:
+    """The one of the modules in a `ModulesToSaveWrapper` that it calls."""
+    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+    return wrapper.original_module if wrapper.disable_adapters or not active else wrapper.modules_to_save[active[0]]
+
+
+def _stored_options(head: Any) -> dict[str, Any]:
+    """The options of the LMHead that PEFT has wrapped."""
+    for name in ("original_module", "base_layer"):
+        head = getattr(head, name, head)
+    return head.options if isinstance(head, LMHead) else {}
+
+
+def lora_operands(op: str, head: Any, hidden: Tensor) -> Operands:
+    """As `linear_operands`, of PEFT's layer, which may be what is being called."""
+    weight, bias = _parameters(op, head.base_layer)
+    if head.disable_adapters and head.merged:
+        raise RuntimeError(f"{op}: the adapters of head are merged into its weight, and disabled; call head.unmerge()")
+    rows, columns = [hidden], [weight]
+    for name in head.active_adapters if not (head.disable_adapters or head.merged) else ():
+        if name not in head.lora_A:
+            continue
+        if name in head.lora_variant:
+            raise TypeError(
+                f"{op}: adapter {name!r} of head is a {type(head.lora_variant[name]).__name__}, whose logits are no "
+                "sum of two products; take plain LoRA for the head, or merge the adapter"
+            )
+        down, scale = head.lora_A[name], head.scaling[name]
+        up, up_bias = _parameters(op, head.lora_B[name])
+        rows.append((down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * scale).to(hidden.dtype))
+        columns.append(up.to(weight.dtype))
+        if up_bias is not None:
+            bias = (up_bias * scale).to(weight.dtype) + (0 if bias is None else bias)
+    if len(rows) == 1:
+        return Operands(hidden, weight, bias)
+    return Operands(torch.cat(rows, -1), torch.cat(columns, -1), bias)

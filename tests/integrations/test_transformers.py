@@ -1,0 +1,451 @@
+"""The patch of transformers' models: how they are called, by whom, and what they are refused for."""
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from onchip.integrations.transformers import DeferredLogits, patch, unpatch
+
+TINY = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def llama(**config):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | config))
+
+
+def batch(rows=2, size=12):
+    ids = torch.randint(3, 97, (rows, size), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(model, loss=None, **more):
+    """The outputs and gradients of a batch; `loss` makes the loss of the outputs."""
+    model.zero_grad()
+    made = model(**batch() | more)
+    (made.loss if loss is None else loss(made)).backward()
+    return made, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(model, *args, losses=1, bound=1e-5, options=None, **more):
+    """A patched step is that of the model, and no logits were asked for."""
+    expected, grads = step(model, *args, **more)
+    grads = [g.clone() for g in grads]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = patch(model, **options or {})
+        made, found = step(model, *args, **more)
+    assert (report.fused, report.losses, report.materialized) == (True, losses, {})
+    norm = sum(g.double().norm().square() for g in grads).sqrt()
+    for p, q in zip(found, grads, strict=True):
+        assert (p.double() - q.double()).norm() <= bound * (q.double().norm() + norm / 1000)
+    if made.loss is not None:
+        torch.testing.assert_close(made.loss, expected.loss, rtol=0, atol=bound)
+    unpatch(model)
+    assert not {"forward", "_onchip"} & set(model.__dict__)
+    return made, expected
+
+
+SHIFTED = torch.full((2, 12), -100).index_copy(1, torch.arange(3, 11), torch.randint(3, 97, (2, 8)))
+CALLS = {
+    "num_items_in_batch": {"num_items_in_batch": torch.tensor(40)},
+    "a number of items": {"num_items_in_batch": 40},
+    "shift_labels": {"shift_labels": SHIFTED},
+    "ignore_index": {"labels": batch()["input_ids"], "ignore_index": 5},
+    "logits_to_keep": {"labels": batch()["labels"][:, -4:], "logits_to_keep": 4},
+    "attention_mask": {"attention_mask": torch.tensor([[1] * 12, [0] * 4 + [1] * 8])},
+    "return_dict": {"output_hidden_states": True},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_call_passes_on(name):
+    assert_same(llama(), **CALLS[name])
+
+
+PHI = {name: x for name, x in TINY.items() if name != "head_dim"}
+MODELS = {
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "bias": lambda: transformers.PhiForCausalLM(
+        transformers.PhiConfig(**{n: x for n, x in TINY.items() if n != "head_dim"})
+    ),
+    "softcap": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**TINY, final_logit_softcapping=5.0)),
+    "router loss": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**TINY, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
+    ),
+    "frozen body": lambda: freeze(llama(), "model."),
+    "frozen head": lambda: freeze(llama(), "lm_head"),
+}
+
+
+def freeze(model, prefix):
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(prefix))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kinds_of_models(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert_same(model)
+
+
+def test_labels_by_position():
+    model, given = llama(), batch()
+    expected = model(given["input_ids"], None, None, None, None, given["labels"]).loss
+    report = patch(model)
+    torch.testing.assert_close(model(given["input_ids"], None, None, None, None, given["labels"]).loss, expected)
+    assert report.losses == 1
+
+
+def own_loss(made):
+    """As many training loops have it."""
+    return F.cross_entropy(made.logits[:, :-1].reshape(-1, 97).float(), batch()["labels"][:, 1:].flatten())
+
+
+def by_module(made):
+    logits = made.logits[..., :-1, :].contiguous().view(-1, made.logits.size(-1))
+    return nn.CrossEntropyLoss(label_smoothing=0.1, reduction="sum")(logits / 2, batch()["labels"][..., 1:].reshape(-1))
+
+
+@pytest.mark.parametrize("loss", [own_loss, by_module])
+def test_a_loop_that_computes_its_own_loss(loss):
+    assert_same(llama(), loss, labels=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights(dtype):
+    assert_same(llama().to(dtype), bound=0.05)
+
+
+def test_autocast():
+    model = llama()
+    with torch.autocast("cpu", torch.bfloat16):
+        made, _ = assert_same(model, bound=0.05)
+    assert made.logits.dtype == torch.bfloat16
+
+
+def test_a_loss_outside_of_autocast_is_of_the_products_inside():
+    model = llama()
+    patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = model(**batch() | {"labels": None})
+        inside = own_loss(made)
+    assert torch.equal(own_loss(made), inside)
+
+
+def test_gradient_checkpointing():
+    model = llama(num_hidden_layers=2)
+    model.gradient_checkpointing_enable()
+    assert_same(model.train())
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    model = llama()
+    expected, grads = step(model)
+    grads = [g.clone() for g in grads]
+    report = patch(model)
+    made, found = step(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(made.loss, expected.loss)
+    for p, q in zip(found, grads, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    assert report.materialized == {}
+    with pytest.warns(UserWarning, match="asks for them"):
+        torch.testing.assert_close(made.logits + 0, expected.logits)
+
+
+def test_logits_are_computed_once_if_something_asks_for_them():
+    model = llama()
+    expected = model(**batch())
+    report = patch(model)
+    made = model(**batch())
+    z = made.logits
+    assert isinstance(z, DeferredLogits)
+    assert (z.shape, z.dtype, z.device) == ((2, 12, 97), torch.float32, torch.device("cpu"))
+    with pytest.warns(UserWarning, match=r"the logits \[2, 12, 97\] are computed and stored, because argmax a") as seen:
+        best = z.argmax(-1) * 0 + z.argmax(-1)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert report.materialized == {"argmax": 2}
+    assert torch.equal(best, expected.logits.argmax(-1))
+    assert made.logits.deferred.logits() is made.logits.deferred.logits()
+    with pytest.warns(UserWarning, match="log_softmax asks"):
+        made.logits.log_softmax(-1).sum().backward()
+    assert model.lm_head.weight.grad is not None
+    assert "argmax" in str(report)
+
+
+OTHERS = {
+    "a part of the vocabulary": lambda z, t: F.cross_entropy(z[..., :50].reshape(-1, 50), t.clamp(max=49)),
+    "twice tanh": lambda z, t: F.cross_entropy(z.tanh().tanh().flatten(0, 1), t),
+    "a negative scale": lambda z, t: F.cross_entropy((z * -1.0).flatten(0, 1), t),
+    "classes first": lambda z, t: F.cross_entropy(z.transpose(1, 2), t.view(2, 12)),
+    "class weights": lambda z, t: F.cross_entropy(z.flatten(0, 1), t, weight=torch.linspace(0.5, 1, 97)),
+    "probabilities": lambda z, t: F.cross_entropy(z.flatten(0, 1), F.one_hot(t, 97).float()),
+    "a bias": lambda z, t: F.cross_entropy((z + torch.linspace(0, 1, 97)).view(-1, 97), t),
+    "in place": lambda z, t: F.cross_entropy(z.mul_(0.5).view(-1, 97), t) + 0 * z.sum(),
+    "rows of one": lambda z, t: F.cross_entropy(z[0, -1][None], t[:1]) + F.cross_entropy(z[-1, 2:5], t[:3]),
+    "an array of rows": lambda z, t: F.cross_entropy(z[torch.tensor([1, 0])].view(-1, 97), t),
+    "other dimensions": lambda z, t: F.cross_entropy(z.unsqueeze(1).squeeze(1).view(24, -1), t),
+    "unreduced": lambda z, t: F.cross_entropy(z.view(-1, 97), t, reduction="none").square().mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
+@pytest.mark.parametrize("name", OTHERS)
+def test_whatever_is_made_of_the_logits_is_right(name):
+    """Fused or not."""
+    target = batch()["input_ids"].flatten()
+
+    def loss(made):
+        return OTHERS[name](made.logits, target)
+
+    model = llama()
+    grads = [g.clone() for g in step(model, loss, labels=None)[1]]
+    patch(model)
+    for p, q in zip(step(model, loss, labels=None)[1], grads, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
+def test_logits_that_were_changed_in_place():
+    model, target = llama(), batch()["input_ids"].flatten()
+    patch(model)
+    z = model(input_ids=batch()["input_ids"]).logits
+    rows, doubled = z.view(-1, 97), z * 2
+    z[..., :50] = -1e4
+    expected = F.cross_entropy(z.deferred.value.view(-1, 97), target)
+    torch.testing.assert_close(F.cross_entropy(z.view(-1, 97), target), expected)
+    for other in (rows, doubled):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            F.cross_entropy(other.view(-1, 97), target)
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
+def test_logits_are_read_before_the_weight_changes():
+    model = llama()
+    patch(model)
+    made = model(**batch())
+    made.loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step"):
+        made.logits.argmax(-1)
+
+
+@pytest.mark.filterwarnings("ignore:onchip")
+def test_logits_that_were_read_without_gradients_have_them_later():
+    model = llama()
+    patch(model)
+    z = model(input_ids=batch()["input_ids"]).logits
+    with torch.no_grad():
+        assert not z.sum().requires_grad
+    assert z.exp().sum().requires_grad
+    assert type(z.data) is torch.Tensor
+
+
+def test_generate_and_evaluation_leave_the_logits():
+    model = llama().eval()
+    expected = model.generate(batch()["input_ids"], max_new_tokens=3, do_sample=False)
+    report = patch(model)
+    assert torch.equal(model.generate(batch()["input_ids"], max_new_tokens=3, do_sample=False), expected)
+    with torch.no_grad():
+        assert type(model(input_ids=batch()["input_ids"]).logits) is torch.Tensor
+        model(**batch())
+    assert (report.losses, report.materialized) == (1, {})
+
+
+def test_options_while_training():
+    model = llama()
+    patch(model, label_smoothing=0.1, z_loss=0.01, scratch_bytes="1MiB")
+    logits = model(**batch()).logits.deferred.logits()[:, :-1].flatten(0, 1)
+    target = batch()["labels"][:, 1:].flatten()
+    counted = logits.logsumexp(-1)[target != -100]
+    expected = F.cross_entropy(logits, target, label_smoothing=0.1) + 0.01 * counted.square().mean()
+    torch.testing.assert_close(model(**batch()).loss, expected)
+    torch.testing.assert_close(model.eval()(**batch()).loss, F.cross_entropy(logits, target))
+
+
+def test_a_copy_is_patched_for_itself():
+    model = llama()
+    report = patch(model)
+    other = copy.deepcopy(model)
+    other(**batch()).loss.backward()
+    assert report.losses == 0
+    assert model.lm_head.weight.grad is None
+    assert other.lm_head.weight.grad is not None
+
+
+def test_patched_again():
+    model = llama()
+    patch(model, z_loss=1.0)
+    patch(model)
+    plain = model(**batch()).loss
+    unpatch(model)
+    torch.testing.assert_close(model(**batch()).loss, plain)
+    unpatch(model)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def liger(model):
+    def lce_forward(self, *args, **kwargs):
+        return type(self).forward(self, *args, **kwargs)
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    model.forward = lce_forward.__get__(model)
+    return model
+
+
+def with_head(head):
+    model = llama()
+    model.lm_head = head
+    return model
+
+
+NOT_FUSED = {
+    "Liger": (lambda: liger(llama()), "Liger has patched the forward of LlamaForCausalLM"),
+    "no head": (lambda: llama().model, "LlamaModel has no output embeddings"),
+    "another head": (lambda: with_head(nn.Sequential(nn.Linear(32, 97))), "torch.nn.modules.container.Sequential"),
+    "float64": (lambda: llama().double(), "has a weight of torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_a_model_that_cannot_be_fused_is_left_as_it_is(name):
+    make, reason = NOT_FUSED[name]
+    model = make()
+    before = model.forward
+    with pytest.warns(UserWarning, match="not patched"):
+        report = patch(model)
+    assert not report.fused
+    assert reason in report.reason
+    assert str(report).startswith("not fused")
+    assert model.forward == before
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: patch(nn.Linear(2, 2)), TypeError, "model must be a model of transformers"),
+        (lambda: patch(None), TypeError, "model must be a model of transformers"),
+        (lambda: unpatch(3), TypeError, "model must be a model of transformers"),
+        (lambda: patch(llama(), label_smoothing=2.0), ValueError, "label_smoothing"),
+        (lambda: patch(llama(), z_loss=-1.0), ValueError, "z_loss"),
+        (lambda: patch(llama(), scratch_bytes="1 barn"), ValueError, "scratch_bytes"),
+        (lambda: patch(llama(), backend="cuda"), ValueError, "backend"),
+        (lambda: patch(llama(), precision="half"), ValueError, "precision"),
+    ],
+)
+def test_wrong_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------------------- Trainer
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        ids = torch.randint(3, 97, (12,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(12) < i % 7, -100)}
+
+
+def trained(tmp_path, patched, evaluated=False, **args):
+    """The log of a run, and its model."""
+    model = llama()
+    report = patch(model) if patched else None
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], seed=0,
+        save_strategy="no", use_cpu=True, learning_rate=1e-2, disable_tqdm=True, **args,
+    )  # fmt: skip
+
+    def metrics(made):
+        return {"best": float((made.predictions.argmax(-1) == made.label_ids).mean())}
+
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(),
+        compute_metrics=metrics if evaluated else None,
+    )  # fmt: skip
+    trainer.train()
+    found = [x["loss"] for x in trainer.state.log_history if "loss" in x]
+    return [*found, *trainer.evaluate().values()][: len(found) + 1], model, report
+
+
+@pytest.mark.parametrize(
+    ("args", "materialized"),
+    [
+        ({"gradient_accumulation_steps": 2}, []),
+        ({"bf16": True}, []),
+        ({"gradient_checkpointing": True, "max_grad_norm": 0.1}, []),
+        ({"evaluated": True}, ["detach"]),
+    ],
+    ids=["accumulation", "bf16", "checkpointing", "evaluation with logits"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_trainer(args, materialized, tmp_path):
+    expected, model, _ = trained(tmp_path, False, **args)
+    made, patched, report = trained(tmp_path, True, **args)
+    bound = 2e-2 if "bf16" in args else 1e-4
+    torch.testing.assert_close(made, expected, rtol=0, atol=bound)
+    assert report.losses > 0
+    assert set(report.materialized) == set(materialized)
+    if "bf16" not in args:
+        for p, q in zip(patched.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainers_label_smoothing_asks_for_the_logits(tmp_path):
+    args = {"label_smoothing_factor": 0.1}
+    expected, *_ = trained(tmp_path, False, **args)
+    made, _, report = trained(tmp_path, True, **args)
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-4)
+    assert "log_softmax" in report.materialized
+
+
+# --------------------------------------------------------------------------------------- images, and several processes
+
+
+def test_a_model_of_images_and_text():
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "image_size": 16, "patch_size": 8, "projection_dim": 32}  # fmt: skip
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TINY), vision_config=transformers.CLIPVisionConfig(**vision),
+        image_token_id=96, vision_feature_layer=-1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config)
+    ids = batch()["input_ids"].clamp(max=95)
+    ids[:, 2:6] = 96
+    assert_same(model, input_ids=ids, labels=ids.masked_fill(ids == 96, -100), pixel_values=torch.randn(2, 3, 16, 16))
+
+
+def test_two_processes():
+    """DDP, FSDP1 and FSDP2 in six ways, and transformers.Trainer under torchrun."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    made = subprocess.run(
+        [*run, str(Path(__file__).with_name("two_processes.py"))], capture_output=True, text=True, timeout=300
+    )
+    assert "15 checks passed" in made.stdout, made.stdout + made.stderr[-4000:]

@@ -1,0 +1,15 @@
+"""The patch of transformers' models, one of each kind: the same losses and gradients, and no logits."""
+
+import pytest
+
+from integrations.transformers_models import TESTED, build, compare
+
+
+@pytest.mark.parametrize("model_type", TESTED)
+def test_a_patched_step_is_that_of_the_model(model_type):
+    model, why = build(model_type)
+    assert model is not None, why
+    report, loss, grads = compare(model)
+    assert (report.losses, report.materialized) == (1, {})
+    assert loss < 1e-5
+    assert grads < 1e-5

@@ -1,0 +1,70 @@
+"""Heads of a model, and what they are called with."""
+
+import peft
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from onchip.torch import LMHead
+
+HIDDEN, VOCAB = 16, 70
+
+
+def inputs():
+    g = torch.Generator().manual_seed(0)
+    hidden, labels = torch.randn(2, 9, HIDDEN, generator=g), torch.randint(VOCAB, (2, 9), generator=g)
+    labels[1, 4:6] = -100
+    return hidden.requires_grad_(), labels
+
+
+def lora(base=None, adapters=1, train_base=False, **config):
+    """PEFT's layer around a head, with adapters that matter."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"lm_head": base or nn.Linear(HIDDEN, VOCAB, bias=False)})
+    names = [f"adapter {i}" for i in range(adapters)]
+    for i, name in enumerate(names):
+        of_one = LoraConfig(r=4 + i, lora_alpha=6, target_modules=["lm_head"], init_lora_weights=False, **config)
+        model = peft.inject_adapter_in_model(of_one, model, name)
+    head = model["lm_head"]
+    head.set_adapter(names)
+    head.base_layer.requires_grad_(train_base)
+    return head
+
+
+class EveryOther(nn.Module):
+    """Dropout that float32 and float64 agree on."""
+
+    def forward(self, x):
+        return 2 * x * (torch.arange(x.shape[-1]) % 2)
+
+
+def with_dropout():
+    head = lora(lora_dropout=0.5)
+    head.lora_dropout["adapter 0"] = EveryOther()
+    return head
+
+
+def merged():
+    head = lora()
+    head.merge()
+    return head
+
+
+def disabled():
+    head = lora(train_base=True)
+    head.enable_adapters(False)
+    head.base_layer.requires_grad_(True)
+    return head
+
+
+def saved(base, tied=None):
+    return peft.utils.other.ModulesToSaveWrapper(base, "default", tied_module=tied)
+
+
+def linear(bias=False):
+    torch.manual_seed(0)
+    return nn.Linear(HIDDEN, VOCAB, bias)
+
+
+def capped(bias=False):
+    return LMHead.from_linear(linear(bias), softcap=3.0)
