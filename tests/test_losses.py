@@ -147,7 +147,7 @@ def test_chunk_sizes_change_nothing(loss, token_chunk, vocab_chunk, softcap, mas
         given["bias" if loss.linear else "logits"][..., : 55 if masked and not softcap else 0] = -np.inf
     options = {"softcap": 4.0 if softcap else None} | ({} if loss.of_ids else {"z_loss": 1e-3})
     if not loss.linear:
-        problem = row_memory.Problem(40, 90, softcap=softcap, stats=True)
+        problem = row_memory.Problem(40, 90, softcap=softcap, stats=True, ids=4 if loss.of_ids else 0)
         right(loss, given, scratch_bytes=row_memory.scratch_bytes(problem, token_chunk), **options)
         return
     with mock.patch.object(memory, "plan", side_effect=lambda p, how, _: Config(how, token_chunk, vocab_chunk)):

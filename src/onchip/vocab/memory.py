@@ -49,6 +49,8 @@ class Problem:
     """Of linear_log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
     labels: str = ""
     """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
+    gathered: bool = False
+    """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):
@@ -109,6 +111,7 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         casts += element * p.vocab * p.hidden
     return {
         "logits tile": tile_bytes * tokens * (p.vocab if c.strategy == "stash" else vocab),
+        "label rows": DTYPE_BYTES[p.labels] * tokens * p.vocab if p.gathered else 0,
         "hidden rows": row_bytes * tokens * p.hidden,
         "weight rows in float32": 4 * vocab * p.hidden if p.widened else 0,
         "casts": casts,

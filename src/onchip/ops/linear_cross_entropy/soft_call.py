@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES
+from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.torch import soft, tiles
@@ -25,7 +25,8 @@ class SoftCall(Call):
     def of_op(self) -> dict[str, Any]:
         out = self.weight_grad_out is not None
         if self.dense:
-            return {"op": OP, "labels": DTYPES[self.labels.dtype], "weight_grad_out": out}
+            gathered = len(leading_dimensions(self.labels)) > 1
+            return {"op": OP, "labels": DTYPES[self.labels.dtype], "weight_grad_out": out, "gathered": gathered}
         weighed = self.class_weight is not None
         smoothing = self.options.label_smoothing
         return {"op": OP, "ids": self.several, "weight_grad_out": out, "smoothing": smoothing, "class_weight": weighed}

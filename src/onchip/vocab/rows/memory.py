@@ -63,7 +63,7 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
         narrow = [x for x in (p.dtype, p.labels) if p.device == "cpu" and x not in ("", "float32")]
         # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed, and
         # soft labels.
-        tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight) + int(p.labels != "")
+        tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight) + int(p.labels != "") + p.more_stats
         return {
             "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,
