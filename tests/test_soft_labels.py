@@ -174,7 +174,11 @@ def test_operators_modules_and_weight_grad_out(form):
     for loss in (LCE, CE):
         given = problem(loss, form)
         leaves = [x for x in given.values() if torch.is_tensor(x) and x.requires_grad]
-        check_operators(lambda given=given, leaves=leaves, loss=loss: torch.autograd.grad(loss.op(**given), leaves))
+        options = {"label_smoothing": 0.1, "class_weight": class_weights(VOCAB)} | (
+            {"shift": True} if loss is LCE else {}
+        )
+        step = partial(loss.op, **given, **options)
+        check_operators(lambda step=step, leaves=leaves: torch.autograd.grad(step(), leaves))
     assert torch.equal(CrossEntropyLoss(label_smoothing=0.1)(**given), cross_entropy(**given, label_smoothing=0.1))
     given, out = problem(LCE, form), torch.zeros(VOCAB, 16)
     (expected,) = torch.autograd.grad(linear_cross_entropy(**given), given["weight"])

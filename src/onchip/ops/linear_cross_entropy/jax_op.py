@@ -89,7 +89,8 @@ def linear_cross_entropy(
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
-            `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.
+            `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.  Not with soft labels:
+            pass hidden[..., :-1, :] with the labels [..., 1:, :].
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
@@ -97,6 +98,7 @@ def linear_cross_entropy(
         class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[label] of lse - z[label]
             and w[v] of each lse - z[v] that label smoothing adds; z-loss has none.  "mean" then divides by the sum of
             w[label] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
+            With soft labels it multiplies each entry's probability, and "mean" divides by the number of tokens.
         label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).

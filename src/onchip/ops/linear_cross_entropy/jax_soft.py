@@ -76,13 +76,11 @@ def _plan(problem: Problem, options: Options) -> Config:
 def _forward(
     static: Static, needs: Projection, projection: Projection, constants: SoftLabels
 ) -> tuple[jax.Array, Planned | None]:
-    smoothed = constants.loss.label_smoothing is not None
     problem = projection.problem(
         needs,
         static.platform,
         constants.transform,
         ids=0 if constants.ids is None else constants.ids.shape[1],
-        more_stats=int(smoothed) + int(smoothed and constants.class_weight is not None),
         labels=constants.probs.dtype.name if constants.ids is None else "",
         op=OP,
     )

@@ -101,7 +101,8 @@ def linear_cross_entropy(
         class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, as `F.cross_entropy(weight=)`
             has them: w[target] of lse - z[target], and w[v] of each lse - z[v] that label smoothing adds; z-loss has
             none.  "mean" then divides by the sum of w[target] over tokens that are not ignored (by 1 where that is 0),
-            unless there is a normalizer.  A constant.
+            unless there is a normalizer.  With soft labels it multiplies each entry's probability, and "mean" divides
+            by the number of tokens.  A constant.
         label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
