@@ -32,12 +32,12 @@ def wrong_row(**more):
     return row(impl="peer <b> 2", error=1e-2, error_name="grad_hidden", ok=False, **timeless) | more
 
 
-def made(*rows):
+def made(*rows, script=page.SCRIPT):
     environment = {
         "op": "linear_cross_entropy", "date": "2026-11-24T00:00:00+00:00", "device": "h100", "cpu": "Xeon",
         "gpu": "NVIDIA H100", "framework": "torch", "torch": "2.11.0", "onchip": "0.1.0", "repeats": 7,
     }  # fmt: skip
-    return page.html_page({"environment": environment, "rows": list(rows), "not_run": []}, "x.json", "plotly.min.js")
+    return page.html_page({"environment": environment, "rows": list(rows), "not_run": []}, "x.json", script)
 
 
 def cells(html, row):
@@ -58,7 +58,7 @@ def test_a_row_says_its_sizes_its_run_its_floor_and_each_error_beside_its_bound(
     assert shown == {
         "implementation": "onchip auto 0.1.0", "case": "llama3.1-8b", "median, ms": "16.7", "× floor": "1.03",
         "extra, MiB": "3.0", "verdict": "right", "T": "4096", "H": "2048", "V": "128256", "dtype": "bfloat16",
-        "mode": "forward+backward", "p10, ms": "16.7", "p90, ms": "16.9", "floor, ms": "16.2",
+        "p10, ms": "16.7", "p90, ms": "16.9", "floor, ms": "16.2",
         "loss: error": "1.0e-07", "loss: bound": "1.0e-02",
         "hidden&#39;s gradient: error": "2.0e-03", "hidden&#39;s gradient: bound": "4.0e-03",
         "weight&#39;s gradient: error": "6.0e-03", "weight&#39;s gradient: bound": "1.0e-02",
@@ -173,8 +173,7 @@ def test_a_page_filters_sorts_and_says_more_at_a_point(browser, tmp_path):
         for mode in ("forward", "forward+backward")
     ]
     path = tmp_path / "x.html"
-    path.write_text(made(*rows, wrong_row()))
-    (tmp_path / page.SCRIPT).write_text(page.plotly_js())
+    path.write_text(made(*rows, wrong_row(), script=None))  # one file
     tab, said = new_tab(browser, 1200)
     tab.goto(path.as_uri())
     shown = "[...document.querySelectorAll('#rows tbody tr:not([hidden])')].map((tr) => tr.children[2].textContent)"

@@ -3,36 +3,27 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
 
-COLUMNS = (
-    "implementation", "median", "p10 – p90", "× floor", "extra memory", "host", "kernels", "error of", "error", "bound",
-    "right",
-)  # fmt: skip
-_WORDS = ("implementation", "error of", "right")
+COLUMNS = ("implementation", "median", "× floor", "memory", "error", "bound")
 Errors = Mapping[str, tuple[float | None, float | None]]
 """Error and bound by the name of the result; None for what a file lacks, and for an error that is not finite."""
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts of `COLUMNS`."""
-    spread = f"{format_ms(row['p10_ms'])} – {format_ms(row['p90_ms'])}" if row["ok"] else "–"
+    """The texts of `COLUMNS`: the error is the one nearest its bound."""
     return (
         row["impl"],
-        format_ms(row["median_ms"]),
-        spread,
+        format_ms(row["median_ms"]) if row["ok"] else "WRONG",
         format_ratio(row["ratio_to_floor"]),
         format_bytes(row["extra_bytes"]),
-        format_ms(row.get("host_ms")),
-        "–" if row.get("kernels") is None else str(row["kernels"]),
-        readable(row["error_name"] or "–"),
-        format_error(row["error"]),
+        f"{row['error_name']} {format_error(row['error'])}",
         format_error(row["error_bound"]),
-        "yes" if row["ok"] else "WRONG",
     )
 
 
@@ -87,18 +78,17 @@ def not_run_line(entry: Mapping[str, Any]) -> str:
 
 
 def print_rows(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table for each case and mode, with the columns that are filled, and a line for each wrong result."""
+    """A table for each case and mode, and a line for each wrong result."""
     sections = _sections(found)
     for rows in (rows for modes in sections.values() for rows in modes.values()):
         case, mode, floor = (rows[0][name] for name in ("case", "mode", "floor_ms"))
         title = f"{case}, {kind(rows[0])}, {mode} (floor: {format_ms(floor)})"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        cells = [_cells(row) for row in rows]
-        filled = [i for i in range(len(COLUMNS)) if any(texts[i] != "–" for texts in cells)]
-        for i in filled:
-            table.add_column(COLUMNS[i], justify="left" if COLUMNS[i] in _WORDS else "right")
-        for row, texts in zip(rows, cells, strict=True):
-            table.add_row(*(texts[i] for i in filled), style=None if row["ok"] else "red")
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for i, column in enumerate(COLUMNS):
+            # A narrow terminal folds names, not numbers.
+            table.add_column(column, justify="right" if i else "left", no_wrap=i > 0)
+        for row in rows:
+            table.add_row(*_cells(row), style=None if row["ok"] else "red")
         console.print(table)
         for row in rows:
             if not row["ok"]:
