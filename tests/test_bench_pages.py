@@ -57,7 +57,7 @@ def test_a_row_says_its_sizes_its_run_its_floor_and_each_error_beside_its_bound(
     shown = cells(made(row(), wrong_row(errors={"loss": None, "grad_hidden": 1e-2, "grad_weight": 6e-3})), 0)
     assert shown == {
         "implementation": "onchip auto 0.1.0", "case": "llama3.1-8b", "median, ms": "16.7", "× floor": "1.03",
-        "extra, MiB": "3.0", "verdict": "right", "T": "4096", "H": "2048", "V": "128256", "dtype": "bfloat16",
+        "extra, MiB": "3.00", "verdict": "right", "T": "4096", "H": "2048", "V": "128256", "dtype": "bfloat16",
         "p10, ms": "16.7", "p90, ms": "16.9", "floor, ms": "16.2",
         "loss: error": "1.0e-07", "loss: bound": "1.0e-02",
         "hidden&#39;s gradient: error": "2.0e-03", "hidden&#39;s gradient: bound": "4.0e-03",

@@ -100,7 +100,7 @@ def _columns(rows: Sequence[Row], device: str) -> list[Column]:
         _aligned("median, ms", of("median_ms"), 3),
         _numbers("× floor", of("ratio_to_floor"), format_ratio),
         _aligned("floor, ms", of("floor_ms"), 3),
-        _aligned("extra, MiB", memory, 1),
+        _aligned("extra, MiB", memory, 2),
         _words("verdict", map(_verdict, rows)),
         *(_numbers(name.replace("_", " "), (x.get(name) for x in sizes), str) for name in named),
         _words("dtype", of("dtype")),
@@ -274,7 +274,7 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
     """What the file lacks that newer ones have."""
     rows, notes = document["rows"], []
     if how := document["environment"].get("how"):
-        notes.append(f"How these numbers were made: {how}.")
+        notes.append(f"How these numbers were made: {how.rstrip('.')}.")
     if not all(row.get("sizes") for row in rows):
         notes.append("Some rows don't say their sizes.")
     if not all(row.get("date") for row in rows):
