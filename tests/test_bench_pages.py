@@ -200,4 +200,8 @@ def test_a_page_filters_sorts_and_says_more_at_a_point(browser, tmp_path):
     tab.select_option("#case", label="llama3.1-8b (bfloat16, T=4096, H=2048, V=128256)")
     tab.select_option("#mode", "forward+backward")
     assert tab.locator("#one .none").is_visible()
+    tab.select_option("#case", label="all 3 cases")
+    assert tab.locator("#overview .point").count() == 4
+    tab.get_by_role("button", name="none", exact=True).click()
+    assert tab.locator("#overview .none").is_visible()
     assert said == []

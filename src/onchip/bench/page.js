@@ -69,6 +69,7 @@ function none(section, rows) {
 // ---------------------------------------------------------------------------------------------------------- plots
 
 function drawOverview(rows) {
+  if (!rows.some((row) => row.ratio !== null) && byId("measure").value === "ratio") byId("measure").value = "ms"; // no floor
   const measure = MEASURES[byId("measure").value];
   const right = rows.filter((row) => measure.of(row) !== null && row.ms !== null);
   none(byId("overview"), right);
@@ -188,5 +189,4 @@ document.querySelectorAll("#rows th.sort").forEach((th) => th.addEventListener("
   document.querySelector("#rows tbody").append(...order.map((i) => trs[i]));
 }));
 
-if (!data.rows.some((row) => row.ratio !== null)) byId("measure").value = "ms";
 update();
