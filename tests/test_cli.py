@@ -14,7 +14,6 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
-
 from rich.console import Console
 from rich.text import Text
 
@@ -92,9 +91,9 @@ def test_ctrl_c_is_a_message_and_exit_code_130(command, monkeypatch):
 
 
 def test_names_with_commas_are_listed_apart():
-    with pytest.raises(ValueError, match="there is:\n  eager, float32\n  onchip$"):
+    with pytest.raises(ValueError, match=r"there is:\n  eager, float32\n  onchip$"):
         matching("--impl", ["liger"], ["eager, float32", "onchip"])
-    with pytest.raises(ValueError, match="there is: a, b$"):
+    with pytest.raises(ValueError, match=r"there is: a, b$"):
         matching("--case", ["c"], ["a", "b"])
 
 

@@ -41,7 +41,10 @@ def total(row):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (LLAMA[1:], ["Eager PyTorch needs 22.4 GiB and 105 ms; onchip by default 990 MiB and", 'scratch_bytes="3.5GiB"']),
+        (
+            LLAMA[1:],
+            ["Eager PyTorch needs 22.4 GiB and 105 ms; onchip by default 990 MiB and", 'scratch_bytes="3.5GiB"'],
+        ),
         ((*LLAMA[1:], "--all"), ["strategy", "recompute", "no bound", "hidden gradient in float32"]),
         ((*LLAMA[1:], "--framework", "jax"), ["JAX on one H100", "backend mosaic_gpu", "Plain JAX needs 11.8 GiB"]),
         ((*LLAMA[1:], "--scratch", "64MiB", "--scratch", "0.125"), ["64MiB is too small", "*266 MiB"]),
@@ -163,17 +166,15 @@ def test_the_plans_of_the_other_ops_are_what_they_will_do():
 
     def parts(op, backend, *, framework="torch", **more):
         needed = sizes if op != "cross_entropy" else {"tokens": 8192, "vocab": 128256}
-        made = plan(op, **needed, backend=backend, framework=framework, scratch=["4GiB"], **more)
+        made = plan(op, **needed, backend=backend, framework=framework, scratch=["6GiB"], **more)
         return [(row.memory_parts, row.products) for row in made.rows]
 
     def planned(planner, p, strategy, products):
-        plans = [planner.plan(p, strategy, budget) for budget in (None, 4 << 30)]
+        plans = [planner.plan(p, strategy, budget) for budget in (None, 6 << 30)]
         return [(planner.parts(p, c), products(c) if callable(products) else products) for c in plans]
 
     again = lambda c: 3 + (8192 - c.kept) / 8192  # noqa: E731
-    assert parts("linear_log_probs", "triton", entropy=True) == planned(
-        triton_memory.PLANNER, log_probs, "auto", again
-    )
+    assert parts("linear_log_probs", "triton", entropy=True) == planned(triton_memory.PLANNER, log_probs, "auto", again)
     xla = planned(PLANNERS["xla"], log_probs, "recompute", 4)
     assert parts("linear_log_probs", "xla", framework="jax", entropy=True) == xla
     walks = [planned(PLANNERS["torch"], log_probs, walk, 4) for walk in ("forward", "recompute")]
@@ -258,19 +259,29 @@ def test_eager_pytorch_takes_what_was_measured(mode):
         assert baseline.ms == pytest.approx(ms, rel=0.08)
 
 
+EAGER = "torch eager, float32 logits"
+
+
 @pytest.mark.parametrize(
-    ("op", "file", "implementation", "mode", "case", "more"),
+    ("op", "implementation", "mode", "case", "more"),
     [
-        ("linear_log_probs", "linear_log_probs", "torch eager, float32 logits", "forward", "llama3.1-8b", {}),
-        ("linear_log_probs", "linear_log_probs", "torch eager, float32", "forward+backward", "llama3.1-8b", {}),
-        ("linear_log_probs", "linear_log_probs", "torch eager, float32", "forward+backward", "llama3.1-8b-entropy", {"entropy": True}),
-        ("linear_jsd", "linear_jsd", "torch.compile", "forward+backward", "llama3.1-8b-beta-0.5", {"tokens": 4096}),
-        ("linear_jsd", "linear_jsd", "torch.compile", "forward", "llama3.1-8b-beta-0.5", {"tokens": 4096}),
-        ("cross_entropy", "cross_entropy", "torch eager, float32 logits", "forward+backward", "llama3.1-8b", {"hidden": None}),
-        ("linear_cross_entropy", "linear_cross_entropy-jax", "XLA, 16-bit", "forward+backward", "llama3.1-8b", {"tokens": 4096, "framework": "jax"}),
+        ("linear_log_probs", EAGER, "forward", "llama3.1-8b", {}),
+        ("linear_log_probs", EAGER, "forward+backward", "llama3.1-8b", {}),
+        ("linear_log_probs", EAGER, "forward+backward", "llama3.1-8b-entropy", {"entropy": True}),
+        ("linear_jsd", "torch.compile", "forward+backward", "llama3.1-8b-beta-0.5", {"tokens": 4096}),
+        ("linear_jsd", "torch.compile", "forward", "llama3.1-8b-beta-0.5", {"tokens": 4096}),
+        ("cross_entropy", EAGER, "forward+backward", "llama3.1-8b", {"hidden": None}),
+        (
+            "linear_cross_entropy",
+            "XLA, 16-bit",
+            "forward+backward",
+            "llama3.1-8b",
+            {"tokens": 4096, "framework": "jax"},
+        ),
     ],
-)  # fmt: skip
-def test_what_the_ops_replace_takes_what_was_measured(op, file, implementation, mode, case, more):
+)
+def test_what_the_ops_replace_takes_what_was_measured(op, implementation, mode, case, more):
+    file = op + ("-jax" if "framework" in more else "")
     _, ms, size = measured(f"2026-11-22-h100-{file}.json", implementation, mode)[case]
     baseline = plan(op, **{**SIZES, "tokens": 8192, **more}, gradients=mode != "forward").baseline
     assert baseline.ms == pytest.approx(ms, rel=0.05)
@@ -340,7 +351,12 @@ def test_every_model_is_found_by_its_own_name():
 
 
 CONFIGS = [
-    ({"hidden_size": 64, "vocab_size": 1000, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}, 64, 1000, 30.0),
+    (
+        {"hidden_size": 64, "vocab_size": 1000, "final_logit_softcapping": 30.0, "tie_word_embeddings": True},
+        64,
+        1000,
+        30.0,
+    ),
     ({"n_embd": 64, "vocab_size": 1000, "model_type": "gpt2"}, 64, 1000, None),
     ({"d_model": 64, "vocab_size": 1000, "final_logit_softcapping": None}, 64, 1000, None),
     ({"model_type": "x", "vocab_size": 9, "text_config": {"hidden_size": 64, "vocab_size": 1000}}, 64, 1000, None),
@@ -368,7 +384,9 @@ def test_configs_that_transformers_writes(tmp_path):
         config.save_pretrained(tmp_path)
         sizes = plan(tokens=128, config=tmp_path / "config.json").sizes
         assert sizes == {"tokens": 128, "hidden": hidden, "vocab": config.vocab_size}
-    LlamaConfig(hidden_size=96, intermediate_size=200, num_attention_heads=8, num_key_value_heads=2).save_pretrained(tmp_path)
+    LlamaConfig(hidden_size=96, intermediate_size=200, num_attention_heads=8, num_key_value_heads=2).save_pretrained(
+        tmp_path
+    )
     layers = plan("fp8_linear", tokens=128, config=tmp_path).rows
     assert [row.chunk["out_features"] for row in layers] == [96 + 2 * 24, 96, 400, 96]
 
@@ -398,67 +416,6 @@ def test_a_wrong_config_is_a_message(tmp_path, content, message):
     result = run_cli("plan", "--tokens", "8", "--config", file)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-
-
-# ------------------------------------------------------------------------------------------------------ wrong calls
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["softmax", "--tokens", "8", "--vocab", "8"], "no op 'softmax'; there is: linear_cross_entropy, "),
-        (["cross_entropy", "--tokens", "8"], "plan: give vocab, or a model"),
-        (["cross_entropy", *LLAMA[1:], "--hidden", "8"], "plan: cross_entropy has no hidden; leave it out"),
-        (["linear_jsd", *LLAMA[1:], "--teacher-hidden", "0"], "teacher_hidden must be positive; got 0"),
-        ([*LLAMA[1:], "--teacher-hidden", "8"], "teacher_hidden is for linear_jsd; leave it out for linear_cross_entropy"),
-        ([*LLAMA[1:], "--entropy"], "entropy is for linear_log_probs; leave it out"),
-        (["--tokens", "0", "--model", "llama-3.1-8b"], "tokens must be positive; got 0"),
-        (["--tokens", "8", "--hidden", "8"], "plan: give hidden and vocab, or a model"),
-        (["--tokens", "8", "--model", "lama-3.1-8b"], "did you mean meta-llama/Llama-3.1-8B or "),
-        (["--tokens", "8", "--model", "xyz"], "it knows meta-llama/Llama-2-7b-hf, "),
-        ([*LLAMA[1:], "--config", "config.json"], "give a model or a config, not both"),
-        (["--tokens", "8", "--hidden", "8", "--vocab", "-1"], "vocab must be positive; got -1"),
-        ([*LLAMA[1:], "--dtype", "int8"], "dtype must be one of 'float32', 'bfloat16', 'float16'; got 'int8'"),
-        ([*LLAMA[1:], "--weight-dtype", "fp8"], "weight_dtype must be one of"),
-        ([*LLAMA[1:], "--device", "tpu"], "device must be one of 'cuda', 'cpu'; got 'tpu'"),
-        ([*LLAMA[1:], "--gpu", "v100"], "gpu must be one of 'h100', 'h200', 'a100', 'l40s', '4090', 'b200'; got 'v100'"),
-        ([*LLAMA[1:], "--gpu", "h100", "--device", "cpu"], "gpu is 'h100', but device is 'cpu'; leave one of them out"),
-        ([*LLAMA[1:], "--backend", "cuda"], "backend must be one of 'auto', 'triton', 'torch'; got 'cuda'"),
-        ([*LLAMA[1:], "--device", "cpu", "--backend", "triton"], "its kernels don't run in bfloat16 on cpu"),
-        ([*LLAMA[1:], "--precision", "int8"], "precision must be one of 'full', 'fp8'; got 'int8'"),
-        ([*LLAMA[1:], "--precision", "fp8", "--framework", "jax"], "in JAX with precision 'fp8' there is no plan; there is one in PyTorch,"),
-        (["linear_jsd", *LLAMA[1:], "--precision", "fp8"], "there is one in PyTorch, JAX"),
-        ([*LLAMA[1:], "--framework", "tf"], "--framework must be torch or jax; got 'tf'"),
-        ([*LLAMA[1:], "--framework", "jax", "--backend", "triton"], "one of 'auto', 'mosaic_gpu', 'xla'; got 'triton'"),
-        ([*LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--device", "cpu"], "it runs on NVIDIA GPUs"),
-        ([*LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--gpu", "a100"], "a A100 SXM 80GB has 8.0"),
-        ([*LLAMA[1:], "--framework", "jax", "--weight-dtype", "float32"], "in JAX weight has hidden's dtype; leave weight_dtype out"),
-        ([*LLAMA[1:], "--scratch", "0MiB"], "scratch_bytes must be positive; got 0"),
-        ([*LLAMA[1:], "--scratch", "1.5"], "scratch_bytes=1.5 is a float, a part of the float32 logits"),
-        ([*LLAMA[1:], "--scratch", "1G"], "scratch_bytes must be like '1GiB'"),
-        ([*LLAMA[1:], "--tp", "0"], "tensor_parallel must be positive; got 0"),
-        (["--tokens", "8", "--hidden", "8", "--vocab", "4", "--tp", "5"], "there are 4 entries to share"),
-        (["fp8_linear", "--tokens", "8"], "give in_features and out_features, or a model"),
-        (["fp8_linear", "--tokens", "8", "--in-features", "8"], "give in_features and out_features, both"),
-        (["fp8_linear", "--tokens", "8", "--model", "deepseek-v3"], "aren't all of the usual kind; give in_features"),
-        (["fp8_linear", *LLAMA[1:], "--scratch", "1GiB"], "fp8_linear has no scratch_bytes; leave scratch out"),
-        (["fp8_linear", *LLAMA[1:], "--tp", "2"], "fp8_linear has none of; leave it out"),
-        (["fp8_linear", *LLAMA[1:], "--gpu", "a100"], "FP8 needs compute capability 8.9"),
-        (["fp8_linear", *LLAMA[1:], "--framework", "jax"], "of fp8_linear in JAX there is no plan; there is one in PyTorch"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)  # fmt: skip
-def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
-    result = run_cli("plan", *arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-
-
-def test_sizes_must_be_whole_numbers():
-    with pytest.raises(TypeError, match="plan: tokens must be an int; got float"):
-        plan(tokens=8.0, hidden=8, vocab=8)
-    with pytest.raises(KeyError):
-        plan(**SIZES).row("largest")
 
 
 # ----------------------------------------------------------------------------------------------------------- numbers

@@ -83,8 +83,8 @@ def _print_grouped(
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in columns), []).append(row[last])
-    rows = [[*key, "all" if len(names) == len(OPS) else ", ".join(names)] for key, names in groups.items()]
-    print_table(console, [*columns, f"{last}s"], rows, title=title)
+    cells = [[*key, "all" if len(names) == len(OPS) else ", ".join(names)] for key, names in groups.items()]
+    print_table(console, [*columns, f"{last}s"], cells, title=title)
 
 
 _BACKENDS = {

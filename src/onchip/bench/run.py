@@ -43,9 +43,7 @@ def run_bench(
     impls: Annotated[list[str] | None, typer.Option("--impl", help="Implementation name or pattern; likewise.")] = None,
     modes: Annotated[list[str] | None, typer.Option("--mode", help="forward, forward+backward, ...; likewise.")] = None,
     device: Device = "auto",
-    dtype: Annotated[
-        str | None, words("Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)
-    ] = None,
+    dtype: Annotated[str | None, words("Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
     add: Annotated[bool, typer.Option("--add", help="Keep what an earlier run of the day found of others.")] = False,

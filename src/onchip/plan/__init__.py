@@ -4,9 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -214,7 +212,8 @@ def plan(
         device=device,
         op=op,
         softcap=found is not None and found.softcap is not None and op != "linear_jsd",
-        **({"ids": 1, "stats": entropy, "hidden_dtype": dtype} if op == "linear_log_probs" else {}),
+        stats=entropy,
+        ids=int(op == "linear_log_probs"),
     )
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
     asked = Asked(op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears)
@@ -295,7 +294,9 @@ def _linears(
     if found is None:
         raise ValueError("plan: give in_features and out_features, or a model")
     if not found.linears():
-        raise ValueError(f"plan: the layers of {found.name} aren't all of the usual kind; give in_features, out_features")
+        raise ValueError(
+            f"plan: the layers of {found.name} aren't all of the usual kind; give in_features, out_features"
+        )
     return found.linears()
 
 
@@ -462,15 +463,21 @@ def _notes(
         notes.append(GPUS[asked.gpu].source)
     if all(row.ms is None for row in rows):
         p = asked.problem
-        what = "on the CPU" if p.device == "cpu" else "for float32 products" if p.dtype == "float32" else f"for backend {backend}"
+        what = (
+            "on the CPU"
+            if p.device == "cpu"
+            else "for float32 products"
+            if p.dtype == "float32"
+            else f"for backend {backend}"
+        )
         notes.append(f"onchip's time is not predicted {what}.")
     if asked.problem.device == "cuda" and asked.gpu != "h100" and not asked.linears:
         notes.append("Memory and products are the same on every GPU.")
     if tensor_parallel > 1:
         notes.append(
             f"This is one of {tensor_parallel} ranks, with {asked.problem.vocab} of the {vocab} entries of the "
-            "vocabulary. Communication is not modelled: statistics of every token, and the sum of hidden's gradient over "
-            "the ranks."
+            "vocabulary. Communication is not modelled: statistics of every token, and the sum of hidden's gradient "
+            "over the ranks."
         )
     if asked.precision == "fp8" or asked.linears:
         notes.append("FP8 products are an approximation.")

@@ -22,9 +22,7 @@ def run_plan(
     model: Annotated[
         str | None, typer.Option(help="A model's name on the Hugging Face Hub, in any case: llama-3.1-8b.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A model's config.json, or its folder.", metavar="FILE")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A model's config.json, or its folder.", metavar="FILE")] = None,
     hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
     teacher_hidden: Annotated[

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from onchip.vocab.triton.memory import RATES, Rates
 
-# Of cuBLAS's blockwise FP8 products (output and input's gradient, weight's gradient), and bytes that the quantiser reads
-# and writes: results/2026-11-22-h100-fp8_linear.json.
+# TFLOP/s of cuBLAS's blockwise FP8 products (output and input's gradient, weight's gradient), and TB/s that the
+# quantiser reads and writes: results/2026-11-22-h100-fp8_linear.json.
 _FP8_PRODUCT, _FP8_WEIGHT_PRODUCT, _FP8_QUANTISED = 1275.0, 975.0, 2.9
 
 
@@ -24,8 +24,8 @@ class Gpu(NamedTuple):
 
 
 _SCALED = (
-    "Times are a guess: rates measured on an H100, scaled by the data sheets' TFLOP/s and memory bandwidth. Nothing was "
-    "measured on this GPU."
+    "Times are a guess: rates measured on an H100, scaled by the data sheets' TFLOP/s and memory bandwidth. Nothing "
+    "was measured on this GPU."
 )
 GPUS = {
     "h100": Gpu("H100 SXM 80GB", (9, 0), 989, 3.35, 132, "Times are predicted with rates measured on an H100 SXM."),
@@ -52,7 +52,7 @@ def faster_memory(gpu: str) -> float:
 
 
 def rates(gpu: str) -> Rates:
-    """The rates of the Triton kernels' cost model: what is computed by the products' rate, what is stored by memory's."""
+    """The rates of the Triton kernels' cost model: computing goes by the products' rate, storing by the memory's."""
     measured, product, memory = RATES["h100"], faster_products(gpu), faster_memory(gpu)
     return measured._replace(
         product=measured.product * product,

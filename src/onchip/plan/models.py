@@ -27,10 +27,9 @@ class Model:
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """In and out features of a block's linear layers, as they are mostly fused; empty where they aren't known."""
-        if None in (self.hidden, self.feed_forward, self.queries, self.keys):
-            return {}
         hidden, wide, queries, keys = self.hidden, self.feed_forward, self.queries, self.keys
-        assert hidden and wide and queries and keys
+        if hidden is None or wide is None or queries is None or keys is None:
+            return {}
         return {
             "qkv": (hidden, queries + 2 * keys),
             "attention out": (queries, hidden),
@@ -101,7 +100,9 @@ _SIZES: dict[str, tuple[int, ...]] = {
 }
 _SOFTCAPS = {"google/gemma-2-2b": 30.0, "google/gemma-2-9b": 30.0, "google/gemma-2-27b": 30.0}
 MODELS = {
-    name: Model(name, hidden, vocab, _SOFTCAPS.get(name), *((more[0], more[1] * more[3], more[2] * more[3]) if more else ()))
+    name: Model(
+        name, hidden, vocab, _SOFTCAPS.get(name), *((more[0], more[1] * more[3], more[2] * more[3]) if more else ())
+    )
     for name, (hidden, vocab, *more) in _SIZES.items()
 }
 # Endings that don't change a model's sizes.
@@ -161,7 +162,7 @@ def model_of_config(path: Path) -> Model:
         raise ValueError(f"--config {file} is not JSON ({error}); give a model's config.json") from error
     if not isinstance(config, dict):
         raise ValueError(f"--config {file} holds no JSON object; give a model's config.json")
-    nested = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
+    nested: dict[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
     if isinstance(inner := nested.get("text_config"), dict):
         nested = inner
     merged = {**config, **nested}

@@ -77,7 +77,8 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     left_out = {"strategy"} if not every_budget else set()
     left_out |= set() if named else {"budget"}  # the rows' names say it
     columns = {name: column for name, column in made.items() if name not in left_out and _tells(plan, name, column[1])}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    between = 0 if every_budget else 1  # so that it fits 60 columns
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, between, 0, 0), show_edge=False, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("", "layer", "strategy") else "right", no_wrap=True)
     for row in plan.rows:

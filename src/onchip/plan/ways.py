@@ -250,7 +250,9 @@ def _fp8_way(asked: Asked) -> Way:
         chunk = fp8_memory.plan(p, budget)
         product, logits = p.tokens * p.hidden * p.vocab, p.tokens * p.vocab
         # The weight is read and quantised in both orientations.  Logits are written, read, and quantised in both.
-        quantised = (DTYPE_BYTES[p.dtype] + 1 + asked.gradients) * p.vocab * p.hidden + (6 if p.any_grad else 4) * logits
+        quantised = (DTYPE_BYTES[p.dtype] + 1 + asked.gradients) * p.vocab * p.hidden + (
+            6 if p.any_grad else 4
+        ) * logits
         outputs, weights = (2 * product, product) if p.any_grad else (product, 0)
         # Smaller chunks than the default's were not measured.
         measured = triton and chunk >= min(p.tokens, fp8_memory.DEFAULT_CHUNK)
@@ -269,13 +271,18 @@ def _fp8_torch_way(asked: Asked) -> Way:
 # --------------------------------------------------------------------------------------------------- the other losses
 
 
-def _rows(asked: Asked, **backend: bool) -> row_memory.Problem:
-    p = asked.problem
-    return row_memory.Problem(p.tokens, p.vocab, p.dtype, p.device, asked.gradients, p.softcap, **backend)
-
-
-def _rows_way(asked: Asked, **backend: bool) -> Way:
-    p, planner = _rows(asked, **backend), row_memory.PLANNER
+def _rows_way(asked: Asked, *, triton: bool = False, xla: bool = False) -> Way:
+    of, planner = asked.problem, row_memory.PLANNER
+    p = row_memory.Problem(
+        tokens=of.tokens,
+        vocab=of.vocab,
+        dtype=of.dtype,
+        device=of.device,
+        grad=asked.gradients,
+        softcap=of.softcap,
+        triton=triton,
+        xla=xla,
+    )
 
     def step(_: str, budget: int | None) -> Step:
         rows = planner.plan(p, "", budget)
@@ -392,9 +399,8 @@ class _Measured(NamedTuple):
         return Plain(self.name, self.expression)
 
 
-# Bytes follow from what autograd keeps, and are what was measured to the MiB; times are of logits in float32 in
-# results/2026-11-21-h100-linear_cross_entropy.json, 2026-11-22-h100-{linear_log_probs,linear_jsd,cross_entropy}.json and
-# 2026-11-22-h100-linear_cross_entropy-jax.json.
+# Bytes follow from what autograd keeps.  Times are those of results/2026-11-21-h100-linear_cross_entropy.json and
+# results/2026-11-22-h100-*.json: of linear_log_probs, linear_jsd, cross_entropy and linear_cross_entropy-jax.
 _EAGER, _JIT = "eager PyTorch", "plain JAX"
 _LOSS = _Measured(_EAGER, "F.cross_entropy(F.linear(hidden, weight).float(), target)", 12, 17.0, 8, 8.4)
 _CROSS_ENTROPY = _Measured(_EAGER, "F.cross_entropy(logits.float(), target)", 12, 16.9, 8, 8.3)
