@@ -33,7 +33,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     """What strategy= it is the plan of."""
     scratch_bytes: int | None
-    """What to pass as scratch_bytes; None: leave it out."""
+    """What to pass as scratch_bytes; None to leave it out."""
     fits: bool
     """Whether it runs; if not, the rest is null, but for `needs_bytes`."""
     needs_bytes: int
@@ -51,14 +51,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ms: float | None = None
     """Predicted time; None where there is no model of it."""
     plain_ms: float | None = None
-    """Of fp8_linear: what nn.Linear is predicted to take."""
+    """What nn.Linear is predicted to take, of fp8_linear."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """What the op replaces."""
 
     name: str
+    """A word for it."""
     expression: str
+    """What it computes."""
     memory_bytes: int | None
     """Peak memory above inputs, results and returned gradients; None where it isn't known."""
     ms: float | None
@@ -71,29 +73,40 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     """The plan in a sentence or two."""
     op: str
+    """Its name."""
     framework: str
+    """ "torch" or "jax"."""
     backend: str
+    """The one that the op takes, or that was asked for."""
     precision: str
+    """ "full" or "fp8"."""
     device: str
+    """ "cuda" or "cpu"."""
     gpu: str | None
     """Whose times are predicted; None on the CPU."""
     model: str | None
+    """Its name, where the sizes are a model's."""
     sizes: dict[str, int]
-    """Those of the op: tokens, hidden, vocab of one rank, ..."""
+    """The op's own, of one rank, by name."""
     dtype: str
+    """The inputs'."""
     weight_dtype: str
+    """The weight's."""
     gradients: bool
     """Whether it is of forward and backward, or of forward alone."""
     tensor_parallel: int
+    """Ranks that share the vocabulary."""
     logits_bytes: int | None
     """Of the float32 logits, which the op doesn't store."""
     baseline: Baseline
+    """What the op replaces."""
     rows: list[Row]
+    """Ways to run it; of several of one name the first is what the op takes."""
     notes: list[str]
     """What the numbers leave out, and where the times come from."""
 
     def row(self, name: str) -> Row:
-        """The row of this name that the op takes by itself; KeyError where there is none."""
+        """The first row of this name; KeyError where there is none."""
         for row in self.rows:
             if row.name == name:
                 return row
@@ -163,8 +176,8 @@ def plan(
     >>> made = plan(tokens=16384, hidden=4096, vocab=128256)
     >>> made.row("default").memory_bytes // 2**20
     989
-    >>> made.row("smallest").products
-    4.0
+    >>> made.row("fastest").products
+    3.0
     """
     known_op(op, OPS)
     choose_framework(framework)
@@ -226,7 +239,7 @@ def plan(
         logits = None
     else:
         logits = tokens * of_rank * known.logits
-        budgets = [_in_bytes(op, value, logits) for value in scratch]
+        budgets = [size for value in scratch if (size := _in_bytes(op, value, logits)) is not None]
         way = backends[chosen].way(asked)
         few = _few_rows(way, budgets)
         rows = _many_rows(way, budgets, 4 * logits) if every_budget else few
@@ -300,12 +313,13 @@ def _linears(
     return found.linears()
 
 
-def _in_bytes(op: str, value: float | str, logits: int) -> int:
-    """A budget as an op's scratch_bytes takes it."""
+def _in_bytes(op: str, value: float | str, logits: int) -> int | None:
+    """A budget as an op's scratch_bytes takes it; None, the default, is a part of less than a byte."""
     budget = scratch_in_bytes(op, value, logits)
-    require_int(op, "scratch_bytes", budget)
-    require_positive_int(op, "scratch_bytes", budget)
-    return int(budget)
+    if value is None or budget is not None:
+        require_int(op, "scratch_bytes", budget)
+        require_positive_int(op, "scratch_bytes", budget)
+    return None if budget is None else int(budget)
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
@@ -330,7 +344,16 @@ def _many_rows(way: Way, asked: Sequence[int], logits_bytes: int) -> list[Row]:
     least = min(way.least(strategy) for strategy in way.strategies)
     sizes = {_rounded(least), *(mib * MIB for mib in _BUDGETS_MIB), _rounded(logits_bytes // 8), *asked}
     budgets = [("default", None), *((budget_text(size), size) for size in sorted(sizes)), ("no bound", _NO_BOUND)]
-    return [_row(way, name, size, strategy) for name, size in budgets for strategy in way.strategies]
+    return [_row(way, name, size, strategy) for name, size in budgets for strategy in _chosen_first(way, size)]
+
+
+def _chosen_first(way: Way, budget: int | None) -> list[str]:
+    """All strategies, that one first which the op takes in this budget."""
+    try:
+        chosen = way.chosen(budget)
+    except ValueError:
+        return list(way.strategies)
+    return [chosen, *(strategy for strategy in way.strategies if strategy != chosen)]
 
 
 def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -> Row:
