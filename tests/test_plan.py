@@ -284,7 +284,7 @@ def test_what_the_ops_replace_takes_what_was_measured(op, implementation, mode, 
     file = op + ("-jax" if "framework" in more else "")
     _, ms, size = measured(f"2026-11-22-h100-{file}.json", implementation, mode)[case]
     baseline = plan(op, **{**SIZES, "tokens": 8192, **more}, gradients=mode != "forward").baseline
-    assert baseline.ms == pytest.approx(ms, rel=0.05)
+    assert baseline.ms == pytest.approx(ms, rel=0.08)
     assert baseline.memory_bytes == pytest.approx(size, rel=0.02)
 
 
@@ -403,7 +403,7 @@ def test_a_config_that_lacks_a_size_takes_it_from_the_call(tmp_path):
     [
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ('{"model_type": "vit", "image_size": 224}', "it is no config of a language model; give --hidden and --vocab"),
+        ('{"model_type": "vit", "image_size": 224}', "it is no config of a language model; give hidden and vocab"),
         ('{"hidden_size": "4096"}', "hidden_size must be a number above 0; got '4096'"),
         ('{"hidden_size": 64.5}', "must be a whole number"),
         (None, "can't be read (No such file or directory); give a model's config.json"),

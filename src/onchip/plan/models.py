@@ -129,8 +129,8 @@ def named_model(name: str) -> Model:
     near = [by_name[plain].name for plain in get_close_matches(_plain(name), by_name, n=3, cutoff=0.6)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(MODELS)}."
     raise ValueError(
-        f"no sizes are known for model {name!r}; {hint} For any other model give its --config config.json, or --hidden "
-        "and --vocab"
+        f"plan: no sizes are known for model {name!r}; {hint} For any other model give its config.json as config, or "
+        "hidden and vocab"
     )
 
 
@@ -157,11 +157,11 @@ def model_of_config(path: Path) -> Model:
     try:
         config = json.loads(file.read_bytes())
     except OSError as error:
-        raise ValueError(f"--config {file} can't be read ({error.strerror}); give a model's config.json") from error
+        raise ValueError(f"plan: config {file} can't be read ({error.strerror}); give a model's config.json") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--config {file} is not JSON ({error}); give a model's config.json") from error
+        raise ValueError(f"plan: config {file} is not JSON ({error}); give a model's config.json") from error
     if not isinstance(config, dict):
-        raise ValueError(f"--config {file} holds no JSON object; give a model's config.json")
+        raise ValueError(f"plan: config {file} holds no JSON object; give a model's config.json")
     nested: dict[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
     if isinstance(inner := nested.get("text_config"), dict):
         nested = inner
@@ -169,8 +169,8 @@ def model_of_config(path: Path) -> Model:
     hidden, vocab = _size(file, merged, _HIDDEN), _size(file, merged, _VOCAB)
     if hidden is None and vocab is None:
         raise ValueError(
-            f"--config {file} has none of {', '.join((*_HIDDEN, *_VOCAB))}: it is no config of a language model; give "
-            "--hidden and --vocab"
+            f"plan: config {file} has none of {', '.join((*_HIDDEN, *_VOCAB))}: it is no config of a language model; give "
+            "hidden and vocab"
         )
     softcap = _number(file, merged, _SOFTCAP)
     name = config.get("_name_or_path") or " ".join(map(str, config.get("architectures") or ())) or str(file)
@@ -192,12 +192,12 @@ def _number(file: Path, config: Mapping[str, Any], names: tuple[str, ...]) -> fl
         return None
     value = config[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"--config {file}: {name} must be a number above 0; got {value!r}")
+        raise ValueError(f"plan: config {file}: {name} must be a number above 0; got {value!r}")
     return float(value)
 
 
 def _size(file: Path, config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     value = _number(file, config, names)
     if value is not None and value != int(value):
-        raise ValueError(f"--config {file}: {names[0]} must be a whole number; got {value}")
+        raise ValueError(f"plan: config {file}: {names[0]} must be a whole number; got {value}")
     return None if value is None else int(value)

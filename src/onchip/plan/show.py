@@ -1,7 +1,8 @@
 """A plan as `onchip plan` prints it: sentences and a table that fit 60 columns."""
 
+import re
+import textwrap
 from collections.abc import Callable
-from functools import partial
 
 from rich import box
 from rich.console import Console
@@ -58,7 +59,10 @@ _NAMES = {"tokens": "tokens", "hidden": "hidden", "vocab": "vocabulary", "teache
 
 def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     """Print the verdict, the table, what its columns mean, and what the numbers leave out."""
-    say = partial(console.print, highlight=False, markup=False)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(_folded(text, console.width), style=style, highlight=False, markup=False)
+
     passes = "forward and backward" if plan.gradients else "forward alone"
     sizes = ", ".join(
         f"{size} tokens" if name == "tokens" else f"{_NAMES[name]} {size}" for name, size in plan.sizes.items()
@@ -69,8 +73,9 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     dtype = plan.dtype if plan.weight_dtype == plan.dtype else f"{plan.dtype}, weight in {plan.weight_dtype}"
     say(f"{plan.op}, {passes}{precision}")
     say(f"{of}{sizes}, {dtype}")
-    say(f"{FRAMEWORKS[plan.framework]} on {where}, backend {plan.backend}\n")
-    say(plan.verdict, style="bold")
+    say(f"{FRAMEWORKS[plan.framework]} on {where}, backend {plan.backend}")
+    say("")
+    say(plan.verdict, "bold")
     say("")
     made = _BUDGETS if plan.rows[0].plain_ms is None and plan.op != "fp8_linear" else _LAYERS
     named = all(row.name in ("smallest", "default", "fastest", "largest") for row in plan.rows)
@@ -95,10 +100,18 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     for note in plan.notes:
         say(note)
     if every_budget and plan.op != "fp8_linear":
-        say("\nmemory by default:")
+        say("")
+        say("memory by default:")
         for name, size in (plan.row("default").memory_parts or {}).items():
             if size:
                 say(f"  {memory_text(size)}: {name}")
+
+
+def _folded(text: str, width: int) -> str:
+    """Wrapped between words, but not between a number and its unit."""
+    together = re.sub(r"(?<=\d) (?=([KMG]iB|ms)\b)", "\N{NO-BREAK SPACE}", text)
+    wrapped = textwrap.fill(together, width, break_on_hyphens=False, break_long_words=False)
+    return wrapped.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _tells(plan: Plan, name: str, cell: _Cell) -> bool:

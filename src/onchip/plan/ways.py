@@ -370,6 +370,10 @@ def _gradient_bytes(asked: Asked) -> int:
     return DTYPE_BYTES[p.hidden_dtype] * p.tokens * p.hidden + of_weight if asked.gradients else 0
 
 
+# Launches of a plain step, and of its forward alone: what few tokens take.
+_STEP_KERNELS, _KERNELS = 8, 4
+
+
 class _Measured(NamedTuple):
     """What the plain expression was measured to take for each logit on an H100, of a step and of forward alone."""
 
@@ -391,7 +395,8 @@ class _Measured(NamedTuple):
         ms = None
         if _has_rates(asked):
             product = product_ms(asked.gpu, p.tokens * p.hidden * p.vocab)
-            ms = products * product + 1e-9 * ps * logits / faster_memory(asked.gpu)
+            kernels = (_STEP_KERNELS if asked.gradients else _KERNELS) * 1e-3 * rates(asked.gpu).launch
+            ms = products * product + 1e-9 * ps * logits / faster_memory(asked.gpu) + kernels
         return Plain(self.name, self.expression, size, ms)
 
     def unknown(self) -> Plain:
