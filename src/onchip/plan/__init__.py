@@ -34,6 +34,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What strategy= it is the plan of."""
     scratch_bytes: int | None
     """What to pass as scratch_bytes; None to leave it out."""
+    budget_bytes: int | None
+    """The bound on memory, also the default one; None where there is none."""
     fits: bool
     """Whether it runs; if not, the rest is null, but for `needs_bytes`."""
     needs_bytes: int
@@ -224,7 +226,7 @@ def plan(
         weight_dtype=weight_dtype or dtype,
         device=device,
         op=op,
-        softcap=found is not None and found.softcap is not None and op != "linear_jsd",
+        softcap=known.softcap and found is not None and found.softcap is not None,
         stats=entropy,
         ids=int(op == "linear_log_probs"),
     )
@@ -365,11 +367,12 @@ def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -
     except ValueError:
         strategy = strategy or min(way.strategies, key=way.least)
         least = way.least(strategy)
-        return Row(name=name, strategy=strategy, scratch_bytes=shown, fits=False, needs_bytes=least)
+        return Row(name=name, strategy=strategy, scratch_bytes=shown, budget_bytes=shown, fits=False, needs_bytes=least)
     return Row(
         name=name,
         strategy=strategy,
         scratch_bytes=shown,
+        budget_bytes=way.default(strategy) if budget is None else shown,
         fits=True,
         needs_bytes=way.least(strategy),
         memory_bytes=sum(step.memory_parts.values()),
@@ -388,6 +391,7 @@ def _layer_row(asked: Asked, name: str, features: tuple[int, int], backend: str)
         name=name,
         strategy="auto",
         scratch_bytes=None,
+        budget_bytes=None,
         fits=True,
         needs_bytes=size,
         memory_bytes=size,
@@ -504,6 +508,8 @@ def _notes(
         )
     if asked.precision == "fp8" or asked.linears:
         notes.append("FP8 products are an approximation.")
+    if found is not None and found.softcap is not None and not asked.linears and not asked.problem.softcap:
+        notes.append(f"The model caps its logits, and {asked.op} has no softcap.")
     if asked.problem.softcap and found is not None and found.softcap is not None:
         notes.append(
             f"The model caps its logits: pass softcap={found.softcap:g}. What {plain.name} takes is without the cap."

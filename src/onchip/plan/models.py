@@ -169,8 +169,8 @@ def model_of_config(path: Path) -> Model:
     hidden, vocab = _size(file, merged, _HIDDEN), _size(file, merged, _VOCAB)
     if hidden is None and vocab is None:
         raise ValueError(
-            f"plan: config {file} has none of {', '.join((*_HIDDEN, *_VOCAB))}: it is no config of a language model; give "
-            "hidden and vocab"
+            f"plan: config {file} has none of {', '.join((*_HIDDEN, *_VOCAB))}: it is no config of a language "
+            "model; give hidden and vocab"
         )
     softcap = _number(file, merged, _SOFTCAP)
     name = config.get("_name_or_path") or " ".join(map(str, config.get("architectures") or ())) or str(file)

@@ -16,7 +16,9 @@ _Cell = Callable[[Plan, Row], str]
 
 
 def _budget(plan: Plan, row: Row) -> str:
-    return "" if row.scratch_bytes is None else budget_text(row.scratch_bytes)
+    if row.scratch_bytes is not None:
+        return budget_text(row.scratch_bytes)
+    return "" if row.budget_bytes is None else memory_text(row.budget_bytes)
 
 
 def _memory(plan: Plan, row: Row) -> str:
@@ -40,7 +42,7 @@ def _of_chunk(name: str) -> _Cell:
 _BUDGETS: dict[str, tuple[str, _Cell]] = {
     "": ("", lambda plan, row: row.name),
     "strategy": ("what to pass as strategy.", lambda plan, row: row.strategy),
-    "budget": ("what to pass as scratch_bytes; nothing by default.", _budget),
+    "budget": ("what to pass as scratch_bytes; 'default' is without.", _budget),
     "memory": ("at the peak, above inputs, results and returned gradients.", _memory),
     "time": ("predicted, of {passes}.", lambda plan, row: time_text(row.ms)),
     "products": ("matrix products of tokens x hidden x vocab.", _products),

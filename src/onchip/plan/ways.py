@@ -100,6 +100,8 @@ class Op:
     """Sizes and options that it knows besides."""
     logits: int = 1
     """Logits per token and entry of the vocabulary."""
+    softcap: bool = True
+    """Whether it can cap the logits."""
 
 
 # ---------------------------------------------------------------------------------------------- what backends refuse
@@ -508,6 +510,7 @@ OPS: dict[str, Op] = {
         plain=_plain_jsd,
         takes=("teacher_hidden",),
         logits=2,
+        softcap=False,
     ),
     "fp8_linear": Op(
         backends={
