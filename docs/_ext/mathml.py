@@ -19,6 +19,8 @@ def mathml(latex: str, display: str = "inline") -> str:
     made: str = convert(latex, display=display)
     for wrong, right in _MENDED:
         made = wrong.sub(right, made)
+    if "\\" in made:
+        raise ValueError(f"latex2mathml doesn't know all of {latex!r}")
     return made
 
 
