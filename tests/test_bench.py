@@ -24,6 +24,7 @@ from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_jsd import cases as jsd_cases
+from shared import assert_fits_schema
 
 ROW = {
     "op", "case", "sizes", "dtype", "date", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms",
@@ -360,6 +361,7 @@ def test_the_files_of_a_run(bench, monkeypatch):
     run = bench(GOOD, WRONG, MISSING, toy("peer <b>", lambda x: x.sum()), cases=["*"])
     (path,) = run.folder.glob("*.json")
     assert json.loads(path.read_text()) == run.document
+    assert_fits_schema("bench", run.document)
     assert set(run.document) == {"environment", "rows", "not_run"}
     described = run.document["environment"]
     assert path.name == f"{described['date'][:10]}-{described['device']}-toy.json"

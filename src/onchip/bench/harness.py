@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from onchip.bench.peers import Function, Implementation
 from onchip.bench.timing import Step, Timing
@@ -180,7 +180,12 @@ def run_cases(
     modes = [mode for mode in op.MODES if modes is None or mode in modes]
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
     per_case = 1 + len(modes) * (len(implementations) * (3 + repeats) + 1 + repeats)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
     # No refreshing thread: it would take time from the steps.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=per_case * len(cases))

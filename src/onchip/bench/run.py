@@ -14,7 +14,8 @@ from onchip.bench import environment, harness, report
 from onchip.bench.page import html_page
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
-from onchip.core.names import Cases, Device, Framework, known_op, matching
+from onchip.core.names import Cases, Device, Framework, known_op, matching, operands, words
+from onchip.core.sizes import DTYPE_BYTES
 from onchip.ops import OPS
 
 
@@ -35,7 +36,7 @@ _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def run_bench(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(OPS)}.")],
+    op: Annotated[str, operands(OPS)],
     framework: Framework = None,
     *,
     cases: Cases = None,
@@ -43,7 +44,7 @@ def run_bench(
     impls: Annotated[list[str] | None, typer.Option("--impl", help="Implementation name or pattern; likewise.")] = None,
     modes: Annotated[list[str] | None, typer.Option("--mode", help="forward, forward+backward, ...; likewise.")] = None,
     device: Device = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Default: float32 on the CPU, bfloat16 on a GPU.")] = None,
+    dtype: Annotated[str | None, words("Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
     add: Annotated[bool, typer.Option("--add", help="Keep what an earlier run of the day found of others.")] = False,
