@@ -1,4 +1,4 @@
-"""The README's table of `onchip bench linear_cross_entropy --suite users`: python tools/users_table.py RESULTS.json"""
+"""The table of `onchip bench linear_cross_entropy --suite users` in docs/internals: tools/users_table.py RESULTS.json"""
 
 import json
 import sys
