@@ -1,4 +1,4 @@
-"""The table of `onchip bench linear_cross_entropy --suite users` in docs/internals: tools/users_table.py RESULTS.json"""
+"""The users table in docs/internals, of `onchip bench linear_cross_entropy --suite users`: users_table.py RESULTS.json"""
 
 import json
 import sys
