@@ -1,4 +1,4 @@
-"""The README's table of `onchip bench linear_cross_entropy --suite users`: python tools/users_table.py RESULTS.json"""
+"""The table of users in docs/internals, of a run of `--suite users`: python tools/users_table.py RESULTS.json"""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """How the Triton backend cuts a problem: memory formulas, a cost model, and the choice of a plan.  No framework.
 
-docs/ops/linear_jsd.md says what is kept where.  Tokens whose gradient by the logits fits neither in the memory of the
-weight's gradient nor in scratch have their logits recomputed in backward, in chunks of the vocabulary.
+docs/internals/linear_jsd.md says what is kept where.  Tokens whose gradient by the logits fits neither in the memory
+of the weight's gradient nor in scratch have their logits recomputed in backward, in chunks of the vocabulary.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
 `forward` takes the softmax of the logits a tile at a time; where gradients are wanted it leaves the exponentials of up
 to H tokens in memory that will be the weight's gradient.  `backward` makes hidden's gradient from them, then weight's
 in place, chunk by chunk; logits of further tokens are recomputed.  The algorithm is that of the Triton backend,
-derived in docs/ops/linear_cross_entropy.md; sizes, positions and what lies beyond the last token are explained in
+derived in docs/internals/linear_cross_entropy.md; sizes, positions and what lies beyond the last token are explained in
 kernels.py.
 """
 

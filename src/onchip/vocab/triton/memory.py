@@ -202,7 +202,7 @@ def sum_bytes(p: Problem) -> int:
 
 
 class Rates(NamedTuple):
-    """What the kernels were measured to take on one device; see `docs/ops/linear_cross_entropy.md`."""
+    """What the kernels were measured to take on one device; see `docs/internals/linear_cross_entropy.md`."""
 
     product: float  # TFLOP/s of the products
     softmax: float  # ps per logit: what the epilogue of the forward product adds
