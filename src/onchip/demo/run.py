@@ -68,11 +68,10 @@ def run_demo(
     with made.use_device(device, described["threads"]):
         found = train.train_and_measure(framework, made, ModelConfig(vocab=vocab), config, console)
     document = {"environment": described, **found}
-    picture = report.picture_png(document)
     numbers, image, page = paths
     files.replace(numbers, json.dumps(document, indent=1) + "\n")
-    files.replace(image, picture)
-    files.replace(page, report.html_page(document, picture))
+    files.replace(image, report.picture_png(document))
+    files.replace(page, report.html_page(document))
     report.print_report(document, console)
     console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
     return document

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,10 @@ from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
 
 BETAS = (0.9, 0.95)
-MEASURE_REPEATS = 9
+MEASURE_REPEATS = 3
+MEASURED_VOCABS = (8192, 32_768, 131_072)
+"""Head and loss are measured with vocabularies from the demo's own size to that of Llama 3."""
+MEASURED_TOKENS = 1024
 COMPARED = ("plain", "onchip")
 COMPARED_STEPS = 100
 BOUND = 1e-3
@@ -45,19 +48,16 @@ class TrainConfig:
 
 
 class Trainer(Protocol):
-    """A model with its optimizer and one of the losses, in some framework."""
+    """A model with its optimizer and one of the losses, in some framework.  Batches are rows of data.random_batch."""
 
-    def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
+    def step(self, ids: Ids, rate: float) -> float:
         """Take one step of the optimizer at this learning rate; returns the loss before it."""
 
-    def evaluate(self, inputs: Ids, targets: Ids) -> float:
+    def evaluate(self, ids: Ids) -> float:
         """The mean loss."""
 
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
         """What follows ids[last], of one sequence: [V]."""
-
-    def loss_arguments(self, inputs: Ids, targets: Ids) -> tuple[Any, Any, Any]:
-        """The model's hidden states, the head's weight, and the targets."""
 
 
 def train_and_measure(
@@ -76,14 +76,17 @@ def train_and_measure(
     trainers = made.make_trainers(model, config)
     losses, seconds = _train(trainers, config, ids, console)
     held_out = {name: _mean_loss(trainer, config, held_out_ids) for name, trainer in trainers.items()}
-    console.print("measuring head and loss ...")
-    batch = data.random_batch(ids, config.tokens, np.random.default_rng(config.seed))
-    costs = measure_head(framework, made.LOSSES, config.device, *trainers["onchip"].loss_arguments(*batch))
+    costs = [measure_head(framework, made, model.hidden, vocab, config, console) for vocab in MEASURED_VOCABS]
     sample = sample_text(
         trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
     )
     return {
-        "settings": {"framework": framework, **asdict(config), "dtype": "float32", "model": asdict(model)},
+        "settings": {
+            "framework": framework,
+            **asdict(config),
+            "dtype": "float32",
+            "model": {"implementation": made.implementation(), **asdict(model)},
+        },
         "corpus": {
             "name": "pydoc_data.topics",
             "characters": len(text),
@@ -91,7 +94,7 @@ def train_and_measure(
             "held_out_tokens": len(held_out_ids),
             "tokenizer_entries": tokenizer.get_vocab_size(),
         },
-        "expressions": made.EXPRESSIONS,
+        "code": made.CODE,
         "losses": losses,
         "held_out_loss": held_out,
         "difference": _difference(*(losses[name] for name in COMPARED)),
@@ -100,7 +103,6 @@ def train_and_measure(
         "head_and_loss": costs,
         "extra_bytes_are": made.MEMORY_SOURCE,
         "measure_repeats": MEASURE_REPEATS,
-        "logits_bytes": 4 * config.tokens * model.vocab,
         "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},
         "seconds": time.perf_counter() - begin,
     }
@@ -123,10 +125,10 @@ def _train(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps)
         for step in range(config.steps):
-            inputs, targets = data.random_batch(ids, config.tokens, rng)
+            batch = data.random_batch(ids, config.tokens, rng)
             for name, trainer in trainers.items():
                 start = time.perf_counter()
-                losses[name].append(trainer.step(inputs, targets, learning_rate(step, config)))
+                losses[name].append(trainer.step(batch, learning_rate(step, config)))
                 seconds[name] += time.perf_counter() - start
             told = "  ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items())
             plain, onchip = (losses[name][-1] for name in COMPARED)
@@ -144,22 +146,29 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def _mean_loss(trainer: Trainer, config: TrainConfig, ids: Ids) -> float:
     """Of all of `ids`."""
     total, count = 0.0, 0
-    for inputs, targets in data.batches_in_order(ids, config.tokens):
-        total += trainer.evaluate(inputs, targets) * targets.size
-        count += targets.size
+    for batch in data.batches_in_order(ids, config.tokens):
+        labels = batch[:, 1:].size
+        total += trainer.evaluate(batch) * labels
+        count += labels
     return total / count
 
 
 def measure_head(
-    framework: str, losses: Mapping[str, Callable[..., Any]], device: str, hidden: Any, weight: Any, target: Any
-) -> dict[str, dict[str, Any]]:
+    framework: str, made: Any, hidden: int, vocab: int, config: TrainConfig, console: Console
+) -> dict[str, Any]:
     """Times and peak memory of head and loss, forward and backward with both gradients, for each of the losses."""
+    console.print(f"measuring head and loss with a vocabulary of {vocab:,} ...", highlight=False)
     fw = adapter(framework)
-    arguments = (fw.leaf(hidden, "float32"), fw.leaf(weight, "float32"), target)
-    steps = {name: fw.steps(loss, arguments, 2)["forward+backward"] for name, loss in losses.items()}
-    times = fw.time_interleaved(steps, device=device, repeats=MEASURE_REPEATS)  # warms each step up, too
-    extra = {name: fw.peak_extra_bytes(step, device=device) for name, step in steps.items()}
-    return {name: {**asdict(times[name]), "extra_bytes": extra[name]} for name in losses}
+    rng = np.random.default_rng(config.seed)
+    states = fw.leaf(made.put(rng.standard_normal((MEASURED_TOKENS, hidden), np.float32), config.device), "float32")
+    weight = np.float32(0.06) * rng.standard_normal((vocab, hidden), np.float32)
+    weight = fw.leaf(made.put(weight, config.device), "float32")
+    labels = made.put(rng.integers(vocab, size=MEASURED_TOKENS), config.device)
+    steps = {name: fw.steps(head, (states, weight, labels), 2)["forward+backward"] for name, head in made.HEADS.items()}
+    times = fw.time_interleaved(steps, device=config.device, repeats=MEASURE_REPEATS)  # warms each step up, too
+    extra = {name: fw.peak_extra_bytes(step, device=config.device) for name, step in steps.items()}
+    costs = {name: {**asdict(times[name]), "extra_bytes": extra[name]} for name in steps}
+    return {"vocab": vocab, "tokens": MEASURED_TOKENS, "logits_bytes": 4 * MEASURED_TOKENS * vocab, **costs}
 
 
 def sample_text(
