@@ -22,8 +22,8 @@ def test_arrows_go_one_way():
     ("imported", "unwanted"),
     [
         ("onchip", ["torch", "jax", "numpy"]),
-        ("onchip.torch", ["jax", "triton", "matplotlib", "typer"]),
-        ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
+        ("onchip.torch", ["jax", "triton", "matplotlib", "typer", "rich"]),
+        ("onchip.jax", ["torch", "triton", "matplotlib", "typer", "rich"]),
         ("onchip.cli", ["torch", "jax", "matplotlib"]),
         ("onchip.plan", ["torch", "jax"]),
         *((f"onchip.bench.ops.{op}", ["torch", "jax"]) for op in (*OPS, "fp8_linear")),

@@ -64,10 +64,6 @@ def put(array: NDArray[Any], device: str) -> Array:
 class JaxTrainer:
     """A `Trainer`, see train.py."""
 
-    _mean_loss: Any
-    _step: Any
-    _logits: Any
-
     def __init__(self, model: ModelConfig, loss: Loss, config: TrainConfig) -> None:
         self.device = config.device
         self.model = Llama(model, initial_weights(model, config.seed))
@@ -89,7 +85,9 @@ class JaxTrainer:
         def logits(model: Llama, ids: Array, last: Array) -> Array:
             return model.head @ model(ids)[last]
 
-        self._mean_loss, self._step, self._logits = map(eqx.filter_jit, (mean_loss, step, logits))
+        self._mean_loss = eqx.filter_jit(mean_loss)
+        self._step = eqx.filter_jit(step)
+        self._logits = eqx.filter_jit(logits)
 
     def step(self, ids: Ids, rate: float) -> float:
         self.model, self.state, loss = self._step(self.model, self.state, jnp.float32(rate), put(ids, self.device))

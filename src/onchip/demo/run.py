@@ -45,7 +45,8 @@ def run_demo(
     if fp8 and framework != "torch":
         raise ValueError(f"--fp8 converts the layers of a PyTorch model; --framework is {framework}: leave one out")
     _check_sizes(steps=steps, vocab=vocab, tokens=tokens, seed=seed)
-    require_packages("demo", (*PACKAGES[framework], "tokenizers", "matplotlib", "jinja2", "psutil"), EXTRAS[framework])
+    tools = ("tokenizers", "matplotlib", "jinja2", "psutil", "pynvml")
+    require_packages("demo", (*PACKAGES[framework], *tools), EXTRAS[framework])
     device = resolve_device(device, framework)
     paths = [out / f"demo.{kind}" for kind in ("json", "png", "html")]
     files.check_writable("--out", *paths)
