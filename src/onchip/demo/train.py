@@ -74,8 +74,8 @@ def train_and_measure(
         highlight=False,
     )
     trainers = made.make_trainers(model, config)
-    losses, seconds = _train(trainers, config, ids, console)
-    held_out = {name: _mean_loss(trainer, config, held_out_ids) for name, trainer in trainers.items()}
+    losses, seconds = train_in_turn(trainers, config, ids, console)
+    held_out = {name: mean_loss(trainer, config, held_out_ids) for name, trainer in trainers.items()}
     costs = [measure_head(framework, made, model.hidden, vocab, config, console) for vocab in MEASURED_VOCABS]
     sample = sample_text(
         trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
@@ -98,7 +98,7 @@ def train_and_measure(
         "losses": losses,
         "held_out_loss": held_out,
         "difference": _difference(*(losses[name] for name in COMPARED)),
-        "fp8": _fp8_difference(losses, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
+        "fp8": fp8_difference(losses, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
         "train_seconds": seconds,
         "head_and_loss": costs,
         "extra_bytes_are": made.MEMORY_SOURCE,
@@ -108,7 +108,7 @@ def train_and_measure(
     }
 
 
-def _train(
+def train_in_turn(
     trainers: Mapping[str, Trainer], config: TrainConfig, ids: Ids, console: Console
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Give every training the same batches, in turn: the losses of each, and its seconds."""
@@ -143,7 +143,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * warmup * (0.1 + 0.9 * cosine)
 
 
-def _mean_loss(trainer: Trainer, config: TrainConfig, ids: Ids) -> float:
+def mean_loss(trainer: Trainer, config: TrainConfig, ids: Ids) -> float:
     """Of all of `ids`."""
     total, count = 0.0, 0
     for batch in data.batches_in_order(ids, config.tokens):
@@ -202,7 +202,7 @@ def _difference(plain: list[float], onchip: list[float]) -> dict[str, Any]:
     }
 
 
-def _fp8_difference(losses: Mapping[str, list[float]], held_out: Mapping[str, float], baseline: str) -> dict[str, Any]:
+def fp8_difference(losses: Mapping[str, list[float]], held_out: Mapping[str, float], baseline: str) -> dict[str, Any]:
     """How far the training in FP8 is from its baseline: signed, above 0 where FP8's loss is the higher one."""
     per_step = [a - b for a, b in zip(losses["fp8"], losses[baseline], strict=True)]
     last = per_step[-LAST_STEPS:]
