@@ -221,17 +221,7 @@ def install(environment: Path, wheel: Path, *extras: str) -> None:
 
 
 def pip(environment: Path, *packages: str | Path) -> None:
-    command = (
-        environment / "bin/python",
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "-q",
-        "-c",
-        CONSTRAINTS,
-    )
-    run(*command, *packages)
+    run(environment / "bin/python", "-m", "pip", "install", "-q", "-c", CONSTRAINTS, *packages)
 
 
 def run(*command: str | Path, cwd: Path = FOLDER.parent, env: dict[str, str] | None = None) -> None:
@@ -239,7 +229,7 @@ def run(*command: str | Path, cwd: Path = FOLDER.parent, env: dict[str, str] | N
     shown = " ".join(str(word) if "\n" not in str(word) else "'...'" for word in command)
     print(f"$ {shown}", flush=True)
     cwd.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, **(env or {})}
+    variables = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(env or {})}
     done = subprocess.run(command, cwd=cwd, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         sys.exit(f"{done.stdout}\nfailed: {shown}")
