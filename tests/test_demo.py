@@ -270,7 +270,7 @@ def test_page_is_self_contained(tiny_run):
     framework = tiny_run[0]["settings"]["framework"]
     assert f"onchip demo --framework {framework} --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
     assert f"pip install 'onchip[{EXTRAS[framework]}]'" in page
-    assert {"torch": "transformers.patch(model)", "jax": "onchip.jax.linear_cross_entropy"}[framework] in page
+    assert {"torch": "patch(model)", "jax": "shift=True"}[framework] in page
 
 
 def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):

@@ -41,9 +41,15 @@ LOSSES: Mapping[str, Loss] = {"plain": plain_loss, "onchip": onchip_loss}
 HEADS = {"plain": plain_head, "onchip": linear_cross_entropy}
 """(hidden [T, H], weight [V, H], labels [T]) -> mean loss: what is measured."""
 CODE = {
-    "plain": "logits = hidden[:, :-1] @ head.T\n"
-    "loss = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()",
-    "onchip": "loss = onchip.jax.linear_cross_entropy(hidden, head, ids, shift=True)",
+    "plain": """\
+logits = hidden[:, :-1] @ head.T
+loss = optax.softmax_cross_entropy_with_integer_labels(
+    logits, ids[:, 1:]
+).mean()""",
+    "onchip": """\
+from onchip.jax import linear_cross_entropy
+
+loss = linear_cross_entropy(hidden, head, ids, shift=True)""",
 }
 """The losses of the two trainings, as the page shows them."""
 MEMORY_SOURCE = "what XLA allocates for the compiled step beyond its arguments and results, by its own memory analysis"

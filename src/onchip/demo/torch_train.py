@@ -30,7 +30,11 @@ HEADS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plai
 """(hidden [T, H], weight [V, H], target [T]) -> mean loss: what is measured."""
 CODE = {
     "plain": "loss = model(input_ids=ids, labels=ids).loss",
-    "onchip": "onchip.integrations.transformers.patch(model)\nloss = model(input_ids=ids, labels=ids).loss",
+    "onchip": """\
+from onchip.integrations.transformers import patch
+
+patch(model)
+loss = model(input_ids=ids, labels=ids).loss""",
 }
 """The losses of the two trainings, as the page shows them."""
 MEMORY_SOURCE = "the measured peak above inputs, loss and returned gradients"
