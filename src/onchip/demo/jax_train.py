@@ -40,7 +40,7 @@ def onchip_loss(hidden: Array, weight: Array, ids: Array) -> Array:
 LOSSES: Mapping[str, Loss] = {"plain": plain_loss, "onchip": onchip_loss}
 HEADS = {"plain": plain_head, "onchip": linear_cross_entropy}
 """(hidden [T, H], weight [V, H], labels [T]) -> mean loss: what is measured."""
-CODE = {
+EXPRESSIONS = {
     "plain": """\
 logits = hidden[:, :-1] @ head.T
 loss = optax.softmax_cross_entropy_with_integer_labels(

@@ -18,7 +18,7 @@ from onchip.demo.train import BETAS, TrainConfig
 from onchip.integrations.transformers import patch
 from onchip.torch import convert_linears, linear_cross_entropy
 
-__all__ = ["CODE", "HEADS", "MEMORY_SOURCE", "fp8_baseline", "implementation", "make_trainers", "put", "use_device"]
+__all__ = ["EXPRESSIONS", "HEADS", "MEMORY_SOURCE", "fp8_baseline", "implementation", "make_trainers", "put", "use_device"]
 
 
 def plain_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def plain_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 HEADS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plain_head, "onchip": linear_cross_entropy}
 """(hidden [T, H], weight [V, H], target [T]) -> mean loss: what is measured."""
-CODE = {
+EXPRESSIONS = {
     "plain": "loss = model(input_ids=ids, labels=ids).loss",
     "onchip": """\
 from onchip.integrations.transformers import patch

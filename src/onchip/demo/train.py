@@ -94,7 +94,7 @@ def train_and_measure(
             "held_out_tokens": len(held_out_ids),
             "tokenizer_entries": tokenizer.get_vocab_size(),
         },
-        "code": made.CODE,
+        "expressions": made.EXPRESSIONS,
         "losses": losses,
         "held_out_loss": held_out,
         "difference": _difference(*(losses[name] for name in COMPARED)),
