@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
-from onchip.demo.torch_model import implementation, language_model
+from onchip.demo.torch_model import implementation as implementation
+from onchip.demo.torch_model import language_model
 from onchip.demo.train import BETAS, TrainConfig
 from onchip.integrations.transformers import patch
 from onchip.torch import convert_linears, linear_cross_entropy
-
-__all__ = ["EXPRESSIONS", "HEADS", "MEMORY_SOURCE", "fp8_baseline", "implementation", "make_trainers", "put", "use_device"]
 
 
 def plain_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
