@@ -44,9 +44,9 @@ clean:
 	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.for-demo: $(INSTALL)
-	./tools/install.sh $(PYTHON) $(VENV) torch,jax,bench,demo-jax
+	./tools/install.sh $(PYTHON) $(VENV) torch,jax,demo,demo-jax
 	@touch $@
 
 $(VENV)/.for-dev: $(INSTALL)
-	./tools/install.sh $(PYTHON) $(VENV) torch,jax,bench,demo-jax,integrations,docs,dev
+	./tools/install.sh $(PYTHON) $(VENV) torch,jax,demo,demo-jax,integrations,docs,dev
 	@touch $@

@@ -30,8 +30,8 @@ PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.
         (["onchip", *PLANNERS, *(f"onchip.ops.{op}.spec" for op in OPS)], ["torch", "jax", "numpy"]),
         (["onchip.cli", "onchip.plan", *OF_OPS, *CHECKS, "onchip.oracle.checks"], ["torch", "jax"]),
         (["onchip.cli"], ["matplotlib", "plotly"]),
-        (["onchip.torch"], ["jax", "triton", "matplotlib", "plotly", "typer"]),
-        (["onchip.jax"], ["torch", "triton", "matplotlib", "plotly", "typer"]),
+        (["onchip.torch"], ["jax", "triton", "matplotlib", "plotly", "typer", "rich"]),
+        (["onchip.jax"], ["torch", "triton", "matplotlib", "plotly", "typer", "rich"]),
     ],
     ids=lambda x: x[0],
 )

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pynvml
 import pytest
 
 from onchip.bench import environment, jax_steps
@@ -31,7 +32,10 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     client = SimpleNamespace(platform_version="PJRT C API\ncuda 13010")
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", client=client)
     monkeypatch.setattr(jax, "devices", lambda *platform: [device])
-    monkeypatch.setattr(environment, "_output", lambda command: "580.1, 81559\n580.1, 81559")
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda handle: SimpleNamespace(total=81559 << 20))
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.1")
     assert environment.device_slug("cuda", "jax") == "h100"
     described = environment._gpu("jax")
     assert (described["driver"], described["gpu_bytes"], described["cuda"]) == ("580.1", 81559 << 20, "13.1")

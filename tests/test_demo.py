@@ -82,10 +82,11 @@ def make_short(patch):
     patch.setattr(data, "load_text", lambda: text)
     patch.setattr(train, "SAMPLE_TOKENS", 20)
     patch.setattr(train, "MEASURE_REPEATS", 2)
+    patch.setattr(train, "MEASURED_VOCABS", (256, 512))
 
 
-def trainer_of(framework, vocab, seed=0, tokens=SEQUENCE):
-    config = train.TrainConfig(steps=1, tokens=tokens, seed=seed, device="cpu")
+def trainer_of(framework, vocab):
+    config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu")
     return FRAMEWORKS[framework].make_trainers(ModelConfig(vocab=vocab), config)["onchip"]
 
 
@@ -103,41 +104,62 @@ def test_tokenizer_may_fall_short_of_the_vocabulary():
     assert 256 <= data.train_tokenizer("to be or not to be", 1000).get_vocab_size() < 1000
 
 
+def test_the_text_is_prose():
+    lines = data.load_text().splitlines()
+    assert len(lines) > 500
+    assert all(line.strip() == line and line.endswith((".", ":")) for line in lines)
+
+
 def test_batches():
     ids = np.arange(1000)
-    inputs, targets = data.random_batch(ids, 4 * SEQUENCE, np.random.default_rng(0))
-    assert inputs.shape == targets.shape == (4, SEQUENCE)
-    assert (inputs + 1 == targets).all()
+    batch = data.random_batch(ids, 4 * SEQUENCE, np.random.default_rng(0))
+    assert batch.shape == (4, SEQUENCE + 1)
+    assert (np.diff(batch) == 1).all()
     parts = list(data.batches_in_order(ids, 2 * SEQUENCE))
-    walked = np.concatenate([inputs.ravel() for inputs, _ in parts])
-    assert (walked == np.arange(len(walked))).all()
-    assert len(ids) - SEQUENCE <= len(walked) < len(ids)
-    assert all((inputs + 1 == targets).all() for inputs, targets in parts)
-    one, _ = data.random_batch(np.arange(SEQUENCE + 1), SEQUENCE, np.random.default_rng(0))  # is enough
-    assert (one[0] == np.arange(SEQUENCE)).all()
+    assert [len(part) for part in parts] == [2, 2, 2, 1]
+    walked = np.concatenate([part[:, :-1].ravel() for part in parts])
+    assert (walked == np.arange(7 * SEQUENCE)).all()
+    assert (np.diff(np.concatenate(parts)) == 1).all()
+    one = data.random_batch(np.arange(SEQUENCE + 1), SEQUENCE, np.random.default_rng(0))  # is enough
+    assert (one == np.arange(SEQUENCE + 1)).all()
 
 
 # --------------------------------------------------------------------------------------------- model and training
 
 
-def test_the_decoder_is_causal_and_the_same_in_both_frameworks():
-    config = ModelConfig(vocab=300, layers=2)
-    weights = {name: jnp.asarray(x) for name, x in initial_weights(config, 1).items()}
-    ids = np.random.default_rng(0).integers(300, size=(2, SEQUENCE))
+def test_every_implementation_is_the_same_causal_model():
+    from transformers import LlamaForCausalLM
+
+    config = ModelConfig(vocab=300)
+    weights = initial_weights(config, 1)
+    ids = np.random.default_rng(0).integers(300, size=SEQUENCE + 1)
     changed = ids.copy()
-    changed[:, 60:] = 7
+    changed[60:] = 7
+    of_transformers, ours = torch_model.language_model(config, 1), torch_model.Llama(config)
+    assert isinstance(of_transformers, LlamaForCausalLM)
+    ours.load_state_dict({name: torch.from_numpy(x) for name, x in weights.items()})
+    of_equinox = jax_model.Llama(config, weights)
     with torch.no_grad():
-        before, after = (torch_model.Decoder(config, 1)(torch.from_numpy(x)).numpy() for x in (ids, changed))
-    np.testing.assert_allclose(before[:, :60], after[:, :60], rtol=1e-5, atol=1e-6)
-    assert not np.allclose(before[:, 60:], after[:, 60:])
-    of_jax = jax_model.hidden_states(weights, jnp.asarray(ids), config)
-    np.testing.assert_allclose(before, of_jax, rtol=1e-4, atol=1e-5)
+        before, after = (of_transformers(input_ids=torch.from_numpy(x)[None]).logits[0] for x in (ids, changed))
+        torch.testing.assert_close(ours(torch.from_numpy(ids)[None]).logits[0], before, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(of_equinox(jnp.asarray(ids)) @ of_equinox.head.T, before, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(before[:60], after[:60], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(before[60:], after[60:])
 
 
-def test_every_parameter_is_among_the_initial_weights():
-    config = ModelConfig(vocab=300, layers=2)
-    named = {name.removesuffix(".weight") for name, _ in torch_model.Decoder(config, 0).named_parameters()}
-    assert initial_weights(config, 0).keys() == named
+def test_without_transformers_the_losses_are_the_same(monkeypatch):
+    monkeypatch.setattr(torch_model, "find_spec", lambda name: None)
+    config = train.TrainConfig(steps=1, tokens=2 * SEQUENCE, seed=3, device="cpu")
+    trainers = torch_train.make_trainers(ModelConfig(vocab=300), config)
+    assert "transformers is not installed" in torch_train.implementation()
+    assert isinstance(trainers["plain"].model, torch_model.Llama)
+    ids = np.random.default_rng(0).integers(300, size=(2, SEQUENCE + 1))
+    plain, onchip = (trainer.step(ids, 1e-3) for trainer in trainers.values())
+    assert plain == pytest.approx(onchip, rel=1e-5)
+    monkeypatch.undo()
+    assert torch_train.make_trainers(ModelConfig(vocab=300), config)["plain"].step(ids, 1e-3) == pytest.approx(
+        plain, rel=1e-4
+    )
 
 
 def test_both_frameworks_take_the_same_steps(tiny_runs):
@@ -166,14 +188,14 @@ def test_learning_rate_stays_in_range(steps):
 def test_the_learning_rate_does_not_compile_anew():
     traced = []
 
-    def loss(hidden, weight, labels):
+    def loss(hidden, weight, ids):
         traced.append(hidden)
-        return jax_train.plain_loss(hidden, weight, labels)
+        return jax_train.plain_loss(hidden, weight, ids)
 
     config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu")
     trainer = jax_train.JaxTrainer(ModelConfig(vocab=300), loss, config)
-    inputs, targets = data.random_batch(np.arange(300), SEQUENCE, np.random.default_rng(0))
-    first, second = (trainer.step(inputs, targets, rate) for rate in (1e-3, 2e-3))
+    batch = data.random_batch(np.arange(300), SEQUENCE, np.random.default_rng(0))
+    first, second = (trainer.step(batch, rate) for rate in (1e-3, 2e-3))
     assert first > second
     assert len(traced) == 1
 
@@ -202,28 +224,32 @@ def test_losses_agree(tiny_run):
 
 def test_document_has_the_measurements(tiny_run):
     document, _, _ = tiny_run
-    for cost in document["head_and_loss"].values():
-        assert 0 < cost["p10_ms"] <= cost["median_ms"] <= cost["p90_ms"]
-        assert cost["extra_bytes"] >= 0
+    assert [row["vocab"] for row in document["head_and_loss"]] == [256, 512]
+    for row in document["head_and_loss"]:
+        assert row["logits_bytes"] == 4 * train.MEASURED_TOKENS * row["vocab"]
+        for cost in (row["plain"], row["onchip"]):
+            assert 0 < cost["p10_ms"] <= cost["median_ms"] <= cost["p90_ms"]
+            assert cost["extra_bytes"] >= 0
     assert document["settings"]["tokens"] == TINY["tokens"]
     assert document["settings"]["seed"] == TINY["seed"]
+    library = {"torch": "transformers", "jax": "equinox"}[document["settings"]["framework"]]
+    assert f"{library} {metadata.version(library)}" in document["settings"]["model"]["implementation"]
     for package in PACKAGES[document["settings"]["framework"]]:
         assert metadata.version(package) == document["environment"][package]
     assert document["environment"]["tokenizers"]
     assert set(document["held_out_loss"]) == {"plain", "onchip"}
     assert document["sample"]["text"].startswith(document["sample"]["prompt"])
+    assert "\n\n" not in document["sample"]["text"]
 
 
 def test_plain_stores_the_logits_and_onchip_does_not(framework, monkeypatch):
-    """Of 32 MiB of logits."""
-    make_short(monkeypatch)
-    vocab, tokens = 8192, 1024
-    batch = np.random.default_rng(0).integers(vocab, size=(2, tokens // SEQUENCE, SEQUENCE))
-    arguments = trainer_of(framework, vocab, tokens=tokens).loss_arguments(*batch)
-    costs = train.measure_head(framework, FRAMEWORKS[framework].LOSSES, "cpu", *arguments)
-    logits = 4 * tokens * vocab
-    assert costs["plain"]["extra_bytes"] > 1.5 * logits
-    assert costs["onchip"]["extra_bytes"] <= 0.5 * logits
+    """Of 128 MiB of logits."""
+    monkeypatch.setattr(train, "MEASURE_REPEATS", 2)
+    config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu")
+    row = train.measure_head(framework, FRAMEWORKS[framework], 128, 32768, config, quiet())
+    assert row["logits_bytes"] == 128 << 20
+    assert row["plain"]["extra_bytes"] > 1.5 * row["logits_bytes"]
+    assert row["onchip"]["extra_bytes"] < 0.6 * row["plain"]["extra_bytes"]
 
 
 def test_files(tiny_run):
@@ -241,12 +267,12 @@ def test_page_is_self_contained(tiny_run):
     # Of resources alone: the sample is text that may well mention an address.
     references = re.findall(r"""(?:src|href|srcset|action|data)\s*=\s*["']([^"']*)""", page)
     assert references
-    assert all(reference.startswith("data:image/png;base64,") for reference in references)
+    assert all(reference.startswith("data:image/svg+xml;base64,") for reference in references)
     assert not re.search(r"@import|url\(|<script|<link|<iframe", page)
     framework = tiny_run[0]["settings"]["framework"]
     assert f"onchip demo --framework {framework} --steps 4 --vocab 300 --tokens 256 --device cpu --seed 3" in page
     assert f"pip install 'onchip[{EXTRAS[framework]}]'" in page
-    assert f"onchip.{framework}.linear_cross_entropy" in page
+    assert {"torch": "patch(model)", "jax": "shift=True"}[framework] in page
 
 
 def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):
@@ -271,8 +297,8 @@ def test_fp8_beside_the_plain_training(tmp_path, monkeypatch):
     config = train.TrainConfig(steps=1, tokens=SEQUENCE, seed=0, device="cpu", fp8=True)
     trainers = torch_train.make_trainers(ModelConfig(vocab=256), config)
     converted = [m for m in trainers["fp8"].model.modules() if isinstance(m, torch.nn.Linear)]
-    assert len(converted) == 4
-    assert all(isinstance(m, Fp8Linear) and m.backend == "dequantize" for m in converted)
+    assert len(converted) == 15  # seven in each layer, and the head
+    assert [isinstance(m, Fp8Linear) and m.backend == "dequantize" for m in converted] == [True] * 14 + [False]
     for a, b in zip(trainers["fp8"].model.parameters(), trainers["onchip"].model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -297,7 +323,7 @@ def test_page_escapes_the_sample(tiny_run):
     from onchip.demo import report
 
     document = {**tiny_run[0], "sample": {**tiny_run[0]["sample"], "text": "<script>alert(1)</script>"}}
-    assert "<script>" not in report.html_page(document, b"")
+    assert "<script>" not in report.html_page(document)
 
 
 def test_same_seed_same_run(tiny_runs, tmp_path, monkeypatch):
@@ -361,7 +387,9 @@ def test_one_framework_does_not_load_the_other(framework, other):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("package", ["torch", "jax", "optax", "tokenizers", "matplotlib", "jinja2", "psutil"])
+@pytest.mark.parametrize(
+    "package", ["torch", "jax", "equinox", "optax", "tokenizers", "matplotlib", "jinja2", "psutil"]
+)
 def test_missing_package(package, tmp_path, monkeypatch):
     monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == package else name)
     framework = "jax" if package in PACKAGES["jax"] else "torch"

@@ -65,9 +65,15 @@ def _busy_cores() -> float:
 
 
 def _gpu(framework: str) -> dict[str, Any]:
-    asked = _output(["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader,nounits"])
-    driver, mib = asked.splitlines()[0].split(", ") if asked else (None, None)
-    return {"gpu_bytes": int(mib) << 20 if mib else None, "driver": driver, **adapter(framework).gpu()}
+    import pynvml
+
+    pynvml.nvmlInit()
+    memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return {
+        "gpu_bytes": int(memory.total),
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        **adapter(framework).gpu(),
+    }
 
 
 def _git_commit() -> str | None:

@@ -67,7 +67,7 @@ def run_bench(
     """
     known_op(op, OPS)
     framework = choose_framework(framework)
-    require_packages("bench", (framework, "jinja2", "plotly", "psutil"), f"{framework},bench")
+    require_packages("bench", (framework, "jinja2", "plotly", "psutil", "pynvml"), f"{framework},bench")
     device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")

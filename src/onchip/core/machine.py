@@ -1,6 +1,7 @@
 """What is here: installed packages and devices.  Commands ask before they start work."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -15,6 +16,17 @@ def require_packages(command: str, packages: Sequence[str], extras: str) -> None
             raise ImportError(
                 f"onchip {command} needs {package}, which is not installed; pip install 'onchip[{extras}]'"
             )
+
+
+@contextmanager
+def naming_extra(module: str, extra: str) -> Iterator[None]:
+    """Imports inside that fail for want of a package say which extra of onchip brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{module} needs {error.name}, which is not installed; pip install 'onchip[{extra}]'", name=error.name
+        ) from error
 
 
 def package_version(package: str) -> str | None:

@@ -3,11 +3,11 @@
 `run.py` is the front door; it checks the options and loads the rest: `data.py` (corpus, tokenizer, batches), `model.py`
 (sizes and initial weights), `train.py` (training, measuring, sampling), `report.py` (picture, page, table).  What
 depends on the framework is in two files each, of which only the chosen framework's are loaded: `torch_model.py` and
-`jax_model.py` (the decoder), `torch_train.py` and `jax_train.py` (losses, optimizer).
+`jax_model.py` (the Llama), `torch_train.py` and `jax_train.py` (losses, optimizer).
 """
 
-PACKAGES = {"torch": ("torch",), "jax": ("jax", "optax")}
-EXTRAS = {"torch": "torch,bench", "jax": "jax,bench,demo-jax"}
+PACKAGES = {"torch": ("torch",), "jax": ("jax", "equinox", "optax")}
+EXTRAS = {"torch": "torch,demo", "jax": "jax,demo-jax"}
 """What to install for them."""
 
 SEQUENCE = 128

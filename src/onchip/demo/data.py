@@ -1,5 +1,6 @@
 """The corpus (the standard library's language reference), a tokenizer trained on it, and batches of token ids."""
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,10 +16,12 @@ HELD_OUT = 0.05
 
 
 def load_text() -> str:
-    """About 465,000 characters of English that come with every Python: `help("topics")`."""
+    """The prose of what comes with every Python (`help("topics")`), one paragraph a line."""
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics[name] for name in sorted(topics))
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    return "\n".join(p for p in paragraphs if p.endswith((".", ":")) and ">>>" not in p and "::=" not in p)
 
 
 def train_tokenizer(text: str, vocab: int) -> Tokenizer:
@@ -46,17 +49,16 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[Ids, Ids]:
     return ids[:cut], ids[cut:]
 
 
-def random_batch(ids: Ids, tokens: int, rng: np.random.Generator) -> tuple[Ids, Ids]:
-    """Inputs and targets [tokens / SEQUENCE, SEQUENCE], cut from `ids` at random places."""
-    places = rng.integers(len(ids) - SEQUENCE, size=(tokens // SEQUENCE, 1)) + np.arange(SEQUENCE)
-    return ids[places], ids[places + 1]
+def random_batch(ids: Ids, tokens: int, rng: np.random.Generator) -> Ids:
+    """Rows [tokens / SEQUENCE, SEQUENCE + 1], cut from `ids` at random places: each but a row's first id is a label."""
+    places = rng.integers(len(ids) - SEQUENCE, size=(tokens // SEQUENCE, 1)) + np.arange(SEQUENCE + 1)
+    return ids[places]
 
 
-def batches_in_order(ids: Ids, tokens: int) -> Iterator[tuple[Ids, Ids]]:
-    """Inputs and targets that walk through all of `ids` once, at most `tokens` at a time; a last part is dropped."""
-    whole = (len(ids) - 1) // SEQUENCE * SEQUENCE
-    inputs = ids[:whole].reshape(-1, SEQUENCE)
-    targets = ids[1 : whole + 1].reshape(-1, SEQUENCE)
-    rows = tokens // SEQUENCE
-    for start in range(0, len(inputs), rows):
-        yield inputs[start : start + rows], targets[start : start + rows]
+def batches_in_order(ids: Ids, tokens: int) -> Iterator[Ids]:
+    """Such rows that walk through all of `ids` once, `tokens` labels at a time or less; a last part is dropped."""
+    starts = np.arange(0, len(ids) - SEQUENCE, SEQUENCE)[:, None]
+    rows = ids[starts + np.arange(SEQUENCE + 1)]
+    at_a_time = tokens // SEQUENCE
+    for start in range(0, len(rows), at_a_time):
+        yield rows[start : start + at_a_time]

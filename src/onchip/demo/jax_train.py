@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from importlib.metadata import version
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,28 +14,44 @@ from jax import Array
 from numpy.typing import NDArray
 
 from onchip.demo.data import Ids
-from onchip.demo.jax_model import Weights, hidden_states
+from onchip.demo.jax_model import Llama
 from onchip.demo.model import ModelConfig, initial_weights
 from onchip.demo.train import BETAS, TrainConfig
 from onchip.jax import linear_cross_entropy
 
 Loss = Callable[[Array, Array, Array], Array]
-"""(hidden [..., H], weight [V, H], labels [...]) -> mean loss."""
+"""(hidden [B, S, H], weight [V, H], ids [B, S]) -> mean loss of each next id."""
 
 
-def plain_loss(hidden: Array, weight: Array, labels: Array) -> Array:
+def plain_head(hidden: Array, weight: Array, labels: Array) -> Array:
     """What a training script does without onchip: the logits [T, V] are stored."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T, labels))
 
 
-LOSSES: Mapping[str, Loss] = {"plain": plain_loss, "onchip": partial(linear_cross_entropy, scratch_bytes="16MiB")}
+def plain_loss(hidden: Array, weight: Array, ids: Array) -> Array:
+    return plain_head(hidden[:, :-1], weight, ids[:, 1:])
+
+
+def onchip_loss(hidden: Array, weight: Array, ids: Array) -> Array:
+    loss: Array = linear_cross_entropy(hidden, weight, ids, shift=True)
+    return loss
+
+
+LOSSES: Mapping[str, Loss] = {"plain": plain_loss, "onchip": onchip_loss}
+HEADS = {"plain": plain_head, "onchip": linear_cross_entropy}
+"""(hidden [T, H], weight [V, H], labels [T]) -> mean loss: what is measured."""
 EXPRESSIONS = {
-    "plain": "optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T, labels).mean()",
-    "onchip": 'onchip.jax.linear_cross_entropy(hidden, weight, labels, scratch_bytes="16MiB")',
+    "plain": """\
+logits = hidden[:, :-1] @ head.T
+loss = optax.softmax_cross_entropy_with_integer_labels(
+    logits, ids[:, 1:]
+).mean()""",
+    "onchip": """\
+from onchip.jax import linear_cross_entropy
+
+loss = linear_cross_entropy(hidden, head, ids, shift=True)""",
 }
-"""The losses as the page shows them."""
-
-
+"""The losses of the two trainings, as the page shows them."""
 MEMORY_SOURCE = "what XLA allocates for the compiled step beyond its arguments and results, by its own memory analysis"
 
 
@@ -45,51 +62,55 @@ def use_device(device: str, threads: int | None) -> Iterator[None]:
         yield
 
 
+def put(array: NDArray[Any], device: str) -> Array:
+    """On the device of `use_device`, ids as int32."""
+    return jnp.asarray(array, jnp.int32 if array.dtype.kind == "i" else None)
+
+
 class JaxTrainer:
     """A `Trainer`, see train.py."""
 
     def __init__(self, model: ModelConfig, loss: Loss, config: TrainConfig) -> None:
-        self.weights: Weights = {name: jnp.asarray(x) for name, x in initial_weights(model, config.seed).items()}
+        self.device = config.device
+        self.model = Llama(model, initial_weights(model, config.seed))
         optimizer = optax.chain(
             optax.clip_by_global_norm(config.max_grad_norm),
             optax.scale_by_adam(*BETAS),
             optax.add_decayed_weights(config.weight_decay),
         )
-        self.state = optimizer.init(self.weights)
+        self.state = optimizer.init(eqx.filter(self.model, eqx.is_inexact_array))
 
-        def mean_loss(weights: Weights, inputs: Array, targets: Array) -> Array:
-            return loss(hidden_states(weights, inputs, model), weights["head"], targets)
+        def mean_loss(model: Llama, ids: Array) -> Array:
+            return loss(jax.vmap(model)(ids), model.head, ids)
 
-        def step(weights: Weights, state: Any, rate: Array, *batch: Array) -> tuple[Weights, Any, Array]:
-            value, gradients = jax.value_and_grad(mean_loss)(weights, *batch)
-            updates, state = optimizer.update(gradients, state, weights)
-            return optax.apply_updates(weights, jax.tree.map(lambda x: -rate * x, updates)), state, value
+        def step(model: Llama, state: Any, rate: Array, ids: Array) -> tuple[Llama, Any, Array]:
+            value, gradients = eqx.filter_value_and_grad(mean_loss)(model, ids)
+            updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_inexact_array))
+            return eqx.apply_updates(model, jax.tree.map(lambda x: -rate * x, updates)), state, value
 
-        def logits(weights: Weights, ids: Array, last: Array) -> Array:
-            return hidden_states(weights, ids[None], model)[0, last] @ weights["head"].T
+        def logits(model: Llama, ids: Array, last: Array) -> Array:
+            return model.head @ model(ids)[last]
 
-        self._mean_loss, self._step, self._logits = jax.jit(mean_loss), jax.jit(step), jax.jit(logits)
-        self._hidden_states = jax.jit(partial(hidden_states, config=model))
+        self._mean_loss = eqx.filter_jit(mean_loss)
+        self._step = eqx.filter_jit(step)
+        self._logits = eqx.filter_jit(logits)
 
-    def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
-        batch = _put(inputs), _put(targets)
-        self.weights, self.state, loss = self._step(self.weights, self.state, jnp.float32(rate), *batch)
+    def step(self, ids: Ids, rate: float) -> float:
+        self.model, self.state, loss = self._step(self.model, self.state, jnp.float32(rate), put(ids, self.device))
         return float(loss)
 
-    def evaluate(self, inputs: Ids, targets: Ids) -> float:
-        return float(self._mean_loss(self.weights, _put(inputs), _put(targets)))
+    def evaluate(self, ids: Ids) -> float:
+        return float(self._mean_loss(self.model, put(ids, self.device)))
 
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
-        return np.asarray(self._logits(self.weights, _put(ids), jnp.int32(last)))
-
-    def loss_arguments(self, inputs: Ids, targets: Ids) -> tuple[Array, Array, Array]:
-        return self._hidden_states(self.weights, _put(inputs)), self.weights["head"], _put(targets)
-
-
-def _put(ids: Ids) -> Array:
-    return jnp.asarray(ids, jnp.int32)
+        return np.asarray(self._logits(self.model, put(ids, self.device), jnp.int32(last)))
 
 
 def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, JaxTrainer]:
-    """One for each loss, all from the same initial weights."""
+    """The same model with each loss, from the same initial weights."""
     return {name: JaxTrainer(model, loss, config) for name, loss in LOSSES.items()}
+
+
+def implementation() -> str:
+    """What the model is made of."""
+    return f"a Llama of equinox {version('equinox')}"

@@ -1,7 +1,7 @@
 """The model that is trained: its sizes and its initial weights, the same in every framework.
 
-It is a small pre-norm decoder with learned positions.  It stops before the head: it makes hidden states, and the loss
-takes the weight of the output layer, which is not tied to the embedding.
+It is a small Llama (https://arxiv.org/abs/2302.13971): RMS norms, rotary positions, a gated MLP, no biases, and a head
+that is not tied to the embedding.  The weights have the names that they have in transformers.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from onchip.demo import SEQUENCE
-
 
 @dataclass(frozen=True)
 class ModelConfig:
     vocab: int
-    context: int = SEQUENCE
     hidden: int = 128
-    layers: int = 1
+    intermediate: int = 384
+    layers: int = 2
     heads: int = 2
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:
@@ -28,22 +28,22 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.floa
     def normal(std: float, *shape: int) -> NDArray[np.float32]:
         return np.float32(std) * rng.standard_normal(shape, dtype=np.float32)
 
-    hidden = config.hidden
-    # Tokens at the size of a normalised vector, and positions far below: what follows a word, the easy part, is
-    # then learned soon.  The head is small, so that the first loss is near log(V).
+    hidden, inner = config.hidden, config.intermediate
+    # Tokens at the size of a normalised vector: what follows a word, the easy part, is then learned soon.  The head is
+    # small, so that the first loss is near log(V).
     weights = {
-        "tokens": normal(1.0, config.vocab, hidden),
-        "positions": normal(0.02, config.context, hidden),
-        "head": normal(0.06, config.vocab, hidden),
-        "final_norm": np.ones(hidden, np.float32),
+        "model.embed_tokens.weight": normal(1.0, config.vocab, hidden),
+        "lm_head.weight": normal(0.06, config.vocab, hidden),
+        "model.norm.weight": np.ones(hidden, np.float32),
     }
     for i in range(config.layers):
+        layer = f"model.layers.{i}."
+        weights |= {f"{layer}self_attn.{name}_proj.weight": normal(hidden**-0.5, hidden, hidden) for name in "qkvo"}
         weights |= {
-            f"blocks.{i}.query_key_value": normal(hidden**-0.5, 3 * hidden, hidden),
-            f"blocks.{i}.attention_out": normal(hidden**-0.5, hidden, hidden),
-            f"blocks.{i}.mlp_in": normal(hidden**-0.5, 4 * hidden, hidden),
-            f"blocks.{i}.mlp_out": normal((4 * hidden) ** -0.5, hidden, 4 * hidden),
-            f"blocks.{i}.attention_norm": np.ones(hidden, np.float32),
-            f"blocks.{i}.mlp_norm": np.ones(hidden, np.float32),
+            f"{layer}mlp.gate_proj.weight": normal(hidden**-0.5, inner, hidden),
+            f"{layer}mlp.up_proj.weight": normal(hidden**-0.5, inner, hidden),
+            f"{layer}mlp.down_proj.weight": normal(inner**-0.5, hidden, inner),
+            f"{layer}input_layernorm.weight": np.ones(hidden, np.float32),
+            f"{layer}post_attention_layernorm.weight": np.ones(hidden, np.float32),
         }
     return weights

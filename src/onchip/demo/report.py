@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +12,26 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from onchip.bench.units import format_bytes, format_ms, format_ratio
+from onchip.bench.units import format_bytes, format_ms
 from onchip.demo import EXTRAS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Document = Mapping[str, Any]
+Draw = Callable[["Axes", Document], None]
 
-COLUMNS = ("head + loss, forward + backward", "plain", "onchip", "onchip / plain")
+COLUMNS = ("vocabulary", "memory, plain", "onchip", "time, plain", "onchip")
 _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "#c2772b", "linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
     "onchip": {"color": "#0b5fd6", "linewidth": 1.4},
     "bf16": {"color": "#6b7280", "linewidth": 1.4},
     "fp8": {"color": "#15803d", "linewidth": 1.2, "linestyle": "--"},
 }
+_MEASURED = ("plain", "onchip")
 _STYLE: Any = {
-    "font.size": 10,
+    "font.size": 11,
+    "axes.titlesize": 12,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -39,17 +42,14 @@ _STYLE: Any = {
 
 def _measured_rows(document: Document) -> list[tuple[str, ...]]:
     """The texts of `COLUMNS`."""
-    costs = [document["head_and_loss"][name] for name in ("plain", "onchip")]
-    rows: list[tuple[str, ...]] = []
-    for name, key, show in (
-        ("peak extra memory", "extra_bytes", format_bytes),
-        ("time, median", "median_ms", format_ms),
-    ):
-        plain, onchip = (cost[key] for cost in costs)
-        # Sizes as small as a test's may leave the resident set where it was.
-        rows.append((name, show(plain), show(onchip), format_ratio(onchip / plain if plain else None)))
-    spreads = (f"{format_ms(cost['p10_ms'])} – {format_ms(cost['p90_ms'])}" for cost in costs)
-    return [*rows, ("time, 10th – 90th percentile", *spreads, "")]
+    return [
+        (
+            f"{row['vocab']:,}",
+            *(format_bytes(row[name]["extra_bytes"]) for name in _MEASURED),
+            *(format_ms(row[name]["median_ms"]) for name in _MEASURED),
+        )
+        for row in document["head_and_loss"]
+    ]
 
 
 def _loss_rows(document: Document) -> list[tuple[str, ...]]:
@@ -66,7 +66,7 @@ def _verdict(document: Document) -> str:
     relation = "below" if difference["within_bound"] else "NOT below"
     return (
         f"The losses differ by at most {difference['largest_in_compared_steps']:.1e} over the first "
-        f"{difference['compared_steps']} steps, {relation} the bound of {difference['bound']:.0e}."
+        f"{difference['compared_steps']} steps, {relation} the bound of {difference['bound']}."
     )
 
 
@@ -81,11 +81,11 @@ def _fp8_verdict(fp8: Mapping[str, Any]) -> str:
 
 def print_report(document: Document, console: Console) -> None:
     """Both losses, the measurements, and the sample."""
-    for columns, rows in (
-        (("training", *document["losses"]), _loss_rows(document)),
-        (COLUMNS, _measured_rows(document)),
+    for title, columns, rows in (
+        (None, ("training", *document["losses"]), _loss_rows(document)),
+        ("head and loss, forward and backward", COLUMNS, _measured_rows(document)),
     ):
-        table = Table(*columns)
+        table = Table(*columns, title=title)
         for column in table.columns[1:]:
             column.justify = "right"
         for row in rows:
@@ -100,41 +100,35 @@ def print_report(document: Document, console: Console) -> None:
 
 
 def picture_png(document: Document) -> bytes:
-    """Loss curves, their difference, and bars for memory and time."""
+    """All drawings in one picture."""
+    return _figure(document, [_DRAWINGS[:2], _DRAWINGS[2:]], (11, 7), "png")
+
+
+def drawings_svg(document: Document) -> list[bytes]:
+    """Each drawing by itself, small enough for the width of a phone."""
+    return [_figure(document, [[draw]], (5.2, 3.6), "svg") for draw in _DRAWINGS]
+
+
+def _figure(document: Document, grid: Sequence[Sequence[Draw]], inches: tuple[float, float], kind: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(11, 6.2), dpi=130, layout="constrained")
-        axes = figure.subplot_mosaic(
-            [["losses", "memory"], ["losses", "memory"], ["difference", "time"]],
-            width_ratios=[2, 1],
-            height_ratios=[1, 0.25, 1],
-        )
-        axes["difference"].sharex(axes["losses"])
-        _draw_losses(axes["losses"], document)
-        _draw_difference(axes["difference"], document)
-        costs = document["head_and_loss"]
-        sizes, times, low, high = (
-            [cost[key] for cost in costs.values()] for key in ("extra_bytes", "median_ms", "p10_ms", "p90_ms")
-        )
-        _draw_bars(axes["memory"], costs, [size / 2**20 for size in sizes], map(format_bytes, sizes))
-        axes["memory"].set(title="Peak extra memory of head + loss", ylabel="MiB above inputs and gradients")
-        spread = [np.subtract(times, low), np.subtract(high, times)]
-        _draw_bars(axes["time"], costs, times, map(format_ms, times), yerr=spread, capsize=4)
-        axes["time"].set(title="Time of head + loss", ylabel="ms, forward + backward")
+        figure = Figure(figsize=inches, dpi=130, layout="constrained")
+        axes = figure.subplots(len(grid), len(grid[0]), squeeze=False)
+        for draws, row in zip(grid, axes, strict=True):
+            for draw, one in zip(draws, row, strict=True):
+                draw(one, document)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
+        figure.savefig(buffer, format=kind)
     return buffer.getvalue()
 
 
 def _draw_losses(axes: "Axes", document: Document) -> None:
-    settings = document["settings"]
-    steps = range(1, settings["steps"] + 1)
+    steps = range(1, document["settings"]["steps"] + 1)
     for name, losses in document["losses"].items():
         axes.plot(steps, losses, label=name, **_LOOKS[name])
-    title = f"Training loss: {settings['tokens']} tokens a step, vocabulary {settings['model']['vocab']}"
-    axes.set(title=title, ylabel="loss (nats per token)")
+    axes.set(title="Training loss", xlabel="step", ylabel="nats per token")
     axes.legend(frameon=False)
 
 
@@ -146,23 +140,62 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     if fp8 := document["fp8"]:
         label = f"|fp8 − {fp8['baseline']}|"
         axes.plot(steps, np.abs(fp8["per_step"]), "x", markersize=3, color=_LOOKS["fp8"]["color"], label=label)
-    compared = difference["compared_steps"]
-    bound = f"bound for the first {compared} steps"
-    axes.plot([1, compared], [difference["bound"]] * 2, color="#be123c", linestyle="--", linewidth=1.2, label=bound)
-    title = "Difference of the two losses (gaps: equal in every bit)"
+        axes.legend(frameon=False, loc="lower right")
+    compared, bound = difference["compared_steps"], difference["bound"]
+    axes.plot([1, compared], [bound] * 2, color="#be123c", linestyle="--", linewidth=1.2)
+    axes.annotate(
+        f"bound for the first {compared} steps",
+        (1, bound),
+        (0, -5),
+        textcoords="offset points",
+        va="top",
+        color="#be123c",
+    )
+    title = "Difference of the two losses (gaps: none)"
     axes.set(title=title, xlabel="step", ylabel="|plain − onchip|", yscale="log")
-    axes.legend(frameon=False, fontsize=9)
+    axes.margins(y=0.15)
 
 
-def _draw_bars(axes: "Axes", names: Iterable[str], heights: list[float], texts: Iterable[str], **how: Any) -> None:
-    bars = axes.bar(list(names), heights, color=[_LOOKS[name]["color"] for name in names], width=0.6, **how)
-    axes.bar_label(bars, labels=list(texts), padding=4)
-    axes.margins(y=0.18)
-    axes.grid(visible=False, axis="x")
+def _draw_memory(axes: "Axes", document: Document) -> None:
+    _draw_growth(axes, document, "extra_bytes", 1 << 20, format_bytes)
+    axes.set(title="Memory of head and loss", ylabel="MiB above inputs, gradients")
 
 
-def html_page(document: Document, picture: bytes) -> str:
-    """One self-contained page: picture, tables, sample, and how to run it again."""
+def _draw_time(axes: "Axes", document: Document) -> None:
+    _draw_growth(axes, document, "median_ms", 1, format_ms)
+    axes.set(title="Time of head and loss", ylabel="ms, forward + backward")
+
+
+def _draw_growth(axes: "Axes", document: Document, key: str, unit: int, show: Callable[[Any], str]) -> None:
+    """A line for each loss over the vocabularies; the last point of each is named."""
+    rows = document["head_and_loss"]
+    vocabs = [row["vocab"] for row in rows]
+    for name in _MEASURED:
+        values = [row[name][key] for row in rows]
+        color = _LOOKS[name]["color"]
+        axes.plot(vocabs, [value / unit for value in values], "o-", label=name, color=color, linewidth=2)
+        below = values[-1] < max(rows[-1][other][key] for other in _MEASURED)
+        axes.annotate(
+            show(values[-1]),
+            (vocabs[-1], values[-1] / unit),
+            (0, -8 if below else 6),
+            textcoords="offset points",
+            va="top" if below else "bottom",
+            ha="center",
+            color=color,
+        )
+    axes.set_xticks(vocabs, [f"{vocab:,}" for vocab in vocabs])
+    axes.set_xlabel("vocabulary")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.12, y=0.15)
+    axes.legend(frameon=False, loc="upper left")
+
+
+_DRAWINGS = (_draw_losses, _draw_difference, _draw_memory, _draw_time)
+
+
+def html_page(document: Document) -> str:
+    """One self-contained page: drawings, tables, sample, and how to run it again."""
     import jinja2
 
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
@@ -170,12 +203,12 @@ def html_page(document: Document, picture: bytes) -> str:
     )
     return template.render(
         document=document,
-        picture=base64.b64encode(picture).decode(),
+        drawings=[base64.b64encode(drawing).decode() for drawing in drawings_svg(document)],
         verdict=_verdict(document),
         fp8_verdict=document["fp8"] and _fp8_verdict(document["fp8"]),
         columns=COLUMNS,
         measured=_measured_rows(document),
+        logits=format_bytes(document["head_and_loss"][-1]["logits_bytes"]),
         losses=_loss_rows(document),
-        logits=format_bytes(document["logits_bytes"]),
         extras=EXTRAS[document["settings"]["framework"]],
     )

@@ -45,7 +45,8 @@ def run_demo(
     if fp8 and framework != "torch":
         raise ValueError(f"--fp8 converts the layers of a PyTorch model; --framework is {framework}: leave one out")
     _check_sizes(steps=steps, vocab=vocab, tokens=tokens, seed=seed)
-    require_packages("demo", (*PACKAGES[framework], "tokenizers", "matplotlib", "jinja2", "psutil"), EXTRAS[framework])
+    tools = ("tokenizers", "matplotlib", "jinja2", "psutil", "pynvml")
+    require_packages("demo", (*PACKAGES[framework], *tools), EXTRAS[framework])
     device = resolve_device(device, framework)
     paths = [out / f"demo.{kind}" for kind in ("json", "png", "html")]
     files.check_writable("--out", *paths)
@@ -68,11 +69,10 @@ def run_demo(
     with made.use_device(device, described["threads"]):
         found = train.train_and_measure(framework, made, ModelConfig(vocab=vocab), config, console)
     document = {"environment": described, **found}
-    picture = report.picture_png(document)
     numbers, image, page = paths
     files.replace(numbers, json.dumps(document, indent=1) + "\n")
-    files.replace(image, picture)
-    files.replace(page, report.html_page(document, picture))
+    files.replace(image, report.picture_png(document))
+    files.replace(page, report.html_page(document))
     report.print_report(document, console)
     console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
     return document

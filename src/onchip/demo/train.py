@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,10 @@ from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
 
 BETAS = (0.9, 0.95)
-MEASURE_REPEATS = 9
+MEASURE_REPEATS = 3
+MEASURED_VOCABS = (8192, 32_768, 131_072)
+"""Head and loss are measured with vocabularies from the demo's own size to that of Llama 3."""
+MEASURED_TOKENS = 1024
 COMPARED = ("plain", "onchip")
 COMPARED_STEPS = 100
 BOUND = 1e-3
@@ -45,19 +48,16 @@ class TrainConfig:
 
 
 class Trainer(Protocol):
-    """A model with its optimizer and one of the losses, in some framework."""
+    """A model with its optimizer and one of the losses, in some framework.  Batches are rows of data.random_batch."""
 
-    def step(self, inputs: Ids, targets: Ids, rate: float) -> float:
+    def step(self, ids: Ids, rate: float) -> float:
         """Take one step of the optimizer at this learning rate; returns the loss before it."""
 
-    def evaluate(self, inputs: Ids, targets: Ids) -> float:
+    def evaluate(self, ids: Ids) -> float:
         """The mean loss."""
 
     def logits(self, ids: Ids, last: int) -> NDArray[np.float32]:
         """What follows ids[last], of one sequence: [V]."""
-
-    def loss_arguments(self, inputs: Ids, targets: Ids) -> tuple[Any, Any, Any]:
-        """The model's hidden states, the head's weight, and the targets."""
 
 
 def train_and_measure(
@@ -74,16 +74,19 @@ def train_and_measure(
         highlight=False,
     )
     trainers = made.make_trainers(model, config)
-    losses, seconds = _train(trainers, config, ids, console)
-    held_out = {name: _mean_loss(trainer, config, held_out_ids) for name, trainer in trainers.items()}
-    console.print("measuring head and loss ...")
-    batch = data.random_batch(ids, config.tokens, np.random.default_rng(config.seed))
-    costs = measure_head(framework, made.LOSSES, config.device, *trainers["onchip"].loss_arguments(*batch))
+    losses, seconds = train_in_turn(trainers, config, ids, console)
+    held_out = {name: mean_loss(trainer, config, held_out_ids) for name, trainer in trainers.items()}
+    costs = [measure_head(framework, made, model.hidden, vocab, config, console) for vocab in MEASURED_VOCABS]
     sample = sample_text(
         trainers["onchip"], tokenizer, prompt=PROMPT, tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=config.seed
     )
     return {
-        "settings": {"framework": framework, **asdict(config), "dtype": "float32", "model": asdict(model)},
+        "settings": {
+            "framework": framework,
+            **asdict(config),
+            "dtype": "float32",
+            "model": {"implementation": made.implementation(), **asdict(model)},
+        },
         "corpus": {
             "name": "pydoc_data.topics",
             "characters": len(text),
@@ -95,18 +98,17 @@ def train_and_measure(
         "losses": losses,
         "held_out_loss": held_out,
         "difference": _difference(*(losses[name] for name in COMPARED)),
-        "fp8": _fp8_difference(losses, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
+        "fp8": fp8_difference(losses, held_out, made.fp8_baseline(config.device)) if config.fp8 else None,
         "train_seconds": seconds,
         "head_and_loss": costs,
         "extra_bytes_are": made.MEMORY_SOURCE,
         "measure_repeats": MEASURE_REPEATS,
-        "logits_bytes": 4 * config.tokens * model.vocab,
         "sample": {"prompt": PROMPT, "temperature": TEMPERATURE, "tokens": SAMPLE_TOKENS, "text": sample},
         "seconds": time.perf_counter() - begin,
     }
 
 
-def _train(
+def train_in_turn(
     trainers: Mapping[str, Trainer], config: TrainConfig, ids: Ids, console: Console
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Give every training the same batches, in turn: the losses of each, and its seconds."""
@@ -123,10 +125,10 @@ def _train(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps)
         for step in range(config.steps):
-            inputs, targets = data.random_batch(ids, config.tokens, rng)
+            batch = data.random_batch(ids, config.tokens, rng)
             for name, trainer in trainers.items():
                 start = time.perf_counter()
-                losses[name].append(trainer.step(inputs, targets, learning_rate(step, config)))
+                losses[name].append(trainer.step(batch, learning_rate(step, config)))
                 seconds[name] += time.perf_counter() - start
             told = "  ".join(f"{name} {values[-1]:.4f}" for name, values in losses.items())
             plain, onchip = (losses[name][-1] for name in COMPARED)
@@ -141,25 +143,32 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * warmup * (0.1 + 0.9 * cosine)
 
 
-def _mean_loss(trainer: Trainer, config: TrainConfig, ids: Ids) -> float:
+def mean_loss(trainer: Trainer, config: TrainConfig, ids: Ids) -> float:
     """Of all of `ids`."""
     total, count = 0.0, 0
-    for inputs, targets in data.batches_in_order(ids, config.tokens):
-        total += trainer.evaluate(inputs, targets) * targets.size
-        count += targets.size
+    for batch in data.batches_in_order(ids, config.tokens):
+        labels = batch[:, 1:].size
+        total += trainer.evaluate(batch) * labels
+        count += labels
     return total / count
 
 
 def measure_head(
-    framework: str, losses: Mapping[str, Callable[..., Any]], device: str, hidden: Any, weight: Any, target: Any
-) -> dict[str, dict[str, Any]]:
+    framework: str, made: Any, hidden: int, vocab: int, config: TrainConfig, console: Console
+) -> dict[str, Any]:
     """Times and peak memory of head and loss, forward and backward with both gradients, for each of the losses."""
+    console.print(f"measuring head and loss with a vocabulary of {vocab:,} ...", highlight=False)
     fw = adapter(framework)
-    arguments = (fw.leaf(hidden, "float32"), fw.leaf(weight, "float32"), target)
-    steps = {name: fw.steps(loss, arguments, 2)["forward+backward"] for name, loss in losses.items()}
-    times = fw.time_interleaved(steps, device=device, repeats=MEASURE_REPEATS)  # warms each step up, too
-    extra = {name: fw.peak_extra_bytes(step, device=device) for name, step in steps.items()}
-    return {name: {**asdict(times[name]), "extra_bytes": extra[name]} for name in losses}
+    rng = np.random.default_rng(config.seed)
+    states = fw.leaf(made.put(rng.standard_normal((MEASURED_TOKENS, hidden), np.float32), config.device), "float32")
+    weight = np.float32(0.06) * rng.standard_normal((vocab, hidden), np.float32)
+    weight = fw.leaf(made.put(weight, config.device), "float32")
+    labels = made.put(rng.integers(vocab, size=MEASURED_TOKENS), config.device)
+    steps = {name: fw.steps(head, (states, weight, labels), 2)["forward+backward"] for name, head in made.HEADS.items()}
+    times = fw.time_interleaved(steps, device=config.device, repeats=MEASURE_REPEATS)  # warms each step up, too
+    extra = {name: fw.peak_extra_bytes(step, device=config.device) for name, step in steps.items()}
+    costs = {name: {**asdict(times[name]), "extra_bytes": extra[name]} for name in steps}
+    return {"vocab": vocab, "tokens": MEASURED_TOKENS, "logits_bytes": 4 * MEASURED_TOKENS * vocab, **costs}
 
 
 def sample_text(
@@ -193,7 +202,7 @@ def _difference(plain: list[float], onchip: list[float]) -> dict[str, Any]:
     }
 
 
-def _fp8_difference(losses: Mapping[str, list[float]], held_out: Mapping[str, float], baseline: str) -> dict[str, Any]:
+def fp8_difference(losses: Mapping[str, list[float]], held_out: Mapping[str, float], baseline: str) -> dict[str, Any]:
     """How far the training in FP8 is from its baseline: signed, above 0 where FP8's loss is the higher one."""
     per_step = [a - b for a, b in zip(losses["fp8"], losses[baseline], strict=True)]
     last = per_step[-LAST_STEPS:]

@@ -20,7 +20,11 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-import torch
+from onchip.core.machine import naming_extra
+
+with naming_extra("onchip.integrations.transformers", "torch,integrations"):
+    import torch
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only

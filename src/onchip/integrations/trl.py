@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
+from onchip.core.machine import naming_extra
+
+with naming_extra("onchip.integrations.trl", "torch,integrations"):
+    import torch
+
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES, dtype_name, is_dtensor

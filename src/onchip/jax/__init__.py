@@ -1,5 +1,10 @@
 """The public JAX API."""
 
+from onchip.core.machine import naming_extra
+
+with naming_extra("onchip.jax", "jax"):
+    import jax as _jax  # noqa: F401
+
 from onchip.frontend.options import LossStats as CrossEntropyStats
 from onchip.frontend.options import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK

@@ -1,5 +1,10 @@
 """The public PyTorch API."""
 
+from onchip.core.machine import naming_extra
+
+with naming_extra("onchip.torch", "torch"):
+    import torch as _torch  # noqa: F401
+
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.options import LossStats as CrossEntropyStats
 from onchip.frontend.options import LossStats as LinearCrossEntropyStats
