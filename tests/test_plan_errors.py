@@ -11,7 +11,7 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["softmax", "--tokens", "8", "--vocab", "8"], "no op 'softmax'; there is: linear_cross_entropy, "),
+        (["softmax", "--tokens", "8", "--vocab", "8"], "plan: op must be one of 'linear_cross_entropy', 'linear_log_probs', "),
         (["cross_entropy", "--tokens", "8"], "plan: give vocab, or a model"),
         (["cross_entropy", *LLAMA[1:], "--hidden", "8"], "plan: cross_entropy has no hidden; leave it out"),
         (["linear_jsd", *LLAMA[1:], "--teacher-hidden", "0"], "teacher_hidden must be positive; got 0"),

@@ -10,7 +10,6 @@ import msgspec
 
 from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
-from onchip.core.names import known_op
 from onchip.core.sizes import DTYPE_BYTES, MIB, UNITS
 from onchip.frontend.options import require_int, require_one_of, require_positive_int, scratch_in_bytes
 from onchip.plan.gpus import GPUS
@@ -181,7 +180,7 @@ def plan(
     >>> made.row("fastest").products
     3.0
     """
-    known_op(op, OPS)
+    require_one_of("plan", "op", op, tuple(OPS))
     choose_framework(framework)
     known = OPS[op]
     by_name = {
