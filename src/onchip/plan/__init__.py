@@ -507,6 +507,8 @@ def _notes(
         )
     if asked.precision == "fp8" or asked.linears:
         notes.append("FP8 products are an approximation.")
+    if found is not None and found.tied and asked.problem.hidden:
+        notes.append("The model's head shares its weight with the embedding.")
     if found is not None and found.softcap is not None and not asked.linears and not asked.problem.softcap:
         notes.append(f"The model caps its logits, and {asked.op} has no softcap.")
     if asked.problem.softcap and found is not None and found.softcap is not None:
