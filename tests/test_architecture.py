@@ -34,7 +34,6 @@ def test_arrows_go_one_way():
         # These import cases.py and reference.py too.
         *((f"onchip.ops.{op}.checks", ["torch", "jax"]) for op in (*OPS, "fp8_linear")),
         ("onchip.oracle.checks", ["torch", "jax"]),
-        ("onchip.plan", ["typer", "rich"]),  # whose packages are the command line's
     ],
 )
 def test_import_loads_no_more_than_needed(imported, unwanted):

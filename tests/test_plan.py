@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -84,6 +86,12 @@ def test_the_command_is_the_function():
     assert document["verdict"] == made.verdict
     assert [row["memory_bytes"] for row in document["rows"]] == [row.memory_bytes for row in made.rows]
     assert document["sizes"] == made.sizes == {"tokens": 16384, "hidden": 4096, "vocab": 64128}
+
+
+def test_the_function_needs_no_package_of_the_command_line():
+    code = "import sys, onchip.plan; print({'typer', 'rich', 'torch', 'jax'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 # --------------------------------------------------------------------------------------------- what the ops will do
