@@ -435,7 +435,7 @@ def test_a_wrong_config_is_a_message(tmp_path, content, message):
 
 def test_numbers_as_people_read_them():
     assert [budget_text(size) for size in (64 * MIB, 3 << 29, 133955584, 512, 100001)] == [
-        "64MiB", "1.5GiB", "127.75MiB", "512", "0.09MiB",
+        "64MiB", "1.5GiB", "127.75MiB", "512", "97.65KiB",
     ]  # fmt: skip
     assert [memory_text(size) for size in (1, 10 * MIB + 1, 1 << 30, (1 << 30) + 1, 24 << 30)] == [
         "0.1 MiB", "11 MiB", "1 GiB", "1.01 GiB", "24 GiB",

@@ -421,10 +421,14 @@ def _rounded(size: int) -> int:
 
 
 def budget_text(size: int) -> str:
-    """A budget as scratch_bytes takes it, to two digits after the point."""
-    exact = [unit for unit in ("GiB", "MiB", "KiB") if size >= UNITS[unit] and 100 * size % UNITS[unit] == 0]
-    unit = next(iter(exact), "GiB" if size >= UNITS["GiB"] else "MiB")
-    return f"{100 * size // UNITS[unit] / 100:g}{unit}" if size >= UNITS["KiB"] else str(size)
+    """A budget as scratch_bytes takes it, to two digits after the point below 1000."""
+    if size < UNITS["KiB"]:
+        return str(size)
+    exact = [unit for unit in ("GiB", "MiB") if size >= UNITS[unit] and 100 * size % UNITS[unit] == 0]
+    largest = next(unit for unit in ("GiB", "MiB", "KiB") if size >= UNITS[unit])
+    unit = next(iter(exact), largest)
+    number = 100 * size // UNITS[unit] / 100
+    return f"{number:{'.0f' if number >= 1000 else 'g'}}{unit}"
 
 
 # -------------------------------------------------------------------------------------------------------------- words
