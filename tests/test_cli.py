@@ -33,7 +33,7 @@ from shared_jax import quick_compilation  # noqa: F401
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_lists_the_commands(option):
-    result = run_cli(option, columns=400)
+    result = run_cli(option, columns=60)
     assert result.exit_code == 0
     assert all(entry.help in result.stdout for entry in cli.COMMANDS.values())
     assert "--install-completion" in result.stdout
@@ -41,12 +41,11 @@ def test_help_lists_the_commands(option):
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_of_a_command(command):
-    """The group knows its first line without its module."""
-    entry = cli.COMMANDS[command]
-    run = resolve_name(entry.run)
-    assert run.__doc__.splitlines()[0] == entry.help
-    shown = run_cli(command, "-h", columns=120)
+    run = resolve_name(cli.COMMANDS[command].run)
+    shown = run_cli(command, "-h", columns=60)
     assert shown.exit_code == 0
+    assert run.__doc__.splitlines()[0] in " ".join(shown.stdout.split())
+    assert "…" not in shown.stdout
     if "framework" in inspect.signature(run).parameters:
         assert "[torch|jax" in shown.stdout
 

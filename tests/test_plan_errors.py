@@ -11,12 +11,13 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["softmax", "--tokens", "8", "--vocab", "8"], "no op 'softmax'; there is: linear_cross_entropy, "),
+        (["softmax", "--tokens", "8", "--vocab", "8"], "plan: op must be one of 'linear_cross_entropy', 'linear_log_probs', "),
         (["cross_entropy", "--tokens", "8"], "plan: give vocab, or a model"),
-        (["cross_entropy", *LLAMA[1:], "--hidden", "8"], "plan: cross_entropy has no hidden; leave it out"),
+        (["cross_entropy", *LLAMA[1:], "--hidden", "8"], "plan: cross_entropy has no hidden, which is for linear_cross_entropy, "),
+        (["cross_entropy", *LLAMA[1:], "--weight-dtype", "float32"], "plan: cross_entropy has no weight; leave weight_dtype out"),
         (["linear_jsd", *LLAMA[1:], "--teacher-hidden", "0"], "teacher_hidden must be positive; got 0"),
-        ([*LLAMA[1:], "--teacher-hidden", "8"], "teacher_hidden is for linear_jsd; leave it out for linear_cross_entropy"),
-        ([*LLAMA[1:], "--entropy"], "entropy is for linear_log_probs; leave it out"),
+        ([*LLAMA[1:], "--teacher-hidden", "8"], "linear_cross_entropy has no teacher_hidden, which is for linear_jsd; leave it out"),
+        ([*LLAMA[1:], "--entropy"], "has no entropy, which is for linear_log_probs; leave it out"),
         (["--tokens", "0", "--model", "llama-3.1-8b"], "tokens must be positive; got 0"),
         (["--tokens", "8", "--hidden", "8"], "plan: give hidden and vocab, or a model"),
         (["--tokens", "8", "--model", "lama-3.1-8b"], "did you mean meta-llama/Llama-3.1-8B or "),
@@ -59,8 +60,22 @@ def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
     assert message in result.stderr
 
 
-def test_sizes_must_be_whole_numbers():
-    with pytest.raises(TypeError, match="plan: tokens must be an int; got float"):
-        plan(tokens=8.0, hidden=8, vocab=8)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tokens": 8.0}, "tokens must be an int; got float"),
+        ({"gradients": 1}, "gradients must be True or False; got int"),
+        ({"scratch": "1GiB"}, "scratch must be a list of budgets; got str"),
+        ({"scratch": 1 << 30}, "scratch must be a list of budgets; got int"),
+        ({"scratch": [None]}, "scratch_bytes must be an int; got NoneType"),
+        ({"model": 8}, "model must be a name; got int"),
+    ],
+)
+def test_a_wrong_type_is_a_type_error(given, message):
+    with pytest.raises(TypeError, match=message):
+        plan(**{"tokens": 8, "hidden": 8, "vocab": 8, **given})
+
+
+def test_a_row_that_is_not_there():
     with pytest.raises(KeyError):
         plan(tokens=8, hidden=8, vocab=8).row("largest")

@@ -22,36 +22,18 @@ class _Entry(NamedTuple):
     run: str
     """Where the function is."""
     help: str
-    """The first line of its docstring."""
+    """In the list of commands: short enough for 60 columns."""
     shows_progress: bool = True
     """Whether it says something beside its --json."""
 
 
 COMMANDS = {
-    "demo": _Entry(
-        "onchip.demo.run:run_demo",
-        "Train a small language model on real English twice, with the framework's loss and with onchip's.",
-    ),
-    "plan": _Entry(
-        "onchip.plan.command:run_plan",
-        "Tell what an op costs before it runs: memory and time, beside what it replaces.",
-        shows_progress=False,
-    ),
-    "check": _Entry(
-        "onchip.check:run_check", "Run the ops' correctness cases on this machine against float64 oracles."
-    ),
-    "bench": _Entry(
-        "onchip.bench.run:run_bench", "Time an op beside its competitors, after checking that each is right."
-    ),
-    "tune": _Entry(
-        "onchip.tune.run:run_tune",
-        "Find the fastest block sizes of an op's kernels on this GPU and store them for later runs.",
-    ),
-    "info": _Entry(
-        "onchip.info:run_info",
-        "Versions, devices, which backends are usable here and why the others are not, and which configs are tuned.",
-        shows_progress=False,
-    ),
+    "demo": _Entry("onchip.demo.run:run_demo", "Train a small model with and without onchip."),
+    "plan": _Entry("onchip.plan.command:run_plan", "Tell what an op costs before it runs.", shows_progress=False),
+    "check": _Entry("onchip.check:run_check", "Compare the ops with float64 on this machine."),
+    "bench": _Entry("onchip.bench.run:run_bench", "Time an op beside its competitors."),
+    "tune": _Entry("onchip.tune.run:run_tune", "Find the fastest tiles of an op on this GPU."),
+    "info": _Entry("onchip.info:run_info", "Show versions, devices and backends.", shows_progress=False),
 }
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
@@ -62,7 +44,9 @@ class _Commands(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = {name: TyperCommand(name=name, help=entry.help) for name, entry in COMMANDS.items()}
+        self.commands = {
+            name: TyperCommand(name=name, help=entry.help, rich_markup_mode=None) for name, entry in COMMANDS.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -101,8 +85,8 @@ def _loaded(name: str) -> Any:
     parameters = [p for p in inspect.signature(run).parameters.values() if p.name != "console"]
     parameters.append(inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    made = typer.Typer(add_completion=False)
-    made.command(name, help=entry.help)(command)
+    made = typer.Typer(add_completion=False, rich_markup_mode=None)
+    made.command(name, help=str(run.__doc__).splitlines()[0])(command)
     return typer.main.get_command(made)
 
 
@@ -122,7 +106,13 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+# Plain help: panels cut long words on narrow terminals.
+app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.callback()

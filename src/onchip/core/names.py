@@ -9,10 +9,7 @@ import typer
 
 def words(help: str, *choices: str) -> Any:
     """An option that is one of these words: its help and the shell's completion list them, the command checks them."""
-    short = f"[{'|'.join(choices)}]"
-    if len(short) <= 16:
-        return typer.Option(help=help, metavar=short, autocompletion=completion(choices))
-    return typer.Option(help=f"{', '.join(choices)}. {help}", metavar="WORD", autocompletion=completion(choices))
+    return typer.Option(help=help, metavar=f"[{'|'.join(choices)}]", autocompletion=completion(choices))
 
 
 def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:

@@ -60,7 +60,7 @@ def run_fuzz(
             error, compared = attempt(call)
             comparisons += compared
             progress = f"{calls} calls, {comparisons} comparisons"
-            status.update(progress)
+            status.update(f"{progress}, {max(0.0, end - time.monotonic()):.0f} s left")
             if error is not None:
                 status.update(f"{progress}; one fails, which is made simpler")
                 call, error = shrunk(call, error)

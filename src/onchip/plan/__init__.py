@@ -3,16 +3,16 @@
 `onchip plan` prints what `plan` returns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
-from onchip.core.names import known_op
 from onchip.core.sizes import DTYPE_BYTES, MIB, UNITS
-from onchip.frontend.options import require_int, require_one_of, require_positive_int, scratch_in_bytes
+from onchip.frontend.options import require_bool, require_int, require_one_of, require_positive_int, scratch_in_bytes
 from onchip.plan.gpus import GPUS
 from onchip.plan.models import Model, model_of_config, named_model
 from onchip.plan.ways import OPS, Asked, Plain, Way, linear_step, plain_linear_ms
@@ -181,30 +181,18 @@ def plan(
     >>> made.row("fastest").products
     3.0
     """
-    known_op(op, OPS)
-    choose_framework(framework)
+    require_one_of("plan", "op", op, tuple(OPS))
     known = OPS[op]
-    by_name = {
-        "dtype": (dtype, tuple(DTYPE_BYTES)),
-        "weight_dtype": (weight_dtype or dtype, tuple(DTYPE_BYTES)),
-        "device": (device, ("cuda", "cpu")),
-        "gpu": (gpu or "h100", tuple(GPUS)),
-        "precision": (precision, PRECISIONS),
-    }
-    for name, (value, words) in by_name.items():
-        require_one_of("plan", name, value, words)
-    _check_combination(op, framework, precision, device, gpu, dtype, weight_dtype)
+    _check_words(op, framework, precision, device, gpu, dtype, weight_dtype)
+    for name, flag in {"gradients": gradients, "entropy": entropy, "every_budget": every_budget}.items():
+        require_bool("plan", name, flag)
+    if isinstance(scratch, str) or not isinstance(scratch, Sequence):
+        raise TypeError(f"plan: scratch must be a list of budgets; got {type(scratch).__name__}")
     of_op = {"teacher_hidden": teacher_hidden, "in_features": in_features, "out_features": out_features}
     sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "tensor_parallel": tensor_parallel, **of_op}
     for name, size in sizes.items():
         require_positive_int("plan", name, size)
-    for name, given in {**of_op, "entropy": entropy or None}.items():
-        if given is not None and name not in known.takes:
-            of = ", ".join(other for other, entry in OPS.items() if name in entry.takes)
-            raise ValueError(f"plan: {name} is for {of}; leave it out for {op}")
-    for name, size in (("hidden", hidden), ("vocab", vocab)):
-        if size is not None and name not in known.needs:
-            raise ValueError(f"plan: {op} has no {name}; leave it out")
+    _check_taken(op, {"hidden": hidden, "vocab": vocab, **of_op, "entropy": entropy or None})
     found = _found(model, config)
     hidden = hidden or (found.hidden if found else None)
     vocab = vocab or (found.vocab if found else None)
@@ -216,7 +204,7 @@ def plan(
     if not linears and tensor_parallel > (vocab or 0):
         raise ValueError(f"plan: tensor_parallel is {tensor_parallel}, but there are {vocab} entries to share")
     if linears and tensor_parallel > 1:
-        raise ValueError("plan: tensor_parallel shares a vocabulary, which fp8_linear has none of; leave it out")
+        raise ValueError(f"plan: tensor_parallel shares a vocabulary, which {op} has none of; leave it out")
     of_rank = -(-(vocab or 0) // tensor_parallel)
     problem = Problem(
         tokens,
@@ -228,7 +216,7 @@ def plan(
         op=op,
         softcap=known.softcap and found is not None and found.softcap is not None,
         stats=entropy,
-        ids=int(op == "linear_log_probs"),
+        ids=known.ids,
     )
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
     asked = Asked(op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears)
@@ -236,7 +224,7 @@ def plan(
     chosen = choose_backend(op, backend, {name: made.refusal(asked) for name, made in backends.items()})
     if linears:
         if scratch:
-            raise ValueError("plan: fp8_linear has no scratch_bytes; leave scratch out")
+            raise ValueError(f"plan: {op} has no scratch_bytes; leave scratch out")
         rows = few = [_layer_row(asked, name, features, chosen) for name, features in linears.items()]
         logits = None
     else:
@@ -271,16 +259,28 @@ def plan(
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def _check_combination(
+def _check_words(
     op: str, framework: str, precision: str, device: str, gpu: str | None, dtype: str, weight_dtype: str | None
 ) -> None:
-    known = OPS[op].backends
-    if (framework, precision) not in known:
-        there = [FRAMEWORKS[f] + ("" if p == "full" else f" with precision {p!r}") for f, p in known]
+    """Raise for an unknown word, and for words that don't go together."""
+    known = OPS[op]
+    choose_framework(framework)
+    for name, value, allowed in (
+        ("precision", precision, PRECISIONS),
+        ("device", device, ("cuda", "cpu")),
+        ("gpu", gpu or "h100", tuple(GPUS)),
+        ("dtype", dtype, tuple(DTYPE_BYTES)),
+        ("weight_dtype", weight_dtype or dtype, tuple(DTYPE_BYTES)),
+    ):
+        require_one_of("plan", name, value, allowed)
+    if (framework, precision) not in known.backends:
+        there = [FRAMEWORKS[f] + ("" if p == "full" else f" with precision {p!r}") for f, p in known.backends]
         asked = FRAMEWORKS[framework] + ("" if precision == "full" else f" with precision {precision!r}")
         raise ValueError(f"plan: of {op} in {asked} there is no plan; there is one in {', '.join(there)}")
     if device == "cpu" and gpu is not None:
         raise ValueError(f"plan: gpu is {gpu!r}, but device is 'cpu'; leave one of them out")
+    if weight_dtype is not None and known.needs == ("vocab",):
+        raise ValueError(f"plan: {op} has no weight; leave weight_dtype out")
     if framework == "jax" and weight_dtype not in (None, dtype):
         raise ValueError(
             f"plan: weight_dtype is {weight_dtype!r} and dtype {dtype!r}, but in JAX weight has hidden's dtype; leave "
@@ -288,11 +288,21 @@ def _check_combination(
         )
 
 
+def _check_taken(op: str, given: Mapping[str, Any]) -> None:
+    """Raise for a size or an option that the op doesn't have."""
+    for name, value in given.items():
+        if value is not None and name not in (*OPS[op].needs, *OPS[op].takes):
+            of = ", ".join(other for other, entry in OPS.items() if name in (*entry.needs, *entry.takes))
+            raise ValueError(f"plan: {op} has no {name}, which is for {of}; leave it out")
+
+
 def _found(model: str | None, config: str | Path | None) -> Model | None:
     if model is not None and config is not None:
         raise ValueError("plan: give a model or a config, not both")
     if config is not None:
         return model_of_config(Path(config))
+    if model is not None and not isinstance(model, str):
+        raise TypeError(f"plan: model must be a name; got {type(model).__name__}")
     return None if model is None else named_model(model)
 
 
@@ -411,11 +421,14 @@ def _rounded(size: int) -> int:
 
 
 def budget_text(size: int) -> str:
-    """A budget as scratch_bytes takes it."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if size >= UNITS[unit] and 100 * size % UNITS[unit] == 0:
-            return f"{size / UNITS[unit]:g}{unit}"
-    return str(size)
+    """A budget as scratch_bytes takes it, to two digits after the point below 1000."""
+    if size < UNITS["KiB"]:
+        return str(size)
+    exact = [unit for unit in ("GiB", "MiB") if size >= UNITS[unit] and 100 * size % UNITS[unit] == 0]
+    largest = next(unit for unit in ("GiB", "MiB", "KiB") if size >= UNITS[unit])
+    unit = next(iter(exact), largest)
+    number = 100 * size // UNITS[unit] / 100
+    return f"{number:{'.0f' if number >= 1000 else 'g'}}{unit}"
 
 
 # -------------------------------------------------------------------------------------------------------------- words
@@ -469,9 +482,9 @@ def _verdict_of_layers(asked: Asked, plain: Plain, rows: Sequence[Row]) -> str:
     kept = sum(size for row in rows for name, size in (row.memory_parts or {}).items() if name.startswith("kept"))
     keeps = f"keeps {memory_text(kept)} until backward" if kept else ""
     if plain.ms is None or len(times) < len(rows):
-        return f"For {layers}, fp8_linear {keeps or 'keeps nothing'}."
+        return f"For {layers}, {asked.op} {keeps or 'keeps nothing'}."
     faster = 100 * (plain.ms / sum(times) - 1)
-    said = f"For {layers}, {plain.name} needs {time_text(plain.ms)}; fp8_linear {time_text(sum(times))}, "
+    said = f"For {layers}, {plain.name} needs {time_text(plain.ms)}; {asked.op} {time_text(sum(times))}, "
     said += f"{faster:.0f}% more speed" if faster >= 0 else f"{-faster:.0f}% less speed"
     return f"{said}, and {keeps}." if keeps else f"{said}."
 
@@ -508,6 +521,8 @@ def _notes(
         )
     if asked.precision == "fp8" or asked.linears:
         notes.append("FP8 products are an approximation.")
+    if found is not None and found.tied and asked.problem.hidden:
+        notes.append("The model's head shares its weight with the embedding.")
     if found is not None and found.softcap is not None and not asked.linears and not asked.problem.softcap:
         notes.append(f"The model caps its logits, and {asked.op} has no softcap.")
     if asked.problem.softcap and found is not None and found.softcap is not None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ class Model:
     """Heads times their size."""
     keys: int | None = None
     """Heads of keys times their size."""
+    tied: bool = False
+    """Whether the head's weight is the embedding's too."""
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """In and out features of a block's linear layers, as they are mostly fused; empty where they aren't known."""
@@ -99,12 +101,29 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (2048, 32000, 5632, 32, 4, 64),
 }
 _SOFTCAPS = {"google/gemma-2-2b": 30.0, "google/gemma-2-9b": 30.0, "google/gemma-2-27b": 30.0}
-MODELS = {
-    name: Model(
-        name, hidden, vocab, _SOFTCAPS.get(name), *((more[0], more[1] * more[3], more[2] * more[3]) if more else ())
+_TIED = (
+    "Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-0.6B", "Qwen3-1.7B",
+    "Qwen3-4B", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b", "gemma-3-270m", "gemma-3-1b", "gemma-3-4b",
+    "gemma-3-12b", "gemma-3-27b", "gpt2", "gpt2-xl", "Phi-4-mini-instruct", "SmolLM2-135M", "SmolLM2-360M",
+    "SmolLM2-1.7B", "SmolLM3-3B",
+)  # fmt: skip
+
+
+def _model(name: str, hidden: int, vocab: int, *block: int) -> Model:
+    wide, heads, of_keys, size = block or (None, 0, 0, 0)
+    return Model(
+        name=name,
+        hidden=hidden,
+        vocab=vocab,
+        softcap=_SOFTCAPS.get(name),
+        feed_forward=wide,
+        queries=heads * size or None,
+        keys=of_keys * size or None,
+        tied=name.partition("/")[2] in _TIED,
     )
-    for name, (hidden, vocab, *more) in _SIZES.items()
-}
+
+
+MODELS = {name: _model(name, *sizes) for name, sizes in _SIZES.items()}
 # Endings that don't change a model's sizes.
 _ENDINGS = r"([-_.](hf|base|instruct|chat|it|pt|\d{4}))+$"
 
@@ -174,7 +193,8 @@ def model_of_config(path: Path) -> Model:
         )
     softcap = _number(file, merged, _SOFTCAP)
     name = config.get("_name_or_path") or " ".join(map(str, config.get("architectures") or ())) or str(file)
-    model = Model(str(name), hidden, vocab, softcap)
+    tied = merged.get("tie_word_embeddings") is True
+    model = Model(str(name), hidden, vocab, softcap, tied=tied)
     if merged.get("model_type") not in _GATED or hidden is None:
         return model
     heads, wide = _size(file, merged, ("num_attention_heads",)), _size(file, merged, ("intermediate_size",))
@@ -182,7 +202,7 @@ def model_of_config(path: Path) -> Model:
         return model
     of_keys = _size(file, merged, ("num_key_value_heads",)) or heads
     size = _size(file, merged, ("head_dim",)) or hidden // heads
-    return Model(model.name, hidden, vocab, softcap, wide, heads * size, of_keys * size)
+    return replace(model, feed_forward=wide, queries=heads * size, keys=of_keys * size)
 
 
 def _number(file: Path, config: Mapping[str, Any], names: tuple[str, ...]) -> float | None:

@@ -79,7 +79,8 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     say("")
     say(plan.verdict, "bold")
     say("")
-    made = _BUDGETS if plan.rows[0].plain_ms is None and plan.op != "fp8_linear" else _LAYERS
+    layers = plan.logits_bytes is None
+    made = _LAYERS if layers else _BUDGETS
     named = all(row.name in ("smallest", "default", "fastest", "largest") for row in plan.rows)
     left_out = {"strategy"} if not every_budget else set()
     left_out |= set() if named else {"budget"}  # the rows' names say it
@@ -97,11 +98,11 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
             say(f"{name}: {meaning.format(passes=passes)}")
     if not all(row.fits for row in plan.rows):
         say("*: the budget is too small, it needs so much.")
-    if plan.op != "fp8_linear":
+    if not layers:
         say(f"{plan.baseline.name}: {plan.baseline.expression}")
     for note in plan.notes:
         say(note)
-    if every_budget and plan.op != "fp8_linear":
+    if every_budget and not layers:
         say("")
         say("memory by default:")
         for name, size in (plan.row("default").memory_parts or {}).items():

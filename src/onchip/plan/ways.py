@@ -102,6 +102,8 @@ class Op:
     """Logits per token and entry of the vocabulary."""
     softcap: bool = True
     """Whether it can cap the logits."""
+    ids: int = 0
+    """Ids per token, of log-probabilities."""
 
 
 # ---------------------------------------------------------------------------------------------- what backends refuse
@@ -113,8 +115,8 @@ def _never(asked: Asked) -> None:
 
 def _triton(asked: Asked) -> str | None:
     p = asked.problem
-    # The kernels of cross_entropy have no products, and read float32 as well.
-    if p.device == "cuda" and (p.dtype != "float32" or asked.op == "cross_entropy"):
+    # Kernels without products read float32 as well.
+    if p.device == "cuda" and (p.dtype != "float32" or not p.hidden):
         return None
     return f"its kernels don't run in {p.dtype} on {p.device}"
 
@@ -179,8 +181,7 @@ def _kernels(
 
 def _triton_way(asked: Asked) -> Way:
     p, of_gpu = _problem(asked), rates(asked.gpu)
-    is_loss = asked.op == "linear_cross_entropy"
-    strategies = ("auto", "stash", "recompute") if asked.gradients and is_loss else ("auto",)
+    strategies = ("auto", "stash", "recompute") if asked.gradients and not p.ids else ("auto",)
     predict = partial(triton_memory.predict, rates=of_gpu)
     return _kernels(triton_memory.PLANNER, p, (1, 3, 1), predict, _triton_sizes, strategies)
 
@@ -355,7 +356,7 @@ def plain_linear_ms(asked: Asked, features: tuple[int, int]) -> float | None:
 
 
 def _layers(asked: Asked) -> Way:
-    raise AssertionError("fp8_linear has a row for each layer, and no budgets")
+    raise AssertionError(f"{asked.op} has a row for each layer, and no budgets")
 
 
 # -------------------------------------------------------------------------------------------------- what ops replace
@@ -487,6 +488,7 @@ OPS: dict[str, Op] = {
         },
         plain=_plain_log_probs,
         takes=("entropy",),
+        ids=1,
     ),
     "cross_entropy": Op(
         backends={
