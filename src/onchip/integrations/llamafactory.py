@@ -13,7 +13,7 @@ from typing import Any
 from onchip.integrations.transformers import patch
 from onchip.integrations.versions import require
 
-require("llamafactory", "llamafactory", "0.9")
+require("llamafactory", "llamafactory", "0.9.5")
 
 from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin
 

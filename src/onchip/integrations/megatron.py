@@ -52,7 +52,8 @@ def output_processor(
         [B, S] float32.
 
     Raises:
-        RuntimeError: tensor parallelism, inference, a head with bias, or `defer_embedding_wgrad_compute`.
+        RuntimeError: tensor or sequence parallelism, inference, an output layer of another class or with bias,
+            `defer_embedding_wgrad_compute`, or `gradient_accumulation_fusion` with multi-token prediction.
         ValueError: without labels.
         TypeError: an option that there isn't; or GPTModel passes other arguments than these, so it is another version.
 
@@ -66,7 +67,8 @@ def output_processor(
 
     Source: Megatron-LM, `megatron/core/models/gpt/gpt_model.py`, of 2026-08-22.
     """
-    weight = output_layer.weight if output_weight is None else output_weight
+    if "ColumnParallelLinear" not in [cls.__name__ for cls in type(output_layer).__mro__]:
+        _refuse(f"the output layer is a {type(output_layer).__name__}", "leave adapters off it")
     if config.tensor_model_parallel_size > 1:
         _refuse("tensor parallelism shards the vocabulary", "set tensor_model_parallel_size to 1")
     if config.sequence_parallel:
@@ -75,13 +77,19 @@ def output_processor(
         _refuse("this is inference", "pass output_processor in training alone")
     if config.defer_embedding_wgrad_compute:
         _refuse("the head's gradient is deferred", "set defer_embedding_wgrad_compute to False")
+    if config.mtp_num_layers and config.gradient_accumulation_fusion:
+        # Megatron's fused gradient of the head, in multi-token prediction, makes it drop the one that autograd adds.
+        _refuse("multi-token prediction adds to the head's main_grad", "set gradient_accumulation_fusion to False")
     if getattr(output_layer, "bias", None) is not None:
         _refuse("the output layer has a bias", "build it without")
     if labels is None:
         raise ValueError(f"{NAME}: there are no labels; pass output_processor where labels are passed")
     scale = config.mup_output_mult if config.use_mup else 1.0
-    options = {"logit_scale": scale, **(context or {})}
-    losses: Tensor = linear_cross_entropy(hidden_states, weight, labels.transpose(0, 1), reduction="none", **options)
+    weight = output_layer.weight if output_weight is None else output_weight
+    target = labels.transpose(0, 1)
+    losses: Tensor = linear_cross_entropy(
+        hidden_states, weight, target, reduction="none", logit_scale=scale, **(context or {})
+    )
     return losses.transpose(0, 1).contiguous()
 
 

@@ -122,7 +122,7 @@ class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
         if self.reduction != "sum" and not (num_label_tokens is None and loss_weights is None):
             raise ValueError(f"{NAME}: num_label_tokens and loss_weights need reduction='sum'; it is {self.reduction!r}")
         if hidden_states.ndim == 3 and hidden_states.shape[0] == 1 and labels.ndim == 1:
-            labels = labels[None]
+            hidden_states = hidden_states.squeeze(0)
         labels = labels.to(hidden_states.device)
         if mask is not None:
             if mask.shape != labels.shape:

@@ -10,7 +10,7 @@ def require(integration: str, distribution: str, version: str) -> str:
     Args:
         integration: the module of `onchip.integrations` that asks.
         distribution: the stack's name for pip.
-        version: "major.minor", whose interface the integration was written for.
+        version: whose interface the integration was written for, as far as it matters: "0.3" or "0.9.5".
 
     Raises:
         ModuleNotFoundError: the stack isn't installed.
@@ -23,7 +23,8 @@ def require(integration: str, distribution: str, version: str) -> str:
         raise ModuleNotFoundError(
             f"onchip.integrations.{integration}: {distribution} isn't installed; {remedy}", name=distribution
         ) from None
-    if found.split(".")[:2] != version.split("."):
+    known = version.split(".")
+    if found.split(".")[: len(known)] != known:
         raise RuntimeError(
             f"onchip.integrations.{integration}: this is {distribution} {found}, and onchip knows the interface of "
             f"{distribution} {version}; {remedy}"
