@@ -41,7 +41,7 @@ check = registering(CHECKS)
 # --------------------------------------------------------------------------------------------------- the oracle's cases
 
 # Of the options that a way through the kernels is chosen by; the others are taken by the one or the other.
-BOTH = ("ragged", "masked vocab", "everything", "per token", "one class")
+BOTH = ("ragged", "masked vocab", "everything", "per token", "one class", "smoothed class weights")
 
 
 def small(case):
@@ -50,7 +50,7 @@ def small(case):
 
 
 for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (LOG_PROBS, ENTROPY)):
-    _cases = [small(case) for case in _loss.cases.CHECK_CASES if case.vocab < 10_000]
+    _cases = [small(case) for case in _loss.checks.CHECKER.cases if case.vocab < 10_000]
     for _i, _case in enumerate(_cases):
         for _chosen in (_loss, _other) if _case.name in BOTH else ((_loss, _other)[_i % 2],):
             CHECKS[f"case-{_case}-{_chosen}"] = partial(_chosen.assert_case, _case)
@@ -66,7 +66,7 @@ MIXED = {
     "descriptors": LCE.case("mixed", 300, 136, 600),
     "pointers": LCE.case("mixed", 300, 131, 600, logit_std=30.0),
     "everything held": LCE.case(
-        "mixed", 300, 136, 600, bias=True, ignored=0.1, token_weight=True, token_temperature=True,
+        "mixed", 300, 136, 600, bias=True, ignored=0.1, token_weight=True, class_weight=True, token_temperature=True,
         options={"z_loss": 1e-3, "logit_scale": 0.5, "normalizer": 100},
     ),
     "per token": LCE.case("mixed", 300, 136, 600, ignored=0.1, zipf=True, options={"reduction": "none"}),
@@ -87,7 +87,7 @@ def mixed(name):
 IN_FORWARD = {
     "descriptors": AUTO.case("forward", 140, 136, 600, ignored=0.1, token_weight=True,
                             options={"z_loss": 1e-3, "label_smoothing": 0.2, "normalizer": 100}),
-    "few tokens left": AUTO.case("forward", 260, 24, 300, ignored=0.8),
+    "few tokens left": AUTO.case("forward", 260, 24, 300, ignored=0.8, class_weight=True, options={"z_loss": 1e-3}),
 }  # fmt: skip
 
 
@@ -229,7 +229,8 @@ MANY_TILES = {
         "tiles", 3, 0, 1000, masked=600, sliced=24, ignored=0.3, token_weight=True, token_temperature=True,
         options={"z_loss": 1e-3, "logit_scale": 0.5, "normalizer": 100},
     ),
-    "smoothing": ROWS.case("tiles", 3, 0, 600, options={"label_smoothing": 0.1, "softcap": 15.0, "reduction": "none"}),
+    "smoothing": ROWS.case("tiles", 3, 0, 600, class_weight=True,
+                           options={"label_smoothing": 0.1, "softcap": 15.0, "reduction": "none"}),
     "offset": ROWS.case("tiles", 3, 0, 600, logit_offset=1e4, options={"label_smoothing": 0.1}),
 }  # fmt: skip
 
@@ -248,7 +249,9 @@ def masks_ties_and_bad_labels_in_many_tiles():
     with small_tiles():
         each_row_its_own_mask(ROWS)
         ties = {"logits": torch.zeros(4, 600), "target": torch.tensor([0, 1, 256, 599])}
-        assert ROWS.call(ties)["correct"].tolist() == [True, False, False, False]
+        made = ROWS.call(ties)
+        assert made["correct"].tolist() == [True, False, False, False]
+        assert made["argmax"].tolist() == [0, 0, 0, 0]
         given = IN_PLACE.problem((4,), vocab=600)
         given["target"][1] = 2**40
         right(IN_PLACE, given)

@@ -25,7 +25,7 @@ from onchip.vocab.triton import setup as triton_setup
 from shared import assert_within_bounds
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 70
-CHOICES = ("correct", "top1")
+CHOICES = ("argmax", "correct", "top1")
 EVERY_STATISTIC = dict.fromkeys(("lse", "top1", "mean_logits", "log_sum_sq_probs"), True)
 
 
@@ -118,7 +118,7 @@ class Loss:
     def oracle(self, given, upstream, **more):
         """The same in float64, from exactly these numbers."""
         mathematical = ("shift", "reduction", "ignore_index", "normalizer", "label_smoothing", "z_loss", "softcap",
-                        "logit_scale", "temperature", "token_weight")  # fmt: skip
+                        "logit_scale", "temperature", "token_weight", "class_weight")  # fmt: skip
         options = {name: x for name, x in (self.options | more).items() if name in mathematical}
         named = given | options | {f"grad_{name}": g for name, g in upstream.items()}
         arrays = {name: as_array(x) if isinstance(x, Tensor) else x for name, x in named.items()}

@@ -13,6 +13,8 @@ import pytest
 
 from onchip.frontend.jax_inputs import platform
 from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs
+from onchip.ops.linear_cross_entropy.jax_op import refusals
+from onchip.vocab.memory import Problem
 from onchip.vocab.xla import walk as jax_xla
 from shared import assert_refused
 
@@ -52,6 +54,9 @@ EVERY = {
     "token_weight is flat": ({"token_weight": ones(24)}, ValueError, "token_weight has shape [24]; it must have labels' shape, [2, 12]"),
     "temperature is flat": ({"temperature": ones(24)}, ValueError, "temperature has shape [24]"),
     "temperature is complex": ({"temperature": ones((2, 12), "complex64")}, TypeError, "temperature must be real"),
+    "class_weight too long": ({"class_weight": ones(71)}, ValueError, "class_weight has shape [71]; it must be [V], [70]"),
+    "class_weight is a list": ({"class_weight": [1.0] * 70}, TypeError, "class_weight must be a jax.Array"),
+    "class_weight is int": ({"class_weight": ones(70, int)}, TypeError, "class_weight must be float32; got int32"),
     "normalizer is 1-d": ({"normalizer": ones(1)}, ValueError, "normalizer must be a number or a 0-d array; got shape [1]"),
     "z_loss is 1-d": ({"z_loss": ones(24)}, ValueError, "z_loss must be a number or a 0-d array"),
     "label_smoothing is 2-d": ({"label_smoothing": ones((2, 12))}, ValueError, "label_smoothing must be a number or a 0-d array"),
@@ -159,6 +164,13 @@ def test_a_refused_backend_says_why(monkeypatch):
         function(arrays)
     with pytest.raises(ValueError, match="backend 'xla' can't run this call: not on cpu"):
         call(backend="xla")[1](arrays)
+
+
+def test_kernels_take_class_weights_as_factors_of_tokens_alone():
+    refused = refusals(Problem(256, 128, 1024, dtype="bfloat16", class_weight=True), "gpu")
+    assert refused.pop("xla") is None
+    for reason in refused.values():
+        assert reason.endswith("only without label_smoothing and z_loss; leave those out, or pass backend='xla'")
 
 
 def test_the_platform_is_the_default_devices():

@@ -11,12 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from loss_checks import VALUES, bad_ids, right
-from losses import CE, LCE, LLP, assert_near, losses, nan_filled
+from losses import CE, LCE, LLP, VOCAB, assert_near, losses, nan_filled
 from onchip.torch import CrossEntropyLoss, LinearCrossEntropyLoss, cross_entropy, linear_cross_entropy
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
@@ -59,11 +60,11 @@ def test_values_on_the_gpu(check):
 
 # --------------------------------------------------------------------------------------------------- the oracle's cases
 
-IN_16_BITS = ("small logits", "large logits", "peaked", "one class", "softcap", "everything")
+IN_16_BITS = ("small logits", "large logits", "peaked", "one class", "softcap", "everything", "smoothed class weights")
 CASES = [
     pytest.param(loss, case, dtype, id=f"{case}-{loss}-{dtype}")
     for loss in MEANS
-    for case in loss.cases.CHECK_CASES
+    for case in loss.checks.CHECKER.cases
     for dtype in DTYPES
     if case.vocab < 10_000 and (dtype == torch.float32 or case.name in IN_16_BITS)
 ]
@@ -83,7 +84,7 @@ def test_cases(loss, case, dtype):
 def test_cases_on_the_gpu(loss, dtype):
     """Triton has products of 16 bits alone."""
     if dtype != torch.float32 or loss.backend == "torch" or not loss.linear:
-        for case in loss.cases.CHECK_CASES:
+        for case in loss.checks.CHECKER.cases:
             loss.assert_case(case, dtype)
 
 
@@ -171,20 +172,20 @@ def test_permutations_of_tokens_and_vocabulary(loss, random):
     grads = torch.autograd.grad([made[n] for n in upstream], leaves, list(upstream.values()))
     for name, x in made.items():
         q = expected[name] if expected[name].ndim == 0 else expected[name][tokens]
-        assert_near(name, x.detach(), new_place[q] if name == "top1" else q)
+        assert_near(name, x.detach(), new_place[q] if name in ("argmax", "top1") else q)
     for g, name in zip(grads, (n for n in expected if n.startswith("grad_")), strict=True):
         assert_near(name, g, expected[name])
 
 
 @settings(max_examples=15, deadline=None)
 @drawn(st.sampled_from(LOSSES), st.floats(-100, 100))
-def test_a_shift_of_all_logits_moves_the_log_sum_exp_and_the_mean_alone(loss, shift):
+def test_a_shift_of_all_logits_moves_no_probability(loss, shift):
     given = loss.problem((2, 8))
     name = "bias" if loss.linear else "logits"
     shifted = given | {name: (given[name].detach() + shift).requires_grad_()}
     expected = loss.run(given)
     for name, x in loss.run(shifted).items():
-        q = expected[name] + shift if name in ("lse", "mean_logits") else expected[name]
+        q = expected[name] + shift if name in ("lse", "mean_logits", "target_logit") else expected[name]
         assert_near(name, x, q, scale=abs(shift) + 1)
 
 
@@ -267,17 +268,50 @@ def test_the_module_is_the_function_and_owns_nothing(loss, module):
     assert torch.equal(made(*given.values()) if not loss.linear else made(**given), loss.op(**given, **options))
     assert repr(made) == f"{module.__name__}(reduction='sum', label_smoothing=0.1, softcap=5.0)"
     constants = {"token_weight": torch.rand(2, 12), "temperature": torch.rand(2, 12) + 0.5, "normalizer": 7}
+    constants["class_weight"] = torch.rand(VOCAB)
     assert torch.equal(module(normalizer=3)(**given, **constants), loss.op(**given, **constants))
     value, stats = module(return_stats=True)(**given)
     assert value.requires_grad
     assert not any(x.requires_grad for x in stats)
-    assert [x.dtype for x in stats] == [torch.float32] * 3 + [torch.bool]
+    assert [x.dtype for x in stats] == [torch.float32] * 3 + [torch.bool, torch.int64, torch.float32]
     assert repr(made := module(scratch_bytes=0.75)) == f"{module.__name__}(scratch_bytes=0.75)"
     many = loss.problem((640,), vocab=500)
     assert torch.equal(made(**many), loss.op(**many, scratch_bytes=0.75))
     for wrong in ({"reduction": "avg"}, {"softcap": 0.0}, {"backend": "x"}, {"normalizer": 0}, {"scratch_bytes": 2.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             module(**wrong)
+
+
+@pytest.mark.parametrize("loss", [LCE, CE], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_those_of_pytorch(smoothing, loss):
+    given = loss.problem((40,)) | {"class_weight": torch.rand(VOCAB) + 0.1}
+    given["target"][::5] = -100
+    leaves = [x for x in given.values() if x.requires_grad]
+    z = F.linear(*(given[n] for n in ("hidden", "weight", "bias"))) if loss.linear else given["logits"]
+    for reduction in ("mean", "sum", "none"):
+        how = {"label_smoothing": smoothing, "reduction": reduction}
+        made = loss.op(**given, **how)
+        plain = F.cross_entropy(z, given["target"], weight=given["class_weight"], **how)
+        torch.testing.assert_close(made, plain)
+        upstream = torch.linspace(-1, 2, 40) if reduction == "none" else torch.tensor(3.0)
+        grads = [torch.autograd.grad(x, leaves, upstream, retain_graph=True) for x in (made, plain)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("loss", [LCE, CE], ids=str)
+def test_classes_that_weigh_nothing(loss):
+    """Their tokens count for nothing, whatever their logits are, and so they do in the mean."""
+    given = loss.problem((6,)) | {"class_weight": torch.zeros(VOCAB)}
+    made = loss.run(given, {"loss": torch.tensor(1.0)})
+    assert not any(made[name].any() for name in made if name.startswith(("loss", "grad_")))
+    with torch.no_grad():
+        given["bias" if loss.linear else "logits"][..., :10] = -np.inf
+    given["target"].clamp_(min=20)
+    given["class_weight"][20:] = 1
+    right(loss, given, label_smoothing=0.1)
+    given["class_weight"][9] = 1
+    assert loss.op(**given, label_smoothing=0.1) == np.inf
 
 
 def test_what_linear_log_probs_returns():
@@ -327,10 +361,12 @@ def test_autocast_in_and_out_of_a_compiled_function(loss):
 # ---------------------------------------------------------------------------------------------------- the causal shift
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.op is LCE.op], ids=str)
-def test_a_position_predicts_the_next_label(loss):
+def each_position_predicts_the_next_label(loss):
     """As the oracle; and the same bits as with targets that the caller has shifted, NaN in the last position or not."""
-    given = loss.problem((2, 12)) | {"token_weight": torch.rand(2, 12), "temperature": torch.rand(2, 12) + 0.5}
+    given = loss.problem((2, 12))
+    numbers = torch.rand(2, 2, 12).to(loss.device)
+    given |= {"token_weight": numbers[0], "temperature": numbers[1] + 0.5}
+    given["class_weight"] = torch.rand(VOCAB).to(loss.device)
     given["target"][1, 5:7] = -100
     with torch.no_grad():
         given["hidden"][:, -1] = torch.nan
@@ -342,9 +378,21 @@ def test_a_position_predicts_the_next_label(loss):
     assert all(torch.equal(x, expected[name]) for name, x in made.items())
     if loss.options["reduction"] == "none":
         assert made["loss"][:, -1].tolist() == [0, 0]
-    torch._dynamo.reset()
-    compiled = torch.compile(partial(loss.call, shift=True), fullgraph=True, backend="aot_eager")(given)
-    assert torch.equal(compiled["loss"], made["loss"])
+        torch._dynamo.reset()
+        compiled = torch.compile(partial(loss.call, shift=True), fullgraph=True, backend="aot_eager")(given)
+        assert_near("loss", compiled["loss"].detach(), made["loss"].cpu())
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.op is LCE.op], ids=str)
+def test_each_position_predicts_the_next_label(loss):
+    each_position_predicts_the_next_label(loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("loss", [x for x in on_the_gpu() if x.op is LCE.op], ids=lambda x: f"{x}-{x.backend}")
+def test_each_position_predicts_the_next_label_on_the_gpu(loss):
+    each_position_predicts_the_next_label(loss)
 
 
 @pytest.mark.parametrize("shape", [(9,), (3, 1), (2, 0), (2, 3, 4)], ids=str)

@@ -63,6 +63,7 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
         options["return_stats"] = p.stats
         options |= {"label_smoothing": 0.1} if getattr(p, "smoothing", False) else {}
         options |= {"reduction": "none"} if getattr(p, "per_token_loss", False) else {}
+        options |= {"class_weight": torch.rand(p.vocab, device=device)} if p.class_weight else {}
     if getattr(p, "weight_grad_out", False):
         options["weight_grad_out"] = torch.zeros(p.vocab, p.hidden, device=device)
     cast = not rows and p.dtype != p.hidden_dtype
@@ -109,6 +110,7 @@ LINEAR = [
     ("recompute", {"dtype": "bfloat16"}),
     ("recompute", {"compacted": True}),
     ("forward", NO_GRADS),
+    ("forward", {"smoothing": 0.1, "class_weight": True} | NO_GRADS),
     ("recompute", {"ids": 1, "stats": True, "softcap": True}),
     ("recompute", {"ids": 16, "compacted": True, "dtype": "bfloat16"}),
     ("forward", {"ids": 1, "stats": True} | NO_GRADS),

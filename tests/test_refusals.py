@@ -21,10 +21,11 @@ from onchip.torch import (
 X, W, B, IDS = torch.randn(4, 8), torch.randn(16, 8), torch.randn(16), torch.zeros(4, dtype=torch.int64)
 Z, ONES = torch.randn(4, 16), torch.ones(4)
 TENSORS = {
-    cross_entropy: {"logits": Z, "target": IDS, "token_weight": ONES, "temperature": ONES, "normalizer": ONES.sum()},
+    cross_entropy: {"logits": Z, "target": IDS, "token_weight": ONES, "temperature": ONES, "normalizer": ONES.sum(),
+                    "class_weight": B.abs()},
     linear_cross_entropy: {
         "hidden": X, "weight": W, "target": IDS, "bias": B, "token_weight": ONES, "temperature": ONES,
-        "normalizer": ONES.sum(), "weight_grad_out": torch.zeros(16, 8),
+        "normalizer": ONES.sum(), "class_weight": B.abs(), "weight_grad_out": torch.zeros(16, 8),
     },
     linear_log_probs: {"hidden": X, "weight": W, "ids": IDS, "bias": B, "temperature": ONES},
     linear_jsd: {

@@ -12,8 +12,10 @@ from onchip.jax import TopK, cross_entropy, fp8_linear, jsd, linear_cross_entrop
 X, W, B, IDS = jnp.ones((4, 8)), jnp.ones((16, 8)), jnp.ones(16), jnp.zeros(4, jnp.int32)
 Z, ONES = jnp.ones((4, 16)), jnp.ones(4)
 ARRAYS = {
-    cross_entropy: {"logits": Z, "labels": IDS, "token_weight": ONES},
-    linear_cross_entropy: {"hidden": X, "weight": W, "labels": IDS, "bias": B, "token_weight": ONES},
+    cross_entropy: {"logits": Z, "labels": IDS, "token_weight": ONES, "class_weight": B},
+    linear_cross_entropy: {
+        "hidden": X, "weight": W, "labels": IDS, "bias": B, "token_weight": ONES, "class_weight": B
+    },
     linear_log_probs: {"hidden": X, "weight": W, "ids": IDS, "bias": B},
     linear_jsd: {
         "student_hidden": X, "student_weight": W, "student_bias": B, "teacher_hidden": X, "teacher_weight": W,

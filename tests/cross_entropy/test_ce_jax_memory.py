@@ -21,13 +21,19 @@ from onchip.vocab.rows import memory as row_memory
             {"softcap": 5.0, "label_smoothing": 0.1},
         ),
         ((777, 5001), {"dtype": "float16", "stats": True}, {"return_stats": True}),
+        (
+            (777, 5001),
+            {"stats": True, "smoothing": True, "class_weight": True},
+            {"return_stats": True, "label_smoothing": 0.1},
+        ),
     ],
     ids=str,
 )
 def test_the_formula_holds(shape, changes, options):
     problem = row_memory.Problem(*shape, xla=True, **changes)
     formula = row_memory.scratch_bytes(problem, row_memory.plan(problem))
-    step = partial(cross_entropy, **options)
+    class_weight = jnp.ones(shape[1]) if problem.class_weight else None
+    step = partial(cross_entropy, class_weight=class_weight, **options)
     if problem.grad:
         step = jax.value_and_grad(step, has_aux=problem.stats)
     arguments = jax.ShapeDtypeStruct(shape, problem.dtype), jax.ShapeDtypeStruct(shape[:1], jnp.int32)

@@ -18,7 +18,7 @@ HOPPER, AMPERE = 90, 80
 TOKENS = 160
 EVERYTHING = {
     "token_weight": torch.ones(TOKENS), "temperature": torch.ones(TOKENS), "label_smoothing": 0.1, "z_loss": 1e-3,
-    "softcap": 5.0, "return_stats": True,
+    "softcap": 5.0, "return_stats": True, "class_weight": torch.ones(128256),
 }  # fmt: skip
 
 
@@ -99,10 +99,9 @@ def test_the_options_reach_both_ways_of_every_switch():
         for name in switches:
             assert {bool(a[name]) for k, a in made if k is kernel} == {True, False}, name
         missing = [{name for name, x in a.items() if x is None} for k, a in made if k is kernel]
-        optional = {"token_weight", "temperature", "inner_scale"}
-        optional |= (
-            {"entropy", "correct", "out", "target_logit", "terms_out"} if kernel is triton_rows.losses else set()
-        )
+        optional = {"token_weight", "class_weight", "class_total", "temperature", "inner_scale"}
+        if kernel is triton_rows.losses:
+            optional |= {"entropy", "correct", "argmax", "out", "target_logit", "terms_out"}
         assert set.union(*missing) == optional
         # Those are for a caller of `launch_rows` that has the targets' logits from elsewhere and makes the gradient.
         assert set.intersection(*missing) <= {"target_logit", "terms_out"}

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from onchip.integrations.transformers import patch
@@ -60,12 +60,23 @@ def grouped(model):
     return model
 
 
+def fsdp1(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def fsdp1_head(model):
+    model.lm_head = fsdp1(model.lm_head)
+    return fsdp1(model)
+
+
 WAYS = {
     "DDP": ddp,
     "FSDP2": root,
     "FSDP2, head alone": head_alone,
     "FSDP2, head alone and kept": partial(head_alone, keep=True),
     "FSDP2, grouped": grouped,
+    "FSDP1": fsdp1,
+    "FSDP1, head alone": fsdp1_head,
 }
 
 
@@ -89,9 +100,12 @@ def step(name, make, rank, own_loss):
         if hasattr(g, "full_tensor"):
             g = g.full_tensor()
         found[n.removeprefix("module.")] = g
+    if name.startswith("FSDP1"):
+        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+            found = {n.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for n, p in wrapped.named_parameters()}
     for n, g in expected().items():
         torch.testing.assert_close(found[n], g, rtol=1e-4, atol=1e-6, msg=lambda m, n=n: f"{name}: {n}: {m}")
-    fused = 0 if (own_loss and name.startswith("FSDP2")) or name == "FSDP2, grouped" else 2
+    fused = 0 if (own_loss and name.startswith("FSDP")) or name == "FSDP2, grouped" else 2
     assert (report.losses, report.materialized) == (fused, {}), (name, report)
 
 

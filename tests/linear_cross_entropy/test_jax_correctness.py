@@ -92,7 +92,8 @@ def test_the_other_layout_is_not_transposed_in_memory():
 @pytest.mark.parametrize(("dtype", "layout", "strategy"), [("float16", "vh", "stash"), ("float32", "hv", "recompute")])
 def test_many_chunks(dtype, layout, strategy):
     """The smallest budget: several chunks of tokens and of vocabulary, the last of each ragged."""
-    case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, options={"softcap": 5.0, "label_smoothing": 0.1})
+    more = {"class_weight": strategy == "recompute", "options": {"softcap": 5.0, "label_smoothing": 0.1}}
+    case = Case("chunks", 333, 40, 2500, bias=True, ignored=0.2, **more)
     problem = Problem(333, 40, 2500, dtype, grad_bias=True, softcap=True, smoothing=True, stats=True, compacted=True)
     budget = jax_spec.scratch_at_least(problem, strategy)
     config = jax_spec.plan(problem, strategy, budget)
@@ -112,7 +113,7 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
         "z_loss": jnp.float32(1e-3)
     }
     numbers |= {"softcap": jnp.float32(4)} if softcap else {}
-    constants = Constants.of(labels, 90, Options(ignore_index=60), None, None, numbers)
+    constants = Constants.of(labels, 90, Options(ignore_index=60), None, None, None, numbers)
 
     def run(plan):
         call = constants.call("mean", projection, jax_xla.select(plan, constants.labels))
@@ -140,6 +141,8 @@ def test_a_position_predicts_the_next_label():
     expected = linear_cross_entropy(h, w, given, token_weight=jnp.roll(weights, -1, 1), reduction="none")
     made = linear_cross_entropy(h, w, y.astype(jnp.uint8), shift=True, token_weight=weights, reduction="none")
     assert_same(made, expected)
+    of_class = {"class_weight": jnp.linspace(0, 2, len(w))}
+    assert_same(linear_cross_entropy(h, w, y, shift=True, **of_class), linear_cross_entropy(h, w, given, **of_class))
     assert linear_cross_entropy(h[0, 0:0], w, y[0, 0:0], shift=True) == 0
 
 
@@ -165,9 +168,10 @@ def test_leading_dimensions(shape, op):
     h, w = jnp.float32(rng.standard_normal((*shape, 16))), jnp.float32(rng.standard_normal((70, 16)))
     y = jnp.asarray(rng.integers(70, size=shape), jnp.int32)
     loss, stats = op(h, w, y, reduction="none", return_stats=True)
-    assert stats._fields == ("lse", "log_prob", "entropy", "correct")
+    assert stats._fields == ("lse", "log_prob", "entropy", "correct", "argmax", "target_logit")
     assert loss.shape == shape
-    assert [(x.shape, x.dtype) for x in stats] == [(shape, jnp.float32)] * 3 + [(shape, bool)]
+    assert [x.shape for x in stats] == [shape] * 6
+    assert [x.dtype for x in stats] == [jnp.float32] * 3 + [bool, jnp.int32, jnp.float32]
     assert_same(loss, plain(h, w, y, reduction="none"))
 
 
@@ -220,8 +224,8 @@ def test_masked_vocabulary(masked, strategy):
     op = partial(linear_cross_entropy, strategy=strategy, return_stats=True, scratch_bytes=budget)
     (loss, stats), grads = jax.value_and_grad(op, (0, 1), has_aux=True)(h, w, y, bias)
     oracle = reference.linear_cross_entropy(h, w, y, bias)
-    assert_same((loss, *stats), (oracle.loss, *oracle[1:5]))
-    assert_same(grads, oracle[5:7])
+    assert_same((loss, *stats), oracle[:-3])
+    assert_same(grads, oracle[-3:-1])
     assert not grads[1][masked].any()
 
 
@@ -259,6 +263,7 @@ def test_a_masked_label_costs_infinity_and_ties_go_to_the_first(op):
     assert stats.log_prob[0, 0] == -jnp.inf
     tied = op(jnp.zeros((3, 4)), jnp.ones((9, 4)), jnp.array([0, 1, 8]), return_stats=True)[1]
     assert tied.correct.tolist() == [True, False, False]
+    assert tied.argmax.tolist() == [0, 0, 0]
     assert jnp.isnan(op(h.at[0, 0, 0].set(jnp.nan), w, y))
 
 

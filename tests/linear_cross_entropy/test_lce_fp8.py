@@ -30,6 +30,13 @@ def test_cases(case, dtype):
     assert_near(case, dtype)
 
 
+def test_class_weights_are_factors_of_tokens():
+    h, w, y, b = small_problem()
+    each = torch.rand(len(w)) + 0.5
+    made = in_fp8(h, w, y, b, class_weight=each)
+    assert torch.equal(made, in_fp8(h, w, y, b, token_weight=each[y], normalizer=each[y].sum()))
+
+
 def test_chunks_change_nothing(monkeypatch):
     """But the order in which a bias's gradient is summed: groups of 128 tokens are the same ones."""
     h, w, y, _ = small_problem(shape=(300,), hidden=40, vocab=200)

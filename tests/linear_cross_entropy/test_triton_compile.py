@@ -28,7 +28,7 @@ OPTIONS = {
     "in halves": {"plan": replace(MIXED["plan"], halves=True)},
     "everything": {
         "bias": True, "softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "temperature": torch.ones(300),
-        "token_weight": torch.ones(300), "return_stats": True,
+        "token_weight": torch.ones(300), "class_weight": torch.ones(1000), "return_stats": True,
     },
     "added": {"weight_grad_out": True, "strategy": "recompute"},
     "in forward": {"plan": triton_spec.TritonPlan(128, in_forward=True), "softcap": 5.0},

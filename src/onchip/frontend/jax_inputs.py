@@ -14,7 +14,7 @@ from onchip.frontend.options import require_positive, scratch_in_bytes
 
 LAYOUTS = ("vh", "hv")
 # Options of these values change nothing.
-_ARRAYS = ("hidden", "weight", "logits", "labels", "ids", "bias", "token_weight", "temperature")
+_ARRAYS = ("hidden", "weight", "logits", "labels", "ids", "bias", "token_weight", "class_weight", "temperature")
 _NEUTRAL = {"label_smoothing": 0, "z_loss": 0, "softcap": None, "logit_scale": 1, "temperature": 1}
 
 
@@ -98,9 +98,15 @@ def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Return the arrays.  A temperature may also be a number.
     """
     named = {name: x for name, x in given.items() if name in _ARRAYS and (name != "temperature" or is_array(x))}
-    arrays = require_arrays(op, named, ("bias", "token_weight", "temperature"))
-    check_kinds(op, arrays, integers=("labels", "ids"), constants=("token_weight", "temperature"))
+    arrays = require_arrays(op, named, ("bias", "token_weight", "class_weight", "temperature"))
+    check_kinds(op, arrays, integers=("labels", "ids"), constants=("token_weight", "class_weight", "temperature"))
     check_product_dtype(op, arrays)
+    if "class_weight" in arrays:
+        of = "weight" if "weight" in arrays else "logits"
+        dtype, other = dtype_of(arrays["class_weight"]), dtype_of(arrays[of])
+        if dtype not in (jnp.float32, other):
+            which = "" if other == jnp.float32 else f" or {other}, as {of}"
+            raise TypeError(f"{op}: class_weight must be float32{which}; got {dtype}")
     return arrays
 
 

@@ -107,7 +107,7 @@ class LossOptions:
 
 
 class LossStats(NamedTuple):
-    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False)."""
+    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
 
     lse: Any
     """[...] float32: log-sum-exp of the final logits."""
@@ -116,7 +116,11 @@ class LossStats(NamedTuple):
     entropy: Any
     """[...] float32: entropy of the softmax, in nats."""
     correct: Any
-    """[...] bool: whether the target is the argmax (the first one, where logits tie)."""
+    """[...] bool: whether the target is the argmax."""
+    argmax: Any
+    """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where logits tie)."""
+    target_logit: Any
+    """[...] float32: the target's final logit, log_prob + lse."""
 
 
 def _require_softcap(op: str, name: str, value: Any) -> None:
@@ -211,6 +215,13 @@ def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
             raise ValueError(
                 f"{op}: {name} has shape {list(shape)}; it must have {_possessive(target)} shape, {list(tokens)}"
             )
+
+
+def check_class_weight(op: str, shapes: Shapes, vocab: int) -> None:
+    """Raise ValueError unless class_weight, if there is one, is [V]."""
+    shape = shapes.get("class_weight", (vocab,))
+    if shape != (vocab,):
+        raise ValueError(f"{op}: class_weight has shape {list(shape)}; it must be [V], [{vocab}]")
 
 
 def _possessive(name: str) -> str:

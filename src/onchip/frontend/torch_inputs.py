@@ -79,9 +79,17 @@ def check_tensors(op: str, **named: Any) -> dict[str, Tensor]:
 
     Return the tensors.
     """
-    tensors = require_tensors(op, named, optional=("bias", "token_weight", "temperature"))
-    check_kinds(op, tensors, integers=("target", "ids"), constants=("token_weight", "temperature"))
+    tensors = require_tensors(op, named, optional=("bias", "token_weight", "class_weight", "temperature"))
+    check_kinds(op, tensors, integers=("target", "ids"), constants=("token_weight", "class_weight", "temperature"))
     return tensors
+
+
+def check_class_weight(op: str, tensors: Mapping[str, Tensor], of: str) -> None:
+    """Raise TypeError unless class_weight, if there is one, is float32 or of the dtype of the tensor `of`."""
+    x, other = tensors.get("class_weight"), tensors[of].dtype
+    if x is not None and x.dtype not in (torch.float32, other):
+        which = "" if other == torch.float32 else f" or {dtype_name(other)}, as {of}"
+        raise TypeError(f"{op}: class_weight must be float32{which}; got {dtype_name(x.dtype)}")
 
 
 def check_kinds(

@@ -50,7 +50,8 @@ _REDUCED: Table = {
     "scratch": (None, 1.0, 1.5, 4.0),  # so many times the least
 }
 # A smoothing of 1 is left out: softmax minus a constant then cancels, and has no digits where logits are small.
-_LOSS: Table = {**_REDUCED, "label_smoothing": (0.0, 0.1, 0.6), "z_loss": (0.0, 1e-3), "return_stats": _NO}
+_LOSS: Table = {**_REDUCED, "label_smoothing": (0.0, 0.1, 0.6), "z_loss": (0.0, 1e-3), "return_stats": _NO,
+                "class_weight": _NO}  # fmt: skip
 _HEAD: Table = {"hidden": _SIZES, "vocab": _VOCABS, "bias": _NO}
 
 TABLES: Mapping[str, Table] = {
@@ -135,6 +136,8 @@ def legal(call: Call) -> Call:
         c["vocab"] = vocab = vocab if vocab == 1 else max(vocab, 70)
         c["strategy"] = "stash" if c["strategy"] == "recompute" else c["strategy"]
         c["backend"] = "auto"
+        if c["label_smoothing"] or c["z_loss"]:
+            without("class_weight")
         if c["reduction"] == "none":  # its bias gets no gradient
             c["bias"] = False
     # Entries out of the vocabulary: labels need others; tanh would let them in, and a mean over them is infinite.

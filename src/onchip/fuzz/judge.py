@@ -32,7 +32,7 @@ FP8_GRADIENT = 10 ** (-25 / 20)
 """What the tests of precision='fp8' ask of gradients, 25 dB: of probabilities that the logits' noise leaves alone."""
 
 # Arrays of an op's inputs that get no gradient.
-CONSTANTS = ("target", "ids", "token_weight", "temperature", "topk")
+CONSTANTS = ("target", "ids", "token_weight", "class_weight", "temperature", "topk")
 
 Arrays = Mapping[str, Any]
 
@@ -81,7 +81,7 @@ def compare(
         if norm == 0 and not name.startswith("grad_"):
             bound = limit  # absolute
         error = relative_error(out, ref)
-        if name in ("correct", "top1"):
+        if name in ("argmax", "correct", "top1"):
             error, bound = (0.0 if fp8 else _wrong_choices(out, ref, given, options)), 0.0
         elif _is_zero(case, name, norm, options):
             error, bound = float(np.abs(out).max(initial=0)), 0.0
@@ -226,7 +226,7 @@ def _jsd_distances(dtype: str, logits: Arrays, rest: Arrays, options: Mapping[st
 
 
 _PARTS = ("hidden", "weight", "bias", "logits")
-_TOKENS = ("target", "ids", "token_weight", "temperature", "teacher_topk")
+_TOKENS = ("target", "ids", "token_weight", "class_weight", "temperature", "teacher_topk")
 
 
 def logits_of(given: Arrays, who: str = "") -> Array:

@@ -278,20 +278,25 @@ class _Head:
     def __call__(self, deferred: "_Deferred", **asked: Any) -> Any:
         """Through the module, so that FSDP gathers the weight."""
         head = self.model.get_output_embeddings()
-        if not self.patch.armed and deferred.with_gradients and _sharded(self.model):
+        if not self.patch.armed:
+            self._check_later(deferred, _called(head))
+        kind = deferred.hidden.device.type
+        with torch.autocast(kind, deferred.autocast, enabled=deferred.autocast is not None):
+            return head(deferred.hidden, **asked)
+
+    def _check_later(self, deferred: "_Deferred", head: Any) -> None:
+        """Raise where what was deferred can't be computed after the model's forward."""
+        if deferred.with_gradients and _sharded(self.model):
             raise RuntimeError(
                 "onchip.integrations.transformers: a model that FSDP or ZeRO-3 shards must compute losses of its "
                 "logits in its own forward, where the weights are: pass it the labels, and for the logits call the "
                 "model under torch.no_grad"
             )
-        if deferred.versions not in (None, _versions(_called(head))):
+        if deferred.versions not in (None, _versions(head)):
             raise RuntimeError(
                 "onchip.integrations.transformers: the head's weight was changed since these logits were deferred; "
                 "read outputs.logits before optimizer.step()"
             )
-        kind = deferred.hidden.device.type
-        with torch.autocast(kind, deferred.autocast, enabled=deferred.autocast is not None):
-            return head(deferred.hidden, **asked)
 
 
 def _head_forward(self: Any, hidden: Tensor, *args: Any, onchip: str = "", **kwargs: Any) -> Any:

@@ -38,6 +38,7 @@ class Numbers:
     masked: int = 0
     """So many vocabulary entries, the first ones, are -inf; of a linear layer through the bias."""
     token_weight: bool = False
+    class_weight: bool = False
     token_temperature: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the op: reduction, softcap, label_smoothing, ..."""
@@ -67,6 +68,7 @@ class Inputs(NamedTuple):
     token_weight: npt.NDArray[np.float32] | None  # [T]
     temperature: npt.NDArray[np.float32] | None  # [T]
     grad_loss: npt.NDArray[np.float32]  # [T] for reduction="none", else []
+    class_weight: npt.NDArray[np.float32] | None  # [V]
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -86,7 +88,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         bias = rng.standard_normal(vocab, dtype=np.float32) * np.float32(case.bias) + np.float32(case.logit_offset)
         bias[:first] = -np.inf
     ignore_some(case, target, rng)
-    return Inputs(hidden, weight, target, bias, *draw_factors(case, rng))
+    return Inputs(hidden, weight, target, bias, *draw_factors(case, rng), draw_class_weight(case, rng))
 
 
 # These take the cases of any op that has the fields.
@@ -117,6 +119,15 @@ def draw_factors(
         rng.uniform(0.5, 2, tokens).astype(np.float32) if case.token_temperature else None,
         rng.standard_normal(tokens if per_token else (), dtype=np.float32) + np.float32(not per_token),
     )
+
+
+def draw_class_weight(case: Any, rng: np.random.Generator) -> npt.NDArray[np.float32] | None:
+    """[V] around 1, every seventh 0 but for the first; None if the case has none."""
+    if not case.class_weight:
+        return None
+    made: npt.NDArray[np.float32] = rng.uniform(0.1, 2, case.vocab).astype(np.float32)
+    made[7::7] = 0
+    return made
 
 
 def target_logit(case: Any) -> float:
@@ -166,7 +177,18 @@ def loss_cases(case: Callable[..., AnyCase], **more: Any) -> tuple[AnyCase, ...]
         case("sum", 127, 64, 1000, reduction="sum"),
         case("per token", 127, 64, 1000, reduction="none"),
         case("token weights", 127, 64, 1000, token_weight=True),
+        case("class weights", 127, 64, 1000, class_weight=True, **per_token),
         case("label smoothing", 127, 64, 1000, label_smoothing=0.1),
         case("z-loss", 127, 64, 1000, z_loss=1e-3),
         case("everything", 127, 64, 1000, **everything, **per_token, **more),
+    )
+
+
+def class_cases(case: Callable[..., AnyCase], **more: Any) -> tuple[AnyCase, ...]:
+    """Class weights that are no factors of tokens' losses: what the frameworks' own products check besides."""
+    return (
+        case("smoothed class weights", 127, 64, 1000, class_weight=True, label_smoothing=0.1, ignored=0.3),
+        case("class weights, z-loss", 127, 64, 1000, class_weight=True, z_loss=1e-3, reduction="none"),
+        case("all smoothed, classes", 127, 31, 70, class_weight=True, label_smoothing=1.0, token_weight=True, **more),
+        case("one class, weighed", 127, 31, 1, class_weight=True, label_smoothing=0.1),
     )

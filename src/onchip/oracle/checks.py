@@ -76,7 +76,7 @@ def float32_bounds(case: Any, oracle: Any) -> dict[str, float]:
     return {name: bound(name) for name in oracle._fields if name not in _CHOICES}
 
 
-_CHOICES = ("correct", "top1")
+_CHOICES = ("argmax", "correct", "top1")
 """The fields that depend on which logit is the largest."""
 
 
@@ -152,7 +152,9 @@ class Checker:
     values: Sequence[str] = ("loss",)
     """What has an upstream gradient."""
     keywords: Callable[[Any], Mapping[str, Any]] = lambda inputs: {
-        name: getattr(inputs, name) for name in ("token_weight", "temperature") if name in inputs._fields
+        name: getattr(inputs, name)
+        for name in ("token_weight", "class_weight", "temperature")
+        if name in inputs._fields
     }
     """Keyword arguments, from the inputs; None is left out."""
     defaults: Mapping[str, Mapping[str, Any]] = field(
@@ -257,6 +259,7 @@ def plain_cross_entropy(
     reduction: str = "mean",
     normalizer: float | None = None,
     token_weight: Any = None,
+    class_weight: Any = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     **transform: Any,
@@ -266,7 +269,14 @@ def plain_cross_entropy(
     z = plain_logits(logits, **transform)
     kept = target != ignore_index
     log_p = fw.log_softmax(z, -1)
-    loss = -(1 - label_smoothing) * fw.take(log_p, fw.xp.where(kept, target, 0)[..., None])[..., 0]
+    label = fw.xp.where(kept, target, 0)
+    loss = -(1 - label_smoothing) * fw.take(log_p, label[..., None])[..., 0]
+    if class_weight is not None:
+        class_weight = fw.like(class_weight, z)
+        loss = loss * class_weight[label]
+        if reduction == "mean" and normalizer is None:
+            normalizer = fw.xp.where(kept, class_weight[label], 0).sum()
+        log_p = log_p * class_weight
     if z_loss > 0:
         loss = loss + z_loss * fw.logsumexp(z, -1) ** 2
     if label_smoothing > 0:

@@ -50,6 +50,8 @@ class Loss(NamedTuple):
     log_prob: Array
     entropy: Array
     correct: npt.NDArray[np.bool_]
+    argmax: Indices
+    target_logit: Array
 
 
 def blocks(tokens: Indices, vocab: int) -> Iterator[Indices]:
@@ -84,6 +86,7 @@ def cross_entropy(
     reduction: str = "mean",
     normalizer: float | None = None,
     token_weight: npt.ArrayLike | None = None,  # [...]
+    class_weight: npt.ArrayLike | None = None,  # [V]
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -96,8 +99,9 @@ def cross_entropy(
     `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
     the gradient of sum(grad_loss * loss) by them.
 
-    Ignored tokens are in no block and give 0 (False) everywhere.  A target outside [0, V) that is not ignore_index
-    gives NaN for its loss, log_prob and gradient: what a GPU does, where raising would need a synchronisation.
+    Ignored tokens are in no block and give 0 (False, in argmax -1) everywhere.  A target outside [0, V) that is not
+    ignore_index gives NaN for its loss, log_prob, target_logit and gradient: what a GPU does, where raising would need
+    a synchronisation.
     """
     target = np.asarray(target)
     shape = target.shape
@@ -105,16 +109,18 @@ def cross_entropy(
     n_tokens = labels.size
     tau = np.broadcast_to(np.asarray(temperature, np.float64), shape).reshape(-1)
     tw = np.ones(n_tokens) if token_weight is None else np.asarray(token_weight, np.float64).reshape(-1)
+    cw = np.ones(vocab) if class_weight is None else np.asarray(class_weight, np.float64)
     kept = labels != ignore_index
 
     denominator = 1.0
     if reduction == "mean" and kept.any():
-        denominator = float(kept.sum() if normalizer is None else normalizer)
+        counted = cw[np.clip(labels[kept], 0, vocab - 1)].sum()
+        denominator = float((counted or 1.0) if normalizer is None else normalizer)
     upstream = np.broadcast_to(np.asarray(grad_loss, np.float64), shape if reduction == "none" else ()).reshape(-1)
     grad_token = np.broadcast_to(upstream / denominator, (n_tokens,)) * tw
 
-    token_loss, lse, log_prob, entropy = (np.zeros(n_tokens) for _ in range(4))
-    correct = np.zeros(n_tokens, bool)
+    token_loss, lse, log_prob, entropy, target_logit = (np.zeros(n_tokens) for _ in range(5))
+    correct, argmax = np.zeros(n_tokens, bool), np.full(n_tokens, -1)
     for r in blocks(np.flatnonzero(kept), vocab):
         y, i = labels[r], np.arange(len(r))
         in_range = (y >= 0) & (y < vocab)
@@ -131,20 +137,31 @@ def cross_entropy(
         log_prob[r] = (z[i, y] - shift) - log_total + nan_if_bad
         with np.errstate(divide="ignore", invalid="ignore"):
             entropy[r] = -np.where(p > 0, p * np.log(p), 0.0).sum(1)
-        correct[r] = (z.argmax(1) == y) & in_range
+        argmax[r] = z.argmax(1)
+        correct[r] = (argmax[r] == y) & in_range
+        target_logit[r] = z[i, y] + nan_if_bad
 
-        loss_r = -(1 - label_smoothing) * log_prob[r] if label_smoothing < 1 else nan_if_bad.copy()
+        loss_r = -(1 - label_smoothing) * cw[y] * log_prob[r] if label_smoothing < 1 else nan_if_bad.copy()
         if label_smoothing > 0:
-            loss_r += label_smoothing * (log_total - (z - shift[:, None]).mean(1))
+            below = (log_total + shift)[:, None] - z
+            loss_r += label_smoothing / vocab * (cw * np.where(cw > 0, below, 0)).sum(1)  # 0 * inf is not 0
         token_loss[r] = (loss_r + z_loss * lse[r] ** 2) * tw[r]
 
-        dz = p * (1 + 2 * z_loss * lse[r])[:, None] - label_smoothing / vocab
+        each = label_smoothing / vocab
+        factor = (1 - label_smoothing) * cw[y] + each * cw.sum()
+        dz = p * (factor + 2 * z_loss * lse[r])[:, None] - each * cw
         # p_y - 1 as -(sum of the others), which keeps its digits where p_y is nearly 1.
         others = e.sum(1, where=np.arange(vocab) != y[:, None]) / total
-        dz[i, y] = -others + 2 * z_loss * lse[r] * p[i, y] + label_smoothing * (1 - 1 / vocab)
+        dz[i, y] = -others * factor + 2 * z_loss * lse[r] * p[i, y] + each * (cw.sum() - cw[y])
         backward(r, dz * slope * (grad_token[r] + nan_if_bad)[:, None])
 
     loss = token_loss.reshape(shape) if reduction == "none" else token_loss.sum() / denominator
     return Loss(
-        np.asarray(loss), lse.reshape(shape), log_prob.reshape(shape), entropy.reshape(shape), correct.reshape(shape)
+        np.asarray(loss),
+        lse.reshape(shape),
+        log_prob.reshape(shape),
+        entropy.reshape(shape),
+        correct.reshape(shape),
+        argmax.reshape(shape),
+        target_logit.reshape(shape),
     )

@@ -31,6 +31,8 @@ class Problem:
     softcap: bool = False
     smoothing: float = 0.0
     """The part of the target's probability that is spread evenly."""
+    class_weight: bool = False
+    """A smoothed loss, or one with a z-loss, is weighed by class."""
     stats: bool = False
     """Statistics of the softmax that take memory: the entropy, with 'triton' also the likeliest entry."""
     more_stats: int = 0
@@ -80,9 +82,11 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     tokens, vocab, element = c.token_chunk, c.vocab_chunk, DTYPE_BYTES[p.dtype]
     narrow = p.device == "cuda" and p.dtype != "float32"
     backward = c.strategy != "forward"
-    # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read.  The
-    # gradient of linear_log_probs reads the entropy.
-    copies = 1 + int(p.stats and (p.ids > 0 or c.strategy != "recompute")) + int(p.softcap and backward)
+    # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read.  Beside
+    # the logits are exponentials, or logits weighed by class; the gradient of linear_log_probs reads the entropy.
+    weighed = p.class_weight and p.smoothing > 0
+    beside = (p.stats and (p.ids > 0 or c.strategy != "recompute")) or (weighed and c.strategy != "recompute")
+    copies = 1 + int(beside) + int(p.softcap and backward)
     tile_bytes = 4 * copies + (2 if narrow and backward else 0)
     if p.device == "cuda":
         row_bytes = element if backward else 0  # ignored rows zeroed, so that a NaN there can't leak
@@ -127,10 +131,10 @@ def needs(p: Problem, strategy: str) -> str:
 def scratch_at_least(p: Problem, strategy: str, sizes: tuple[int, int] = SMALLEST) -> int:
     """Bytes of scratch that `strategy` needs with chunks of [tokens, vocab] `sizes`; by default, to run at all.
 
-    'recompute' walks forward before, which takes more for the entropy.
+    'recompute' walks forward before, which takes more for the entropy and for class weights.
     """
     cut = max(1, min(p.tokens, sizes[0])), min(p.vocab, sizes[1])
-    walks = ("forward", strategy) if p.stats and strategy == "recompute" else (strategy,)
+    walks = ("forward", strategy) if (p.stats or p.class_weight) and strategy == "recompute" else (strategy,)
     return max(scratch_bytes(p, Config(walk, *cut)) for walk in walks)
 
 

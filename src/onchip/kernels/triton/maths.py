@@ -36,15 +36,20 @@ def expm1(x):
 
 
 @triton.jit
-def gradient_terms(lse, log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING: tl.constexpr):
+def gradient_terms(
+    lse, log_prob, row_factor, weight, class_total, label_smoothing, z_loss, V, SMOOTHING: tl.constexpr
+):  # fmt: skip
     """What the gradient of a token's V logits is made of: factor * exp2(z * log2(e) - lse2) - even, or at_target.
 
-    `row_factor` is what all of it is multiplied with.  Returns lse2, factor, even and at_target.
+    `row_factor` is what all of it is multiplied with.  Where classes have weights, `weight` is the target's,
+    `class_total` their sum, and each logit's is a factor of `even`; else None.  Returns lse2, factor, even, at_target.
     """
-    even = row_factor * (label_smoothing / V)
+    each = label_smoothing / V
+    of_p = 1.0 if class_total is None else (1 - label_smoothing) * weight + each * class_total
     # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
-    at_target = row_factor * (expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E))
+    at_target = row_factor * (of_p * expm1(log_prob) + 2 * z_loss * lse * tl.exp2(log_prob * LOG2E))
     if SMOOTHING:
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
-        at_target = at_target + row_factor * (label_smoothing - label_smoothing / V)
-    return lse * LOG2E, row_factor * (1 + 2 * z_loss * lse), even, at_target
+        rest = label_smoothing - each if class_total is None else each * (class_total - weight)
+        at_target = at_target + row_factor * rest
+    return lse * LOG2E, row_factor * (of_p + 2 * z_loss * lse), row_factor * each, at_target

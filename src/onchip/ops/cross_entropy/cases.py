@@ -10,6 +10,8 @@ import numpy.typing as npt
 from onchip.oracle.cases import (
     MODELS,
     Numbers,
+    class_cases,
+    draw_class_weight,
     draw_factors,
     draw_target,
     ignore_some,
@@ -42,6 +44,7 @@ class Inputs(NamedTuple):
     token_weight: npt.NDArray[np.float32] | None  # [T]
     temperature: npt.NDArray[np.float32] | None  # [T]
     grad_loss: npt.NDArray[np.float32]  # [T] for reduction="none", else []
+    class_weight: npt.NDArray[np.float32] | None  # [V]
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -58,7 +61,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     padding = np.full((tokens, case.sliced), np.nan, np.float32)
     ignore_some(case, target, rng)
     logits = np.concatenate([logits, padding], 1) if case.sliced else logits
-    return Inputs(logits, target, *draw_factors(case, rng))
+    return Inputs(logits, target, *draw_factors(case, rng), draw_class_weight(case, rng))
 
 
 _case = partial(named_case, Case)
@@ -73,6 +76,7 @@ CHECK_CASES = (
     *loss_cases(_of_logits, sliced=24),
     _case("sliced", 127, 1000, sliced=24),
 )
+CLASS_CASES = class_cases(_of_logits, sliced=24)
 LLAMA = "llama3.1-8b"
 # What `onchip bench` runs: by default a model's head and variants of it, a short vocabulary, and those of images,
 # characters or small tokenizers.

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from onchip.ops.cross_entropy import reference
-from onchip.ops.cross_entropy.cases import CHECK_CASES, make_inputs
+from onchip.ops.cross_entropy.cases import CHECK_CASES, CLASS_CASES, make_inputs
 from onchip.oracle.checks import Checker, kernel_refusals, op_in, plain_cross_entropy
 
 plain_refusals = partial(kernel_refusals, "onchip.kernels.triton.launch:device_refusal")
@@ -24,7 +24,7 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(case),
     oracle=reference.cross_entropy,
     call=_call,
-    cases=CHECK_CASES,
+    cases=(*CHECK_CASES, *CLASS_CASES),
     # With a new gradient and, in PyTorch, one over the logits.
     hows=lambda fw: [{"inplace": x} for x in (False, True)] if fw.NAME == "torch" else [{}],
     refusals=plain_refusals,

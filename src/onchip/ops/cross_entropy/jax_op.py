@@ -34,6 +34,7 @@ def cross_entropy(
     reduction: str = "mean",
     normalizer: Any = None,
     token_weight: Any = None,  # [...]
+    class_weight: Any = None,  # [V]
     label_smoothing: Any = 0.0,
     z_loss: Any = 0.0,
     softcap: Any = None,
@@ -59,8 +60,9 @@ def cross_entropy(
             the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
             64-bit mode is off.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `label_smoothing`, `z_loss`, `softcap`,
-            `logit_scale`, `temperature` (a number or [...]) and `return_stats`: as in `linear_cross_entropy`.
+        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
+            logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]) and
+            `return_stats`: as in `linear_cross_entropy`.
         backend: "xla" (plain JAX, on any device) or "auto".
         scratch_bytes: bound on the temporary memory, the gradient not counted, given as in `linear_cross_entropy`.
             Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at least what a useful chunk of
@@ -103,7 +105,7 @@ def cross_entropy(
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(labels.size, vocab)
-    constants = Constants.of(labels, vocab, options, token_weight, normalizer, numbers)
+    constants = Constants.of(labels, vocab, options, token_weight, normalizer, class_weight, numbers)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())
@@ -123,11 +125,12 @@ def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constant
         softcap=constants.transform.softcap is not None,
         stats=static.options.return_stats,
         smoothing=constants.loss.label_smoothing is not None,
+        class_weight=constants.class_weight is not None,
         xla=True,
     )
     chunk = row_memory.plan(problem, "", static.options.scratch_bytes)
     call = constants.call(static.options.reduction, Logits.of(logits), select_tokens(constants.labels, chunk))
-    wanted = constants.loss.wanted(static.options.return_stats)
+    wanted = constants.loss.wanted(static.options.return_stats, constants.class_weight is not None)
     stats = statistics(Config("forward", chunk, vocab), wanted, call)
     # The logits as they came: of 16-bit ones `call.source` may be a copy.
     saved = Planned((logits, call._replace(source=None), TokenStats(stats.lse, stats.log_prob)), chunk)
@@ -144,7 +147,8 @@ def _backward(static: Static, needs: bool, saved: Planned, cotangents: Outputs) 
     def step(start: Any, z: jax.Array) -> tuple[tuple[()], list[jax.Array]]:
         stats, of_chunk, ids = cut_rows((known, gradient, call.ids), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
-        return (), [logits_gradient(z, slope, stats, of_chunk, ids, Columns(0, source.vocab))]
+        columns = Columns(0, source.vocab)
+        return (), [logits_gradient(z, slope, stats, of_chunk, ids, columns, call.class_weight)]
 
     _, (bits,) = by_rows(chunk, call.tokens, [source], [True], (), step)
     return source.floats(bits)

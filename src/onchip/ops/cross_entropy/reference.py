@@ -17,6 +17,8 @@ class Result(NamedTuple):
     log_prob: Array
     entropy: Array
     correct: npt.NDArray[np.bool_]
+    argmax: Indices
+    target_logit: Array
     grad_logits: Array
 
 

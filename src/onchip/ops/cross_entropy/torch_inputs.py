@@ -21,6 +21,7 @@ class Call(NamedTuple):
     token_weight: Tensor | None  # [...]
     token_temperature: Tensor | None  # [...] or []
     normalizer: Tensor | None  # []
+    class_weight: Tensor | None  # [V] float32, contiguous; None where token_weight has it
     options: Options
     grads: tuple[bool, ...]  # of logits
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
+from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     DTYPES,
+    check_class_weight,
     check_normalizer,
     check_tensors,
     choose_torch_backend,
@@ -36,7 +37,7 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs as LossOutputs
-from onchip.vocab.torch.loss import asked_by
+from onchip.vocab.torch.loss import Weights, asked_by
 from onchip.vocab.torch.tiles import Tokens
 
 # Best first: the order in which "auto" asks them.
@@ -51,6 +52,7 @@ def cross_entropy(
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     token_weight: Tensor | None = None,  # [...]
+    class_weight: Tensor | None = None,  # [V]
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -76,9 +78,9 @@ def cross_entropy(
         logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
             hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `label_smoothing`, `z_loss`, `softcap`,
-            `logit_scale`, `temperature` (a number or [...]), `check_inputs` and `return_stats`: as of
-            `linear_cross_entropy`.
+        ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
+            logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
+            `check_inputs` and `return_stats`: as of `linear_cross_entropy`.
         inplace_backward: let backward write the gradient over the logits: **after it they are gone**.  The logits must
             be computed (no leaf or view of one, nor expanded).  What else has saved them for its backward raises there
             instead of using the wrong numbers.  A graph that is kept (retain_graph, create_graph) leaves them alone
@@ -122,9 +124,15 @@ def cross_entropy(
     """
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(
-        OP, logits=logits, target=target, token_weight=token_weight, temperature=per_token_temperature
+        OP,
+        logits=logits,
+        target=target,
+        token_weight=token_weight,
+        class_weight=class_weight,
+        temperature=per_token_temperature,
     )
     spec.check_shapes(shapes_of(tensors), "target")
+    check_class_weight(OP, tensors, "logits")
     options = Options(
         ignore_index=ignore_index,
         reduction=reduction,
@@ -139,20 +147,28 @@ def cross_entropy(
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
+    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
     chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
     if inplace_backward:
         check_inplace(logits)
-    call = Call(logits, target, token_weight, per_token_temperature, normalizer, options, needed(logits))
+    call = Call(
+        logits=logits,
+        target=target,
+        token_temperature=per_token_temperature,
+        options=options,
+        grads=needed(logits),
+        **weights._asdict(),
+    )
     out = OPERATORS[chosen](call).out
-    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, out.stats()) if return_stats else out.loss
 
 
 class CrossEntropyLoss(LossModule):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
     Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
-    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights and targets of probabilities are
-    not supported, and the mean of no tokens is 0, not NaN.
+    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights go to `forward`, targets of
+    probabilities are not supported, and the mean of no tokens is 0, not NaN.
 
     Example:
         >>> import torch
@@ -188,10 +204,13 @@ class CrossEntropyLoss(LossModule):
         *,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
+        class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `cross_entropy`, these overriding the module's."""
-        keywords = self.keywords(normalizer=normalizer, token_weight=token_weight, temperature=temperature)
+        keywords = self.keywords(
+            normalizer=normalizer, token_weight=token_weight, class_weight=class_weight, temperature=temperature
+        )
         return cross_entropy(logits, target, **keywords)
 
 
@@ -202,7 +221,7 @@ def _forward(call: Call) -> Outputs:
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
     rows = torch_rows.Rows(call.logits)
     config = Config("forward", _chunk(call, tokens), rows.vocab)
-    stats = walk.forward(rows, options, tokens, config, asked_by(options))
+    stats = walk.forward(rows, options, tokens, config, asked_by(options, call.class_weight))
     return Outputs(LossOutputs.of(options, stats, tokens, call.target.shape))
 
 
@@ -238,6 +257,7 @@ def _chunk(call: Call, tokens: Tokens) -> int:
         grad=call.grads[0],
         softcap=options.softcap is not None,
         stats=options.return_stats,
+        class_weight=call.class_weight is not None and options.label_smoothing > 0,
         gathered=not flat or (tokens.index is not None and logits.dtype != torch.float32),
     )
     return row_memory.plan(problem, "", options.scratch_bytes)

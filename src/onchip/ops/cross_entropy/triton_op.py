@@ -40,7 +40,15 @@ def fused(call: Call) -> bool:
 def forward(call: Call) -> Outputs:
     logits, options, tokens = call.logits, call.options, call.target.numel()
     if options.scratch_bytes is not None:
-        problem = Problem(tokens, logits.shape[-1], DTYPES[logits.dtype], "cuda", grad=call.grads[0], triton=True)
+        problem = Problem(
+            tokens,
+            logits.shape[-1],
+            DTYPES[logits.dtype],
+            "cuda",
+            grad=call.grads[0],
+            triton=True,
+            class_weight=call.class_weight is not None,
+        )
         row_memory.plan(problem, "", options.scratch_bytes)
     if options.check_inputs:
         call.tokens(check_values=True)  # for its checks alone
@@ -54,7 +62,7 @@ def forward(call: Call) -> Outputs:
     if tokens > 0:
         launch_rows(
             "losses", logits, made.gradient, call.target, call.token_weight, call.token_temperature, options,
-            **out._asdict(), divisor=divisor,
+            class_weight=call.class_weight, **out._asdict(), divisor=divisor,
         )  # fmt: skip
     if options.reduction != "none":
         out = out._replace(loss=reduce_losses(losses, None, divisor, mean=mean))
@@ -80,8 +88,8 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         with device_of(out):
             launch_rows(
                 "gradients", out if kept.overwrites else call.logits, out, call.target, call.token_weight,
-                call.token_temperature, call.options, divisor=kept.divisor, lse=flat(kept.lse),
-                log_prob=flat(kept.log_prob), grad_loss=flat(grad_loss),
+                call.token_temperature, call.options, class_weight=call.class_weight, divisor=kept.divisor,
+                lse=flat(kept.lse), log_prob=flat(kept.log_prob), grad_loss=flat(grad_loss),
                 PER_TOKEN=call.options.reduction == "none", UNLESS_ONE=fused(call),
             )  # fmt: skip
         if kept.overwrites:  # kernels write past autograd

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from onchip.oracle.cases import MODELS, Case, Inputs, loss_cases, make_inputs, named_case, softmax_cases
+from onchip.oracle.cases import MODELS, Case, Inputs, class_cases, loss_cases, make_inputs, named_case, softmax_cases
 
 __all__ = ["CHECK_CASES", "MODELS", "SUITES", "Case", "Inputs", "make_inputs"]
 
@@ -13,6 +13,9 @@ CHECK_CASES = (
     *loss_cases(_case, bias=True),
     _case("bias", 127, 64, 1000, bias=True),
 )
+
+
+CLASS_CASES = class_cases(_case, bias=True, softcap=15.0)
 
 
 @dataclass(frozen=True)

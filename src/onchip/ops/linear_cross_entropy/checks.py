@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onchip.ops.linear_cross_entropy import reference
-from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, make_inputs
+from onchip.ops.linear_cross_entropy.cases import CHECK_CASES, CLASS_CASES, make_inputs
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_cross_entropy
 
 
@@ -17,7 +17,9 @@ def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, 
     from onchip.vocab.memory import Problem
 
     given = {"hidden": 128, "vocab": 1024, "weight_layout": "vh", "strategy": "auto", **given}
-    problem = Problem(1, given["hidden"], given["vocab"], dtype=dtype, device=device, compacted=True)
+    weighed = bool(given.get("class_weight") and (given.get("label_smoothing") or given.get("z_loss")))
+    sizes = 1, given["hidden"], given["vocab"]
+    problem = Problem(*sizes, dtype=dtype, device=device, compacted=True, class_weight=weighed)
     return refusals(problem, platform_of(device), given["weight_layout"], given["strategy"])
 
 
@@ -40,7 +42,7 @@ CHECKER = Checker(
     inputs=lambda case, dtype: make_inputs(case),
     oracle=reference.linear_cross_entropy,
     call=_call,
-    cases=CHECK_CASES,
+    cases=(*CHECK_CASES, *CLASS_CASES),
     hows=lambda fw: [{"strategy": x} for x in ("stash", "recompute")],
     refusals=plain_refusals,
     plain=lambda fw, how, **given: {"loss": plain_linear_cross_entropy(**given)},

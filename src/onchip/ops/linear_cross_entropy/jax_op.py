@@ -54,6 +54,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     normalizer: Any = None,
     token_weight: Any = None,  # [...]
+    class_weight: Any = None,  # [V]
     label_smoothing: Any = 0.0,
     z_loss: Any = 0.0,
     softcap: Any = None,
@@ -88,6 +89,9 @@ def linear_cross_entropy(
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
+        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[label] of lse - z[label]
+            and w[v] of each lse - z[v] that label smoothing adds; z-loss has none.  "mean" then divides by the sum of
+            w[label] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
         label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
@@ -107,10 +111,13 @@ def linear_cross_entropy(
         backend: "mosaic_gpu" (kernels for Hopper, bfloat16 and float16), "xla" (plain JAX, on any device), or "auto":
             the first of these that can run.  By name alone: "triton", the PyTorch op's kernels through jax-triton, for
             NVIDIA GPUs of compute capability 8.0 and later, [V, H] weights in bfloat16 or float16 and "recompute".
-        return_stats: also return float32 per-token statistics.
+            The kernels take a class_weight only without label_smoothing and z_loss.
+        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
+            differentiable has `linear_log_probs`.
 
     The numbers normalizer, label_smoothing, z_loss, softcap, logit_scale and temperature may be 0-d arrays, traced or
-    not: a new value then compiles nothing anew, but isn't checked.  They and token_weight are constants to autodiff.
+    not: a new value then compiles nothing anew, but isn't checked.  They, token_weight and class_weight are
+    constants to autodiff.
 
     Returns:
         The float32 loss, 0-d or of labels' shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -150,8 +157,7 @@ def linear_cross_entropy(
     numbers = checked_numbers(OP, options, given)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
-    constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, numbers)
-    constants = constants.shifted(labels.shape) if shift else constants
+    constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, class_weight, numbers, shift)
     projection, constants = vary_alike((projection, constants))
     static = Static(options, platform())
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
@@ -178,6 +184,7 @@ def _problem(static: Static, projection: Projection, constants: Constants, needs
         per_token_loss=static.options.reduction == "none",
         smoothing=constants.loss.label_smoothing is not None,
         stats=static.options.return_stats,
+        class_weight=constants.class_weight is not None,
     )
 
 
@@ -188,7 +195,8 @@ def _forward(
     problem = _problem(static, projection, constants, needs)
     plan = backend.plan(problem, static.options.strategy, static.options.scratch_bytes)
     call = constants.call(static.options.reduction, projection, backend.select(plan, constants.labels))
-    run = partial(backend.forward, plan, constants.loss.wanted(static.options.return_stats), needs)
+    wanted = constants.loss.wanted(static.options.return_stats, constants.class_weight is not None)
+    run = partial(backend.forward, plan, wanted, needs)
     stats, saved = _each(backend, run)(call)
     return call.outputs(static.options.reduction, stats), Planned(saved, plan)
 

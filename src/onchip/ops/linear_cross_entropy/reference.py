@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import reference
-from onchip.oracle.reference import Array, Linear
+from onchip.oracle.reference import Array, Indices, Linear
 
 
 class Result(NamedTuple):
@@ -17,6 +17,8 @@ class Result(NamedTuple):
     log_prob: Array
     entropy: Array
     correct: npt.NDArray[np.bool_]
+    argmax: Indices
+    target_logit: Array
     grad_hidden: Array
     grad_weight: Array
     grad_bias: Array

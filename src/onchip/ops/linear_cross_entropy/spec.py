@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from onchip.frontend.options import LossOptions, Shapes, check_head, check_options, check_tokens
+from onchip.frontend.options import LossOptions, Shapes, check_class_weight, check_head, check_options, check_tokens
 
 OP = "linear_cross_entropy"
 STRATEGIES = ("auto", "stash", "recompute")
@@ -31,9 +31,9 @@ def check_shift(options: Options, shapes: Shapes, target: str) -> None:
 
 
 def check_shapes(shapes: Shapes, target: str, layout: str | None = None) -> None:
-    """Raise ValueError unless hidden is [..., H], weight [V, H], bias [V], and what is by token [...].
+    """Raise ValueError unless hidden is [..., H], weight [V, H], bias and class_weight [V], and what is by token [...].
 
     `target` is the front end's word for targets.  JAX's, whose weight may be [H, V], gives its weight_layout.
     """
-    check_head(OP, shapes, layout=layout)
+    check_class_weight(OP, shapes, check_head(OP, shapes, layout=layout))
     check_tokens(OP, shapes, target, "hidden")

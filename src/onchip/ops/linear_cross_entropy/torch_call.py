@@ -19,6 +19,7 @@ class Call(LinearCall):
 
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
+    class_weight: Tensor | None  # [V] float32, contiguous; None where token_weight has it
     weight_grad_out: Tensor | None  # [V, H] float32; used in backward
     options: Options
 
@@ -42,6 +43,7 @@ class Call(LinearCall):
             "op": OP,
             "per_token_loss": self.options.reduction == "none",
             "smoothing": self.options.label_smoothing,
+            "class_weight": self.class_weight is not None,
             "stats": self.options.return_stats,
             "weight_grad_out": self.weight_grad_out is not None,
         }

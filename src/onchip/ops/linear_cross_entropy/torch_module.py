@@ -222,8 +222,9 @@ def _parameters(op: str, head: Any) -> tuple[Tensor, Tensor | None]:
 
 def _require_whole(op: str, weight: Tensor) -> None:
     """Raise for a weight that is sharded, or was freed."""
-    whole = type(weight) in (Tensor, Parameter) or not is_dtensor(weight)
-    if whole and not torch.compiler.is_compiling() and not weight.is_meta:
+    plain = type(weight) in (Tensor, Parameter)
+    whole = plain or not is_dtensor(weight)
+    if plain and not torch.compiler.is_compiling() and not weight.is_meta:
         whole = weight.ndim == 2 and weight.untyped_storage().nbytes() > 0
     if not whole:
         raise RuntimeError(

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import LossStats, scratch_in_bytes, shapes_of
+from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
+    check_class_weight,
     check_normalizer,
     check_tensors,
     check_weight_grad_out,
@@ -31,7 +32,7 @@ from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
-from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.loss import Outputs, Weights, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.triton import setup
 
@@ -49,6 +50,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     token_weight: Tensor | None = None,  # [...]
+    class_weight: Tensor | None = None,  # [V]
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -88,6 +90,10 @@ def linear_cross_entropy(
             accumulation, the count over all micro-batches.  Where every token is ignored any 0-d tensor will do.  A
             constant to autograd.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.  A constant.
+        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, as `F.cross_entropy(weight=)`
+            has them: w[target] of lse - z[target], and w[v] of each lse - z[v] that label smoothing adds; z-loss has
+            none.  "mean" then divides by the sum of w[target] over tokens that are not ignored (by 1 where that is 0),
+            unless there is a normalizer.  A constant.
         label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
@@ -106,13 +112,15 @@ def linear_cross_entropy(
             and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
             matrix products) or "auto": the first of these that can run.
-        return_stats: also return float32 per-token statistics.
+        return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
+            differentiable has `linear_log_probs`.
         weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
             its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
-            must not be "recompute".  Backend "triton" then needs compute capability 9.0; "torch" emulates the same on
-            any device by products of the dequantised numbers.
+            must not be "recompute", and a class_weight goes without label_smoothing and z_loss.  Backend "triton" then
+            needs compute capability 9.0; "torch" emulates the same on any device by products of the dequantised
+            numbers.
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
@@ -149,9 +157,10 @@ def linear_cross_entropy(
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     if matrix is not weight and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
-    constants = {"token_weight": token_weight, "temperature": per_token_temperature}
+    constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": per_token_temperature}
     tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
     spec.check_shapes(shapes_of(tensors), "target")
+    check_class_weight(OP, tensors, "weight")
     options = Options(
         shift=shift,
         ignore_index=ignore_index,
@@ -171,16 +180,19 @@ def linear_cross_entropy(
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
+    shifted_bytes = 0
+    if shift:
+        # int64 holds every ignore_index.
+        target = _next(target, ignore_index, torch.int64)
+        token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
+        shifted_bytes = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
+    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
     chosen = precision
     if precision == "full":
         refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     copied = copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
-    if shift:
-        # int64 holds every ignore_index.
-        target = _next(target, ignore_index, torch.int64)
-        token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
-        copied += sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
+    copied += shifted_bytes
     call = Call(
         hidden=hidden,
         weight=matrix,
@@ -192,8 +204,7 @@ def linear_cross_entropy(
         grads=needed(hidden, matrix, bias),
         copied=copied,
         compiled=torch.compiler.is_compiling(),
-        token_weight=token_weight,
-        normalizer=normalizer,
+        **weights._asdict(),
         weight_grad_out=weight_grad_out,
     )
     operator: Operator[Any, Any]
@@ -214,7 +225,7 @@ def linear_cross_entropy(
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out
-    return (out.loss, LossStats._make(out[1:])) if return_stats else out.loss
+    return (out.loss, out.stats()) if return_stats else out.loss
 
 
 def _next(x: Tensor, last: int, dtype: torch.dtype) -> Tensor:
@@ -268,12 +279,17 @@ class LinearCrossEntropyLoss(LossModule):
         *,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
+        class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
         weight_grad_out: Tensor | None = None,  # [V, H] float32
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
-            normalizer=normalizer, token_weight=token_weight, temperature=temperature, weight_grad_out=weight_grad_out
+            normalizer=normalizer,
+            token_weight=token_weight,
+            class_weight=class_weight,
+            temperature=temperature,
+            weight_grad_out=weight_grad_out,
         )
         return linear_cross_entropy(hidden, weight, target, bias, **keywords)
 
@@ -310,7 +326,7 @@ class Kept(NamedTuple):
 def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
-    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options))
+    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options, call.class_weight))
     return TorchOutputs(Outputs.of(call.options, stats, tokens, call.target.shape), Stash())
 
 
@@ -329,7 +345,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss
     row, grad_scale = scaled_rows(tokens, call.options, each * tokens.inverse_count, call.operand)
     lse, log_prob = (tokens.take(x.reshape(-1)) for x in (kept.lse, kept.log_prob))
-    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], vocab, tokens.kept)
+    gradient = loss_gradient(call.options, row, lse, log_prob[:, None], vocab, tokens.kept, tokens.classes)
     config = call.plan("recompute", tokens)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale, weight_grad_out=call.weight_grad_out)
 
@@ -366,10 +382,12 @@ def _stash(call: Call) -> TorchOutputs:
     row, grad_scale = scaled_rows(tokens, options, tokens.inverse_count, call.operand)
 
     def gradient(lse: Tensor, log_prob: Tensor, t0: int, t1: int) -> TokenGradient:
-        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0])
+        classes = None if tokens.classes is None else tokens.classes.part(t0, t1)
+        return loss_gradient(options, row[t0:t1], lse, log_prob, call.weight.shape[0], classes=classes)
 
     config = call.plan("stash", tokens)
-    stats, made = walk.stash(call, tokens, config, gradient, asked_by(options), grad_scale=grad_scale)
+    asked = asked_by(options, call.class_weight)
+    stats, made = walk.stash(call, tokens, config, gradient, asked, grad_scale=grad_scale)
     return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape), Stash(*made))
 
 

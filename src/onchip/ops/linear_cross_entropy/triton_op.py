@@ -44,7 +44,7 @@ def _forward(call: Call) -> TritonOutputs:
     if options.check_inputs:
         call.tokens(check_values=True)
     saved = setup.make_saved(call, config)
-    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out)
+    run = setup.make_run(call, options, saved.vectors, call.weight_grad_out, call.class_weight)
     token_weight = setup.flat(call.token_weight)
     out = walks.forward(run, call, config, saved, asked=Asked(entropy=options.return_stats), token_weight=token_weight)
     losses, correct = walks.losses(run, out, token_weight)
@@ -52,7 +52,7 @@ def _forward(call: Call) -> TritonOutputs:
     if options.reduction != "none":
         number, mean = run.vectors.number, options.reduction == "mean"
         loss = reduce_losses(losses, number, _divisor(call, number), mean=mean)
-    made = (out.lse, out.log_prob, out.entropy, correct)
+    made = (out.lse, out.log_prob, out.entropy, correct, out.top1)
     return TritonOutputs(Outputs(loss, *(None if x is None else x.view(shape) for x in made)), saved)  # type: ignore[arg-type]
 
 
@@ -75,7 +75,7 @@ def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     call, (grad_loss,) = kept.call, upstream
     assert grad_loss is not None
-    run = setup.make_run(call, call.options, kept.saved.vectors, call.weight_grad_out)
+    run = setup.make_run(call, call.options, kept.saved.vectors, call.weight_grad_out, call.class_weight)
     known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
     divisor, weight = _divisor(call, run.vectors.number), setup.flat(call.token_weight)
     by_output = walks.loss_gradients(run, known, grad_loss, divisor, weight)

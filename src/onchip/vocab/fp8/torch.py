@@ -92,6 +92,8 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Output
     for x, value in zip(out, made, strict=False):
         assert x is not None
         x.copy_(tokens.mask(value))
+    if out.argmax is not None:
+        out.argmax.copy_(tokens.mask(stats.argmax, -1))
     if not into.wanted:
         return
     row, _ = scaled_rows(tokens, options, tokens.inverse_count, torch.float32)

@@ -126,6 +126,8 @@ def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if p.dtype == "float32":
         return "its products are of bfloat16 or float16; float32 operands would be rounded to tf32"
+    if p.class_weight:
+        return "it takes class_weight only without label_smoothing and z_loss; leave those out, or pass backend='xla'"
     # Mosaic cuts matrices in device memory into tiles of 8 rows and 128 bytes.  Where one has a single column of tiles,
     # what is copied to columns beyond lands in that one.
     vocab = 8 if weight_layout == "vh" else 64

@@ -19,6 +19,7 @@ def launch_rows(
     token_weight: Tensor | None,  # [...]
     token_temperature: Tensor | None,  # [...] or []
     options: Any,
+    class_weight: Tensor | None = None,  # [V] float32, contiguous
     **more: Any,
 ) -> None:
     """Launch a kernel of onchip.vocab.rows.triton, with an op's `options`; `more` are its other arguments."""
@@ -39,6 +40,8 @@ def launch_rows(
         "logits": logits,
         "target": target.reshape(-1).to(torch.int64).contiguous(),
         "token_weight": flat(token_weight),
+        "class_weight": class_weight,
+        "class_total": None if class_weight is None else class_weight.sum(),
         "temperature": None if token_temperature is None else flat(token_temperature.expand(target.shape)),
         "target_logit": None,
         "terms_out": None,

@@ -24,6 +24,8 @@ class Problem:
     softcap: bool = False
     stats: bool = False
     smoothing: bool = False
+    class_weight: bool = False
+    """The loss is weighed by class, and with "torch" smoothed."""
     gathered: bool = False
     """Rows are copied in their own dtype before they are widened: those of 16-bit logits where some tokens are ignored
     and left out (on the CPU alone), and those of logits whose leading dimensions can't be flattened in place."""
@@ -43,13 +45,14 @@ def logits_bytes(p: Problem) -> int:
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     if p.triton:
-        return {"vectors": 48 * p.tokens}
-    # A chunk in float32; beside it, in forward the exponentials for the entropy, in backward the softcap's derivative.
-    copies = 1 + int(p.stats or (p.softcap and p.grad))
+        return {"vectors": 48 * p.tokens + 4 * p.vocab * p.class_weight}
+    # A chunk in float32; beside it, in forward the exponentials for the entropy or logits weighed by class, in backward
+    # the softcap's derivative.
+    copies = 1 + int(p.stats or p.class_weight or (p.softcap and p.grad))
     if p.xla:
         narrow = p.device == "cpu" and p.dtype != "float32"
-        # Differences to the maximum that are summed have a tile of their own.
-        tiles = 1 + int(p.stats or p.smoothing)
+        # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed.
+        tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight)
         return {
             "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,

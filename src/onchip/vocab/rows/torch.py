@@ -85,7 +85,9 @@ def backward(
     """Write the gradient of the logits to `out`, which may be `logits`."""
     n, vocab = tokens.number, logits.shape[-1]
     row, _ = scaled_rows(tokens, options, upstream, torch.float32)
-    gradient = loss_gradient(options, row, tokens.take(lse), tokens.take(log_prob)[:, None], vocab, tokens.kept)
+    gradient = loss_gradient(
+        options, row, tokens.take(lse), tokens.take(log_prob)[:, None], vocab, tokens.kept, tokens.classes
+    )
     source, target = Rows(logits), Rows(out)
     tile = Tile(min(n, chunk) * vocab, logits, slope=options.softcap is not None)
     for start, stop in spans(n, chunk):

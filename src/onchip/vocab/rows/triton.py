@@ -61,6 +61,16 @@ def _read(
 
 
 @triton.jit
+def _read_weights(
+    class_weight, first, V, SIZE: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, MASKED: tl.constexpr
+):
+    """The weights of a tile's classes; 0 from V on."""
+    steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
+    at = class_weight + first + lanes + steps
+    return tl.load(at, mask=steps < V - first - lanes, other=0.0) if MASKED else tl.load(at)
+
+
+@triton.jit
 def _squash(raw, inner_scale):
     x = raw.to(tl.float32)
     return x if inner_scale is None else tanh(x * inner_scale)
@@ -72,15 +82,15 @@ def _absorb(
     first,
     V,
     y,  # the target's column, negative if it has none
-    x_y,  # the target's x
     k2,
     inner_scale,
+    class_weight,  # [V] float32
     reference,
     top,  # [LANES] largest x but the target's
     others,  # [LANES] sum of exp(z - z of top), but the target's
-    offsets,  # [LANES] sum of x - reference
+    offsets,  # [LANES] sum of x - reference, weighed by class
     moments,  # [LANES] sum of exp(z - z of top) * (z - z of top) * log2(e), but the target's
-    better,  # [LANES] whether an x comes before the target's in order of size, then of column
+    index,  # [LANES] column of top, the first one
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -97,14 +107,20 @@ def _absorb(
         out = out | outside
     if SMOOTHING:
         offset = x - reference
-        if MASKED:
+        if class_weight is not None:
+            weights = _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
+            # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+            offset = tl.where(weights > 0, offset * weights, 0.0)
+        elif MASKED:
             offset = tl.where(outside, 0.0, offset)
         offsets += tl.sum(tl.sum(offset, 2), 0)
     x = tl.where(out, float("-inf"), x)
+    largest = tl.max(tl.max(x, 2), 0)
     if STATS:
-        before = (x > x_y) | ((x == x_y) & (steps < y - first - lanes))
-        better = tl.maximum(better, tl.max(tl.max(before.to(tl.int32), 2), 0))
-    new_top = tl.maximum(top, tl.max(tl.max(x, 2), 0))
+        at_largest = tl.where(x == largest[None, :, None], steps, SIZE)
+        column = first + tl.arange(0, LANES) * UNIT + tl.min(tl.min(at_largest, 2), 0)
+        index = tl.where(largest > top, column, index)
+    new_top = tl.maximum(top, largest)
     drop = tl.maximum((top - new_top) * k2, _NOTHING)
     decay = tl.exp2(drop)
     d = (x - new_top[None, :, None]) * k2
@@ -113,7 +129,7 @@ def _absorb(
         # p log p is 0 at p = 0, and 0 * -inf is not.
         moments = decay * (moments + others * drop) + tl.sum(tl.sum(e * tl.maximum(d, _NOTHING), 2), 0)
     others = others * decay + tl.sum(tl.sum(e, 2), 0)
-    return new_top, others, offsets, moments, better
+    return new_top, others, offsets, moments, index
 
 
 @triton.jit
@@ -126,6 +142,7 @@ def _write(
     y,
     k2,
     inner_scale,
+    class_weight,  # [V] float32
     terms,  # of `gradient_terms`
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
@@ -138,8 +155,10 @@ def _write(
     steps, lanes = _steps(SIZE, LANES, UNIT), _lanes(LANES, UNIT)
     x = _squash(raw, inner_scale)
     g = tl.exp2(x * k2 - lse2) * factor
-    if SMOOTHING:
+    if SMOOTHING and class_weight is None:
         g -= even
+    elif SMOOTHING:
+        g -= even * _read_weights(class_weight, first, V, SIZE, LANES, UNIT, MASKED)
     g = tl.where(steps == y - first - lanes, at_target, g)
     if inner_scale is not None:
         g *= 1 - x * x
@@ -177,6 +196,8 @@ def losses(
     logits,  # [T, V] in rows of any place, the columns of stride logits_stride
     target,  # [T] int64
     token_weight,  # [T] float32
+    class_weight,  # [V] float32
+    class_total,  # [] float32: their sum
     temperature,  # [T] float32
     divisor,  # [] float32: what the reduced loss is divided by
     target_logit,  # [T] float32: what is taken for the target's logit, whatever `logits` holds there
@@ -185,6 +206,7 @@ def losses(
     log_prob,
     entropy,
     correct,  # [T] bool out
+    argmax,  # [T] int64 out; -1 for ignored tokens
     out,  # [T, V] out: gradient of the reduced loss, contiguous
     terms_out,  # [5, T] float32 out: what the gradient is made with; see `_store_terms`
     T,
@@ -227,6 +249,7 @@ def losses(
             if entropy is not None:
                 tl.store(entropy + row, 0.0)
                 tl.store(correct + row, False)
+                tl.store(argmax + row, -1)
             if terms_out is not None:
                 # exp2(z - inf) is 0, without a mask for each of the logits.
                 _store_terms(terms_out + row, T, outer_scale * LOG2E, float("inf"), 0.0, 0.0, 0.0)
@@ -251,18 +274,20 @@ def losses(
             others = tl.zeros([LANES], tl.float32)
             offsets = tl.zeros([LANES], tl.float32)
             moments = tl.zeros([LANES], tl.float32)
-            better = tl.zeros([LANES], tl.int32)
+            index = tl.zeros([LANES], tl.int32)
             if LOOP:
                 for i in tl.range(0, loops, num_stages=STAGES):
                     raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, AGAIN)
-                    top, others, offsets, moments, better = _absorb(
-                        raw, i * TILE, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+                    top, others, offsets, moments, index = _absorb(
+                        raw, i * TILE, V, y, k2, inner_scale, class_weight, reference, top, others, offsets, moments,
+                        index,
                         TILE, LANES, UNIT, False, SMOOTHING, entropy is not None,
                     )  # fmt: skip
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, AGAIN)
-            top, others, offsets, moments, better = _absorb(
-                last, first, V, y, x_y, k2, inner_scale, reference, top, others, offsets, moments, better,
+            top, others, offsets, moments, index = _absorb(
+                last, first, V, y, k2, inner_scale, class_weight, reference, top, others, offsets, moments,
+                        index,
                 TILE, LANES, UNIT, True, SMOOTHING, entropy is not None,
             )  # fmt: skip
 
@@ -285,13 +310,18 @@ def losses(
             row_log_prob = tl.where(good, (x_y - lead) * k - log_total, float("nan"))
             # All of it smoothed, a target of probability 0 is not to make it 0 * inf.
             value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * row_log_prob, 0.0)
+            of_class, of_all = None, None
+            if class_weight is not None:
+                of_class, of_all = tl.load(class_weight + tl.maximum(y, 0)), tl.load(class_total)
+                value *= of_class
             value += z_loss * row_lse * row_lse
             if SMOOTHING:
                 offset = tl.sum(offsets, 0)
                 if target_logit is not None:
                     stored = tl.load(from_row + tl.maximum(y, 0).to(tl.int64) * logits_stride)
                     offset -= _squash(stored, inner_scale) - reference
-                value += label_smoothing * (log_total - (offset / V + (reference - lead)) * k)
+                share = 1.0 if of_all is None else of_all / V
+                value += label_smoothing * (log_total * share - (offset / V + (reference - lead) * share) * k)
             weight = 1.0
             if token_weight is not None:
                 weight = tl.load(token_weight + row)
@@ -300,14 +330,19 @@ def losses(
             tl.store(log_prob + row, row_log_prob)
             if entropy is not None:
                 tl.store(entropy + row, log_total - moment / ((rest + own) * LOG2E))
-                tl.store(correct + row, good & (tl.max(better, 0) == 0) & (row_lse == row_lse))
+                other = tl.min(tl.where(top == best, index, 2**31 - 1), 0)
+                leads = good & ((x_y > best) | ((x_y == best) & (y < other)))
+                tl.store(correct + row, leads & (row_lse == row_lse))
+                tl.store(argmax + row, tl.where(leads, y, other).to(tl.int64))
 
             if (out is not None) or (terms_out is not None):
                 row_factor = weight / tl.load(divisor) * logit_scale
                 if temperature is not None:
                     row_factor = row_factor / tl.load(temperature + row)
                 row_factor = tl.where(good, row_factor, float("nan"))
-                terms = gradient_terms(row_lse, row_log_prob, row_factor, label_smoothing, z_loss, V, SMOOTHING)
+                terms = gradient_terms(
+                    row_lse, row_log_prob, row_factor, of_class, of_all, label_smoothing, z_loss, V, SMOOTHING
+                )
             if terms_out is not None:
                 lse2, factor, even, at_target = terms
                 if inner_scale is not None:
@@ -317,12 +352,30 @@ def losses(
                 if LOOP:
                     # As the other tiles: the registers are needed for them.
                     last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-                _write(into, 1, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
+                _write(
+                    into, 1, last, first, V, y, k2, inner_scale, class_weight, terms, TILE, LANES, UNIT, True, SMOOTHING
+                )
                 if LOOP:
                     for i in range(loops):
                         back = (loops - 1 - i) * TILE
                         raw = _read(from_row, logits_stride, back, V, TILE, LANES, UNIT, False, "evict_first")
-                        _write(into, 1, raw, back, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING)
+                        _write(
+                            into,
+                            1,
+                            raw,
+                            back,
+                            V,
+                            y,
+                            k2,
+                            inner_scale,
+                            class_weight,
+                            terms,
+                            TILE,
+                            LANES,
+                            UNIT,
+                            False,
+                            SMOOTHING,
+                        )
 
 
 @triton.jit
@@ -330,6 +383,8 @@ def gradients(
     logits,  # as in `losses`
     target,
     token_weight,
+    class_weight,
+    class_total,
     temperature,
     divisor,
     lse,  # [T] float32
@@ -385,18 +440,52 @@ def gradients(
                 row_factor *= tl.load(token_weight + row)
             row_factor *= tl.load(grad_loss + row) if PER_TOKEN else upstream
             row_factor = tl.where(good, row_factor, float("nan"))
+            of_class, of_all = None, None
+            if class_weight is not None:
+                of_class, of_all = tl.load(class_weight + tl.maximum(y, 0)), tl.load(class_total)
             terms = gradient_terms(
-                tl.load(lse + row), tl.load(log_prob + row), row_factor, label_smoothing, z_loss, V, SMOOTHING
-            )
+                tl.load(lse + row), tl.load(log_prob + row), row_factor, of_class, of_all, label_smoothing, z_loss, V,
+                SMOOTHING,
+            )  # fmt: skip
             k2 = k * LOG2E
             for i in tl.range(0, loops, num_stages=STAGES):
                 raw = _read(from_row, logits_stride, i * TILE, V, TILE, LANES, UNIT, False, "evict_first")
                 _write(
-                    into, out_stride, raw, i * TILE, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, False, SMOOTHING
+                    into,
+                    out_stride,
+                    raw,
+                    i * TILE,
+                    V,
+                    y,
+                    k2,
+                    inner_scale,
+                    class_weight,
+                    terms,
+                    TILE,
+                    LANES,
+                    UNIT,
+                    False,
+                    SMOOTHING,
                 )
             first = loops * TILE
             last = _read(from_row, logits_stride, first, V, TILE, LANES, UNIT, True, "evict_first")
-            _write(into, out_stride, last, first, V, y, k2, inner_scale, terms, TILE, LANES, UNIT, True, SMOOTHING)
+            _write(
+                into,
+                out_stride,
+                last,
+                first,
+                V,
+                y,
+                k2,
+                inner_scale,
+                class_weight,
+                terms,
+                TILE,
+                LANES,
+                UNIT,
+                True,
+                SMOOTHING,
+            )
 
 
 @triton.jit

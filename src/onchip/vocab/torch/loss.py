@@ -10,13 +10,55 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import LossStats
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
-from onchip.vocab.torch.tiles import Ids, Tokens
+from onchip.vocab.torch.tiles import ClassWeights, Ids, Tokens
 
 
-def asked_by(options: Any) -> Asked:
+def in_token_weight(options: Any) -> bool:
+    """Whether a class weight is a factor of each token's loss: neither smoothing nor z-loss follows it."""
+    return bool(options.label_smoothing == 0 and options.z_loss == 0)
+
+
+class Weights(NamedTuple):
+    """What a loss is weighed with, as operators take it."""
+
+    token_weight: Tensor | None  # [...]
+    normalizer: Tensor | None  # []
+    class_weight: Tensor | None  # [V] float32; None: there is none, or token_weight has it
+
+    @staticmethod
+    def of(
+        op: str,
+        options: Any,
+        target: Tensor,
+        token_weight: Tensor | None,
+        normalizer: Tensor | None,
+        class_weight: Tensor | None,
+    ) -> "Weights":
+        """From what a public function was given."""
+        if class_weight is None:
+            return Weights(token_weight, normalizer, None)
+        each = class_weight.to(torch.float32).contiguous()
+        if options.check_inputs or (each.device.type == "cpu" and not torch.compiler.is_compiling()):
+            wrong = ~((each >= 0) & (each < float("inf")))
+            if bool(wrong.any()):
+                raise ValueError(f"{op}: class_weight must be finite and 0 or more; got {float(each[wrong][0])}")
+        ids = target.to(torch.int64)
+        of_target = each[ids.clamp(0, len(each) - 1)].masked_fill(ids == options.ignore_index, 0)
+        if options.reduction == "mean" and normalizer is None:
+            total = of_target.sum()
+            normalizer = total.masked_fill(total == 0, 1)
+        if not in_token_weight(options):
+            return Weights(token_weight, normalizer, each)
+        return Weights(of_target if token_weight is None else token_weight * of_target, normalizer, None)
+
+
+def asked_by(options: Any, class_weight: Tensor | None = None) -> Asked:
     """The statistics that the loss needs, and those that the caller asked for."""
-    return Asked(entropy=options.return_stats, mean_logits=options.label_smoothing > 0)
+    smoothed = options.label_smoothing > 0
+    weight = class_weight if smoothed else None
+    return Asked(entropy=options.return_stats, mean_logits=smoothed, class_weight=weight)
 
 
 def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
@@ -24,6 +66,8 @@ def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
     value = torch.zeros_like(stats.lse)
     if options.label_smoothing < 1:
         value = -(1 - options.label_smoothing) * stats.log_prob[:, 0]
+    if tokens.classes is not None:
+        value = value * tokens.classes.target
     if stats.uniform is not None:
         value = value + options.label_smoothing * stats.uniform
     if options.z_loss > 0:
@@ -32,13 +76,14 @@ def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:
 
 
 class Outputs(NamedTuple):
-    """What an operator returns of a cross-entropy, per token of target's shape; the last two with return_stats."""
+    """What an operator returns of a cross-entropy, per token of target's shape; the last three with return_stats."""
 
     loss: Tensor  # [...] or []
     lse: Tensor
     log_prob: Tensor
     entropy: Tensor | None
     correct: Tensor | None  # bool
+    argmax: Tensor | None  # int64, -1 for ignored tokens
 
     @staticmethod
     def empty(options: Any, like: Tensor, shape: torch.Size) -> "Outputs":
@@ -47,8 +92,10 @@ class Outputs(NamedTuple):
         def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
             return like.new_empty(shape, dtype=dtype)
 
-        stats = (make(shape), make(shape, torch.bool)) if options.return_stats else (None, None)
-        return Outputs(make(shape if options.reduction == "none" else ()), make(shape), make(shape), *stats)
+        made = make(shape if options.reduction == "none" else ()), make(shape), make(shape)
+        if not options.return_stats:
+            return Outputs(*made, None, None, None)
+        return Outputs(*made, make(shape), make(shape, torch.bool), make(shape, torch.int64))
 
     @staticmethod
     def of(options: Any, stats: TokenStats, tokens: Tokens, shape: torch.Size) -> "Outputs":
@@ -60,7 +107,12 @@ class Outputs(NamedTuple):
             tokens.spread(stats.log_prob, shape),
             None if stats.entropy is None else tokens.spread(stats.entropy, shape),
             tokens.spread(stats.is_top1(tokens), shape) if options.return_stats else None,
+            tokens.spread(stats.argmax, shape, -1) if options.return_stats else None,
         )
+
+    def stats(self) -> LossStats:
+        """What the caller gets with return_stats."""
+        return LossStats(*self[1:], target_logit=self.log_prob + self.lse)
 
 
 def scaled_rows(tokens: Tokens, options: Any, upstream: Tensor, operand: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -70,7 +122,8 @@ def scaled_rows(tokens: Tokens, options: Any, upstream: Tensor, operand: torch.d
     `upstream` is that of the reduced loss, 0-d or [n].
     """
     row = tokens.weight * upstream * factor_to_product(tokens, options)
-    grad_scale = float16_scale(row, operand)
+    size = row if tokens.classes is None else row * tokens.classes.factor(options.label_smoothing)
+    grad_scale = float16_scale(size, operand)
     return (row if grad_scale is None else row * grad_scale), grad_scale
 
 
@@ -87,12 +140,19 @@ def loss_gradient(
     log_prob: Tensor,  # [n, 1]
     vocab: int,
     kept: Tensor | None = None,  # [n] bool, False for ignored tokens that are computed all the same
+    classes: ClassWeights | None = None,
 ) -> TokenGradient:
     """The gradient of the logits of these tokens, for upstream gradients of `row`."""
     grad_lse = row * (2 * options.z_loss * lse) if options.z_loss > 0 else None
-    made = token_gradient(lse, log_prob, -row[:, None], grad_lse=grad_lse, kept=kept)
+    weighed = row if classes is None else row * classes.factor(options.label_smoothing)
+    made = token_gradient(lse, log_prob, -weighed[:, None], grad_lse=grad_lse, kept=kept)
     if options.label_smoothing > 0:
+        even = row * (options.label_smoothing / vocab)
         # In one number, which is 0 for a single class: separate terms would leave their roundings.
-        at_ids = made.at_ids + (row * (options.label_smoothing * (1 - 1 / vocab)))[:, None]
-        made = replace(made, even=row * (options.label_smoothing / vocab), at_ids=at_ids)
+        if classes is None:
+            more = row * (options.label_smoothing * (1 - 1 / vocab))
+        else:
+            more = even * (classes.total - classes.target)
+        class_weight = None if classes is None else classes.each
+        made = replace(made, even=even, class_weight=class_weight, at_ids=made.at_ids + more[:, None])
     return made

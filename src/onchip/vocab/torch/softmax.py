@@ -26,6 +26,12 @@ class Asked(NamedTuple):
     entropy: bool = False
     mean_logits: bool = False
     sum_sq: bool = False
+    class_weight: Tensor | None = None  # [V] float32: of the logits in their mean
+
+    @property
+    def spare(self) -> bool:
+        """Whether a tile is needed beside the logits'."""
+        return self.entropy or self.class_weight is not None
 
 
 class TokenStats(NamedTuple):
@@ -37,7 +43,7 @@ class TokenStats(NamedTuple):
     entropy: Tensor | None
     mean: Tensor | None  # the logits' mean under their softmax
     mean_logits: Tensor | None  # their plain mean
-    uniform: Tensor | None  # lse minus that: the cross-entropy of the uniform distribution
+    uniform: Tensor | None  # the mean of lse - z, weighed by class: the cross-entropy of the uniform distribution
     log_sum_sq: Tensor | None  # log(sum(p**2))
 
     def is_top1(self, tokens: Ids) -> Tensor:
@@ -76,7 +82,7 @@ class Running:
     def absorb(self, z: Tensor, start: int, ids: Tensor, asked: Asked, spare: Tensor | None) -> Tensor:
         """Take in the logits of the vocabulary from `start` on, and return exp(z - max).
 
-        Overwrites `z`.  `spare`, of z's shape, is there where the entropy is asked for; the result is then there.
+        Overwrites `z`.  `spare`, of z's shape, is there where `asked` needs it; with the entropy the result is there.
         """
         column, inside = columns_of(ids, start, z.shape[1])
         self.picked.copy_(torch.where(inside, z.gather(1, column), self.picked))
@@ -86,9 +92,14 @@ class Running:
         drop = self.max - new_max
         decay = drop.exp()
         z.sub_(new_max[:, None])
-        if asked.mean_logits:
+        if asked.class_weight is not None:
+            seen, weight = asked.class_weight[:start].sum(), asked.class_weight[start : start + z.shape[1]]
+            # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+            weighed = torch.mul(z, weight, out=spare).masked_fill_(weight == 0, 0)
+            self.offset_sum.add_(drop * seen).add_(weighed.sum(1))
+        elif asked.mean_logits:
             self.offset_sum.add_(drop, alpha=start).add_(z.sum(1))
-        if spare is None:
+        if not asked.entropy:
             e = z.exp_()
         else:
             e = torch.exp(z, out=spare)
@@ -130,6 +141,7 @@ class Running:
         log_total = self.log_total
         mean_offset = self.moment / self.total if asked.entropy else None
         plain_offset = self.offset_sum / vocab if asked.mean_logits else None
+        share = 1 if asked.class_weight is None else asked.class_weight.sum() / vocab
         log_prob = self.log_prob.masked_fill(tokens.ids == NOWHERE, 0)
         if tokens.bad is not None:
             log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
@@ -140,7 +152,7 @@ class Running:
             None if mean_offset is None else log_total - mean_offset,
             None if mean_offset is None else self.max + mean_offset,
             None if plain_offset is None else self.max + plain_offset,
-            None if plain_offset is None else log_total - plain_offset,
+            None if plain_offset is None else log_total * share - plain_offset,
             self.squares.log1p() - 2 * log_total if asked.sum_sq else None,
         )
 
@@ -158,14 +170,16 @@ def columns_of(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 class TokenGradient:
     """The gradient of each computed token's final logits; [n] float32, or one number for all.
 
-    With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even, and `at_ids` for the ids.
-    All are multiplied by the derivative of the final logits by the product (scale / temperature), and by `grad_scale`.
+    With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even * class_weight, and `at_ids` for
+    the ids.  All are multiplied by the derivative of the final logits by the product (scale / temperature), and by
+    `grad_scale`.
     """
 
     center: Tensor  # the mean logit where the entropy has a gradient, else the log-sum-exp
     factor: Tensor
     at_ids: Tensor  # [n, K]
     even: Tensor | None = None
+    class_weight: Tensor | None = None  # [V]: factors of `even`
     width: Tensor | None = None  # where the entropy has a gradient, the entropy
     entropy_row: Tensor | None = None  # then minus its upstream gradient
 
@@ -173,7 +187,8 @@ class TokenGradient:
         def cut(x: Tensor | None) -> Any:
             return None if x is None else x[start:stop]
 
-        return TokenGradient(**{name: cut(x) for name, x in vars(self).items()})
+        own = {name: x for name, x in vars(self).items() if name != "class_weight"}
+        return TokenGradient(**{name: cut(x) for name, x in own.items()}, class_weight=self.class_weight)
 
     def of_logits(self, z: Tensor, ids: Tensor, start: int, slope: Tensor | None, spare: Tensor | None) -> Tensor:
         """Turn final logits in place into the gradient of the logits before softcap and scale."""
@@ -189,7 +204,9 @@ class TokenGradient:
         return self._finished(e.mul_(factor[:, None]), ids, start, slope)
 
     def _finished(self, g: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
-        if self.even is not None:
+        if self.even is not None and self.class_weight is not None:
+            g.addr_(self.even, self.class_weight[start : start + g.shape[1]], alpha=-1)
+        elif self.even is not None:
             g.sub_(self.even[:, None])
         # An id outside of this tile repeats one inside, so that no two write different numbers to one place; a token
         # without an id inside writes back the number that is there.
@@ -237,7 +254,8 @@ def token_gradient(
     at_ids = -(same * torch.expm1(log_prob))
     if rest is not None:
         at_ids = at_ids - log_prob.exp() * rest
-    return TokenGradient(center, factor, at_ids, None, width, None if grad_entropy is None else -grad_entropy)
+    entropy_row = None if grad_entropy is None else -grad_entropy
+    return TokenGradient(center, factor, at_ids, width=width, entropy_row=entropy_row)
 
 
 def _shares(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ checked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,11 +96,29 @@ class Ids:
 
 
 @dataclass(frozen=True)
+class ClassWeights:
+    """What the classes of a vocabulary weigh in a cross-entropy."""
+
+    each: Tensor  # [V] float32
+    total: Tensor  # 0-d float32
+    target: Tensor  # [n] float32: each computed token's target's
+
+    def part(self, start: int, stop: int) -> "ClassWeights":
+        """For tokens [start, stop)."""
+        return ClassWeights(self.each, self.total, self.target[start:stop])
+
+    def factor(self, label_smoothing: float) -> Tensor:
+        """[n]: of p in a token's gradient: what all entries get, and the target's weight times the rest."""
+        return (1 - label_smoothing) * self.target + label_smoothing / len(self.each) * self.total
+
+
+@dataclass(frozen=True)
 class Tokens(Ids):
     """Tokens of one id each, the target, and what a loss makes of them."""
 
     weight: Tensor  # [n] float32: 0 for ignored tokens, NaN for bad ones
     inverse_count: Tensor  # 0-d float32: 1 / what the mean divides by
+    classes: ClassWeights | None = None
 
     @property
     def label(self) -> Tensor:
@@ -158,7 +176,9 @@ def targets(op: str, call: Any, vocab: int, *, check_values: bool, first: int = 
         op, "target", call.target, call.target.numel(), vocab, call.token_temperature,
         ignore_index=options.ignore_index, temperature=options.temperature, check_values=check_values, first=first,
     )  # fmt: skip
-    return weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
+    made = weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
+    each = call.class_weight
+    return made if each is None else replace(made, classes=ClassWeights(each, each.sum(), each[made.label]))
 
 
 def weighed(

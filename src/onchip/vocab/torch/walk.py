@@ -27,7 +27,7 @@ def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked
     """
     n = tokens.number
     running = Running.empty(tokens.ids)
-    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens.ids, spare=asked.entropy)
+    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens.ids, spare=asked.spare)
     for t0, t1 in spans(n, config.token_chunk):
         read = source.reader(tokens, t0, t1)
         part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
@@ -56,7 +56,7 @@ def stash(
     layer, options, n, vocab = call.layer, call.options, tokens.number, call.weight.shape[0]
     running = Running.empty(tokens.ids)
     size = min(n, config.token_chunk) * vocab
-    tile = Tile(size, layer.hidden, slope=options.softcap is not None, spare=asked.entropy, narrow=True)
+    tile = Tile(size, layer.hidden, slope=options.softcap is not None, spare=asked.spare, narrow=True)
     into = Accumulated(layer, tokens, config.vocab_chunk, call.grads)
     for t0, t1 in spans(n, config.token_chunk):
         h = tokens.rows(layer.hidden, t0, t1)

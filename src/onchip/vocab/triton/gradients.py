@@ -3,7 +3,7 @@
 Sizes, positions and the rows of exponentials are explained in blocks.py.  None as an argument: there is none.
 
 The gradient of a position's logits is p * (row_scale + entropy_scale * (z - mean)) - even, but for its ids' entries,
-which are given: `position_terms` makes all of these.
+which are given: `position_terms` makes all of these.  Class weights, if there are any, are factors of `even`.
 """
 
 import triton  # type: ignore[import-untyped]
@@ -46,7 +46,9 @@ def position_terms(
     """What the gradient of a position's logits is made of.
 
     With `terms.even` there is one id, and a share `label_smoothing` of its log-probability's upstream gradient goes to
-    all entries instead: of the positions before `kept` to the target's too, apart from what is given here.
+    all entries instead: of the positions before `kept` to the target's too, apart from what is given here.  Where
+    classes have weights nothing is kept: `upstream.even` is what all entries get, times these, and `upstream.rest` what
+    the target's gets beside.
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -98,7 +100,10 @@ def position_terms(
     tl.store(size + t, large * f, mask=inside)
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
     value = -(same * expm1(lp)) - tl.exp2(lp * LOG2E) * rest
-    if terms.even is not None:
+    if upstream.even is not None:
+        tl.store(terms.even + t, tl.load(upstream.even + token, mask=inside, other=0.0) * f, mask=inside)
+        value += tl.load(upstream.rest + token, mask=inside, other=0.0)[:, None]
+    elif terms.even is not None:
         tl.store(terms.even + t, -of_log_probs * (label_smoothing / V) * f, mask=inside)
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
         share = tl.where(t < kept, 0.0, label_smoothing / V)
@@ -137,6 +142,7 @@ def gradient_tiles(
     rows,
     weight,
     bias,
+    class_weight,  # [V] float32: of `terms.even`
     exponentials,  # [rows, VOCAB_TILE] out
     vectors,  # Vectors
     terms,  # Terms
@@ -193,7 +199,10 @@ def gradient_tiles(
             # p log p is 0 at p = 0, and 0 * -inf is not.
             g = p * (r[:, None] + r_entropy[:, None] * tl.maximum(offset, -1e30))
         if terms.even is not None:
-            g -= tl.load(terms.even + t, mask=inside, other=0.0)[:, None]
+            even = tl.load(terms.even + t, mask=inside, other=0.0)[:, None]
+            if class_weight is not None:
+                even = even * tl.load(class_weight + v, mask=v < V, other=0.0)[None, :]
+            g -= even
         entry = tl.zeros_like(r) if at_target is None else tl.load(at_target + t, mask=inside, other=0.0)
         if inner_scale is not None:
             g *= 1 - x * x  # before the entry: after it, registers are spilled

@@ -83,6 +83,7 @@ class Run:
     tiles: Mapping[str, Tiles]
     programs: int
     tma: bool
+    class_weight: Tensor | None = None  # [V] float32
 
     @property
     def hidden(self) -> int:
@@ -129,6 +130,7 @@ class Run:
             "weight_stride_v": self.weight.stride(0),
             "weight_stride_h": self.weight.stride(1),
             "bias": self.bias,
+            **self.classes,
             "T": self.tokens,
             "H": self.hidden,
             "V": self.vocab,
@@ -142,6 +144,15 @@ class Run:
             **self.vectors.known,
         }
         return Shared(known)
+
+    @property
+    def classes(self) -> dict[str, Any]:
+        """The class weights, and their sums over tiles of the vocabulary and over all of it."""
+        each = self.class_weight
+        if each is None:
+            return dict.fromkeys(("class_weight", "tile_weight", "class_total"))
+        by_tile = torch.nn.functional.pad(each, (0, self.vocab_tiles * VOCAB_TILE - self.vocab)).view(-1, VOCAB_TILE)
+        return {"class_weight": each, "tile_weight": by_tile.sum(1), "class_total": each.sum()}
 
     def weight_blocks(self, rows: int, columns: int) -> dict[str, Any]:
         """The weight as `load_weight` takes it, in blocks [rows, columns]; its memory may be that of [H, V]."""

@@ -101,11 +101,11 @@ def heuristic_tiles(shared: int, hidden: int = 256) -> dict[str, dict[str, int]]
 def may_hold(p: Problem) -> bool:
     """Whether what is kept is all that the gradients need: exponentials, with softcap times its derivative.
 
-    Label smoothing adds the same to all entries of a row, which both gradients take apart; with softcap it isn't the
-    same.  Where it takes most of the probability, or classes are few, the difference of the two is rounded better than
-    each of them.  And the gradient of an entropy reads logits off the exponentials.
+    Label smoothing adds the same to all entries of a row, which both gradients take apart; with softcap or class
+    weights it isn't the same.  Where it takes most of the probability, or classes are few, the difference of the two is
+    rounded better than each of them.  And the gradient of an entropy reads logits off the exponentials.
     """
-    smoothed = p.smoothing > 0 and (p.smoothing > 0.5 or p.softcap or p.vocab < VOCAB_TILE)
+    smoothed = p.smoothing > 0 and (p.smoothing > 0.5 or p.softcap or p.class_weight or p.vocab < VOCAB_TILE)
     return not (smoothed or (p.softcap and p.ids and p.stats))
 
 
@@ -148,6 +148,8 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     softmax = 4 * tiles * c.token_chunk * (2 + int(p.smoothing > 0) + 2 * int(p.stats) + p.more_stats)
     # With exponentials kept, targets are sorted.
     vectors = (160 if c.kept or c.in_forward else 96) * p.tokens + MIB // 64
+    if p.class_weight:
+        vectors += 8 * (p.tokens + p.vocab)
     parts = {"weight in the products' dtype": cast, "copies of strided inputs": p.copied, "vectors": vectors}
     ids = {"ids": id_bytes(p)} if p.ids else {}
     if not p.any_grad:

@@ -321,10 +321,13 @@ IN_PLACE: dict[str, Any] = {
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def make_run(layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = None) -> "launches.Run":
+def make_run(
+    layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = None, class_weight: Tensor | None = None
+) -> "launches.Run":
     """A linear layer as the walks take it, its kernels' tiles from the stored configs.
 
     `options`: those of a loss.  `vectors`: `Vectors.packed`.  `out`: memory of the caller's for the weight's gradient.
+    `class_weight`: [V] float32, contiguous.
     """
     from onchip.vocab.triton import launches
 
@@ -341,7 +344,7 @@ def make_run(layer: Layer, options: Any, vectors: Tensor, out: Tensor | None = N
         aligned_rows = aligned_rows and out.data_ptr() % 16 == 0
     unpacked = launches.Vectors.unpack(vectors, tokens)
     tma = capability >= 90 and aligned_rows
-    return launches.Run(weight, bias, tokens, options, unpacked, tiles, programs, tma=tma)
+    return launches.Run(weight, bias, tokens, options, unpacked, tiles, programs, tma=tma, class_weight=class_weight)
 
 
 @configs.until_cleared

@@ -99,6 +99,7 @@ def softmax_tiles(
     rows,  # [count, H] of positions from `first` on
     weight,  # [V, H], in memory [H, V] where TURNED; the other stride is weight_stride
     bias,  # [V] float32
+    class_weight,  # [V] float32: of the logits in their offsets' sum
     vectors,  # Vectors, of positions from `first` on
     partials,  # Partials out
     exponentials,  # [rows, VOCAB_TILE] out, of the positions that `buffer` has rows for
@@ -151,11 +152,12 @@ def softmax_tiles(
             tl.store(partials.argmax + at, v0 + tl.argmax(x, 1), mask=inside)
         k_2 = k_z * LOG2E
         if partials.offset_sum is not None:
-            tl.store(
-                partials.offset_sum + at,
-                tl.sum(tl.where((v < V)[None, :], x - top[:, None], 0.0), 1) * k_z,
-                mask=inside,
-            )
+            offset = tl.where((v < V)[None, :], x - top[:, None], 0.0)
+            if class_weight is not None:
+                w = tl.load(class_weight + v, mask=v < V, other=0.0)[None, :]
+                # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+                offset = tl.where(w > 0, offset * w, 0.0)
+            tl.store(partials.offset_sum + at, tl.sum(offset, 1) * k_z, mask=inside)
         e = tl.exp2(x * k_2[:, None] - (top * k_2)[:, None])
         if partials.moment is not None:
             # p log p is 0 at p = 0, and 0 * -inf is not.
@@ -187,6 +189,8 @@ def merge_tiles(
     vectors,  # Vectors; base is made
     target_logit,  # [T] float32, by position
     partials,  # Partials
+    tile_weight,  # [tiles] float32: the sums of the class weights
+    class_total,  # [] float32: their sum
     out,  # TokenSoftmax out, but for the log-probabilities of all ids
     normalizer,  # [T] float32 out, by position: what makes probabilities of what is kept
     inverse_exponential_scale,
@@ -234,6 +238,8 @@ def merge_tiles(
             squares += tl.sum(square * decay * decay, 0)
         if partials.offset_sum is not None:
             width = tl.minimum(V - j * VOCAB_TILE, VOCAB_TILE).to(tl.float32)
+            if tile_weight is not None:
+                width = tl.load(tile_weight + j, mask=j < tiles, other=0.0)
             offset = tl.load(partials.offset_sum + where, mask=inside, other=0.0)
             offsets += tl.sum(tl.where(inside, offset + drop * width[:, None], 0.0), 0)
         if partials.moment is not None:
@@ -262,8 +268,14 @@ def merge_tiles(
     if out.mean_logits is not None:
         tl.store(out.mean_logits + t, top + offsets / V, mask=mine)
     if out.uniform_loss is not None:
-        offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
-        tl.store(out.uniform_loss + t, log_total - offsets / V, mask=mine)
+        if class_total is None:
+            offsets = tl.where(alone, offsets - (of_tiles - top) * V, offsets)
+            uniform = log_total - offsets / V
+        else:
+            weight = tl.load(class_total)
+            offsets = tl.where(alone, offsets - (of_tiles - top) * weight, offsets)
+            uniform = (log_total * weight - offsets) / V
+        tl.store(out.uniform_loss + t, uniform, mask=mine)
     if partials.squares is not None:
         log_square = tl.where(z >= top, log1p(squares), tl.log(squares + own * own))
         tl.store(out.log_sum_sq + t, tl.where(alone, 0.0, log_square - 2 * log_total), mask=mine)
@@ -303,6 +315,7 @@ def token_losses(
     vectors,  # Vectors
     known,  # TokenSoftmax
     token_weight,  # [T] float32
+    class_weight,  # [V] float32
     loss,  # [T] float32 out
     correct,  # [T] bool out, with top1
     T,
@@ -318,7 +331,10 @@ def token_losses(
     lse_t = tl.load(known.lse + t, mask=kept, other=0.0)
     log_prob = tl.load(known.leading + t, mask=kept, other=0.0)
     # A masked target's is -inf, which smoothing of 1 would multiply by 0.
-    value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * log_prob, 0.0) + z_loss * lse_t * lse_t
+    value = tl.where(label_smoothing < 1, -(1 - label_smoothing) * log_prob, 0.0)
+    if class_weight is not None:
+        value *= tl.load(class_weight + y, mask=kept & (y >= 0), other=0.0)
+    value += z_loss * lse_t * lse_t
     if known.uniform_loss is not None:
         value += label_smoothing * tl.load(known.uniform_loss + t, mask=kept, other=0.0)
     if token_weight is not None:

@@ -17,9 +17,14 @@ def loss_gradients(
     number,
     divisor,  # [] float32
     token_weight,  # [T] float32
+    class_weight,  # [V] float32
+    class_total,  # [] float32: their sum
+    vectors,  # Vectors
     lse,  # [T] float32
-    upstream,  # OutputGradients out: those by log_prob and, with a z-loss, lse
+    upstream,  # OutputGradients out: those by log_prob and, with a z-loss, lse; with class weights `even` and `rest`
     T,
+    V,
+    label_smoothing,
     z_loss,
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,7 +35,17 @@ def loss_gradients(
     g = divided(g, number, divisor, MEAN)
     if token_weight is not None:
         g *= tl.load(token_weight + t, mask=t < T, other=0.0)
-    tl.store(upstream.log_prob + t, -g, mask=t < T)
+    by_log_prob = -g
+    if class_weight is not None:
+        at = tl.load(vectors.position + t, mask=t < T, other=-1)
+        y = tl.load(vectors.label + at, mask=at >= 0, other=-1)
+        w = tl.load(class_weight + y, mask=y >= 0, other=0.0)
+        each, total = label_smoothing / V, tl.load(class_total)
+        by_log_prob *= (1 - label_smoothing) * w + each * total
+        if upstream.even is not None:
+            tl.store(upstream.even + t, g * each, mask=t < T)
+            tl.store(upstream.rest + t, g * each * (total - w), mask=t < T)
+    tl.store(upstream.log_prob + t, by_log_prob, mask=t < T)
     if upstream.lse is not None:
         tl.store(upstream.lse + t, g * tl.load(lse + t, mask=t < T, other=0.0) * (2 * z_loss), mask=t < T)
 

@@ -60,6 +60,8 @@ class OutputGradients(NamedTuple):
     log_prob: Tensor | None  # [T, K] float32
     lse: Tensor | None = None  # [T] float32
     entropy: Tensor | None = None  # [T] float32
+    even: Tensor | None = None  # [T] float32: of all entries, times their class weights
+    rest: Tensor | None = None  # [T] float32: of the target's own entry beside
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -247,8 +249,14 @@ def loss_gradients(
     """
     reduction = reduction or run.options.reduction
     grad_loss, apart, tokens = grad_loss.reshape(-1), reduction == "none", len(known.lse)
-    by_lse = torch.empty_like(known.lse) if run.options.z_loss > 0 else None
-    made = OutputGradients(torch.empty_like(known.log_prob), by_lse)
+
+    def vector(wanted: bool) -> Tensor | None:
+        return torch.empty_like(known.lse) if wanted else None
+
+    weighed = run.class_weight is not None and run.options.label_smoothing > 0
+    made = OutputGradients(
+        torch.empty_like(known.log_prob), vector(run.options.z_loss > 0), None, vector(weighed), vector(weighed)
+    )
     if tokens > 0:
         run.launch(
             vectors.loss_gradients,

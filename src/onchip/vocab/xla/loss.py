@@ -17,37 +17,60 @@ from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform,
 Array = jax.Array
 
 
+class ClassWeights(NamedTuple):
+    """What the classes of a vocabulary weigh in a loss."""
+
+    total: Array  # [] float32
+    target: Array  # [P] float32: each token's target's
+
+
 class TokenLoss(NamedTuple):
-    """(1 - label_smoothing) * -log_prob + label_smoothing * (lse - mean(z)) + z_loss * lse**2, of one id a token."""
+    """(1 - label_smoothing) * -log_prob + label_smoothing * (lse - mean(z)) + z_loss * lse**2, of one id a token.
+
+    With class weights w, log_prob has that of the target for a factor, and lse - mean(z) is mean(w * (lse - z)).
+    """
 
     label_smoothing: Array | None = None  # [] float32; None for 0, as the next
     z_loss: Array | None = None
 
-    def wanted(self, stats: bool) -> Wanted:
-        """The statistics that the loss needs, and those that the caller may have asked for."""
-        return Wanted(entropy=stats, argmax=stats, even=self.label_smoothing is not None)
+    def wanted(self, stats: bool, weighed: bool = False) -> Wanted:
+        """The statistics that the loss needs, `weighed` by class, and those that the caller may have asked for."""
+        even = self.label_smoothing is not None
+        return Wanted(entropy=stats, argmax=stats, even=even, weighed=even and weighed)
 
-    def value(self, stats: TokenStats) -> Array:
+    def value(self, stats: TokenStats, classes: ClassWeights | None = None) -> Array:
         """[P]; of rows without a token it may be anything."""
         loss = -stats.log_prob[:, 0]
+        if classes is not None:
+            loss *= classes.target
         if self.label_smoothing is not None and stats.even_loss is not None:
             eps = self.label_smoothing
             # At 1 the label's logit doesn't count, at 0 a masked entry's doesn't, and 0 * inf is not 0.
             loss = jnp.where(eps < 1, (1 - eps) * loss, 0) + jnp.where(eps > 0, eps * stats.even_loss, 0)
         return loss if self.z_loss is None else loss + self.z_loss * jnp.square(stats.lse)
 
-    def gradient(self, stats: TokenStats, row_scale: Array, vocab: int) -> TokenGradient:
-        """row_scale * d(loss) / dz."""
+    def gradient(
+        self, stats: TokenStats, row_scale: Array, vocab: int, classes: ClassWeights | None = None
+    ) -> TokenGradient:
+        """row_scale * d(loss) / dz, whose `even` has class weights for factors."""
         log_prob, factor, even = stats.log_prob[:, 0], row_scale, None
+        each = None if self.label_smoothing is None else self.label_smoothing / vocab
         # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
         at_label = jnp.expm1(log_prob)
+        if classes is not None:
+            of_p = classes.target
+            if self.label_smoothing is not None and each is not None:
+                of_p = (1 - self.label_smoothing) * of_p + each * classes.total
+            factor, at_label = row_scale * of_p, of_p * at_label
         if self.z_loss is not None:
             more = 2 * self.z_loss * stats.lse
-            factor = row_scale * (1 + more)
+            factor += row_scale * more
             at_label += more * jnp.exp(log_prob)
-        if self.label_smoothing is not None:
-            even = row_scale * (self.label_smoothing / vocab)
-            at_label += self.label_smoothing * (1 - 1 / vocab)
+        if self.label_smoothing is not None and each is not None:
+            even = row_scale * each
+            # In one number, which is 0 for a single class.
+            rest = 1 - 1 / vocab
+            at_label += self.label_smoothing * rest if classes is None else each * (classes.total - classes.target)
         return TokenGradient(factor, (row_scale * at_label)[:, None], even=even)
 
 
@@ -94,7 +117,8 @@ class Outputs(NamedTuple):
         """Of a call without tokens."""
         none = jnp.zeros(0, jnp.float32)
         loss = none if reduction == "none" else jnp.zeros((), jnp.float32)
-        return Outputs(loss, LossStats(none, none, none, jnp.zeros(0, bool)) if return_stats else None)
+        stats = LossStats(none, none, none, jnp.zeros(0, bool), jnp.zeros(0, jnp.int32), none)
+        return Outputs(loss, stats if return_stats else None)
 
     def shaped(self, shape: tuple[int, ...]) -> Any:
         """What a public function returns, for labels of this shape: the loss, or with its statistics."""
@@ -112,21 +136,46 @@ class Constants(NamedTuple):
     loss: TokenLoss
     token_weight: Array | None  # [T] float32
     normalizer: Array | None  # [] float32
+    class_weight: Array | None  # [V] float32; None: there is none, or token_weight has it
 
     @staticmethod
     def of(
-        labels: Any, vocab: int, options: Any, token_weight: Any, normalizer: Any, numbers: Mapping[str, Array | None]
+        labels: Any,
+        vocab: int,
+        options: Any,
+        token_weight: Any,
+        normalizer: Any,
+        class_weight: Any,
+        numbers: Mapping[str, Array | None],
+        shift: bool = False,
     ) -> "Constants":
         """From what a public function was given; `numbers` are the fields of `Transform` and `TokenLoss`."""
-        return Constants(
+        made = Constants(
             plain_labels(labels, vocab, int(options.ignore_index)).reshape(-1),
             Transform(*(numbers[name] for name in Transform._fields)),
             TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
             per_token_constant(token_weight),
             as_constant(normalizer),
+            as_constant(class_weight),
         )
+        # Before class weights are taken at the labels.
+        made = made._shifted(labels.shape) if shift else made
+        return made if made.class_weight is None else made._weighed(options.reduction)
 
-    def shifted(self, shape: tuple[int, ...]) -> "Constants":
+    def _weighed(self, reduction: str) -> "Constants":
+        """With class weights in what the mean divides by and, where they are factors of tokens' losses, in those."""
+        assert self.class_weight is not None
+        of_label = jnp.where(self.labels == IGNORED, 0, self.class_weight.at[self.labels].get(mode="clip"))
+        made = self
+        if reduction == "mean" and self.normalizer is None:
+            total = jnp.sum(of_label)
+            made = made._replace(normalizer=jnp.where(total > 0, total, 1))
+        if self.loss.label_smoothing is not None or self.loss.z_loss is not None:
+            return made
+        token_weight = of_label if self.token_weight is None else self.token_weight * of_label
+        return made._replace(token_weight=token_weight, class_weight=None)
+
+    def _shifted(self, shape: tuple[int, ...]) -> "Constants":
         """With the next position's label and weight, none at the end of each sequence; `shape` [..., S] is labels'."""
 
         def following(x: Array, last: int) -> Array:
@@ -139,7 +188,8 @@ class Constants(NamedTuple):
     def call(self, reduction: str, source: Any, tokens: Tokens) -> "Call":
         ids = tokens.take(self.labels, IGNORED)
         reduced = Reduction.of(tokens, ids, self.token_weight, self.normalizer, reduction == "mean")
-        return Call(source, self.transform.by_row(tokens), tokens, ids[:, None], self.loss, reduced)
+        transform = self.transform.by_row(tokens)
+        return Call(source, transform, tokens, ids[:, None], self.loss, reduced, self.class_weight)
 
 
 class Call(NamedTuple):
@@ -151,23 +201,38 @@ class Call(NamedTuple):
     ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE; K is 1 where there is a loss
     loss: Any = None  # a `TokenLoss`; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
+    class_weight: Any = None  # [V] float32, of "xla" alone: where the loss is weighed by it
+
+    def classes(self, ids: Array) -> ClassWeights | None:
+        """Of rows with these ids [C, 1]."""
+        if self.class_weight is None:
+            return None
+        return ClassWeights(jnp.sum(self.class_weight), self.class_weight.at[ids[:, 0]].get(mode="clip"))
 
     def outputs(self, reduction: str, stats: TokenStats) -> Outputs:
         spread = self.tokens.spread
-        loss = self.reduction.reduced(self.loss.value(stats), self.tokens, per_token=reduction == "none")
+        value = self.loss.value(stats, self.classes(self.ids))
+        loss = self.reduction.reduced(value, self.tokens, per_token=reduction == "none")
         if stats.entropy is None:
             return Outputs(loss, None)
-        correct: Any = stats.argmax == self.ids[:, 0]
-        return Outputs(loss, LossStats(*map(spread, (stats.lse, stats.log_prob[:, 0], stats.entropy, correct))))
+        assert stats.argmax is not None
+        log_prob, correct = stats.log_prob[:, 0], stats.argmax == self.ids[:, 0]
+        made = LossStats(stats.lse, log_prob, stats.entropy, correct, stats.argmax, log_prob + stats.lse)
+        made = LossStats(*map(spread, made))
+        return Outputs(loss, made._replace(argmax=jnp.where(self.tokens.kept, made.argmax, -1)))
 
     def scaled_rows(self, upstream: Array) -> tuple[Array, Array | None]:
         """[P]: the factor of each row's gradient by the linear layer's logits; and how much of it float16 needs."""
         row_scale, factor = self.reduction.row_scale(upstream, self.tokens), self.transform.factor()
         row_scale = row_scale if factor is None else row_scale * factor
-        grad_scale = float16_scale(jnp.abs(row_scale), self.source.hidden.dtype)
+        size, classes = jnp.abs(row_scale), self.classes(self.ids)
+        if classes is not None:
+            size *= classes.target + classes.total / self.source.vocab
+        grad_scale = float16_scale(size, self.source.hidden.dtype)
         return row_scale if grad_scale is None else row_scale * grad_scale, grad_scale
 
     def gradient(self, stats: TokenStats, upstream: Array) -> TokenGradient:
         """By the final logits, for an upstream gradient [] or [T]."""
         row_scale = self.reduction.row_scale(upstream, self.tokens)
-        return self.loss.gradient(stats, row_scale, self.source.vocab)  # type: ignore[no-any-return]
+        classes = self.classes(self.ids)
+        return self.loss.gradient(stats, row_scale, self.source.vocab, classes)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ the ids of a token come its `TokenStats`; every gradient by z that the ops need 
 
     p (factor + entropy (z - mean)) - even,   with p the softmax and mean = sum(p z),
 
-in which the entries at the ids are replaced by `at_ids`.
+in which the entries at the ids are replaced by `at_ids`; where classes have weights they are factors of `even`.
 """
 
 import math
@@ -316,6 +316,7 @@ class Wanted(NamedTuple):
     argmax: bool = False
     even: bool = False
     sum_sq: bool = False
+    weighed: bool = False  # `even` by class
 
 
 class TokenStats(NamedTuple):
@@ -325,7 +326,7 @@ class TokenStats(NamedTuple):
     log_prob: Array  # [P, K]: of the ids; 0 for IGNORED ones, NaN for those OUT_OF_RANGE
     entropy: Array | None = None
     mean: Array | None = None  # of the logits under their softmax, with the entropy
-    even_loss: Array | None = None  # the mean of lse - z over the vocabulary
+    even_loss: Array | None = None  # the mean of lse - z over the vocabulary, weighed by class
     mean_logits: Array | None = None  # the mean of z over the vocabulary, with even_loss
     log_sum_sq: Array | None = None  # log(sum(p**2))
     argmax: Array | None = None  # int32, -1 where all logits are -inf
@@ -349,6 +350,7 @@ class Softmax(NamedTuple):
     argmax: Array | None  # int32, the first
     squares: Array | None = None  # sum of exp(z - max)**2
     squares_below: Array | None = None  # the same without those above _LEADING
+    weight: Array | None = None  # sum of the class weights, where z - max is weighed by class
 
     @staticmethod
     def empty(ids: Array, wanted: Wanted) -> "Softmax":
@@ -364,10 +366,14 @@ class Softmax(NamedTuple):
             argmax=jnp.full(n, -1, jnp.int32) if wanted.argmax else None,
             squares=zeros if wanted.sum_sq else None,
             squares_below=zeros if wanted.sum_sq else None,
+            weight=zeros if wanted.weighed else None,
         )
 
-    def absorb(self, z: Array, columns: Columns, ids: Array) -> "Softmax":
-        """Take in the logits [C, size] of a chunk of the vocabulary, of tokens with these ids [C, K]."""
+    def absorb(self, z: Array, columns: Columns, ids: Array, class_weight: Array | None = None) -> "Softmax":
+        """Take in the logits [C, size] of a chunk of the vocabulary, of tokens with these ids [C, K].
+
+        class_weight: [V] float32, where `even` is weighed by it.
+        """
         start, new = columns.start, columns.new(z)
         if columns.done is not None:
             z = jnp.where(new, z, -jnp.inf)
@@ -383,7 +389,14 @@ class Softmax(NamedTuple):
         offset = z - lax.optimization_barrier((new_max, total, below))[0][:, None]
         offset_sum, moment, argmax = self.offset_sum, self.moment, self.argmax
         squares, squares_below = self.squares, self.squares_below
-        if offset_sum is not None:
+        weight = self.weight
+        if offset_sum is not None and weight is not None and class_weight is not None:
+            own = cut(class_weight, columns.start, columns.size)
+            # A class that weighs nothing counts for nothing, where 0 * -inf would not be 0.
+            weighed = jnp.where(new & (own > 0), offset * own, 0)
+            offset_sum = offset_sum + drop * weight + jnp.sum(weighed, 1)
+            weight = weight + jnp.sum(jnp.where(new, jnp.broadcast_to(own, z.shape), 0), 1)
+        elif offset_sum is not None:
             offset_sum = offset_sum + drop * jnp.asarray(first, jnp.float32) + jnp.sum(jnp.where(new, offset, 0), 1)
         if moment is not None:
             added = jnp.sum(e * jnp.maximum(offset, VANISHED), 1)
@@ -406,6 +419,7 @@ class Softmax(NamedTuple):
             argmax=argmax,
             squares=squares,
             squares_below=squares_below,
+            weight=weight,
         )
 
     def complete(self, ids: Array, vocab: int, log_total: Array | None = None) -> TokenStats:
@@ -424,7 +438,8 @@ class Softmax(NamedTuple):
         even_loss = mean_logits = log_sum_sq = None
         if self.offset_sum is not None:
             offset = self.offset_sum / vocab
-            even_loss, mean_logits = log_total - offset, self.max + offset
+            share = 1 if self.weight is None else self.weight / vocab
+            even_loss, mean_logits = log_total * share - offset, self.max + offset
         if self.squares is not None and self.squares_below is not None:
             log_square = jnp.where(leads, jnp.log1p(self.squares_below), jnp.log(self.squares))
             log_sum_sq = log_square - 2 * log_total
@@ -479,7 +494,13 @@ def unscaled(x: Array, grad_scale: Array | None) -> Array:
 
 
 def logits_gradient(
-    z: Array, slope: Array | None, stats: TokenStats, gradient: TokenGradient, ids: Array, columns: Columns
+    z: Array,
+    slope: Array | None,
+    stats: TokenStats,
+    gradient: TokenGradient,
+    ids: Array,
+    columns: Columns,
+    class_weight: Array | None = None,  # [V]: factors of gradient.even
 ) -> Array:
     """The gradient of the logits before scale and softcap, [C, size]; 0 for what was done before."""
     if gradient.entropy is None:
@@ -492,7 +513,8 @@ def logits_gradient(
         p = jnp.exp(offset - stats.entropy[:, None])
         g = p * (gradient.factor[:, None] + gradient.entropy[:, None] * jnp.maximum(offset, VANISHED))
     if gradient.even is not None:
-        g -= gradient.even[:, None]
+        even = gradient.even[:, None]
+        g -= even if class_weight is None else even * cut(class_weight, columns.start, columns.size)
     column = ids - columns.start
     if ids.shape[1] == 1:
         g = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) == column, gradient.at_ids, g)

@@ -99,7 +99,7 @@ def statistics(plan: Config, wanted: Wanted, call: Call) -> TokenStats:
 
         def absorb(columns: Columns, softmax: Softmax) -> Softmax:
             z, _ = transform.apply(source.part(columns).logits(rows))
-            return softmax.absorb(z, columns, own)
+            return softmax.absorb(z, columns, own, call.class_weight)
 
         softmax = over_vocab(source.vocab, plan.vocab_chunk, absorb, Softmax.empty(own, wanted), own)
         return write_rows(made, softmax.complete(own, source.vocab), start)  # type: ignore[no-any-return]
@@ -136,7 +136,7 @@ def gradients(
             rows = projection.rows(tokens, start, chunk)
             z, slope = transform.of_chunk(start, chunk).apply(part.logits(rows))
             known, upstream, own = cut_rows(of_rows, start, chunk)
-            g = logits_gradient(z, slope, known, upstream, own, columns)
+            g = logits_gradient(z, slope, known, upstream, own, columns, call.class_weight)
             return part.accumulate(sums, g, rows, tokens, start)  # type: ignore[no-any-return]
 
         zeros = replace(part.zeros(replace(needs, hidden=False), 0), hidden=made.hidden)
@@ -206,12 +206,13 @@ def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[To
     def step(start: Any, z: Array) -> tuple[TokenStats, list[Array]]:
         own, row = cut_rows((call.ids, row_scale), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
-        softmax = Softmax.empty(own, wanted).absorb(z, columns, own)
+        softmax = Softmax.empty(own, wanted).absorb(z, columns, own, call.class_weight)
         stats = softmax.complete(own, vocab)
-        gradient = call.loss.gradient(stats, row, vocab)
+        gradient = call.loss.gradient(stats, row, vocab, call.classes(own))
         # The exponentials are those of the softmax: no second ones are computed.
         relative = gradient._replace(factor=gradient.factor / softmax.total)
-        return stats, [logits_gradient(z, slope, stats._replace(lse=softmax.max), relative, own, columns)]
+        known = stats._replace(lse=softmax.max)
+        return stats, [logits_gradient(z, slope, known, relative, own, columns, call.class_weight)]
 
     empty = TokenStats.empty(call.ids, wanted)
     stats, (sums,) = by_rows(chunk, call.tokens, [call.source], [needs], empty, step)

@@ -1,0 +1,162 @@
+"""Levanter's fused cross-entropy through onchip: `register()` adds the implementation "onchip" to its table.
+
+Then `implementation="onchip"` is an argument of Levanter's functions, and with `register(default=True)` it is what its
+models' losses take.  `unregister()` takes it out.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from onchip.jax import linear_cross_entropy, linear_log_probs
+
+NAME = "onchip"
+API = "levanter.kernels.pallas.fused_cross_entropy_loss.api"
+"""Levanter's module that holds the table."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+NOTHING_IGNORED = -(2**63)
+"""An `ignore_index` that no label of 32 bits has."""
+
+_default: list[Any] = []  # Levanter's own `_default_implementations`, while onchip's is in its place
+
+
+def register(*, default: bool = False) -> None:
+    """Add the implementation "onchip" to Levanter's fused cross-entropy.
+
+    Args:
+        default: let it be what Levanter takes where a caller names no implementation, as its models do.  It then
+            replaces Levanter's whole list, so a call that onchip can't compute fails.
+
+    Called again it does nothing new, and never takes the default away.
+
+    Raises:
+        TypeError: default isn't True or False.
+        ModuleNotFoundError: Levanter isn't installed.
+        RuntimeError: this Levanter has no such table, or another implementation has this name.
+
+    Source: Levanter, `levanter/kernels/pallas/fused_cross_entropy_loss/api.py`.
+    """
+    if not isinstance(default, bool):
+        raise TypeError(f"onchip.integrations.levanter: default must be True or False; got {type(default).__name__}")
+    api = _api()
+    if api.IMPLEMENTATIONS.get(NAME, fused_cross_entropy) is not fused_cross_entropy:
+        raise RuntimeError(
+            f"onchip.integrations.levanter: Levanter has another implementation named {NAME!r}; remove that first"
+        )
+    api.IMPLEMENTATIONS[NAME] = fused_cross_entropy
+    if default and not _default:
+        _default.append(api._default_implementations)
+        api._default_implementations = _only_onchip
+
+
+def unregister() -> None:
+    """Take "onchip" out of Levanter's table, and out of its default.  Without `register` before it does nothing."""
+    api: Any = sys.modules.get(API)
+    if api is not None and api.IMPLEMENTATIONS.get(NAME) is fused_cross_entropy:
+        del api.IMPLEMENTATIONS[NAME]
+    if _default:
+        api._default_implementations = _default.pop()
+
+
+def fused_cross_entropy(
+    x: Any,
+    labels: Any,
+    w: Any,
+    *,
+    block_sizes: Any = None,
+    dtype: Any = jnp.float32,
+    logit_soft_cap: Any = None,
+    precision: Any = None,
+    return_argmax: bool = False,
+) -> tuple[jax.Array, ...]:
+    """What stands in Levanter's table: (loss [B], lse [B]), with return_argmax (loss, lse, argmax [B]).
+
+    Loss and lse have gradients.  Logits are float32 whatever `dtype` says, and float32 products have full precision.
+
+    Args:
+        x: [B, H] float32, bfloat16 or float16.
+        labels: [B] integers in [0, V); the loss of any other is NaN.
+        w: [H, V] of x's dtype, read as it lies.
+        block_sizes: of Levanter's kernels; not used.
+        dtype: of loss and lse: float32, bfloat16 or float16; None means float32.
+        logit_soft_cap: above 0, or None.
+        precision: of Levanter's products; not used, since these have at least the precision that it can ask for.
+        return_argmax: also return the int32 index of each token's largest logit (the first one, where they tie).
+
+    Raises:
+        TypeError, ValueError: what `linear_cross_entropy` raises; another dtype.
+
+    Memory: that of `linear_cross_entropy`; with return_argmax, and in backward where lse has a gradient, that of
+    `linear_log_probs`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from onchip.integrations.levanter import fused_cross_entropy
+        >>> x = jax.random.normal(jax.random.key(0), (8, 16))
+        >>> w = jax.random.normal(jax.random.key(1), (16, 100))
+        >>> loss, lse = fused_cross_entropy(x, jnp.arange(8), w)
+        >>> loss.shape, lse.shape
+        ((8,), (8,))
+
+    Source: Levanter, `levanter/kernels/pallas/fused_cross_entropy_loss/reference.py`.
+    """
+    dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
+    if dtype.name not in DTYPES:
+        raise ValueError(f"onchip.integrations.levanter: dtype must be None or one of {', '.join(DTYPES)}; got {dtype}")
+    options = {"weight_layout": "hv", "ignore_index": NOTHING_IGNORED, "softcap": logit_soft_cap}
+    if return_argmax:
+        out = linear_log_probs(x, w, labels, lse=True, top1=True, **options)
+        return (-out.log_prob).astype(dtype), out.lse.astype(dtype), out.top1
+    loss, stats = linear_cross_entropy(x, w, labels, reduction="none", return_stats=True, **options)
+    lse = _with_gradient(x, w, logit_soft_cap, jax.lax.stop_gradient(stats.lse))
+    return loss.astype(dtype), lse.astype(dtype)
+
+
+@jax.custom_vjp
+def _with_gradient(x: jax.Array, w: jax.Array, softcap: Any, lse: jax.Array) -> jax.Array:
+    """`lse` itself, as a function of x and w.  Its gradient costs nothing where nobody asks for it."""
+    return lse
+
+
+def _forward(x: jax.Array, w: jax.Array, softcap: Any, lse: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+    return lse, (x, w, softcap)
+
+
+def _backward(saved: tuple[Any, ...], upstream: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, w, softcap = saved
+    ids = jnp.zeros(len(x), jnp.int32)
+    _, pull = jax.vjp(lambda x, w: linear_log_probs(x, w, ids, weight_layout="hv", softcap=softcap, lse=True).lse, x, w)
+    return *pull(upstream), None, None
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+def _only_onchip() -> tuple[str, ...]:
+    """In the place of Levanter's `_default_implementations`."""
+    return (NAME,)
+
+
+def _api() -> Any:
+    """Levanter's module; raise unless it is there and has what is used of it."""
+    try:
+        api = importlib.import_module(API)
+    except ModuleNotFoundError as error:
+        if error.name == "levanter":
+            raise ModuleNotFoundError(
+                "onchip.integrations.levanter: Levanter isn't installed; pip install marin-levanter", name="levanter"
+            ) from None
+        if not (error.name or "").startswith("levanter."):
+            raise
+        raise RuntimeError(f"onchip.integrations.levanter: this Levanter has no {error.name}; {REMEDY}") from None
+    for name in ("IMPLEMENTATIONS", "_default_implementations"):
+        if not hasattr(api, name):
+            raise RuntimeError(f"onchip.integrations.levanter: {API} has no {name}; {REMEDY}")
+    return api
+
+
+REMEDY = "pip install a newer marin-levanter (Levanter 1.1 of 2023 is too old)"

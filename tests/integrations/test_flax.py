@@ -1,0 +1,150 @@
+"""Flax's heads: logits, losses and gradients against the layers they stand for and optax, and calls that are wrong."""
+
+import runpy
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import onchip.integrations.flax
+from onchip.integrations.flax import DenseHead, EmbedHead, LinearHead
+from shared_jax import assert_same, quick_compilation  # noqa: F401
+
+rng = np.random.default_rng(0)
+h = jnp.float32(rng.standard_normal((2, 12, 16)))
+y = jnp.asarray(rng.integers(70, size=(2, 12)), jnp.int32)
+
+
+def plain(logits, shift=False):
+    """The mean of optax's losses."""
+    logits, labels = (logits[:, :-1], y[:, 1:]) if shift else (logits, y)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def random_bias(key, shape, dtype):
+    return jax.random.normal(key, shape, dtype)
+
+
+def linear(kind, **options):
+    layer = kind(16, 70, bias_init=random_bias, rngs=nnx.Rngs(0), **options)
+    graph, state = nnx.split(layer)
+    return state, lambda state, *given, **named: nnx.merge(graph, state)(*given, **named)
+
+
+def embed(kind, **options):
+    graph, state = nnx.split(kind(70, 16, rngs=nnx.Rngs(0), **options))
+    return state, lambda state, *given, **named: nnx.merge(graph, state).attend(*given, **named)
+
+
+def dense(kind, **options):
+    layer = kind(70, bias_init=random_bias, **options)
+    return layer.init(jax.random.key(0), h), layer.apply
+
+
+HEADS = {
+    "LinearHead": (linear, LinearHead, nnx.Linear),
+    "EmbedHead": (embed, EmbedHead, nnx.Embed),
+    "DenseHead": (dense, DenseHead, linen.Dense),
+}
+
+
+@pytest.mark.parametrize(("make", "ours", "theirs"), HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("shift", [False, True])
+def test_head_is_the_layer_with_its_loss(make, ours, theirs, shift):
+    """From the layer's own parameters: the same logits bit by bit, the loss and its gradients."""
+    (mine, head), (params, layer) = make(ours), make(theirs)
+    assert jax.tree.structure(mine) == jax.tree.structure(params)
+    assert (head(params, h) == layer(params, h)).all()
+    got = jax.jit(jax.value_and_grad(lambda params, h: head(params, h, y, shift=shift), (0, 1)))(params, h)
+    want = jax.jit(jax.value_and_grad(lambda params, h: plain(layer(params, h), shift), (0, 1)))(params, h)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize(("make", "ours", "theirs"), HEADS.values(), ids=HEADS)
+def test_head_computes_in_the_layers_dtype(make, ours, theirs):
+    """bfloat16 products of float32 parameters: float32 loss and gradients, nearer to the exact loss than optax."""
+    (params, head), (_, layer) = make(ours, dtype=jnp.bfloat16), make(theirs, dtype=jnp.bfloat16)
+    assert head(params, h).dtype == jnp.bfloat16
+    loss, grads = jax.value_and_grad(head)(params, h, y)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), (params, h))
+    exact = plain(make(theirs)[1](*rounded))
+    assert {x.dtype for x in jax.tree.leaves((loss, grads))} == {jnp.dtype("float32")}
+    assert abs(loss - exact) <= 1e-5 < abs(plain(layer(params, h).astype(jnp.float32)) - exact)
+
+
+class Model(nnx.Module):
+    def __init__(self, head):
+        self.body = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+        self.head = head(16, 70, rngs=nnx.Rngs(0))
+
+
+def test_frozen_head():
+    """The body trains alone, by the gradient that goes through the head."""
+    body = nnx.All(nnx.Param, nnx.PathContains("body"))
+    wrt = nnx.DiffState(0, body)
+    got = nnx.jit(nnx.value_and_grad(lambda model: model.head(model.body(h), y), argnums=wrt))(Model(LinearHead))
+    want = nnx.jit(nnx.value_and_grad(lambda model: plain(model.head(model.body(h))), argnums=wrt))(Model(nnx.Linear))
+    assert set(got[1]) == {"body"}
+    assert_same(got, want)
+
+
+def test_dense_head_is_initialised_with_labels():
+    def init(head, *given):
+        return head.init(jax.random.key(0), *given)
+
+    assert_same(init(DenseHead(70), h, y), init(linen.Dense(70), h))
+
+
+def own_product(*given, **named):
+    return jax.lax.dot_general(*given, **named)
+
+
+class OwnProduct:
+    __call__ = staticmethod(own_product)
+
+
+WRONG = {
+    "option without labels": (
+        "",
+        {},
+        (),
+        {"shift": True, "z_loss": 0.1},
+        TypeError,
+        "shift, z_loss: options of the loss; pass labels",
+    ),
+    "weight_layout": ("", {}, (y,), {"weight_layout": "vh"}, TypeError, "weight_layout: the layer gives this"),
+    "bias": ("", {}, (y,), {"bias": h}, TypeError, "bias: the layer gives this"),
+    "unknown option": ("", {}, (y,), {"smoothing": 0.1}, TypeError, "unexpected keyword argument 'smoothing'"),
+    "labels of another shape": ("", {}, (y[:1],), {}, ValueError, r"labels has shape \[1, 12\]"),
+    "labels are floats": ("", {}, (h[..., 0],), {}, TypeError, "labels must hold integers; got float32"),
+    "labels are a list": ("", {}, (y.tolist(),), {}, TypeError, r"got list; pass jax.numpy.asarray\(labels\)"),
+    "out_sharding": ("Linear Embed", {}, (y,), {"out_sharding": jax.P()}, ValueError, "out_sharding is of logits"),
+    "dot_general": (
+        "Linear Dense",
+        {"dot_general": own_product},
+        (y,),
+        {},
+        ValueError,
+        "compute the loss from the logits",
+    ),
+    "dot_general_cls": ("Dense", {"dot_general_cls": OwnProduct}, (y,), {}, ValueError, "has a dot_general of its own"),
+}
+
+
+@pytest.mark.parametrize(("heads", "layer", "given", "named", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_calls(heads, layer, given, named, error, message):
+    for name, (make, ours, _) in HEADS.items():
+        if any(name.startswith(head) for head in heads.split() or [""]):
+            params, head = make(ours, **layer)
+            with pytest.raises(error, match=message):
+                head(params, h, *given, **named)
+
+
+def test_without_flax(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"Flax isn't installed; pip install 'onchip\[integrations\]'"):
+        runpy.run_path(onchip.integrations.flax.__file__)
