@@ -16,6 +16,7 @@ import copy
 import datetime
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -88,7 +89,7 @@ def run(name: str, folder: Path, megatron: str) -> str | None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stack.processes}"]
     command = [sys.executable, "-W", "ignore", *(launcher if stack.processes > 1 else []), __file__, "--check", name]
     with tempfile.TemporaryDirectory() as empty:
-        ran = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
+        ran = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=900)
     # Not the exit status: gloo's threads abort now and then where a process ends.
     rows = [line for line in ran.stdout.splitlines() if line.startswith(f"| {name} |")]
     if not rows:
@@ -98,17 +99,16 @@ def run(name: str, folder: Path, megatron: str) -> str | None:
 
 def install(name: str, folder: Path, megatron: str) -> None:
     """The stack and what it imports, without their dependencies: the environment's stay as they are."""
-    made = folder.with_suffix(".part")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(made)]
-    subprocess.run([*command, *(package for package in STACKS[name].packages if package != MEGATRON)], check=True)
-    if MEGATRON in STACKS[name].packages:
-        with tempfile.TemporaryDirectory() as clone:
-            git = ["git", "-C", clone]
+    with tempfile.TemporaryDirectory() as made:
+        if STACKS[name].packages == (MEGATRON,):
+            git = ["git", "-C", made]
             subprocess.run([*git, "init", "--quiet"], check=True)
             subprocess.run([*git, "fetch", "--quiet", "--depth=1", megatron, MEGATRON_COMMIT], check=True)
             subprocess.run([*git, "checkout", "--quiet", "FETCH_HEAD"], check=True)
-            shutil.copytree(Path(clone, "megatron", "core"), made / "megatron" / "core")
-    made.rename(folder)
+        else:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", made]
+            subprocess.run([*command, *STACKS[name].packages], check=True)
+        shutil.copytree(made, folder, ignore=shutil.ignore_patterns(".git"))
 
 
 def check(name: str) -> int:
@@ -314,6 +314,11 @@ def levanter() -> Checked:
     import jax
     import jax.numpy as jnp
     import numpy as np
+
+    # The package imports a trainer and much that it needs; its kernels don't.
+    package = types.ModuleType("levanter")
+    package.__path__ = list(importlib.util.find_spec("levanter").submodule_search_locations)
+    sys.modules["levanter"] = package
     from levanter.kernels.pallas.fused_cross_entropy_loss import api
 
     from onchip.integrations import levanter as integration
@@ -333,7 +338,7 @@ def levanter() -> Checked:
     integration.register(default=True)
     errors = [agreed(step(name), step("reference")) for name in ("onchip", None)]
     integration.unregister()
-    how = f"its loss by name and by default, against its 'reference', loss and gradients: {max(errors):.0e}"
+    how = f"its loss by name and by default, against its 'reference', loss and gradients: {max(errors):.0e}; its kernels alone"
     return "`IMPLEMENTATIONS`, `_default_implementations`", f"{how}; {tests('levanter')}"
 
 
@@ -365,6 +370,8 @@ def torchtitan() -> Checked:
 
     alone = agreed(step(LinearCrossEntropyLoss.Config()), step(ChunkedLossWrapper.Config()))
     defined = run_examples("torchtitan.md", "torchtitan")
+    torch.distributed.init_process_group("gloo")  # once, for all its trainers
+    torch.distributed.init_process_group = lambda **given: None
     theirs, _ = titan_steps(llama3_debugmodel())
     ours, _ = titan_steps(defined["llama3_onchip"]())
     together = agreed(ours, theirs)
@@ -381,6 +388,7 @@ def torchtitan() -> Checked:
 
 def titan_steps(config: Any) -> tuple[list[float], Any]:
     """Losses and gradient norms of three steps by torchtitan's Trainer, and the model."""
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.attention import SDPBackend
     from torchtitan.components import metrics
     from torchtitan.components.dataloader import BaseDataLoader
@@ -431,16 +439,19 @@ def titan_steps(config: Any) -> tuple[list[float], Any]:
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 32, 3
     config.training.mixed_precision_param = "float32"
     config.training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"  # FSDP2 of PyTorch 2.13 refuses the parameters of 'spmd_types'
     config.validator.enable = config.checkpoint.enable = False
     config.debug.seed = 0
     logged: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         config.dump_folder = folder
         trainer = config.build()
+        for module in trainer.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
         trainer.metrics_processor.log = lambda step, loss, largest, norm, **other: logged.append([loss, norm])
         trainer.train()
         trainer.close()
-    torch.distributed.destroy_process_group()
     losses, norms = zip(*logged, strict=True)
     return [*losses, *norms], trainer.model_parts[0]
 
