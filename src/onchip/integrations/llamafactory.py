@@ -20,7 +20,7 @@ from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin
 NAME = "onchip.integrations.llamafactory"
 
 
-@KernelPlugin("onchip").register()  # type: ignore[untyped-decorator]
+@KernelPlugin("onchip").register()
 def apply_onchip(model: Any, include_kernels: Any = None) -> Any:
     """The model, patched by `onchip.integrations.transformers.patch`: its losses don't store the logits.
 
