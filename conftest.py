@@ -7,6 +7,4 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 PAGES = ["**/guides/stacks.md", "**/guides/torchtitan.md"]
 collect_ignore = [f"src/onchip/integrations/{name}.py" for name in ("axolotl", "llamafactory", "nemo", "torchtitan")]
 
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"], excludes=PAGES
-).pytest()
+pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"], excludes=PAGES).pytest()

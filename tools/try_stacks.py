@@ -645,6 +645,7 @@ STACKS = {
         "llamafactory",
         llamafactory,
         ("llamafactory==0.9.5", "antlr4-python3-runtime==4.13.2", "omegaconf==2.4.0", "torchdata==0.11.0"),
+        ("stacks.md",),
     ),
     "Megatron-LM": Stack("", megatron, (MEGATRON,), ("stacks.md",)),
     "Flax": Stack("flax", flax),

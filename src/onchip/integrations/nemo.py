@@ -116,11 +116,13 @@ class OnchipCrossEntropy(ChunkedCrossEntropy):  # type: ignore[misc]
         """
         if "softcap" not in self.options:
             raise RuntimeError(
-                f"{NAME}: the model's head wasn't seen; call validate_lm_head(model.lm_head, model_config=model.config), "
-                "as recipes do"
+                f"{NAME}: the model's head wasn't seen; call validate_lm_head(model.lm_head, "
+                "model_config=model.config), as recipes do"
             )
         if self.reduction != "sum" and not (num_label_tokens is None and loss_weights is None):
-            raise ValueError(f"{NAME}: num_label_tokens and loss_weights need reduction='sum'; it is {self.reduction!r}")
+            raise ValueError(
+                f"{NAME}: num_label_tokens and loss_weights need reduction='sum'; it is {self.reduction!r}"
+            )
         if hidden_states.ndim == 3 and hidden_states.shape[0] == 1 and labels.ndim == 1:
             hidden_states = hidden_states.squeeze(0)
         labels = labels.to(hidden_states.device)

@@ -200,8 +200,8 @@ class Fp8LinearConverter(ModelConfigConverter):  # type: ignore[misc]
     """Make each plain `Linear` of a model an `onchip.torch.Fp8Linear`, as torchtitan's Float8LinearConverter does.
 
     Layers whose name has one of filter_fqns in it stay as they are, and so do subclasses of `Linear`, whose forward may
-    do more, and layers with a side that 16 doesn't divide.  Parameters, their names and checkpoints stay the same.  Under
-    tensor parallelism the layers raise.
+    do more, and layers with a side that 16 doesn't divide.  Parameters, their names and checkpoints stay the same.
+    Under tensor parallelism the layers raise.
 
     Args:
         config: `Config`.

@@ -51,7 +51,9 @@ def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor]:
             _warned.add(reason)
             warnings.warn(f"onchip.integrations.verl: verl's own {FUNCTION} runs, because {reason}", stacklevel=2)
         return _originals[FUNCTION](*call)  # type: ignore[no-any-return]
-    return _log_probs(call.hidden, call.weight, call.labels.reshape(call.hidden.shape[:-1]), call.temperature, flat=True)
+    ids = call.labels.reshape(call.hidden.shape[:-1])
+    log_prob, entropy = _log_probs(call.hidden, call.weight, ids, call.temperature)
+    return log_prob.flatten(), entropy.flatten()
 
 
 class FusedLinearForPPO(nn.Module):
@@ -87,7 +89,8 @@ class Installed:
     """The names that are onchip's now."""
 
     def __str__(self) -> str:
-        return "\n".join([f"verl {self.version} runs through onchip, which replaced", *(f"  {x}" for x in self.replaced)])
+        names = "\n".join(f"  {name}" for name in self.replaced)
+        return f"verl {self.version} runs through onchip, which replaced\n{names}"
 
 
 def install() -> Installed:
@@ -123,7 +126,8 @@ def install() -> Installed:
     for name, ours in _OURS.items():
         for module in _holders(name, _originals[name]):
             setattr(module, name, ours)
-    return Installed(version, tuple(f"{m.__name__}.{name}" for name, ours in _OURS.items() for m in _holders(name, ours)))
+    replaced = (f"{module.__name__}.{name}" for name, ours in _OURS.items() for module in _holders(name, ours))
+    return Installed(version, tuple(replaced))
 
 
 def uninstall() -> None:
@@ -174,8 +178,6 @@ def _unfit(call: Call) -> str | None:
     return None if call.reduction.lower() == "none" else f"the reduction is {call.reduction!r}"
 
 
-def _log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, flat: bool = False
-) -> tuple[Tensor, Tensor]:
+def _log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     out = linear_log_probs(hidden, weight, ids, temperature=temperature, entropy=True)
-    return (out.log_prob.flatten(), out.entropy.flatten()) if flat else (out.log_prob, out.entropy)
+    return out.log_prob, out.entropy
