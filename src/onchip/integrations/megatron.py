@@ -45,8 +45,7 @@ def output_processor(
         config: the model's TransformerConfig.
         context: `output_processor_context` of the model's forward: options of `linear_cross_entropy` (label_smoothing,
             z_loss, softcap, scratch_bytes, backend, precision), or None.
-        loss_mask, input_ids, position_ids, attention_mask, decoder_input, packed_seq_params, runtime_gather_output,
-            compute_language_model_loss, scale_logits: what GPTModel passes besides; unused.
+        loss_mask: as all others, what GPTModel passes besides; unused.
 
     Returns:
         [B, S] float32.
