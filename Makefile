@@ -6,7 +6,7 @@ INSTALL := pyproject.toml constraints.txt tools/install.sh
 # The Python that runs the GPU tests and benchmarks: set it where an environment with CUDA exists already.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test check test-gpu bench docs clean
+.PHONY: demo test check test-gpu test-browser bench docs clean
 
 demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
@@ -26,6 +26,12 @@ check: $(VENV)/.for-dev
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.for-dev)
 	$(GPU_PYTHON) -m pytest -m gpu tests
+
+# CHROME names another Chromium or Chrome than the one on the PATH.
+test-browser: $(VENV)/.for-dev
+	@command -v "$${CHROME:-chromium}" >/dev/null || \
+		{ echo "make test-browser needs Chromium: apt-get install chromium, or set CHROME to a Chrome" >&2; exit 1; }
+	$(BIN)/python -m pytest -m browser tests/test_bench_pages.py
 
 bench: $(VENV)/.for-demo
 	$(BIN)/onchip bench linear_cross_entropy

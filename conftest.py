@@ -1,10 +1,37 @@
-"""Run the Python examples in README.md and docs/ as tests."""
+"""Run the Python examples in README.md and docs/ as tests, and compare what commands there print."""
 
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+import shlex
+
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
 # They need stacks that tools/try_stacks.py installs, and runs these with.
 PAGES = ["**/guides/stacks.md", "**/guides/torchtitan.md"]
 collect_ignore = [f"src/onchip/integrations/{name}.py" for name in ("axolotl", "llamafactory", "nemo", "torchtitan")]
 
-pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["*.md"], excludes=PAGES).pytest()
+
+def run_commands(example: Example) -> str | None:
+    """A console block that shows what commands print: of `onchip`, it must be that, 80 columns wide.
+
+    Blocks that show commands alone aren't run.
+    """
+    from typer.testing import CliRunner
+
+    from onchip.cli import app
+
+    shown = [command.partition("\n") for command in f"\n{example.parsed}".split("\n$ ")[1:]]
+    for command, _, output in shown:
+        program, *arguments = shlex.split(command, comments=True)
+        if output.strip() and program == "onchip":
+            printed = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments).output
+            lines = [line.rstrip() for line in printed.strip().splitlines()]
+            if lines != output.strip().splitlines():
+                return f"$ {command}\n{chr(10).join(lines)}"
+    return None
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), CodeBlockParser("console", run_commands), SkipParser()],
+    patterns=["*.md"],
+    excludes=PAGES,
+).pytest()

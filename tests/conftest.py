@@ -64,5 +64,5 @@ def config_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def quiet_bench(monkeypatch):
     """Without the page, which takes longer than all else, and without a look at what else is running."""
-    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
+    monkeypatch.setattr("onchip.bench.run.html_page", lambda document, name: "")
     monkeypatch.setattr("onchip.bench.environment._busy_cores", lambda: 0.0)

@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from onchip.torch import (
+    TopK,
     cross_entropy,
     fp8_linear,
     jsd,
     linear_cross_entropy,
     linear_jsd,
     linear_log_probs,
+    log_probs,
     quantize_activation,
     quantize_weight,
 )
@@ -49,9 +51,24 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def log_probs(hidden, weight, bias, target, **options):
-    out = linear_log_probs(hidden, weight, target, bias, entropy=True, lse=True, **options)
+def sum_of_log_probs(target, logits=None, **given):
+    """All that has a gradient, of either op."""
+    op = linear_log_probs if logits is None else log_probs
+    given |= {} if logits is None else {"logits": logits}
+    out = op(ids=target, entropy=True, lse=True, **given)
     return out.log_prob + out.entropy + out.lse
+
+
+def soft_loss(target, token_weight=None, dense=False, **given):
+    """Of targets and their successors, with the probabilities 0.7 and 0.3."""
+    indices = torch.stack([target, (target + 1) % VOCAB], -1)
+    values = torch.tensor([0.7, 0.3], device=target.device).expand(indices.shape)
+    labels = TopK(indices, values, "probs", "truncated")
+    if dense:
+        zeros = torch.zeros(*target.shape, VOCAB, device=target.device)
+        labels = zeros.scatter(-1, indices, values)
+    op = cross_entropy if "logits" in given else linear_cross_entropy
+    return op(target=labels, token_weight=token_weight, **given)
 
 
 def registered_fp8_linear(x, weight, bias, **options):
@@ -81,12 +98,17 @@ class Problem:
 
     def __str__(self):
         said = (str(v) if isinstance(v, str) else f"{k}={v}" for k, v in self.options.items())
-        return "-".join([self.op.__name__, *said])
+        soft = ["soft"] if self.op is soft_loss else []
+        return "-".join([self.name if self.op in (sum_of_log_probs, soft_loss) else self.op.__name__, *soft, *said])
 
     @property
     def name(self):
         """What the op calls itself."""
-        return "fp8_linear" if self.op in LAYERS else "linear_log_probs" if self.op is log_probs else self.op.__name__
+        if self.op is sum_of_log_probs:
+            return "log_probs" if "logits" in self.inputs else "linear_log_probs"
+        if self.op is soft_loss:
+            return "cross_entropy" if "logits" in self.inputs else "linear_cross_entropy"
+        return "fp8_linear" if self.op in LAYERS else self.op.__name__
 
     @property
     def inplace(self):
@@ -107,9 +129,9 @@ class Problem:
             given[name].requires_grad_()
         if self.op not in LAYERS:
             given["target"] = torch.randint(VOCAB, (tokens,), device=self.device)
-        if self.op not in (*LAYERS, log_probs):
+        if self.op not in (*LAYERS, sum_of_log_probs):
             given["token_weight"] = torch.rand(tokens, device=self.device)
-        if self.op in (linear_cross_entropy, cross_entropy, log_probs):
+        if self.op in (linear_cross_entropy, cross_entropy, sum_of_log_probs, soft_loss):
             given["temperature"] = torch.rand(tokens, device=self.device) + 0.5
 
         def call(*inputs, **more):
@@ -140,7 +162,13 @@ def problems(backend, device="cpu"):
             yield Problem(cross_entropy, {"logits": LOGITS}, how | {"inplace_backward": inplace})
         yield Problem(linear_jsd, both("hidden", "weight", "bias"), how | {"teacher_grad": True})
         yield Problem(jsd, {"student_logits": LOGITS, "teacher_logits": LOGITS}, how | {"teacher_grad": True})
-    yield Problem(log_probs, HEAD)
+    yield Problem(sum_of_log_probs, HEAD)
+    yield Problem(sum_of_log_probs, {"logits": LOGITS})
+    yield Problem(soft_loss, HEAD, {"reduction": "mean", "dense": False})
+    if torchs:  # which alone has these
+        yield Problem(soft_loss, HEAD, {"reduction": "mean", "dense": True})
+        for dense in (False, True):
+            yield Problem(soft_loss, {"logits": LOGITS}, {"reduction": "mean", "dense": dense})
     for layer in LAYERS:
         yield Problem(layer, LAYER)
 
@@ -337,10 +365,11 @@ def checks(backend, device="cpu"):
             wanted += [retained_graph, inputs_left_alone, schema_is_true, no_tokens]
             wanted += [] if problem.inplace else [compiled]
             wanted += [meta_tensors, transforms_refused] if backend == "torch" and device == "cpu" else []
-        if problem.op not in LAYERS:
+        if problem.op not in (*LAYERS, soft_loss):  # whose tokens all count
             wanted += [ignored_tokens]
         if "mean" in problem.options.values():
-            wanted += [changed_in_place, normalizer_of_zero]
+            wanted += [changed_in_place]
+            wanted += [normalizer_of_zero] if problem.op is not soft_loss else []
         made |= {f"{check.__name__}-{problem}": partial(check, given) for check in wanted}
     return made
 

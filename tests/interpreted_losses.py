@@ -24,10 +24,13 @@ from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows.memory import RowTiles
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import walks
+from soft_labels import assert_right as assert_soft
+from soft_labels import everything
+from soft_labels import problem as soft_problem
 from tanh import assert_is_tanh, triton_tanh
 
 LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
-STASH, RECOMPUTE, ROWS, IN_PLACE, LOG_PROBS, ENTROPY = LOSSES.values()
+STASH, RECOMPUTE, ROWS, IN_PLACE, OF_LOGITS, LOG_PROBS, ENTROPY = LOSSES.values()
 AUTO = replace(STASH, options={"reduction": "mean"})
 CHECKS = {f"{check.__name__}-{name}": partial(check, loss)
           for name, loss in LOSSES.items() for check in (*VALUES, bad_ids)}  # fmt: skip
@@ -49,8 +52,8 @@ def small(case):
     return replace(case, tokens=min(case.tokens, 20), vocab=min(case.vocab, 700))
 
 
-for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (LOG_PROBS, ENTROPY)):
-    _cases = [small(case) for case in _loss.checks.CHECKER.cases if case.vocab < 10_000]
+for _loss, _other in ((STASH, RECOMPUTE), (ROWS, IN_PLACE), (OF_LOGITS, OF_LOGITS), (LOG_PROBS, ENTROPY)):
+    _cases = [small(case) for case in _loss.own_cases() if case.vocab < 10_000]
     for _i, _case in enumerate(_cases):
         for _chosen in (_loss, _other) if _case.name in BOTH else ((_loss, _other)[_i % 2],):
             CHECKS[f"case-{_case}-{_chosen}"] = partial(_chosen.assert_case, _case)
@@ -170,6 +173,19 @@ def forward_in_chunks_of_tokens(op):
         right(loss, given, **options)
 
 
+@check("plain", "everything", "one id", "mixed")
+def soft_labels(how):
+    """Probabilities of K ids."""
+    given = soft_problem(LCE, "probs", (300,) if how == "mixed" else (2, 12), dtype=torch.float16)
+    if how == "one id":
+        target = given["target"]
+        given["target"] = target._replace(indices=target.indices[..., :1], values=target.values[..., :1])
+    options = everything("none") | {"label_smoothing": 0.0, "reduction": "none"} if how == "everything" else {}
+    bound = RIGHT[torch.float16]
+    with mixed_plan() if how == "mixed" else nullcontext():
+        assert_soft(LCE, given, scale=2, bound=bound, backend="triton", **options)
+
+
 @check("stash", "recompute", "out")
 def repeated_labels(how):
     """The first two tokens of a vocabulary entry have their target's term added apart, further ones don't."""
@@ -241,6 +257,18 @@ def many_tiles(name):
         ROWS.assert_case(MANY_TILES[name])
         if name in ("odd", "everything"):
             IN_PLACE.assert_case(MANY_TILES[name], torch.float16)
+    assert used.called
+
+
+@check("plain", "offset", "everything")
+def several_ids_in_many_tiles(name):
+    more = {"ids": 3, "masked": 600, "ignored": 0.3, "token_temperature": True, "options": {"softcap": None}}
+    case = OF_LOGITS.case(
+        "tiles", 3, 0, 1000, **{"plain": {}, "offset": {"logit_offset": 1e4}, "everything": more}[name]
+    )
+    with small_tiles() as used:
+        for entropy in (True, False):
+            OF_LOGITS.assert_case(case, entropy=entropy)
     assert used.called
 
 

@@ -123,9 +123,9 @@ def layouts(loss):
 
 def _layouts_of_logits(loss, constants, indices):
     half = torch.float16 if loss.backend == "triton" and loss.device == "cpu" else torch.bfloat16
-    reduction = loss.options["reduction"]
-    options = {"reduction": reduction, "backend": loss.backend, **constants}
-    upstream = 0.3 * torch.ones((2, 3) if reduction == "none" else (), device=loss.device)
+    options = {"backend": loss.backend, **constants}
+    options |= {} if loss.of_ids else {"reduction": loss.options["reduction"]}
+    upstream = 0.3 * torch.ones(() if "mean" in loss.options.values() else (2, 3), device=loss.device)
     for (kind, (shape, cut)), dtype in zip(LAYOUTS.items(), itertools.cycle((torch.float32, half))):
         base = torch.randn(shape(2000 if loss.device == "cuda" else 50), device=loss.device).to(dtype)
         copy = cut(base).clone(memory_format=torch.contiguous_format).requires_grad_()
@@ -211,7 +211,8 @@ def special_values(loss):
         made = loss.call(given)
         assert torch.equal(made["log_prob"][0].isinf(), target[0] == 5)
         if loss.options["entropy"]:
-            assert loss.run(given, {"entropy": torch.ones_like(made["entropy"])})["grad_hidden"].isfinite().all()
+            (g,) = torch.autograd.grad(made["entropy"].sum(), given["hidden" if loss.linear else "logits"])
+            assert g.isfinite().all()
     else:
         for smoothing in (0.0, 0.1, 1.0):
             made = loss.call(given, label_smoothing=smoothing, reduction="none")
@@ -403,13 +404,18 @@ def only_what_needs_a_gradient_gets_one(loss):
 
 
 def autocast(loss):
-    """The products see 16 bits; gradients come back in each input's own dtype, rounded once."""
+    """The products see 16 bits; gradients come back in each input's own dtype, rounded once.  Without autocast too,
+    where hidden or weight has 16 bits."""
     half = loss.dtype if loss.dtype != torch.float32 else torch.bfloat16
-    for dtypes in ((torch.float32, torch.float32), (half, torch.float32)):
+    full = torch.float32
+    for cast, *dtypes in ((True, full, full), (True, half, full), (False, half, full), (False, full, half)):
+        if not (cast or loss.linear):
+            continue
         given = loss.problem((2, 8), dtype=torch.float32)
         if loss.linear:
-            given["hidden"] = given["hidden"].detach().to(dtypes[0]).requires_grad_()
-        with torch.autocast(loss.device, half):
+            for name, dtype in zip(("hidden", "weight"), dtypes, strict=True):
+                given[name] = given[name].detach().to(dtype).requires_grad_()
+        with torch.autocast(loss.device, half, enabled=cast):
             made = loss.run(given)
         seen = given
         if loss.linear:

@@ -19,7 +19,7 @@ from onchip.ops.linear_cross_entropy import checks as lce_checks
 from onchip.ops.linear_log_probs import cases as llp_cases
 from onchip.ops.linear_log_probs import checks as llp_checks
 from onchip.oracle.torch import as_array, computed
-from onchip.torch import cross_entropy, linear_cross_entropy, linear_log_probs
+from onchip.torch import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.vocab.triton import memory as triton_memory
 from onchip.vocab.triton import setup as triton_setup
 from shared import assert_within_bounds
@@ -46,11 +46,11 @@ class Loss:
 
     @property
     def linear(self):
-        return self.op is not cross_entropy
+        return self.op not in (cross_entropy, log_probs)
 
     @property
     def of_ids(self):
-        return self.op is linear_log_probs
+        return self.op in (linear_log_probs, log_probs)
 
     @property
     def ids(self):
@@ -115,6 +115,10 @@ class Loss:
 
         return {name: of(made[name]) for name in self.values}
 
+    def own_cases(self):
+        """Those of its cases that are of logits, or of hidden states, as it takes them."""
+        return [case for case in self.checks.CHECKER.cases if bool(getattr(case, "hidden", 0)) == self.linear]
+
     def oracle(self, given, upstream, **more):
         """The same in float64, from exactly these numbers."""
         mathematical = ("shift", "reduction", "ignore_index", "normalizer", "label_smoothing", "z_loss", "softcap",
@@ -142,7 +146,7 @@ class Loss:
 
     def case(self, name, tokens, hidden, vocab, **more):
         """A case of these sizes; `hidden` and a bias are for the linear ones."""
-        sizes = (tokens, hidden, vocab) if self.linear else (tokens, vocab)
+        sizes = (tokens, vocab) if self.op is cross_entropy else (tokens, hidden if self.linear else 0, vocab)
         fields = self.cases.Case.__dataclass_fields__
         options = more.pop("options", {})
         if self.of_ids:
@@ -179,6 +183,7 @@ def assert_near(name, made, expected, scale=1.0, bound=None):
 LCE = Loss(linear_cross_entropy, lce_cases, lce_checks)
 CE = Loss(cross_entropy, ce_cases, ce_checks)
 LLP = Loss(linear_log_probs, llp_cases, llp_checks)
+LP = Loss(log_probs, llp_cases, llp_checks)
 
 
 def losses(backend="torch", device="cpu", *, few=False):
@@ -195,6 +200,7 @@ def losses(backend="torch", device="cpu", *, few=False):
     ways = list(itertools.product((False, True), ("mean", "none")))
     for inplace, reduction in (ways[0], ways[3]) if few else ways:
         yield make(CE, inplace=inplace, reduction=reduction)
+    yield make(LP, entropy=True)
     for entropy in (False, True):
         yield make(LLP, entropy=entropy)
 

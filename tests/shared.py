@@ -1,9 +1,12 @@
 """What the tests of several ops share."""
 
+import json
 import re
+from importlib.resources import files
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from onchip import cli
@@ -12,6 +15,22 @@ from onchip import cli
 def run_cli(*arguments, columns=200):
     """By default wide enough that no message is wrapped."""
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [str(a) for a in arguments])
+
+
+def assert_fits_schema(command, document):
+    """It is what the command's --json is said to be."""
+    schema = json.loads(files("onchip").joinpath("schemas", f"{command}.json").read_text())
+    Draft202012Validator.check_schema(schema)
+    Draft202012Validator(schema).validate(json.loads(json.dumps(document)))
+
+
+def run_json(command, *arguments, exit_code=0):
+    """The document that a command prints with --json, as its schema says it is."""
+    result = run_cli(command, *arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    document = json.loads(result.stdout)
+    assert_fits_schema(command, document)
+    return document
 
 
 def assert_within_bounds(checks):

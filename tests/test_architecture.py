@@ -22,9 +22,9 @@ def test_arrows_go_one_way():
     ("imported", "unwanted"),
     [
         ("onchip", ["torch", "jax", "numpy"]),
-        ("onchip.torch", ["jax", "triton", "matplotlib", "typer"]),
-        ("onchip.jax", ["torch", "triton", "matplotlib", "typer"]),
-        ("onchip.cli", ["torch", "jax", "matplotlib"]),
+        ("onchip.torch", ["jax", "triton", "matplotlib", "plotly", "typer"]),
+        ("onchip.jax", ["torch", "triton", "matplotlib", "plotly", "typer"]),
+        ("onchip.cli", ["torch", "jax", "matplotlib", "plotly"]),
         ("onchip.plan", ["torch", "jax"]),
         *((f"onchip.bench.ops.{op}", ["torch", "jax"]) for op in (*OPS, "fp8_linear")),
         ("onchip.vocab.xla.memory", ["torch", "jax", "numpy"]),

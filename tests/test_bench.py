@@ -24,10 +24,12 @@ from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.fp8_linear import cases as fp8_cases
 from onchip.ops.linear_cross_entropy import cases
 from onchip.ops.linear_jsd import cases as jsd_cases
+from shared import assert_fits_schema
 
 ROW = {
-    "op", "case", "sizes", "dtype", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms",
-    "ratio_to_floor", "compile_s", "extra_bytes", "host_ms", "kernels", "error", "error_bound", "errors", "ok",
+    "op", "case", "sizes", "dtype", "date", "mode", "impl", "config", "median_ms", "p10_ms", "p90_ms", "floor_ms",
+    "ratio_to_floor", "compile_s", "extra_bytes", "host_ms", "kernels", "error", "error_bound", "error_name", "errors",
+    "error_bounds", "ok",
 }  # fmt: skip
 
 
@@ -108,6 +110,7 @@ class Run:
 def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "_busy_cores", lambda: 1.5)  # it would look for half a second
     monkeypatch.setattr("onchip.bench.run.OPS", ("toy",))
+    monkeypatch.setattr("onchip.bench.page.plotly_js", lambda: "/* 5 MB */")
 
     def run(*implementations, more=None, **options):
         op = ToyOp("torch", SUITES, lambda fw: implementations, make)
@@ -124,7 +127,7 @@ def bench(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_page(monkeypatch):
-    monkeypatch.setattr("onchip.bench.report.html_page", lambda document: "")
+    monkeypatch.setattr("onchip.bench.run.html_page", lambda document, name: "")
 
 
 def only_json(folder):
@@ -142,11 +145,13 @@ def test_right_results_are_timed_and_all_else_is_reported(bench):
     assert row["extra_bytes"] >= 0
     assert (row["host_ms"], row["kernels"]) == (None, None)  # on the CPU
     assert (row["error"], row["errors"]) == (0, {"total": 0, "grad": 0})
+    assert row["error_bounds"] == {"total": 1e-6, "grad": 1e-6}
+    assert row["date"] == run.document["environment"]["date"]
     assert run.row("onchip good", "forward")["errors"] == {"total": 0}
     for name, error in (("peer wrong", 1.0), ("peer nan", None)):
         row = run.row(name)
         assert (row["ok"], row["error"], row["error_bound"]) == (False, error, 1e-6)
-        assert row["errors"] == {"total": error, "grad": 0}
+        assert (row["errors"], row["error_name"]) == ({"total": error, "grad": 0}, "total")
         assert all(row[key] is None for key in ("median_ms", "p10_ms", "p90_ms", "ratio_to_floor", "extra_bytes"))
     reason = "it needs a quantum computer"
     assert run.document["not_run"] == [
@@ -157,7 +162,8 @@ def test_right_results_are_timed_and_all_else_is_reported(bench):
         ),
     ]
     assert reason in run.page
-    for text in ("onchip good", "1.5 cores busy", "WRONG", reason):
+    wrong = f"peer wrong {torch.__version__.partition('+')[0]}: total: 1.0e+00 is 1000000.00 × its bound of 1.0e-06"
+    for text in ("onchip good", "1.5 cores busy", "WRONG", f"wrong: {wrong}", "total: not finite", reason):
         assert text in run.printed
 
 
@@ -291,7 +297,7 @@ def test_an_op_may_have_modes_of_its_own(bench):
     assert ran == [("forward", "onchip good"), ("half", "peer half")]
     assert all(r["ok"] and r["floor_ms"] is None and r["ratio_to_floor"] is None for r in run.document["rows"])
     assert run.document["not_run"] == []
-    assert "half (floor: –)" in run.page
+    assert "half (floor: –)" in run.printed
 
 
 def test_patterns_and_suites_choose(bench, no_page):
@@ -343,8 +349,8 @@ def test_bad_options_are_refused_before_any_work(bench, tmp_path, monkeypatch, o
 
 
 def test_a_missing_package_is_named_with_its_extra(bench, monkeypatch):
-    monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == "matplotlib" else name)
-    with pytest.raises(ImportError, match=re.escape("matplotlib") + ".*" + re.escape("onchip[torch,bench]")):
+    monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == "plotly" else name)
+    with pytest.raises(ImportError, match=re.escape("plotly") + ".*" + re.escape("onchip[torch,bench]")):
         bench(GOOD)
 
 
@@ -355,6 +361,7 @@ def test_the_files_of_a_run(bench, monkeypatch):
     run = bench(GOOD, WRONG, MISSING, toy("peer <b>", lambda x: x.sum()), cases=["*"])
     (path,) = run.folder.glob("*.json")
     assert json.loads(path.read_text()) == run.document
+    assert_fits_schema("bench", run.document)
     assert set(run.document) == {"environment", "rows", "not_run"}
     described = run.document["environment"]
     assert path.name == f"{described['date'][:10]}-{described['device']}-toy.json"
@@ -363,15 +370,17 @@ def test_the_files_of_a_run(bench, monkeypatch):
     assert (described["repeats"], described["framework"]) == (2, "torch")
     assert {"python", "numpy", "os", "cpu", "cores", "gpu", "driver", "cuda", "onchip", "git_commit"} <= set(described)
     page = run.page
-    assert not re.findall(r"(?:src|href)=[\"'](?!data:)|url\(|@import|<script|<link", page)
-    assert page.count("data:image/svg+xml;base64,") == 4  # growth, and a plot for each case that ran
+    assert not re.findall(r"(?:src|href)=[\"'](?!data:)(?!\d)|url\(|@import|<script src", page)
+    assert f'href="{path.name}"' in page
+    assert "/* 5 MB */" in page
     assert "peer &lt;b&gt;" in page
-    assert 'class="wrong"' in page
-    monkeypatch.setattr(report, "_MOST_PLOTS", 1)
-    one_size = [row for row in run.document["rows"] if row["case"] in ("size-10", "other")]
-    page = report.html_page(run.document | {"rows": one_size})
-    assert "data:image" not in page
-    assert page.count("<td>onchip good") == 4
+    assert '<tr class="wrong">' in page
+
+
+def test_a_run_without_rows_has_a_page_too(bench):
+    page = bench(MISSING).page
+    assert "it needs a quantum computer" in page
+    assert "<script" not in page
 
 
 def fake_rows():
@@ -408,14 +417,14 @@ def test_sweeps():
     growth = plots.growth_svg([*rows, *(r for r in fake_rows() if r["case"] == "one")])
     assert growth is not None
     assert "tokens, llama3.1-8b" in growth
-    assert plots._sweep_point("llama3.1-8b-t4096") == ("tokens, llama3.1-8b", 4096)
+    assert plots.sweep_point("llama3.1-8b-t4096") == ("tokens, llama3.1-8b", 4096)
     for name in (*cases.MODELS, "llama3.1-8b-zipf", "llama3.1-8b-std30"):
-        assert plots._sweep_point(name) is None
+        assert plots.sweep_point(name) is None
 
 
 def test_each_of_many_implementations_looks_different():
     names = [f"onchip{i} 1" for i in (" a", " b", " c", ", d", ", e", ", f")] + [f"peer {i} 1" for i in range(11)]
-    looks = plots._styles([{"impl": name} for name in names]).values()
+    looks = plots.styles_of([{"impl": name} for name in names]).values()
     assert len({(look["color"], look["marker"]) for look in looks}) == len(names)
     assert len({look["color"] for look in looks}) == len(names)
     assert [look["linewidth"] for look in looks].count(4) == 2
@@ -482,11 +491,21 @@ def test_rows_of_another_dtype_stay_and_have_names_of_their_own(bench):
     assert [(r["dtype"], r["mode"]) for r in both.document["rows"]] == [
         (dtype, mode) for dtype in ("float32", "float64") for mode in harness.MODES
     ]
-    assert all(f"size-10 ({dtype})" in both.page for dtype in ("float32", "float64"))
+    assert all(f'"kind":"{dtype}"' in both.page for dtype in ("float32", "float64"))
+
+
+def test_adding_keeps_the_title_and_the_dates_of_the_runs(bench, no_page):
+    first = bench(GOOD, cases=["size-10"])
+    (path,) = first.folder.glob("*.json")
+    path.write_text(json.dumps({"title": "Squares", **first.document}))
+    second = bench(GOOD, cases=["size-20"], add=True)
+    assert second.document["title"] == "Squares"
+    assert second.row("onchip good", case="size-10")["date"] == first.document["environment"]["date"]
+    assert second.row("onchip good", case="size-20")["date"] == second.document["environment"]["date"]
 
 
 def test_files_of_earlier_versions_can_be_added_to():
-    """Those that `onchip bench` wrote itself; their rows have no sizes."""
+    """Those that `onchip bench` wrote itself; their rows have neither dates nor a bound for each error."""
     for path in (Path(__file__).parent.parent / "results").glob("2026-11-2[12]-*.json"):
         document = json.loads(path.read_text())
         if {"rows", "not_run"} <= document.keys() and "how" not in document["environment"]:

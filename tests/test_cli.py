@@ -1,32 +1,110 @@
 """The command line: what each command prints, and what it says to a wrong call."""
 
-import json
+import inspect
+import io
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from importlib import import_module
 from itertools import product
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 import onchip
-from onchip import check
+from onchip import check, cli
 from onchip.core import machine
+from onchip.core.names import matching
 from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.tables import print_table
 from onchip.kernels.triton import launch as triton_calls
 from onchip.ops import OPS
 from onchip.ops.linear_cross_entropy import checks, jax_op
 from onchip.oracle.checks import Check, Checker
-from shared import run_cli
+from shared import run_cli, run_json
 from shared_jax import quick_compilation  # noqa: F401
 
 
-def test_help_lists_the_commands():
-    result = run_cli("--help")
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_lists_the_commands(option):
+    result = run_cli(option, columns=400)
     assert result.exit_code == 0
-    assert all(command in result.stdout for command in ("demo", "plan", "check", "bench", "info"))
+    assert all(entry.help in result.stdout for entry in cli.COMMANDS.values())
+    assert "--install-completion" in result.stdout
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_a_command(command):
+    """The group knows its first line without its module."""
+    entry = cli.COMMANDS[command]
+    run = resolve_name(entry.run)
+    assert run.__doc__.splitlines()[0] == entry.help
+    shown = run_cli(command, "-h", columns=120)
+    assert shown.exit_code == 0
+    if "framework" in inspect.signature(run).parameters:
+        assert "[torch|jax" in shown.stdout
+
+
+def test_the_command_without_a_module_of_a_command():
+    """Also `python -m onchip`: what it prints is quick, as it imports hardly anything."""
+    run = "import sys; sys.argv[1:] = ['-h']; import runpy; runpy.run_module('onchip', run_name='__main__')"
+    looked = f"import atexit, sys; atexit.register(lambda: print(sorted(sys.modules))); {run}"
+    said = subprocess.run([sys.executable, "-c", looked], capture_output=True, text=True, check=True).stdout
+    assert "Usage: onchip [OPTIONS] COMMAND" in said
+    assert not re.search(r"'(numpy|torch|jax|onchip\.(bench|plan|ops|check))'", said)
+
+
+def test_the_version():
+    assert run_cli("--version").stdout == f"onchip {onchip.__version__}\n"
+
+
+def test_the_shell_completes_words(monkeypatch):
+    def completed(line, word):
+        variables = {"_ONCHIP_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(word)}
+        done = subprocess.run(
+            [sys.executable, "-m", "onchip"], env={**os.environ, **variables}, capture_output=True, text=True
+        )
+        return done.stdout.split()
+
+    assert completed("onchip ch", 1) == ["check"]
+    assert completed("onchip plan --gpu h", 3) == ["h100", "h200"]
+    assert completed("onchip check linear_l", 2) == ["linear_log_probs"]
+
+
+def interrupted(*, console):
+    """A command that the user ends."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_ctrl_c_is_a_message_and_exit_code_130(command, monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, command, cli.COMMANDS[command]._replace(run="test_cli:interrupted"))
+    result = run_cli(command)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "onchip: interrupted\n"
+
+
+def test_names_with_commas_are_listed_apart():
+    with pytest.raises(ValueError, match=r"there is:\n  eager, float32\n  onchip$"):
+        matching("--impl", ["liger"], ["eager, float32", "onchip"])
+    with pytest.raises(ValueError, match=r"there is: a, b$"):
+        matching("--case", ["c"], ["a", "b"])
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 200])
+def test_a_table_cuts_no_word(columns):
+    console = Console(width=columns, file=io.StringIO())
+    row = ["linear_cross_entropy", "some words that wrap", Text("1.0e-06"), "ok"]
+    print_table(console, ["op", "reason", "error", ""], [row], title="title", right=("error",))
+    printed = console.file.getvalue()
+    assert all(len(line.rstrip()) <= columns for line in printed.splitlines())
+    assert set(" ".join(map(str, row)).split()) <= set(printed.replace("|", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -34,7 +112,8 @@ def test_help_lists_the_commands():
     [
         (["check", "softmax"], "no op 'softmax'; there is: linear_cross_entropy, linear_log_probs, "),
         (["check", "--device", "tpu"], "--device must be auto, cpu or cuda; got 'tpu'"),
-        (["check", "--framework", "numpy"], "--framework must be torch or jax; got 'numpy'"),
+        (["check", "--framework", "tf"], "--framework must be torch, jax or all; got 'tf'"),
+        (["plna"], "No such command 'plna'. Did you mean 'plan'?"),
         (["bench", "linear_cross_entropy", "--framework", "all"], "--framework must be torch or jax; got 'all'"),
         (["bench", "linear_cross_entropy", "--framework", "jax", "--dtype", "int8"], "--dtype must be one of float32"),
         (["bench", "softmax"], "no op 'softmax'; there is: linear_cross_entropy"),
@@ -78,7 +157,7 @@ def test_cuda_that_jax_does_not_see(monkeypatch, command):
 
 
 def test_info():
-    document = json.loads(run_cli("info", "--json").stdout)
+    document = run_json("info")
     assert document["onchip"] == onchip.__version__
     assert document["versions"]["torch"]
     assert document["versions"]["jax"]
@@ -107,7 +186,7 @@ def test_info():
 def test_info_on_the_jax_backends_of_a_gpu(monkeypatch, capability, usable, why):
     gpu = SimpleNamespace(platform="gpu", id=0, device_kind="NVIDIA X100", compute_capability=capability)
     monkeypatch.setattr("jax.devices", lambda: [gpu])
-    document = json.loads(run_cli("info", "--json").stdout)
+    document = run_json("info")
     assert document["machine"]["jax gpu:0"] == "NVIDIA X100"
     rows = {
         b["backend"]: b
@@ -132,7 +211,7 @@ def test_info_on_the_triton_backend(monkeypatch, capability, installed, usable, 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index=None: capability)
     monkeypatch.setattr(triton_calls, "find_spec", lambda name: object() if installed else None)
-    rows = json.loads(run_cli("info", "--json").stdout)["backends"]
+    rows = run_json("info")["backends"]
     wanted = ("torch", "triton", "cuda", "linear_cross_entropy")
     (row,) = (r for r in rows if (r["framework"], r["backend"], r["device"], r["op"]) == wanted)
     assert (row["usable"], row["why"]) == (usable, why)
@@ -150,7 +229,7 @@ def test_info_without_a_framework_says_what_to_install(monkeypatch, framework):
         return version(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    document = json.loads(run_cli("info", "--json").stdout)
+    document = run_json("info")
     assert document["versions"][framework] is None
     rows = [b for b in document["backends"] if b["framework"] == framework]
     assert rows
@@ -167,9 +246,7 @@ QUANTITIES = {"loss", "lse", "log_prob", "entropy", "correct", "grad_hidden", "g
 
 
 def test_check_of_a_sample_in_both_frameworks(few_cases):
-    result = run_cli("check", "linear_cross_entropy", "--device", "cpu", "--json")
-    assert result.exit_code == 0
-    document = json.loads(result.stdout)
+    document = run_json("check", "linear_cross_entropy", "--device", "cpu")
     assert document["ok"]
     assert {(r["framework"], r["device"]) for r in document["rows"]} == {("torch", "cpu"), ("jax", "cpu")}
     assert all(
@@ -179,8 +256,7 @@ def test_check_of_a_sample_in_both_frameworks(few_cases):
 
 
 def test_check_of_all_dtypes_and_strategies(few_cases):
-    options = ("--full", "--framework", "torch", "--device", "cpu", "--json")
-    document = json.loads(run_cli("check", "linear_cross_entropy", *options).stdout)
+    document = run_json("check", "linear_cross_entropy", "--full", "--framework", "torch", "--device", "cpu")
     assert document["ok"]
     assert {(r["framework"], r["dtype"], r["implementation"]) for r in document["rows"]} == {
         ("torch", dtype, f"torch {strategy}") for dtype in DTYPE_BYTES for strategy in ("stash", "recompute")
@@ -204,7 +280,7 @@ def pretended(monkeypatch):
 
 
 def test_check_runs_a_sample_of_every_op_in_every_framework(pretended):
-    document = json.loads(run_cli("check", "--framework", "all", "--json").stdout)
+    document = run_json("check", "--framework", "all")
     assert document["ok"]
     assert {(r["framework"], r["op"]) for r in document["rows"]} == set(product(("torch", "jax"), OPS))
     counts = Counter(pretended)
@@ -228,7 +304,7 @@ def test_a_sample_of_the_checks_has_all_dtypes(framework, op):
 
 def test_check_takes_the_frameworks_that_are_installed(pretended, monkeypatch):
     monkeypatch.setattr("onchip.core.machine.find_spec", lambda name: None if name == "torch" else name)
-    document = json.loads(run_cli("check", "--json").stdout)
+    document = run_json("check")
     assert {r["framework"] for r in document["rows"]} == {"jax"}
     result = run_cli("check", "--framework", "all")
     assert result.exit_code == 2
@@ -250,3 +326,5 @@ def test_check_that_fails_ends_with_1(few_cases, monkeypatch, framework, title):
     assert result.exit_code == 1
     assert "WRONG" in result.stdout
     assert f"linear_cross_entropy in {title} on cpu" in result.stdout
+    document = run_json("check", "linear_cross_entropy", "--framework", framework, "--device", "cpu", exit_code=1)
+    assert {row["error"] for row in document["rows"]} == {None}

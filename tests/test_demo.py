@@ -29,6 +29,7 @@ from onchip.demo import (
     train,
 )
 from onchip.demo.model import ModelConfig, initial_weights
+from shared import assert_fits_schema
 from shared_jax import quick_compilation  # noqa: F401
 
 FRAMEWORKS = {"torch": torch_train, "jax": jax_train}
@@ -229,6 +230,7 @@ def test_files(tiny_run):
     document, out, printed = tiny_run
     assert {path.name for path in out.iterdir()} == {"demo.json", "demo.png", "demo.html"}
     assert json.loads((out / "demo.json").read_text(encoding="utf-8")) == json.loads(json.dumps(document))
+    assert_fits_schema("demo", document)
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     for name in ("demo.json", "demo.png", "demo.html", "below the bound"):
         assert name in printed.replace("\n", " ")

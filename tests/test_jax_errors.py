@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onchip.frontend.jax_inputs import platform
-from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs
+from onchip.jax import cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
 from onchip.ops.linear_cross_entropy.jax_op import refusals
 from onchip.vocab.memory import Problem
 from onchip.vocab.xla import walk as jax_xla
@@ -25,6 +25,7 @@ OPS = {
     linear_cross_entropy: {"hidden": h, "weight": w, "labels": y, "bias": b},
     linear_log_probs: {"hidden": h, "weight": w, "ids": y, "bias": b},
     cross_entropy: {"logits": h @ w.T, "labels": y},
+    log_probs: {"logits": h @ w.T, "ids": y},
 }
 
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onchip.jax import cross_entropy, fp8_linear, linear_cross_entropy, linear_jsd, linear_log_probs
+from onchip.jax import cross_entropy, fp8_linear, linear_cross_entropy, linear_jsd, linear_log_probs, log_probs
 from onchip.ops.cross_entropy import jax_op as ce_op
 from onchip.ops.linear_cross_entropy import jax_op as lce_op
 from onchip.ops.linear_jsd import jax_op as jsd_op
 from onchip.ops.linear_log_probs import jax_op as llp_op
-from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
+from onchip.ops.linear_log_probs import jax_rows as lp_op
+from onchip.ops.linear_log_probs.checks import plain_linear_log_probs, plain_log_probs
 from shared_jax import assert_same, plain_loss, quick_compilation  # noqa: F401
 
 
@@ -30,10 +31,12 @@ class Op(NamedTuple):
     per_token: bool = True  # whether it has reduction="none"
 
 
-def values(op, h, w, b, ids, **options):
-    out = op(h, w, ids, b, entropy=True, **options)
+def values(op, *given, **options):
+    *layer, ids = given
+    out = op(*layer[:2], ids, *layer[2:], entropy=True, **options)
     scale = jnp.linspace(-1, 2, out.log_prob.size, dtype=jnp.float32).reshape(out.log_prob.shape)
-    return (out.log_prob * scale).sum() + 0.3 * (out.entropy**2).sum()
+    # Mostly of one sign: of a small difference of large sums roundings would be a large part.
+    return (out.log_prob * scale).sum() - 0.3 * (out.entropy**2).sum()
 
 
 def head(h, w, b=0.0):
@@ -60,6 +63,10 @@ OPS = {
     "cross_entropy": Op(cross_entropy, plain_loss, ((2, 12, 70),), ce_op._op.jitted, LOSS),
     "linear_log_probs": Op(
         partial(values, linear_log_probs), partial(values, plain_linear_log_probs), LAYER, llp_op._op.jitted, NUMBERS,
+        ids=2, per_token=False,
+    ),
+    "log_probs": Op(
+        partial(values, log_probs), partial(values, plain_log_probs), ((2, 12, 70),), lp_op._op.jitted, NUMBERS,
         ids=2, per_token=False,
     ),
     "linear_jsd": Op(

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from losses import CE, LCE, LLP
+from losses import CE, LCE, LLP, LP
 from onchip.torch import quantize_weight
 from shared import assert_refused
 
-OPS = {"linear_cross_entropy": LCE, "cross_entropy": CE, "linear_log_probs": LLP}
+OPS = {"linear_cross_entropy": LCE, "cross_entropy": CE, "linear_log_probs": LLP, "log_probs": LP}
 by_op = pytest.mark.parametrize("loss", OPS.values(), ids=list(OPS))
 ONES = torch.ones(2, 12)
 ZERO_AT_3 = ONES.index_fill(1, torch.tensor(3), 0.0)
@@ -23,7 +23,7 @@ def call(loss, **changes):
     return loss.op(**given)
 
 
-# Of all three; IDS is what the op calls its indices.
+# Of all; IDS is what the op calls its indices.
 ALL = {
     "IDS is None": ({"IDS": None}, TypeError, "IDS must be a torch.Tensor; got NoneType"),
     "IDS are float": ({"IDS": torch.zeros(2, 12)}, TypeError, "IDS must hold integers; got float32"),
@@ -108,11 +108,28 @@ LINEAR = {
     "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a torch.Tensor; got list"),
     "hidden is float64": ({"hidden": torch.randn(2, 12, 16).double()}, TypeError, "hidden must be float32, bfloat16 or float16; got float64"),
     "hidden is int": ({"hidden": torch.ones(2, 12, 16, dtype=torch.int64)}, TypeError, "hidden must be float32"),
-    "dtypes differ": ({"weight": torch.randn(70, 16).bfloat16()}, TypeError, "hidden is float32 but weight is bfloat16; cast one of them, or run under torch.autocast"),
+    "16-bit dtypes differ": ({"hidden": torch.randn(2, 12, 16).half(), "weight": torch.randn(70, 16).bfloat16()}, TypeError, "hidden is float16 but weight is bfloat16, and neither holds the other's numbers; cast one of them, or run under torch.autocast"),
     "bias too long": ({"bias": torch.randn(71)}, ValueError, "bias has shape [71] but weight has V=70"),
     "bias is 2-d": ({"bias": torch.randn(1, 70)}, ValueError, "bias must be [V]"),
     "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor; got float"),
     "bias dtype differs": ({"bias": torch.randn(70).bfloat16()}, TypeError, "hidden is float32 but bias is bfloat16"),
+}  # fmt: skip
+# Of those with logits.
+LOGITS = {
+    "logits is 0-d": ({"logits": torch.randn(())}, ValueError, "logits must be [..., V]"),
+    "V is 0": ({"logits": torch.randn(2, 12, 0)}, ValueError, "logits must be [..., V] with V >= 1; got shape [2, 12, 0]"),
+    "logits is a list": ({"logits": [1.0]}, TypeError, "logits must be a torch.Tensor; got list"),
+    "logits is float64": ({"logits": torch.randn(2, 12, 70).double()}, TypeError, "logits must be float32, bfloat16 or float16; got float64"),
+}  # fmt: skip
+# Of those with ids.
+IDS_OF = {
+    "ids have two more": ({"ids": INTEGERS[..., None, None].expand(2, 12, 3, 4)}, ValueError, "ids has shape [2, 12, 3, 4]"),
+    "no ids": ({"ids": torch.zeros(2, 12, 0, dtype=torch.int64)}, ValueError, "ids has shape [2, 12, 0]; [..., K] needs K >= 1"),
+    "entropy is 1": ({"entropy": 1}, TypeError, "entropy must be True or False"),
+    "lse is None": ({"lse": None}, TypeError, "lse must be True or False"),
+    "top1 is 'yes'": ({"top1": "yes"}, TypeError, "top1 must be True or False"),
+    "mean_logits is 1": ({"mean_logits": 1}, TypeError, "mean_logits must be True or False; got int"),
+    "log_sum_sq_probs is None": ({"log_sum_sq_probs": None}, TypeError, "log_sum_sq_probs must be True or False"),
 }  # fmt: skip
 OUT = torch.zeros(70, 16)
 FP8 = {"precision": "fp8"}
@@ -137,27 +154,23 @@ OWN = {
         "a quantised weight": ({"weight": quantize_weight(torch.randn(70, 16))}, TypeError, "weight is a QuantizedWeight, which precision='fp8' alone takes"),
     },
     CE: {
-        "logits is 0-d": ({"logits": torch.randn(())}, ValueError, "logits must be [..., V]"),
-        "V is 0": ({"logits": torch.randn(2, 12, 0)}, ValueError, "logits must be [..., V] with V >= 1; got shape [2, 12, 0]"),
         "vocabulary in dimension 1": ({"logits": torch.randn(2, 70, 12)}, ValueError, "target must have logits' leading dimensions, [2, 70]"),
-        "logits is a list": ({"logits": [1.0]}, TypeError, "logits must be a torch.Tensor; got list"),
-        "logits is float64": ({"logits": torch.randn(2, 12, 70).double()}, TypeError, "logits must be float32, bfloat16 or float16; got float64"),
         "inplace_backward is 1": ({"inplace_backward": 1}, TypeError, "inplace_backward must be True or False"),
         "in place, a leaf": ({"inplace_backward": True}, ValueError, "inplace_backward=True would overwrite logits that are a leaf"),
         "in place, a view of a leaf": ({"logits": torch.randn(2, 12, 80, requires_grad=True)[..., :70], "inplace_backward": True}, ValueError, "would overwrite logits that are a view of a leaf of shape [2, 12, 80]"),
         "in place, expanded": ({"logits": (2 * torch.randn(12, 70, requires_grad=True)).expand(2, 12, 70), "inplace_backward": True}, ValueError, "elements each have a place of their own in memory; got shape [2, 12, 70] with strides [0, 70, 1]"),
     },
-    LLP: {
-        "ids have two more": ({"ids": INTEGERS[..., None, None].expand(2, 12, 3, 4)}, ValueError, "ids has shape [2, 12, 3, 4]"),
-        "no ids": ({"ids": torch.zeros(2, 12, 0, dtype=torch.int64)}, ValueError, "ids has shape [2, 12, 0]; [..., K] needs K >= 1"),
-        "entropy is 1": ({"entropy": 1}, TypeError, "entropy must be True or False"),
-        "lse is None": ({"lse": None}, TypeError, "lse must be True or False"),
-        "top1 is 'yes'": ({"top1": "yes"}, TypeError, "top1 must be True or False"),
-        "mean_logits is 1": ({"mean_logits": 1}, TypeError, "mean_logits must be True or False; got int"),
-        "log_sum_sq_probs is None": ({"log_sum_sq_probs": None}, TypeError, "log_sum_sq_probs must be True or False"),
+    LLP: {},
+    LP: {
+        "ids for other logits": ({"logits": torch.randn(2, 70, 12)}, ValueError, "ids must have logits' leading dimensions, [2, 70]"),
     },
 }  # fmt: skip
-TABLES = {LCE: ALL | TARGETS | LINEAR, CE: ALL | TARGETS, LLP: ALL | LINEAR}
+TABLES = {
+    LCE: ALL | TARGETS | LINEAR,
+    CE: ALL | TARGETS | LOGITS,
+    LLP: ALL | LINEAR | IDS_OF,
+    LP: ALL | LOGITS | IDS_OF,
+}
 WRONG = [
     pytest.param(loss, *row, id=f"{op}: {name}")
     for op, loss in OPS.items()

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from losses import CE, LCE, LLP
+from losses import CE, LCE, LLP, LP
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
 from onchip.ops.cross_entropy import spec
@@ -35,7 +35,7 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
         if strided:  # leading dimensions that can't be flattened
             x = given["logits"].detach()
             given["logits"] = torch.cat([x, x[:, :1]], 1)[:, :-1].requires_grad_(p.grad)
-        y = torch.randint(p.vocab, (2, p.tokens // 2), device=device)
+        y = torch.randint(p.vocab, (2, p.tokens // 2, *((p.ids,) if p.ids else ())), device=device)
     else:
         given = {
             "hidden": leaf(p.hidden_dtype, p.grad_hidden, p.tokens, p.hidden),
@@ -51,12 +51,15 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
         y = torch.randint(p.vocab, (*given["hidden"].shape[:-1], *((p.ids,) if p.ids else ())), device=device)
     if getattr(p, "compacted", False) or (rows and p.gathered and not strided):
         y[..., ::8] = -100
-    op = CE.op if rows else LLP.op if p.ids else LCE.op
+    op = (LP.op if p.ids else CE.op) if rows else LLP.op if p.ids else LCE.op
+    if p.labels:
+        y = torch.rand(*y.shape, p.vocab, device=device).to(DTYPES[p.labels])
+        strategy = "forward"
     leaves = [x for x in given.values() if x.requires_grad]
     options |= {} if budget is None else {"scratch_bytes": budget}
     options |= {"softcap": 10.0} if p.softcap else {}
     options |= {"strategy": strategy} if op is LCE.op and strategy != "forward" else {}
-    if op is LLP.op:
+    if p.ids:
         more = dict.fromkeys(("mean_logits", "log_sum_sq_probs"), p.more_stats > 0)
         options |= {"lse": True, "entropy": p.stats, **more}
     else:
@@ -72,9 +75,9 @@ def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False
         used = given | ({"logits": computed(given["logits"])} if inplace else {})
         more = {"inplace_backward": True} if inplace else {}
         with torch.autocast(device, DTYPES[p.dtype], enabled=cast):
-            made = op(**used, **({"ids": y} if op is LLP.op else {"target": y}), **options, **more, backend=backend)
+            made = op(**used, **({"ids": y} if p.ids else {"target": y}), **options, **more, backend=backend)
         outputs = [made] if isinstance(made, torch.Tensor) else [x for x in made if x is not None]
-        if op is not LLP.op and p.stats:
+        if not p.ids and p.stats:
             outputs = [outputs[0], *outputs[1]]
         if not leaves:
             return outputs
@@ -115,6 +118,7 @@ LINEAR = [
     ("recompute", {"ids": 16, "compacted": True, "dtype": "bfloat16"}),
     ("forward", {"ids": 1, "stats": True} | NO_GRADS),
     ("forward", {"ids": 1, "more_stats": 2} | NO_GRADS),
+    ("stash", {"labels": "bfloat16", "dtype": "bfloat16"}),
 ]
 
 
@@ -161,6 +165,9 @@ def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
         ({"stats": True}, {}),
         ({"dtype": "bfloat16", "gathered": True}, {}),
         ({"gathered": True}, {"strided": True}),
+        ({"ids": 2, "stats": True, "softcap": True}, {}),
+        ({"labels": "float32"}, {}),
+        ({"labels": "bfloat16", "softcap": True, "dtype": "bfloat16"}, {}),
     ],
     ids=str,
 )

@@ -4,21 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from losses import CE, LCE, LLP, Loss
+from losses import CE, LCE, LLP, LP, Loss
 from onchip.ops.cross_entropy.reference import cross_entropy
 from onchip.ops.linear_cross_entropy.checks import plain_linear_cross_entropy
-from onchip.ops.linear_log_probs.checks import plain_linear_log_probs
+from onchip.ops.linear_log_probs.checks import plain_linear_log_probs, plain_log_probs
 from onchip.oracle.checks import plain_cross_entropy
 
-PLAIN = {LCE: plain_linear_cross_entropy, CE: plain_cross_entropy, LLP: plain_linear_log_probs}
-LOSSES = [LCE, CE, Loss(LLP.op, LLP.cases, LLP.checks, {"entropy": True})]
+PLAIN = {LCE: plain_linear_cross_entropy, CE: plain_cross_entropy, LLP: plain_linear_log_probs, LP: plain_log_probs}
+LOSSES = [LCE, CE, *(Loss(x.op, x.cases, x.checks, {"entropy": True}) for x in (LLP, LP))]
 by_op = pytest.mark.parametrize("loss", LOSSES, ids=str)
 # -inf logits have no gradient in the plain expression with label smoothing; no case has both.
 CASES = [
-    pytest.param(loss, case, id=f"{case}-{loss}")
-    for loss in LOSSES
-    for case in loss.checks.CHECKER.cases
-    if case.vocab < 10_000
+    pytest.param(loss, case, id=f"{case}-{loss}") for loss in LOSSES for case in loss.own_cases() if case.vocab < 10_000
 ]
 
 

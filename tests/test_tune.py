@@ -30,7 +30,7 @@ from onchip.tune.harness import Config, Machine
 from onchip.tune.run import run_tune, tuned_configs
 from onchip.vocab.mosaic import memory as mosaic_spec
 from onchip.vocab.triton import memory as triton_spec
-from shared import run_cli
+from shared import run_cli, run_json
 
 ROUGH, FINAL = 2 + harness.ROUGH_REPEATS, 2 + harness.FINAL_REPEATS
 VERSIONS = {"triton": "3.6.0", "torch": "2.11.0"}
@@ -393,9 +393,7 @@ def test_a_broken_file_is_found_before_any_work(toy: Toy, tmp_path: Path, monkey
 
 
 def test_command(toy: Toy, tmp_path: Path) -> None:
-    result = run_cli("tune", "toy", "--case", "small", "--case", "b*o", "--kernel", "f*", "--out", tmp_path, "--json")
-    assert result.exit_code == 0
-    document = json.loads(result.stdout)
+    document = run_json("tune", "toy", "--case", "small", "--case", "b*o", "--kernel", "f*", "--out", tmp_path)
     assert [(r["case"], r["config"]) for r in document["rows"]] == [("small", config(1)), ("big-too", config(1))]
     assert document["device"] == "toy9"
     assert document["versions"] == VERSIONS
@@ -432,7 +430,7 @@ def test_versions_are_those_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_info_tells_which_configs_are_tuned(toy: Toy) -> None:
     tune(toy, None, kernels=["forward"])
-    tuned = json.loads(run_cli("info", "--json").stdout)["tuned"]
+    tuned = run_json("info")["tuned"]
     assert tuned["notes"] == []
     assert len(tuned["rows"]) == 8  # two kernels, cases and dtypes; of the two equal devices, one
     rows = {(r["kernel"], r["case"], r["dtype"]): r for r in tuned["rows"]}
@@ -451,7 +449,7 @@ def test_info_tells_which_configs_are_tuned(toy: Toy) -> None:
 
 def test_info_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    tuned = json.loads(run_cli("info", "--json").stdout)["tuned"]
+    tuned = run_json("info")["tuned"]
     assert tuned["rows"] == []
     (note,) = tuned["notes"]
     assert note.startswith("none apply, as there is no CUDA device here (")

@@ -3,29 +3,30 @@
 from dataclasses import asdict
 from importlib import import_module
 from itertools import product
+from math import isfinite
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.text import Text
 
 from onchip.core.machine import FRAMEWORKS, choose_framework, installed_frameworks, require_packages, resolve_device
-from onchip.core.names import Device, known_op
+from onchip.core.names import Device, known_op, operands, words
+from onchip.core.tables import print_table
 from onchip.fuzz.run import run_fuzz
 from onchip.ops import OPS
 
 # Without `full`, one check in so many, backwards from the last: compiling takes JAX seconds for each.  These are prime,
 # so that a case, a dtype and a variant each get their turn.
 _ONE_IN = {"torch": 11, "jax": 29}
+_COLUMNS = ("case", "dtype", "implementation", "worst of", "error", "bound", "")
 
 
 def run_check(
-    ops: Annotated[list[str] | None, typer.Argument(help=f"Of: {', '.join(OPS)}. Default: all.")] = None,
+    ops: Annotated[list[str] | None, operands(OPS, " Default: all.")] = None,
     *,
-    framework: Annotated[
-        str | None, typer.Option(help="torch, jax, or all. Default: those that are installed.")
-    ] = None,
+    framework: Annotated[str | None, words("Default: those that are installed.", "torch", "jax", "all")] = None,
     device: Device = "auto",
     full: Annotated[bool, typer.Option("--full", help="All cases in all dtypes: minutes instead of one.")] = False,
     fuzz: Annotated[
@@ -50,6 +51,8 @@ def run_check(
     """
     for op in ops or ():
         known_op(op, OPS)
+    if framework not in (None, "all", *FRAMEWORKS):
+        raise ValueError(f"--framework must be torch, jax or all; got {framework!r}")
     frameworks = list(FRAMEWORKS) if framework == "all" else [choose_framework(framework)]
     if framework is None:
         frameworks = installed_frameworks() or frameworks
@@ -63,9 +66,7 @@ def run_check(
     for framework, op in product(frameworks, chosen):
         device, name = devices[framework], FRAMEWORKS[framework]
         checker = import_module(f"onchip.ops.{op}.checks").CHECKER
-        table = Table(title=f"{op} in {name} on {device}, against the float64 oracle")
-        for column in ("case", "dtype", "implementation", "worst of", "error", "bound", ""):
-            table.add_column(column, justify="right" if column in ("error", "bound") else "left")
+        shown: list[list[str | Text]] = []
         planned = checker.planned_checks(device, framework)
         if not full:
             planned = planned[:: -_ONE_IN[framework]][::-1]
@@ -73,13 +74,15 @@ def run_check(
             compared = run()
             rows += [
                 {"op": op, "framework": framework, "device": device, **asdict(check), "ok": check.ok}
+                | {"error": check.error if isfinite(check.error) else None}  # JSON has no other numbers
                 for check in compared
             ]
             worst = max(compared, key=lambda c: (not c.ok, c.error / c.bound if c.bound else 0.0))
-            verdict = "[green]ok[/]" if worst.ok else "[red bold]WRONG[/]"
+            verdict = Text("ok", style="green") if worst.ok else Text("WRONG", style="red bold")
             numbers = (f"{worst.error:.1e}", f"{worst.bound:.1e}")
-            table.add_row(worst.case, worst.dtype, worst.implementation, worst.quantity, *numbers, verdict)
-        console.print(table)
+            shown.append([worst.case, worst.dtype, worst.implementation, worst.quantity, *numbers, verdict])
+        title = f"{op} in {name} on {device}, against the float64 oracle"
+        print_table(console, _COLUMNS, shown, title=title, right=("error", "bound"))
     bad = sum(not row["ok"] for row in rows)
     console.print(
         f"[red bold]{bad} of {len(rows)} comparisons are out of bounds[/]"

@@ -1,4 +1,4 @@
-"""The `onchip` command: demo, plan, check, bench, tune, info."""
+"""The `onchip` command: demo, plan, check, bench, tune, info.  A command's module is imported when it runs."""
 
 import functools
 import inspect
@@ -7,37 +7,86 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pkgutil import resolve_name
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
-from onchip.bench.run import run_bench
-from onchip.check import run_check
-from onchip.demo.run import run_demo
-from onchip.info import run_info
-from onchip.plan import run_plan
-from onchip.tune.run import run_tune
+import onchip
 
-app = typer.Typer(
-    help="Fused training operations for large language models: exact, small, and open about their cost.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+
+class _Entry(NamedTuple):
+    run: str
+    """Where the function is."""
+    help: str
+    """The first line of its docstring."""
+    shows_progress: bool = True
+    """Whether it says something beside its --json."""
+
+
+COMMANDS = {
+    "demo": _Entry(
+        "onchip.demo.run:run_demo",
+        "Train a small language model on real English twice, with the framework's loss and with onchip's.",
+    ),
+    "plan": _Entry(
+        "onchip.plan.command:run_plan",
+        "Tell what an op costs before it runs: memory and time, beside what it replaces.",
+        shows_progress=False,
+    ),
+    "check": _Entry(
+        "onchip.check:run_check", "Run the ops' correctness cases on this machine against float64 oracles."
+    ),
+    "bench": _Entry(
+        "onchip.bench.run:run_bench", "Time an op beside its competitors, after checking that each is right."
+    ),
+    "tune": _Entry(
+        "onchip.tune.run:run_tune",
+        "Find the fastest block sizes of an op's kernels on this GPU and store them for later runs.",
+    ),
+    "info": _Entry(
+        "onchip.info:run_info",
+        "Versions, devices, which backends are usable here and why the others are not, and which configs are tuned.",
+        shows_progress=False,
+    ),
+}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
 
 
-def _command(name: str, run: Callable[..., dict[str, Any]], *, shows_progress: bool = True) -> None:
-    """Make `run` a command, with its parameters but `console` for options, and its first line for help.
+class _Commands(TyperGroup):
+    """The commands by name and help alone, until one of them runs."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = {name: TyperCommand(name=name, help=entry.help) for name, entry in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _loaded(command.name or ""), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            Console(stderr=True).print("[red bold]onchip:[/] interrupted", highlight=False)
+            raise typer.Exit(130) from None
+
+
+def _loaded(name: str) -> Any:
+    """The command whose options are the parameters of its function, but for `console`.
 
     --json prints the document that it returns; what a user did wrong is a message.
     """
+    entry = COMMANDS[name]
+    run: Callable[..., dict[str, Any]] = resolve_name(entry.run)
 
     @functools.wraps(run)
     def command(as_json: bool, **options: Any) -> None:
-        console = Console(stderr=as_json, quiet=as_json and not shows_progress)
+        console = Console(stderr=as_json, quiet=as_json and not entry.shows_progress)
         try:
             with _ended_by_a_signal_as_by_ctrl_c():
                 document = run(**options, console=console)
@@ -52,7 +101,9 @@ def _command(name: str, run: Callable[..., dict[str, Any]], *, shows_progress: b
     parameters = [p for p in inspect.signature(run).parameters.values() if p.name != "console"]
     parameters.append(inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name, help=str(run.__doc__).splitlines()[0])(command)
+    made = typer.Typer(add_completion=False)
+    made.command(name, help=entry.help)(command)
+    return typer.main.get_command(made)
 
 
 @contextmanager
@@ -65,12 +116,23 @@ def _ended_by_a_signal_as_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-_command("demo", run_demo)
-_command("plan", run_plan, shows_progress=False)
-_command("check", run_check)
-_command("bench", run_bench)
-_command("tune", run_tune)
-_command("info", run_info, shows_progress=False)
+def _print_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"onchip {onchip.__version__}\n")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Fused training operations for large language models: exact, small, and open about their cost."""
+
 
 if __name__ == "__main__":
     app()

@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 import onchip
 from onchip.core.configs import device_slug
 from onchip.core.machine import FRAMEWORKS, package_version
+from onchip.core.tables import print_table
 from onchip.ops import OPS
 from onchip.tune.run import tuned_configs
 
@@ -64,14 +63,10 @@ def run_info(console: Console) -> dict[str, Any]:
 
 
 def _show(document: Mapping[str, Any], console: Console) -> None:
-    table = Table(title=f"onchip {onchip.__version__}", show_header=False)
+    console.print(f"onchip {onchip.__version__}", style="bold", highlight=False)
     for name, value in {**document["versions"], **document["machine"]}.items():
-        table.add_row(name, value or "[dim]not installed[/]")
-    console.print(table)
-    backends = [
-        {**row, "usable": "[green]yes[/]" if row["usable"] else "[red]no[/]", "why": escape(row["why"])}
-        for row in document["backends"]
-    ]
+        console.print(f"  {name}: {value or 'not installed'}", highlight=False, markup=False)
+    backends = [{**row, "usable": "yes" if row["usable"] else "no"} for row in document["backends"]]
     _print_grouped(backends, ("framework", "backend", "device", "usable", "why"), "op", "backends", console)
     tuned = document["tuned"]
     if tuned["rows"]:
@@ -88,10 +83,8 @@ def _print_grouped(
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in columns), []).append(row[last])
-    table = Table(*columns, f"{last}s", title=title)
-    for key, names in groups.items():
-        table.add_row(*key, "all" if len(names) == len(OPS) else ", ".join(names))
-    console.print(table)
+    cells = [[*key, "all" if len(names) == len(OPS) else ", ".join(names)] for key, names in groups.items()]
+    print_table(console, [*columns, f"{last}s"], cells, title=title)
 
 
 _BACKENDS = {

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from onchip.ops.cross_entropy.jax_op import cross_entropy
+from onchip.ops.linear_log_probs.jax_rows import log_probs
 from onchip.vocab.rows import memory as row_memory
 
 
@@ -21,6 +22,9 @@ from onchip.vocab.rows import memory as row_memory
             {"softcap": 5.0, "label_smoothing": 0.1},
         ),
         ((777, 5001), {"dtype": "float16", "stats": True}, {"return_stats": True}),
+        ((777, 5001), {"ids": 2}, {}),
+        ((777, 5001), {"ids": 2, "stats": True, "softcap": True}, {"entropy": True, "softcap": 5.0}),
+        ((777, 5001), {"ids": 2, "more_stats": 2}, {"mean_logits": True, "log_sum_sq_probs": True}),
         (
             (777, 5001),
             {"stats": True, "smoothing": True, "class_weight": True},
@@ -34,9 +38,12 @@ def test_the_formula_holds(shape, changes, options):
     formula = row_memory.scratch_bytes(problem, row_memory.plan(problem))
     class_weight = jnp.ones(shape[1]) if problem.class_weight else None
     step = partial(cross_entropy, class_weight=class_weight, **options)
+    if problem.ids:
+        step = lambda x, y: sum(z.sum() for z in jax.tree.leaves(log_probs(x, y, **options)))  # noqa: E731
     if problem.grad:
-        step = jax.value_and_grad(step, has_aux=problem.stats)
-    arguments = jax.ShapeDtypeStruct(shape, problem.dtype), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+        step = jax.value_and_grad(step, has_aux=problem.stats and not problem.ids)
+    ids = shape[:1] + (problem.ids,) * bool(problem.ids)
+    arguments = jax.ShapeDtypeStruct(shape, problem.dtype), jax.ShapeDtypeStruct(ids, jnp.int32)
     measured = jax.jit(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
     assert measured <= formula
     assert measured >= formula / 2, "the formula promises far more than is used"

@@ -7,9 +7,8 @@ import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.kernels.triton import launch as triton_calls
-from onchip.ops.cross_entropy import triton_op
 from onchip.oracle.torch import computed
-from onchip.torch import cross_entropy
+from onchip.torch import cross_entropy, log_probs
 from onchip.vocab.rows import launches as row_launches
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import triton as triton_rows
@@ -26,7 +25,7 @@ def launches(vocab, dtype=torch.bfloat16, *, tiles=None, inplace=False, **option
     """What the op launches over logits, forward and backward."""
     found = []
     with (
-        mock.patch.object(triton_op, "device_refusal", return_value=None),
+        mock.patch.object(row_launches, "device_refusal", return_value=None),
         mock.patch.object(row_launches, "heuristic_tiles", tiles or row_launches.heuristic_tiles),
         mock.patch.object(triton_calls.Launch, "run", lambda launch: found.append(launch)),
     ):
@@ -66,6 +65,30 @@ def test_kernels(capability, vocab, dtype, options):
 def test_every_option_at_once():
     for k in compile_all(launches(128256, **EVERYTHING), HOPPER):
         assert k.stack <= 256, (k.kernel, k.constants, k.stack)
+
+
+@pytest.mark.parametrize(
+    ("capability", "vocab", "dtype", "ids", "options"),
+    [
+        (HOPPER, 128256, torch.bfloat16, (4,), {"entropy": True, "top1": True, "softcap": 5.0}),
+        (AMPERE, 1000, torch.float32, (), {"temperature": torch.ones(TOKENS)}),
+    ],
+    ids=str,
+)
+def test_log_probs(capability, vocab, dtype, ids, options):
+    found = []
+    with (
+        mock.patch.object(row_launches, "device_refusal", return_value=None),
+        mock.patch.object(triton_calls.Launch, "run", lambda launch: found.append(launch)),
+    ):
+        logits = torch.empty(TOKENS, vocab, dtype=dtype, requires_grad=True)
+        made = log_probs(logits, torch.zeros(TOKENS, *ids, dtype=torch.int64), lse=True, backend="triton", **options)
+        sum(x.sum() for x in made if x is not None and x.requires_grad).backward()
+    compiled = by_kernel(compile_all(found, capability))
+    assert set(compiled) == {"log_probs", "log_prob_gradients", "write_ids"}
+    for k in compiled.values():
+        assert k.shared <= 8192
+        assert k.stack <= 64, (k.kernel, k.constants, k.stack)
 
 
 def test_rows_that_are_not_aligned():

@@ -22,7 +22,7 @@ def test_a_run(monkeypatch):
     monkeypatch.setattr(benchmark, "CASES", {"small": cases.Case("small", 512, 768, 640)})
     found = harness.run_cases(
         "fp8_linear", benchmark, cases=["small"], implementations=benchmark.IMPLEMENTATIONS, device="cuda",
-        dtype="bfloat16", repeats=2, console=Console(file=StringIO()),
+        dtype="bfloat16", repeats=2, date="2026-01-01", console=Console(file=StringIO()),
     )  # fmt: skip
     assert [row for row in found.rows if not row.ok] == []
     assert {n.impl for n in found.not_run} <= {"onchip dequantize", "torchao blockwise"}, found.not_run

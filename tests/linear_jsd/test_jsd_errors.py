@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import jax_op
-from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from shared import assert_refused
 
@@ -56,8 +56,8 @@ WRONG = {
     "topk values need a gradient": (NO_TEACHER | {"teacher_topk": topk(values=R(2, 12, 3, requires_grad=True))}, ValueError, "teacher_topk.values gets no gradient"),
     # dtypes and types
     "student_weight is None": ({"student_weight": None}, TypeError, "student_weight must be a torch.Tensor; got NoneType"),
-    "student dtypes differ": ({"student_weight": R(70, 16).bfloat16()}, TypeError, "student_hidden is float32 but student_weight is bfloat16"),
-    "teacher dtypes differ": ({"teacher_weight": R(70, 24).bfloat16()}, TypeError, "teacher_hidden is float32 but teacher_weight is bfloat16"),
+    "student dtypes differ": ({"student_hidden": R(2, 12, 16).half(), "student_weight": R(70, 16).bfloat16()}, TypeError, "student_hidden is float16 but student_weight is bfloat16, and neither holds the other's numbers"),
+    "teacher dtypes differ": ({"teacher_hidden": R(2, 12, 24).bfloat16(), "teacher_weight": R(70, 24).half()}, TypeError, "teacher_hidden is bfloat16 but teacher_weight is float16, and neither holds the other's numbers"),
     "target is float": ({"target": torch.zeros(2, 12)}, TypeError, "target must hold integers; got float32"),
     "beta is a string": ({"beta": "0.5"}, TypeError, "beta must be a number; got str"),
     "ignore_index is a float": ({"ignore_index": -100.0}, TypeError, "ignore_index must be an int"),

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from onchip.core.sizes import MIB
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import TopK
 from shared import assert_within_bounds
 from shared_jax import quick_compilation  # noqa: F401
 

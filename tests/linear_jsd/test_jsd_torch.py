@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from every_loss import check_operators
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case
 from onchip.ops.linear_jsd.checks import CHECKER
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import Options, TopK
+from onchip.ops.linear_jsd.spec import Options
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
 from onchip.ops.linear_jsd.torch_walk import walk
@@ -246,6 +247,12 @@ def test_autocast():
     made = gradients(loss, (h, w))
     rounded = [p.detach().bfloat16().float().requires_grad_() for p in (h, w, x, v)]
     assert_same(made, gradients(linear_jsd(*rounded), rounded[:2]))
+    h, x = (p.detach().bfloat16().requires_grad_() for p in (h, x))  # and without, where one of two has 16 bits
+    made = gradients(linear_jsd(h, w, x, v), (h, w))
+    assert [g.dtype for g in made[-2:]] == [torch.bfloat16, torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_jsd(h, w, x, v)
+    assert_same(made, gradients(loss, (h, w)))
 
 
 def test_compile_of_logits_and_top_k():

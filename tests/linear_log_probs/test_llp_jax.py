@@ -33,6 +33,8 @@ def assert_right(case, dtype="float32", **how):
         ("everything", "float32", True),
         ("top-32", "float32", False),
         ("everything", "bfloat16", True),
+        ("peaked, logits", "float32", True),
+        ("everything, logits", "bfloat16", True),
     ],
     ids=str,
 )

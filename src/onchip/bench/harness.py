@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from onchip.bench.peers import Function, Implementation
 from onchip.bench.timing import Step, Timing
@@ -112,6 +112,8 @@ class Row:
     case: str
     sizes: Mapping[str, int] | None = None
     dtype: str
+    date: str | None = None
+    """Of the run that measured it: with `--add` a file has rows of several."""
     mode: str
     impl: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +129,11 @@ class Row:
     error: float | None
     """The one of `errors` nearest its bound, or furthest past it; None for NaN and infinity, which JSON lacks."""
     error_bound: float
+    error_name: str | None = None
+    """The name of `error` among `errors`."""
     errors: Mapping[str, float | None] = field(default_factory=dict)
+    error_bounds: Mapping[str, float] = field(default_factory=dict)
+    """The bound of each of `errors`; one past its bound is wrong."""
     ok: bool
 
 
@@ -164,16 +170,22 @@ def run_cases(
     dtype: str,
     repeats: int,
     console: Console,
+    date: str,
     modes: Sequence[str] | None = None,  # all
     show: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Outcome:
     """Run `implementations` of the op called `name` on its `cases`, one case after the other; `show` gets the rows of
-    each as soon as it is done."""
+    each as soon as it is done.  `date` goes into every row."""
     outcome = Outcome()
     modes = [mode for mode in op.MODES if modes is None or mode in modes]
     # The reference is one tick; then in each mode all are checked, warmed up, timed (the floor too) and measured.
     per_case = 1 + len(modes) * (len(implementations) * (3 + repeats) + 1 + repeats)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
     # No refreshing thread: it would take time from the steps.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=per_case * len(cases))
@@ -191,7 +203,7 @@ def run_cases(
                 # A case may be of one dtype.
                 of_case = getattr(op.CASES[case], "dtype", None) or dtype
                 before = len(outcome.rows)
-                _CaseRun(name, op, case, device, of_case, modes, repeats, tick, outcome).run(implementations)
+                _CaseRun(name, op, case, device, of_case, date, modes, repeats, tick, outcome).run(implementations)
                 op.fw.release(device)
                 progress.update(task, completed=per_case * (i + 1), refresh=True)
                 show(outcome.rows[before:])
@@ -227,6 +239,7 @@ class _CaseRun:
     case: str
     device: str
     dtype: str
+    date: str
     modes: Sequence[str]
     repeats: int
     tick: Callable[[str], None]
@@ -300,12 +313,14 @@ class _CaseRun:
                 self.give_up(c.impl, mode, one_line(e))
                 continue
             self.tick(f"memory of {mode}")
-            error, bound = worst(c.errors.values())
+            name = max(c.errors, key=lambda name: _closeness(c.errors[name]))
+            error, bound = c.errors[name]
             row = Row(
                 op=self.name,
                 case=self.case,
                 sizes=sizes_of(self.op.CASES[self.case]),
                 dtype=self.dtype,
+                date=self.date,
                 mode=mode,
                 impl=f"{c.impl.name} {c.impl.version()}",
                 config=c.impl.config(problem, mode),
@@ -320,7 +335,9 @@ class _CaseRun:
                 kernels=kernels,
                 error=_finite(error),
                 error_bound=bound,
+                error_name=name,
                 errors={name: _finite(error) for name, (error, _) in c.errors.items()},
+                error_bounds={name: bound for name, (_, bound) in c.errors.items()},
                 ok=c.ok,
             )
             self.outcome.rows.append(row)
@@ -352,7 +369,13 @@ def _finite(x: float) -> float | None:
 
 def worst(errors: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """Error and bound of the result nearest its bound, or furthest past it."""
-    return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+    return max(errors, key=_closeness)
+
+
+def _closeness(pair: tuple[float, float]) -> float:
+    """An error as a multiple of its bound; NaN is further past it than any number."""
+    error, bound = pair
+    return math.inf if math.isnan(error) else error / bound
 
 
 def one_line(e: Exception) -> str:

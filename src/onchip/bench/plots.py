@@ -63,7 +63,7 @@ def short_name(impl: str) -> str:
 
 def time_memory_svg(rows: Rows, case: str, modes: Sequence[str]) -> str:
     """Time against extra memory of every implementation on `case`: one panel for each mode."""
-    styles = _styles(rows)
+    styles = styles_of(rows)
     panels = [[r for r in rows if r["case"] == case and r["mode"] == mode and r["ok"]] for mode in modes]
 
     def draw(figure: "Figure") -> None:
@@ -110,7 +110,7 @@ def growth_svg(rows: Rows) -> str | None:
     sweeps = _sweeps(rows)
     if not sweeps:
         return None
-    styles = _styles(rows)
+    styles = styles_of(rows)
 
     def draw(figure: "Figure") -> None:
         grid = figure.subplots(2, len(sweeps), sharex="col", sharey="row", squeeze=False)
@@ -153,12 +153,13 @@ def _sweeps(rows: Rows) -> dict[str, list[Point]]:
     """For each swept size its points, of right results in forward+backward."""
     sweeps: dict[str, list[Point]] = {}
     for r in rows:
-        if (name := _sweep_point(r["case"])) and r["mode"] == MODE and r["ok"]:
+        if (name := sweep_point(r["case"])) and r["mode"] == MODE and r["ok"]:
             sweeps.setdefault(name[0], []).append((name[1], r))
     return {size: points for size, points in sweeps.items() if len({x for x, _ in points}) > 1}
 
 
-def _sweep_point(case: str) -> tuple[str, int] | None:
+def sweep_point(case: str) -> tuple[str, int] | None:
+    """What a case's name says that is swept, and its size: 'tokens-512', 'llama3.1-8b-t1024'."""
     if found := re.fullmatch(r"([a-z]+)-(\d+)", case):
         return found[1], int(found[2])
     found = re.fullmatch(r"(.+)-t(\d+)", case)
@@ -180,7 +181,7 @@ def _format_height(n: float) -> str:
     return next(f"{n / size:g} {unit}" for unit, size in units.items() if n >= size)
 
 
-def _styles(rows: Rows) -> Styles:
+def styles_of(rows: Rows) -> Styles:
     """The same in every plot of the same rows.  The first of each family has a broad line, which shows under others."""
     impls = list(dict.fromkeys(r["impl"] for r in rows))
     own = [impl for impl in impls if re.match(r"onchip\b", impl)]
@@ -248,7 +249,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = json.loads(arguments.results.read_text())["rows"]
     plots = {"growth.svg": growth_svg(rows)}
-    single = [r["case"] for r in rows if not _sweep_point(r["case"])]
+    single = [r["case"] for r in rows if not sweep_point(r["case"])]
     plots["time-memory.svg"] = time_memory_svg(rows, single[0], [MODE]) if single else None
     for name, svg in plots.items():
         if svg is None:

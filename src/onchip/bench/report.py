@@ -1,39 +1,62 @@
-"""What a run found, as a table on the terminal and as an HTML page."""
+"""What a run found, in words and as tables on the terminal."""
 
-import base64
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onchip.bench.harness import MODES
 from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
 
-# A page of more cases has no plot for each: they take a second and a hundred kilobytes each.
-_MOST_PLOTS = 24
-COLUMNS = (
-    "implementation", "median", "p10 – p90", "× floor", "extra memory", "host", "kernels", "error", "bound", "right",
-)  # fmt: skip
+COLUMNS = ("implementation", "median", "× floor", "memory", "error", "bound")
+Errors = Mapping[str, tuple[float | None, float | None]]
+"""Error and bound by the name of the result; None for what a file lacks, and for an error that is not finite."""
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts of `COLUMNS`."""
-    spread = f"{format_ms(row['p10_ms'])} – {format_ms(row['p90_ms'])}" if row["ok"] else "–"
+    """The texts of `COLUMNS`: the error is the one nearest its bound."""
     return (
         row["impl"],
-        format_ms(row["median_ms"]),
-        spread,
+        format_ms(row["median_ms"]) if row["ok"] else "WRONG",
         format_ratio(row["ratio_to_floor"]),
         format_bytes(row["extra_bytes"]),
-        format_ms(row.get("host_ms")),
-        "–" if row.get("kernels") is None else str(row["kernels"]),
-        format_error(row["error"]),
+        f"{row['error_name']} {format_error(row['error'])}",
         format_error(row["error_bound"]),
-        "yes" if row["ok"] else "WRONG",
     )
+
+
+def readable(name: str) -> str:
+    """The name of a result: 'grad_hidden' is the gradient of hidden."""
+    return name.removeprefix("grad_") + "'s gradient" if name.startswith("grad_") else name
+
+
+def errors_of(row: Mapping[str, Any]) -> Errors:
+    """Every error that the row has, and its bound.
+
+    Older files have one bound for a row: it is that of the error that the row repeats under `error`.  Where the row
+    names no error, this one is under "".
+    """
+    errors = row.get("errors") or ({"": row["error"]} if "error" in row else {})
+    bounds = row.get("error_bounds")
+    if not bounds:
+        same = [name for name, error in errors.items() if error == row.get("error")]
+        bounds = {same[0]: row.get("error_bound")} if len(same) == 1 else {}
+    return {name: (error, bounds.get(name)) for name, error in errors.items()}
+
+
+def wrong_numbers(row: Mapping[str, Any]) -> list[str]:
+    """Which numbers of a wrong row are past their bounds, and by how much."""
+    told = []
+    for name, (error, bound) in errors_of(row).items():
+        what = readable(name) or "largest error"
+        if error is None:
+            told.append(f"{what}: not finite")
+        elif bound is not None and error > bound:
+            multiple = format_ratio(error / bound)
+            told.append(f"{what}: {format_error(error)} is {multiple} × its bound of {format_error(bound)}")
+    return told
 
 
 def _sections(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Mapping[str, Any]]]]:
@@ -44,43 +67,38 @@ def _sections(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Map
     return sections
 
 
-def _told_apart(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows, with dtype and sizes in the names of cases that have several."""
-    kinds: dict[str, set[str]] = {}
-    for row in rows:
-        kinds.setdefault(row["case"], set()).add(_kind(row))
-    return [{**row, "case": f"{row['case']} ({_kind(row)})"} if len(kinds[row["case"]]) > 1 else row for row in rows]
-
-
-def _kind(row: Mapping[str, Any]) -> str:
+def kind(row: Mapping[str, Any]) -> str:
+    """dtype and sizes, such as 'bfloat16, T=4096, H=4096, V=128256'."""
     return ", ".join([row["dtype"], *(f"{name}={size}" for name, size in (row.get("sizes") or {}).items())])
 
 
-def _not_run(entry: Mapping[str, Any]) -> str:
+def not_run_line(entry: Mapping[str, Any]) -> str:
     where = " in ".join(x for x in (entry["mode"], entry["case"]) if x)
     return f"{entry['impl']}{f' ({where})' if where else ''}: {entry['reason']}"
 
 
 def print_rows(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table for each case and mode, with the columns that are filled."""
+    """A table for each case and mode, and a line for each wrong result."""
     sections = _sections(found)
     for rows in (rows for modes in sections.values() for rows in modes.values()):
-        case, dtype, mode, floor = (rows[0][name] for name in ("case", "dtype", "mode", "floor_ms"))
-        title = f"{case}, {dtype}, {mode} (floor: {format_ms(floor)})"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        cells = [_cells(row) for row in rows]
-        filled = [i for i in range(len(COLUMNS)) if any(texts[i] != "–" for texts in cells)]
-        for i in filled:
-            table.add_column(COLUMNS[i], justify="left" if COLUMNS[i] in ("implementation", "right") else "right")
-        for row, texts in zip(rows, cells, strict=True):
-            table.add_row(*(texts[i] for i in filled), style=None if row["ok"] else "red")
+        case, mode, floor = (rows[0][name] for name in ("case", "mode", "floor_ms"))
+        title = f"{case}, {kind(rows[0])}, {mode} (floor: {format_ms(floor)})"
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for i, column in enumerate(COLUMNS):
+            # A narrow terminal folds names, not numbers.
+            table.add_column(column, justify="right" if i else "left", no_wrap=i > 0)
+        for row in rows:
+            table.add_row(*_cells(row), style=None if row["ok"] else "red")
         console.print(table)
+        for row in rows:
+            if not row["ok"]:
+                console.print(Text.assemble(("wrong: ", "red"), f"{row['impl']}: ", "; ".join(wrong_numbers(row))))
 
 
 def print_not_run(document: Mapping[str, Any], console: Console) -> None:
     """What did not run, and why."""
     for entry in document["not_run"]:
-        console.print(Text.assemble(("not run: ", "yellow"), _not_run(entry)))
+        console.print(Text.assemble(("not run: ", "yellow"), not_run_line(entry)))
 
 
 def print_summary(document: Mapping[str, Any], console: Console) -> None:
@@ -90,41 +108,10 @@ def print_summary(document: Mapping[str, Any], console: Console) -> None:
         return
     table = Table(*(name.replace("_", " ") for name in lines[0]), title="summary", title_justify="left")
     for line in lines:
-        table.add_row(*map(_summary_cell, line.values()))
+        table.add_row(*map(summary_cell, line.values()))
     console.print(table)
 
 
-def _summary_cell(value: Any) -> str:
+def summary_cell(value: Any) -> str:
+    """A number of a summary to two digits after the point."""
     return format_ratio(value) if isinstance(value, float) else str(value)
-
-
-def html_page(document: Mapping[str, Any]) -> str:
-    """One self-contained page: environment, plots and all rows."""
-    import jinja2
-
-    from onchip.bench.plots import growth_svg, time_memory_svg
-
-    rows = _told_apart(document["rows"])
-    sections = _sections(rows)
-    plotted = sections if len(sections) <= _MOST_PLOTS else {}
-    growth = growth_svg(rows)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"cells": _cells, "config": _config, "ms": format_ms, "summary_cell": _summary_cell}
-    template = files("onchip.bench").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
-        environment=document["environment"],
-        columns=COLUMNS,
-        summary=document.get("summary"),
-        growth=growth and _data_uri(growth),
-        cases=sections,
-        plots={case: _data_uri(time_memory_svg(rows, case, MODES)) for case in plotted},
-        not_run=[_not_run(entry) for entry in document["not_run"]],
-    )
-
-
-def _config(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in row["config"].items())
-
-
-def _data_uri(svg: str) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

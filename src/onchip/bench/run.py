@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 
 from onchip.bench import environment, harness, report
+from onchip.bench.page import html_page
 from onchip.core import files
 from onchip.core.machine import choose_framework, require_packages, resolve_device
-from onchip.core.names import Cases, Device, Framework, known_op, matching
+from onchip.core.names import Cases, Device, Framework, known_op, matching, operands, words
+from onchip.core.sizes import DTYPE_BYTES
 from onchip.ops import OPS
 
 
@@ -34,7 +36,7 @@ _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def run_bench(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(OPS)}.")],
+    op: Annotated[str, operands(OPS)],
     framework: Framework = None,
     *,
     cases: Cases = None,
@@ -42,7 +44,7 @@ def run_bench(
     impls: Annotated[list[str] | None, typer.Option("--impl", help="Implementation name or pattern; likewise.")] = None,
     modes: Annotated[list[str] | None, typer.Option("--mode", help="forward, forward+backward, ...; likewise.")] = None,
     device: Device = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Default: float32 on the CPU, bfloat16 on a GPU.")] = None,
+    dtype: Annotated[str | None, words("Default: float32 on the CPU, bfloat16 on a GPU.", *DTYPE_BYTES)] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON file and the HTML page.")] = Path("results"),
     add: Annotated[bool, typer.Option("--add", help="Keep what an earlier run of the day found of others.")] = False,
@@ -65,7 +67,7 @@ def run_bench(
     """
     known_op(op, OPS)
     framework = choose_framework(framework)
-    require_packages("bench", (framework, "jinja2", "matplotlib", "psutil"), f"{framework},bench")
+    require_packages("bench", (framework, "jinja2", "plotly", "psutil"), f"{framework},bench")
     device = resolve_device(device, framework)
     if repeats < 1:
         raise ValueError(f"--repeats must be 1 or more; got {repeats}")
@@ -101,6 +103,7 @@ def run_bench(
         dtype=dtype,
         repeats=repeats,
         console=console,
+        date=described["date"],
         modes=chosen_modes,
         show=lambda rows: report.print_rows([vars(row) for row in rows], console),
     )
@@ -114,7 +117,7 @@ def run_bench(
     files.replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # before all that could go wrong
     report.print_not_run(found, console)
     report.print_summary(document, console)
-    files.replace(page, report.html_page(document))
+    files.replace(page, html_page(document, path.name))
     console.print(f"wrote {path}\nwrote {page}", highlight=False, soft_wrap=True)
     if outcome.interrupted:
         raise KeyboardInterrupt
@@ -142,4 +145,4 @@ def _added(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     names = ("case", "sizes", "dtype", "mode", "impl")
     rows = {str([row.get(name) for name in names]): row for row in (*earlier["rows"], *now["rows"])}
     not_run = [entry for entry in earlier["not_run"] if entry not in now["not_run"]]
-    return {**now, "rows": list(rows.values()), "not_run": [*not_run, *now["not_run"]]}
+    return {**earlier, **now, "rows": list(rows.values()), "not_run": [*not_run, *now["not_run"]]}

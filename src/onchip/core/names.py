@@ -1,13 +1,32 @@
 """What several commands let a user choose, and names that are looked up."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
-Framework = Annotated[str | None, typer.Option(help="torch or jax. Default: torch where it is installed.")]
+
+def words(help: str, *choices: str) -> Any:
+    """An option that is one of these words: its help and the shell's completion list them, the command checks them."""
+    short = f"[{'|'.join(choices)}]"
+    if len(short) <= 16:
+        return typer.Option(help=help, metavar=short, autocompletion=completion(choices))
+    return typer.Option(help=f"{', '.join(choices)}. {help}", metavar="WORD", autocompletion=completion(choices))
+
+
+def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """What the shell offers: those that begin as what is typed."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+
+
+def operands(choices: Sequence[str], more: str = "") -> Any:
+    """An argument that is one or several of these names."""
+    return typer.Argument(help=f"Of: {', '.join(choices)}.{more}", metavar="OP", autocompletion=completion(choices))
+
+
+Device = Annotated[str, words("auto: cuda where there is one.", "auto", "cpu", "cuda")]
+Framework = Annotated[str | None, words("Default: torch where it is installed.", "torch", "jax")]
 Cases = Annotated[list[str] | None, typer.Option("--case", help="Case name or pattern; may be given several times.")]
 
 
@@ -20,7 +39,9 @@ def matching(option: str, patterns: Sequence[str], names: Iterable[str]) -> list
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{option} {pattern!r} matches nothing; there is: {', '.join(names)}")
+            commas = any("," in name for name in names)
+            there = "".join(f"\n  {name}" for name in names) if commas else f" {', '.join(names)}"
+            raise ValueError(f"{option} {pattern!r} matches nothing; there is:{there}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from onchip.bench.harness import adapter
@@ -118,7 +118,7 @@ def _train(
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.description}"),
-        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=config.steps)

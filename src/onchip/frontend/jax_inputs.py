@@ -101,13 +101,18 @@ def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     arrays = require_arrays(op, named, ("bias", "token_weight", "class_weight", "temperature"))
     check_kinds(op, arrays, integers=("labels", "ids"), constants=("token_weight", "class_weight", "temperature"))
     check_product_dtype(op, arrays)
+    check_class_weight(op, arrays)
+    return arrays
+
+
+def check_class_weight(op: str, arrays: Mapping[str, Any]) -> None:
+    """Raise TypeError unless class_weight, if there is one, is float32 or of the dtype of weight or logits."""
     if "class_weight" in arrays:
         of = "weight" if "weight" in arrays else "logits"
         dtype, other = dtype_of(arrays["class_weight"]), dtype_of(arrays[of])
         if dtype not in (jnp.float32, other):
             which = "" if other == jnp.float32 else f" or {other}, as {of}"
             raise TypeError(f"{op}: class_weight must be float32{which}; got {dtype}")
-    return arrays
 
 
 def check_normalizer(op: str, normalizer: Any, reduction: str) -> None:

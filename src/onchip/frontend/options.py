@@ -200,6 +200,15 @@ def check_head(op: str, shapes: Shapes, *, layout: str | None = None, whose: str
     return vocab
 
 
+def check_logits(op: str, shapes: Shapes) -> None:
+    """Raise ValueError unless logits are [..., V]."""
+    logits = shapes["logits"]
+    if len(logits) < 1:
+        raise ValueError(f"{op}: logits must be [..., V]; got no dimension")
+    if logits[-1] < 1:
+        raise ValueError(f"{op}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
+
+
 def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
     """Raise ValueError unless the argument `target` has the leading dimensions of `of`, and what has a number for each
     token has target's shape; a temperature may be one for all."""
@@ -207,13 +216,13 @@ def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
     if tokens != leading:
         raise ValueError(
             f"{op}: {target} has shape {list(tokens)} but {of} has shape {list(shapes[of])}; "
-            f"{target} must have {_possessive(of)} leading dimensions, {list(leading)}"
+            f"{target} must have {possessive(of)} leading dimensions, {list(leading)}"
         )
     for name in ("token_weight", "temperature"):
         shape = shapes.get(name, tokens)
         if shape != tokens and not (name == "temperature" and shape == ()):
             raise ValueError(
-                f"{op}: {name} has shape {list(shape)}; it must have {_possessive(target)} shape, {list(tokens)}"
+                f"{op}: {name} has shape {list(shape)}; it must have {possessive(target)} shape, {list(tokens)}"
             )
 
 
@@ -224,6 +233,6 @@ def check_class_weight(op: str, shapes: Shapes, vocab: int) -> None:
         raise ValueError(f"{op}: class_weight has shape {list(shape)}; it must be [V], [{vocab}]")
 
 
-def _possessive(name: str) -> str:
+def possessive(name: str) -> str:
     """ "target's", "labels'"."""
     return name + ("'" if name.endswith("s") else "'s")

@@ -129,7 +129,7 @@ def refuse_gradient(op: str, name: str, x: Tensor) -> None:
 
 
 def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> torch.dtype:
-    """The dtype of hidden @ weight.T + bias: that of all three, or autocast's.
+    """The dtype of hidden @ weight.T + bias: autocast's, or the one of the two first that has fewer digits.
 
     `whose` comes before the tensors' names: "student_" for student_hidden.
     """
@@ -137,13 +137,19 @@ def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> to
     device = hidden.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    for name in (f"{whose}weight", f"{whose}bias"):
-        if name in tensors and tensors[name].dtype != hidden.dtype:
-            raise TypeError(
-                f"{op}: {whose}hidden is {dtype_name(hidden.dtype)} but {name} is {dtype_name(tensors[name].dtype)}; "
-                "cast one of them, or run under torch.autocast"
-            )
-    return hidden.dtype
+    weight, bias = tensors[f"{whose}weight"], tensors.get(f"{whose}bias")
+    both = {hidden.dtype, weight.dtype}
+    remedy = "cast one of them, or run under torch.autocast"
+    if len(both) > 1 and torch.float32 not in both:
+        raise TypeError(
+            f"{op}: {whose}hidden is {dtype_name(hidden.dtype)} but {whose}weight is {dtype_name(weight.dtype)}, and "
+            f"neither holds the other's numbers; {remedy}"
+        )
+    if bias is not None and bias.dtype not in both:
+        raise TypeError(
+            f"{op}: {whose}hidden is {dtype_name(hidden.dtype)} but {whose}bias is {dtype_name(bias.dtype)}; {remedy}"
+        )
+    return hidden.dtype if weight.dtype == torch.float32 else weight.dtype
 
 
 def leading_dimensions(x: Tensor) -> list[tuple[int, int]]:

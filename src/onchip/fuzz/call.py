@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from onchip.frontend.topk import TopK
 from onchip.fuzz.draw import Call, table
 from onchip.fuzz.judge import CONSTANTS, assert_right, compare
-from onchip.ops.linear_jsd.spec import TopK
 from onchip.oracle.checks import Check, adapter
 
 # Options that the oracle doesn't know.

@@ -11,8 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from onchip.bench.harness import one_line
@@ -21,18 +20,20 @@ from onchip.core import configs
 from onchip.core.configs import format_config
 from onchip.core.files import check_writable
 from onchip.core.machine import FRAMEWORKS, choose_framework, package_version, require_packages, resolve_device
-from onchip.core.names import Cases, Framework, known_op, matching
+from onchip.core.names import Cases, Framework, known_op, matching, operands, words
+from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.tables import print_table
 from onchip.tune import TUNINGS
 from onchip.tune.harness import Machine, Op, Row, Search
 
 
 def run_tune(
-    op: Annotated[str, typer.Argument(help=f"One of: {', '.join(TUNINGS['torch'])}.")],
+    op: Annotated[str, operands(tuple(TUNINGS["torch"]))],
     framework: Framework = None,
     *,
     cases: Cases = None,
     kernels: Annotated[list[str] | None, typer.Option("--kernel", help="Kernel name or pattern; likewise.")] = None,
-    dtype: Annotated[str, typer.Option(help="The inputs' dtype.")] = "bfloat16",
+    dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
     out: Annotated[
         Path | None, typer.Option(help="Folder of configs. Default: the user's own, the one that launches look at.")
     ] = None,
@@ -89,7 +90,13 @@ def run_tune(
     deadline = time.monotonic() + (limit_seconds or math.inf)
     versions = _versions(machine.framework)
     # No refreshing thread: it would take time from the steps.
-    with Progress(console=console, auto_refresh=False) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=len(rows))
         for row in rows:
 
@@ -177,19 +184,22 @@ def _versions(framework: str) -> dict[str, str]:
 
 
 def _print_rows(rows: Sequence[Row], console: Console) -> None:
-    table = Table("kernel", "case", "heuristic", "best", "gain", "config", "dropped: shared memory, wrong, failing")
+    columns = ("kernel", "case", "heuristic", "best", "gain", "config", "dropped: shared memory, wrong, failing")
+    cells: list[list[str | Text]] = []
     for row in rows:
         dropped = ", ".join(str(row.outcomes.get(outcome, 0)) for outcome in ("shared memory", "wrong", "failing"))
-        table.add_row(
-            row.kernel,
-            row.case,
-            format_ms(row.heuristic_ms),
-            format_ms(row.best_ms),
-            "–" if row.gain_percent is None else f"{row.gain_percent:+.1f}%",
-            format_config(row.config) if row.config else Text(f"{row.status}: {row.reason}", style="yellow"),
-            "stored before" if row.status == "stored before" else f"{dropped} of {row.candidates}",
+        cells.append(
+            [
+                row.kernel,
+                row.case,
+                format_ms(row.heuristic_ms),
+                format_ms(row.best_ms),
+                "–" if row.gain_percent is None else f"{row.gain_percent:+.1f}%",
+                format_config(row.config) if row.config else Text(f"{row.status}: {row.reason}", style="yellow"),
+                "stored before" if row.status == "stored before" else f"{dropped} of {row.candidates}",
+            ]
         )
-    console.print(table)
+    print_table(console, columns, cells)
 
 
 def tuned_configs(devices: Mapping[str, Sequence[str]]) -> dict[str, Any]:

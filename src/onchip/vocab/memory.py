@@ -46,7 +46,11 @@ class Problem:
     copied: int = 0
     """Bytes of the copies that are made of inputs whose strides don't suit."""
     ids: int = 0
-    """Of linear_log_probs: K, ids per token.  0 where each token has a target."""
+    """Of linear_log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
+    labels: str = ""
+    """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
+    gathered: bool = False
+    """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_dtype", "weight_dtype"):
@@ -87,6 +91,7 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     weighed = p.class_weight and p.smoothing > 0
     beside = (p.stats and (p.ids > 0 or c.strategy != "recompute")) or (weighed and c.strategy != "recompute")
     copies = 1 + int(beside) + int(p.softcap and backward)
+    copies += 2 * int(p.labels != "")  # logarithms of probabilities and a mask, or labels in float32
     tile_bytes = 4 * copies + (2 if narrow and backward else 0)
     if p.device == "cuda":
         row_bytes = element if backward else 0  # ignored rows zeroed, so that a NaN there can't leak
@@ -106,6 +111,7 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         casts += element * p.vocab * p.hidden
     return {
         "logits tile": tile_bytes * tokens * (p.vocab if c.strategy == "stash" else vocab),
+        "label rows": DTYPE_BYTES[p.labels] * tokens * p.vocab if p.gathered else 0,
         "hidden rows": row_bytes * tokens * p.hidden,
         "weight rows in float32": 4 * vocab * p.hidden if p.widened else 0,
         "casts": casts,

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import check_arrays, check_normalizer, checked_numbers, options_of, platform
+from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
-from onchip.ops.cross_entropy import spec
+from onchip.ops.cross_entropy import jax_soft, spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
@@ -59,7 +60,11 @@ def cross_entropy(
         logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
             the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
             64-bit mode is off.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
+            ignore_index or return_stats.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]) and
             `return_stats`: as in `linear_cross_entropy`.
@@ -98,6 +103,8 @@ def cross_entropy(
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     given = locals()
+    if is_soft(labels, logits):
+        return jax_soft.run(given, dict.fromkeys(BACKENDS))
     spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
     options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import reference
-from onchip.oracle.reference import Array, Indices
+from onchip.oracle.reference import Array, Indices, SoftLabels
 
 
 class Result(NamedTuple):
@@ -32,12 +32,36 @@ def cross_entropy(
     The options are those of `onchip.oracle.reference.cross_entropy`, which also says what ignored tokens and a target
     out of range give.
     """
-    given = np.asarray(logits, np.float64)
-    x = given.reshape(-1, given.shape[-1])
-    grad = np.zeros_like(x)
+    rows = _Rows(logits)
+    result = reference.cross_entropy(rows.products, rows.backward, rows.vocab, target, **options)
+    return Result(*result, rows.grad.reshape(np.shape(logits)))
 
-    def backward(rows: Indices, gradient: Array) -> None:
-        grad[rows] = gradient
 
-    result = reference.cross_entropy(lambda rows: x[rows], backward, x.shape[1], target, **options)
-    return Result(*result, grad.reshape(given.shape))
+class SoftResult(NamedTuple):
+    """Loss and the gradient."""
+
+    loss: Array
+    grad_logits: Array
+
+
+def soft_cross_entropy(logits: npt.ArrayLike, target: npt.ArrayLike | SoftLabels, **options: Any) -> SoftResult:
+    """The same of targets that are probabilities; the options are those of
+    `onchip.oracle.reference.soft_cross_entropy`."""
+    rows = _Rows(logits)
+    loss = reference.soft_cross_entropy(rows.products, rows.backward, rows.vocab, target, **options)
+    return SoftResult(loss, rows.grad.reshape(np.shape(logits)))
+
+
+class _Rows:
+    """Given logits, and their gradient."""
+
+    def __init__(self, logits: npt.ArrayLike) -> None:
+        given = np.asarray(logits, np.float64)
+        self.x = given.reshape(-1, given.shape[-1])
+        self.vocab, self.grad = self.x.shape[1], np.zeros_like(self.x)
+
+    def products(self, rows: Indices) -> Array:
+        return self.x[rows]
+
+    def backward(self, rows: Indices, gradient: Array) -> None:
+        self.grad[rows] = gradient

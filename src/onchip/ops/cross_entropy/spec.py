@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onchip.frontend.options import LossOptions, Shapes, check_class_weight, check_options, check_tokens
+from onchip.frontend.options import LossOptions, Shapes, check_class_weight, check_logits, check_options, check_tokens
 
 OP = "cross_entropy"
 
@@ -20,13 +20,9 @@ class Options(LossOptions):
 
 def check_shapes(shapes: Shapes, target: str) -> None:
     """Raise ValueError unless logits are [..., V], class_weight [V], and `target` and what else is by token [...]."""
-    logits = shapes["logits"]
-    if len(logits) < 1:
-        raise ValueError(f"{OP}: logits must be [..., V]; got no dimension")
-    if logits[-1] < 1:
-        raise ValueError(f"{OP}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
+    check_logits(OP, shapes)
     check_tokens(OP, shapes, target, "logits")
-    check_class_weight(OP, shapes, logits[-1])
+    check_class_weight(OP, shapes, shapes["logits"][-1])
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:

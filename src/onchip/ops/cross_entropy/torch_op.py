@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     DTYPES,
     check_class_weight,
@@ -19,9 +20,10 @@ from onchip.frontend.torch_inputs import (
     choose_torch_backend,
     temperature_tensor,
 )
+from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
-from onchip.ops.cross_entropy import spec, triton_op
+from onchip.ops.cross_entropy import spec, torch_soft, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import (
     Call,
@@ -35,6 +37,7 @@ from onchip.ops.cross_entropy.torch_inputs import (
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.rows.launches import refusal
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs as LossOutputs
 from onchip.vocab.torch.loss import Weights, asked_by
@@ -46,7 +49,7 @@ BACKENDS = ("triton", "torch")
 
 def cross_entropy(
     logits: Tensor,  # [..., V]
-    target: Tensor,  # [...]
+    target: Tensor | TopK,  # [...], or probabilities
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -77,7 +80,11 @@ def cross_entropy(
     Args:
         logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
             hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
+            inplace_backward; "torch" runs them.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
             `check_inputs` and `return_stats`: as of `linear_cross_entropy`.
@@ -122,6 +129,27 @@ def cross_entropy(
     Sources: the gradient from the log-sum-exp alone, and over the logits' memory, as in Liger Kernel
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
+    if is_soft(target, logits):
+        return torch_soft.run(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            normalizer=normalizer,
+            token_weight=token_weight,
+            class_weight=class_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            check_inputs=check_inputs,
+            return_stats=return_stats,
+            scratch_bytes=scratch_bytes,
+            backend=backend,
+            inplace_backward=inplace_backward,
+        )
+    assert not isinstance(target, TopK)
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(
         OP,
@@ -148,7 +176,7 @@ def cross_entropy(
     )
     normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
     weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
-    chosen = choose_torch_backend(OP, backend, logits.device, triton_op.refusal(logits))
+    chosen = choose_torch_backend(OP, backend, logits.device, refusal(logits))
     if inplace_backward:
         check_inplace(logits)
     call = Call(
@@ -167,8 +195,8 @@ class CrossEntropyLoss(LossModule):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
     Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
-    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights go to `forward`, targets of
-    probabilities are not supported, and the mean of no tokens is 0, not NaN.
+    `torch.nn.CrossEntropyLoss`, the vocabulary is the last dimension, class weights go to `forward`, and the mean of
+    no tokens is 0, not NaN.
 
     Example:
         >>> import torch
@@ -200,7 +228,7 @@ class CrossEntropyLoss(LossModule):
     def forward(
         self,
         logits: Tensor,  # [..., V]
-        target: Tensor,  # [...]
+        target: Tensor | TopK,  # [...], or probabilities
         *,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]

@@ -7,11 +7,10 @@ is rounded once.  With reduction="none" or inplace_backward the logits are read 
 """
 
 import torch
-from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
+from onchip.frontend.torch_inputs import DTYPES
 from onchip.frontend.torch_register import Made, Wanted
-from onchip.kernels.triton.launch import device_of, device_refusal
+from onchip.kernels.triton.launch import device_of
 from onchip.ops.cross_entropy import torch_inputs
 from onchip.ops.cross_entropy.spec import OP
 from onchip.ops.cross_entropy.torch_inputs import Call, Kept, Outputs
@@ -19,17 +18,6 @@ from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows.launches import count_targets, flat, launch_rows, reduce_losses
 from onchip.vocab.rows.memory import Problem
 from onchip.vocab.torch import tiles as torch_tiles
-
-
-def refusal(logits: Tensor) -> str | None:
-    """Why the kernels can't serve a call with these logits, or None."""
-    reason = device_refusal(logits.device.type, logits.device.index, logits.dtype)
-    if reason is None and logits.numel() > 0 and len(leading_dimensions(logits)) > 2:
-        reason = (
-            f"its logits' leading dimensions must reduce to two of a constant stride each; got shape "
-            f"{list(logits.shape)} with strides {list(logits.stride())}"
-        )
-    return reason
 
 
 def fused(call: Call) -> bool:

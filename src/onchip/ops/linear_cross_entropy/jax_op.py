@@ -23,8 +23,9 @@ from onchip.frontend.jax_inputs import (
     options_of,
     platform,
 )
+from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
-from onchip.ops.linear_cross_entropy import spec
+from onchip.ops.linear_cross_entropy import jax_soft, spec
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
@@ -80,11 +81,16 @@ def linear_cross_entropy(
         hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
+        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
+            ignore_index, return_stats or strategy="stash"; "xla" runs them.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
-            `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.
+            `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.  Not with soft labels:
+            pass hidden[..., :-1, :] with the labels [..., 1:, :].
         ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has labels' shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
@@ -92,6 +98,7 @@ def linear_cross_entropy(
         class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[label] of lse - z[label]
             and w[v] of each lse - z[v] that label smoothing adds; z-loss has none.  "mean" then divides by the sum of
             w[label] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
+            With soft labels it multiplies each entry's probability, and "mean" divides by the number of tokens.
         label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
@@ -149,10 +156,12 @@ def linear_cross_entropy(
     """
     given = locals()
     check_layout(OP, weight_layout)
-    shapes = shapes_of(check_arrays(OP, given))
-    spec.check_shapes(shapes, "labels", weight_layout)
+    if is_soft(labels, hidden):
+        names = BACKENDS.get(platform(), ("xla",))
+        return jax_soft.run(given, {x: None if x == "xla" else "its labels are ids; pass backend='xla'" for x in names})
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
     options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
-    spec.check_shift(options, shapes, "labels")
+    spec.check_shift(options, labels.shape, "labels of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given)
 

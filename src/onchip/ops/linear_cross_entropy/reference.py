@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onchip.oracle import reference
-from onchip.oracle.reference import Array, Indices, Linear
+from onchip.oracle.reference import Array, Indices, Linear, SoftLabels
 
 
 class Result(NamedTuple):
@@ -54,6 +54,29 @@ def linear_cross_entropy(
         **options,
     )
     return Result(*result, *layer.gradients)
+
+
+class SoftResult(NamedTuple):
+    """Loss and gradients."""
+
+    loss: Array
+    grad_hidden: Array
+    grad_weight: Array
+    grad_bias: Array
+
+
+def soft_linear_cross_entropy(
+    hidden: npt.ArrayLike,  # [..., H]
+    weight: npt.ArrayLike,  # [V, H]
+    target: npt.ArrayLike | SoftLabels,  # [..., V]
+    bias: npt.ArrayLike | None = None,  # [V]
+    **options: Any,
+) -> SoftResult:
+    """The same of targets that are probabilities; the options are those of
+    `onchip.oracle.reference.soft_cross_entropy`."""
+    layer = Linear(hidden, weight, bias)
+    loss = reference.soft_cross_entropy(layer.products, layer.backward, layer.vocab, target, **options)
+    return SoftResult(loss, *layer.gradients)
 
 
 def _next(x: npt.NDArray[Any], last: int) -> npt.NDArray[Any]:

@@ -21,11 +21,12 @@ class Options(LossOptions):
         check_options(OP, self, strategy=STRATEGIES, precision=PRECISIONS)
 
 
-def check_shift(options: Options, shapes: Shapes, target: str) -> None:
-    """Raise ValueError for targets without a sequence dimension that are to be shifted along it."""
-    if options.shift and not shapes[target]:
+def check_shift(options: Options, tokens: tuple[int, ...], what: str) -> None:
+    """Raise ValueError for targets that are to be shifted along a sequence dimension that `tokens`, the leading
+    dimensions, don't have; `what` says which argument of which shape is needed."""
+    if options.shift and not tokens:
         raise ValueError(
-            f"{OP}: shift=True needs {target} of shape [..., S], a sequence of S tokens; got no dimension; pass "
+            f"{OP}: shift=True needs {what}, a sequence of S tokens; got no dimension; pass "
             "shift=False for a single token"
         )
 

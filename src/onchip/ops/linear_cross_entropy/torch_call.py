@@ -30,7 +30,7 @@ class Call(LinearCall):
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Which tokens count; values are always checked on the CPU."""
-        first = 1 if self.options.shift else 0
+        first = (1,) if self.options.shift else ()
         return tiles.targets(OP, self, self.weight.shape[0], check_values=check_values, first=first)
 
     def divisor(self, kept: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_class_weight,
@@ -25,9 +26,10 @@ from onchip.frontend.torch_inputs import (
     product_dtype,
     temperature_tensor,
 )
+from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed
-from onchip.ops.linear_cross_entropy import fp8_op, spec, triton_op
+from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_soft, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
@@ -42,7 +44,7 @@ BACKENDS = ("triton", "torch")
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor | QuantizedWeight,  # [V, H]
-    target: Tensor,  # [...]
+    target: Tensor | TopK,  # [...], or probabilities
     bias: Tensor | None = None,  # [V]
     *,
     shift: bool = False,
@@ -76,14 +78,20 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight: [V, H] like `nn.Linear`'s, of hidden's dtype (under autocast of any of the three).  A [H, V] kernel's
-            transpose is read as it lies; "triton" copies it where V is no multiple of 8.  With precision="fp8" also
-            what `quantize_weight` made of one.
-        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.
-        bias: [V] of weight's dtype.  Without softcap -inf takes an entry out of the vocabulary.
+        weight: [V, H] like `nn.Linear`'s, of hidden's dtype; where one of them is float32, the products are of the
+            other's 16 bits, and under autocast of its dtype, whatever the inputs'.  A [H, V] kernel's transpose is read
+            as it lies; "triton" copies it where V is no multiple of 8.  With precision="fp8" also what
+            `quantize_weight` made of one.
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
+            `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
+            "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
+            precision="fp8"; "triton" runs those of K entries, without label_smoothing.
+        bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
             last one costs nothing.  token_weight is by label too, and shifted with it; all else is by position of
-            hidden, the losses of reduction="none" among it.  Labels and their weights are copied, hidden isn't.
+            hidden, the losses of reduction="none" among it.  Labels and their weights are copied, hidden isn't; with
+            soft labels, [..., S, V] or [..., S, K], it is the other way round.
         ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
         reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: number or 0-d tensor above 0 that "mean" divides by instead of the token count: for gradient
@@ -93,7 +101,8 @@ def linear_cross_entropy(
         class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, as `F.cross_entropy(weight=)`
             has them: w[target] of lse - z[target], and w[v] of each lse - z[v] that label smoothing adds; z-loss has
             none.  "mean" then divides by the sum of w[target] over tokens that are not ignored (by 1 where that is 0),
-            unless there is a normalizer.  A constant.
+            unless there is a normalizer.  With soft labels it multiplies each entry's probability, and "mean" divides
+            by the number of tokens.  A constant.
         label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
@@ -153,6 +162,32 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
+    if is_soft(target, hidden):
+        return torch_soft.run(
+            hidden,
+            weight,
+            target,
+            bias,
+            shift=shift,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            normalizer=normalizer,
+            token_weight=token_weight,
+            class_weight=class_weight,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            check_inputs=check_inputs,
+            return_stats=return_stats,
+            scratch_bytes=scratch_bytes,
+            backend=backend,
+            strategy=strategy,
+            weight_grad_out=weight_grad_out,
+            precision=precision,
+        )
+    assert not isinstance(target, TopK)
     per_token_temperature = temperature_tensor(OP, temperature)
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     if matrix is not weight and precision != "fp8":
@@ -176,7 +211,7 @@ def linear_cross_entropy(
         return_stats=return_stats,
         precision=precision,
     )
-    spec.check_shift(options, shapes_of(tensors), "target")
+    spec.check_shift(options, target.shape, "target of shape [..., S]")
     dtype = product_dtype(OP, tensors)
     normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
     check_weight_grad_out(OP, weight_grad_out, matrix)
@@ -274,7 +309,7 @@ class LinearCrossEntropyLoss(LossModule):
         self,
         hidden: Tensor,  # [..., H]
         weight: Tensor | QuantizedWeight,  # [V, H]
-        target: Tensor,  # [...]
+        target: Tensor | TopK,  # [...], or probabilities
         bias: Tensor | None = None,  # [V]
         *,
         normalizer: float | Tensor | None = None,

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import reference
 from onchip.ops.linear_jsd.cases import CHECK_CASES, Case, Inputs, make_inputs
-from onchip.ops.linear_jsd.spec import OP, Options, TopK
+from onchip.ops.linear_jsd.spec import OP, Options
 from onchip.oracle.checks import DEVIATIONS, Checker, adapter_of, kernel_refusals, op_in, plain_reduction
 
 # Half the distance of two numbers next to each other, relative to them.

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from onchip.ops.linear_jsd.spec import Options, TopK
+from onchip.frontend.topk import TopK
+from onchip.ops.linear_jsd.spec import Options
 
 Array = Any
 

@@ -27,9 +27,10 @@ from onchip.frontend.jax_inputs import (
     platform,
     require_arrays,
 )
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence, memory
 from onchip.ops.linear_jsd.memory import Head, Problem
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, TopK, check_shapes, named_arrays
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.vocab.xla.loss import Reduction, TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,

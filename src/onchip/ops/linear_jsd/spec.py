@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from onchip.frontend.options import check_head, check_options, require_one_of, scratch_in_bytes
+from onchip.frontend.topk import TopK
 
 OP = "linear_jsd"
 LOGITS_OP = "jsd"
@@ -12,30 +13,6 @@ KINDS = ("log_probs", "logits")
 RESTS = ("tail", "truncated", "renormalised")
 
 Shape = tuple[int, ...]
-
-
-class TopK(NamedTuple):
-    """A teacher of which only the K most likely tokens are known.
-
-    With s the student's full softmax, the three meanings of `rest` are:
-
-    - "tail": all other tokens are one more outcome, of probability 1 - sum(t_k) for the teacher and 1 - sum(s_k) for
-      the student.  A lower bound of the full divergence.
-    - "truncated": the divergence's sum runs over the K entries alone, with probabilities as they are.  That is no
-      divergence: with beta 0 or 1 it can be negative, and where it is least the models need not agree.
-    - "renormalised": both models given that the token is one of the K: s_k / sum(s), t_k / sum(t).  The mass that the
-      student puts elsewhere costs nothing.
-    """
-
-    indices: Any
-    """[..., K] of any integer dtype in [0, V), distinct within a token."""
-    values: Any
-    """[..., K] float: the teacher's log-probabilities or logits of these tokens."""
-    kind: str
-    """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are.
-    "logits": divided by `temperature`; their normaliser is not known, so they need rest="renormalised"."""
-    rest: str
-    """"tail", "truncated" or "renormalised"."""
 
 
 # ---------------------------------------------------------------------------------------------------------- options

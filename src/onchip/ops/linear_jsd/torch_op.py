@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
     check_kinds,
@@ -22,7 +23,7 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.linear_jsd import memory, triton_op
-from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, TopK, check_shapes, named_arrays
+from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.ops.linear_jsd.torch_walk import walk
 
@@ -69,9 +70,9 @@ def linear_jsd(
 
     Args:
         student_hidden: [..., Hs] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        student_weight: [V, Hs] of student_hidden's dtype, as `linear_cross_entropy`'s weight.
+        student_weight: [V, Hs] of student_hidden's dtype, or of other precision, as `linear_cross_entropy`'s weight.
         teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
-        teacher_weight: [V, Ht] of teacher_hidden's dtype.
+        teacher_weight: [V, Ht] likewise.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
             the divergence itself is 0 at both ends, so that the value jumps there.
         temperature: above 0: divides both models' logits.

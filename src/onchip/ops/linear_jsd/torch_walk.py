@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.options import LossOptions
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import memory
 from onchip.ops.linear_jsd.divergence import Arrays, rows
 from onchip.ops.linear_jsd.memory import BLOCKS, SLAB
-from onchip.ops.linear_jsd.spec import TopK
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
 from onchip.vocab.rows.torch import Rows
 from onchip.vocab.torch.call import Layer

@@ -1,8 +1,8 @@
 """Named problems after real models and with awkward numbers, used by the tests, `onchip check` and `onchip bench`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,10 @@ from onchip.oracle.cases import MODELS, named_case, softmax_cases
 
 @dataclass(frozen=True)
 class Case(cases.Case):
-    """One problem: its shape, what its numbers look like, and the options that it passes to the op."""
+    """One problem: its shape, what its numbers look like, and the options that it passes to the op.
+
+    With hidden=0 it is log_probs': the logits are given.
+    """
 
     ids: int = 0
     """K, ids per token; 0 for one, without a dimension of its own."""
@@ -24,14 +27,15 @@ class Case(cases.Case):
 class Inputs(NamedTuple):
     """Arrays of one case; floats are float32, and what the case doesn't have is None."""
 
-    hidden: npt.NDArray[np.float32]  # [T, H]
-    weight: npt.NDArray[np.float32]  # [V, H]
+    hidden: npt.NDArray[np.float32] | None  # [T, H]
+    weight: npt.NDArray[np.float32] | None  # [V, H]
     ids: npt.NDArray[np.int64]  # [T] or [T, K]
     bias: npt.NDArray[np.float32] | None  # [V]
     temperature: npt.NDArray[np.float32] | None  # [T]
     grad_log_prob: npt.NDArray[np.float32]  # as ids
     grad_entropy: npt.NDArray[np.float32]  # [T]
     grad_lse: npt.NDArray[np.float32]  # [T]
+    logits: npt.NDArray[np.float32] | None = None  # [T, V]
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -39,7 +43,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
     Every fourth token of several ids has its first id twice.
     """
-    made = cases.make_inputs(case, seed)
+    made = cases.make_inputs(case if case.hidden else replace(case, hidden=1), seed)
     rng = np.random.default_rng(seed + 1)
     ignore_index = case.options.get("ignore_index", -100)
     ids = made.target
@@ -50,37 +54,55 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         ids[::4, case.ids - 1] = made.target[::4]
         ids[made.target == ignore_index] = ignore_index
         ids[rng.random(ids.shape) < case.ignored_ids] = ignore_index
+    logits = None if case.hidden else _draw_logits(case, made.target, made.bias, rng)
     return Inputs(
-        made.hidden,
-        made.weight,
+        made.hidden if case.hidden else None,
+        made.weight if case.hidden else None,
         ids.astype(np.int64),
-        made.bias,
+        made.bias if case.hidden else None,
         made.temperature,
         rng.standard_normal(ids.shape, dtype=np.float32),
         rng.standard_normal(case.tokens, dtype=np.float32),
         rng.standard_normal(case.tokens, dtype=np.float32),
+        logits,
     )
 
 
+def _draw_logits(
+    case: Case, target: npt.NDArray[np.int64], bias: npt.NDArray[np.float32] | None, rng: np.random.Generator
+) -> npt.NDArray[np.float32]:
+    """[T, V]: ~ N(0, logit_std), the targets' raised as the case says, and the bias, which masks and shifts."""
+    logits = rng.standard_normal((case.tokens, case.vocab), dtype=np.float32) * np.float32(case.logit_std)
+    if case.target_prob is not None:
+        logits[np.arange(case.tokens), target] = cases.target_logit(case)
+    return logits if bias is None else logits + bias
+
+
 _case = partial(named_case, Case)
+
+
+def _of_logits(name: str, tokens: int, hidden: int, vocab: int, **more: Any) -> Case:
+    return _case(f"{name}, logits", tokens, 0, vocab, **more)
+
+
+_EVERYTHING: dict[str, Any] = {
+    "ids": 3,
+    "ignored": 0.3,
+    "ignored_ids": 0.2,
+    "token_temperature": True,
+    "softcap": 15.0,
+    "logit_scale": 0.5,
+}
 CHECK_CASES = (
     *softmax_cases(_case),
     _case("peaked among several", 127, 520, 2049, target_prob=0.999, ids=4),
     _case("two ids", 127, 64, 1000, ids=2),
     _case("top-32", 127, 64, 1000, ids=32, ignored_ids=0.2),
-    _case(
-        "everything",
-        127,
-        64,
-        1000,
-        bias=True,
-        ids=3,
-        ignored=0.3,
-        ignored_ids=0.2,
-        token_temperature=True,
-        softcap=15.0,
-        logit_scale=0.5,
-    ),
+    _case("everything", 127, 64, 1000, bias=True, **_EVERYTHING),
+    *softmax_cases(_of_logits),
+    _of_logits("peaked among several", 127, 0, 2049, target_prob=0.999, ids=4),
+    _of_logits("top-32", 127, 0, 1000, ids=32, ignored_ids=0.2),
+    _of_logits("everything", 127, 0, 1000, **_EVERYTHING),
 )
 LLAMA = "llama3.1-8b"
 # What `onchip bench` runs: a model's head, with entropy and without.

@@ -1,7 +1,7 @@
 """How the op is compared with the float64 oracle: what `onchip check` and the tests run.  No framework."""
 
 from collections.abc import Mapping
-from functools import partial
+from importlib import import_module
 from typing import Any
 
 from onchip.ops.linear_log_probs import reference
@@ -9,34 +9,60 @@ from onchip.ops.linear_log_probs.cases import CHECK_CASES, make_inputs
 from onchip.ops.linear_log_probs.spec import LogProbs
 from onchip.oracle.checks import Checker, adapter_of, kernel_refusals, op_in, plain_logits
 
-plain_refusals = partial(kernel_refusals, "onchip.vocab.triton.setup:refusal")
+
+def plain_refusals(device: str, dtype: str, framework: str, given: Mapping[str, Any] = {}) -> dict[str, str | None]:
+    """Why each backend can't serve a call, or None; cases without a hidden size are log_probs'."""
+    of_logits = given.get("hidden", 1) == 0
+    refusal = "onchip.kernels.triton.launch:device_refusal" if of_logits else "onchip.vocab.triton.setup:refusal"
+    return kernel_refusals(refusal, device, dtype, framework, given)
+
+
+def _oracle(**given: Any) -> Any:
+    arguments = {name: x for name, x in given.items() if x is not None}
+    return (reference.log_probs if "logits" in arguments else reference.linear_log_probs)(**arguments)
 
 
 def _call(
-    fw: Any, how: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, bias: Any, **keywords: Any
+    fw: Any, how: Mapping[str, Any], hidden: Any, weight: Any, ids: Any, bias: Any, logits: Any, **keywords: Any
 ) -> dict[str, Any]:
-    weight = weight.T if how.get("weight_layout") == "hv" else weight
     asked = ("entropy", "lse", "top1", "mean_logits", "log_sum_sq_probs")
-    options = {**dict.fromkeys(asked, True), **how}
-    made: dict[str, Any] = op_in(fw, "linear_log_probs")(hidden, weight, ids, bias, **keywords, **options)._asdict()
-    return made
+    options = {**keywords, **dict.fromkeys(asked, True), **how}
+    made: LogProbs
+    if logits is not None:
+        module = import_module(f"onchip.ops.linear_log_probs.{fw.NAME}_rows")
+        made = module.log_probs(logits, ids, **options)
+    else:
+        weight = weight.T if how.get("weight_layout") == "hv" else weight
+        made = op_in(fw, "linear_log_probs")(hidden, weight, ids, bias, **options)
+    return made._asdict()
 
 
-def plain_linear_log_probs(
-    hidden: Any,
-    weight: Any,
+def _plain(fw: Any, how: Mapping[str, Any], logits: Any = None, **given: Any) -> dict[str, Any]:
+    entropy = how.get("entropy", True)
+    if logits is None:
+        return plain_linear_log_probs(**given, entropy=entropy)._asdict()
+    options = {name: x for name, x in given.items() if x is not None}
+    return plain_log_probs(logits, **options, entropy=entropy)._asdict()
+
+
+def plain_linear_log_probs(hidden: Any, weight: Any, ids: Any, bias: Any = None, **options: Any) -> LogProbs:
+    """The same written with the framework's own functions in hidden's dtype, logits and all."""
+    return plain_log_probs(adapter_of(hidden).linear(hidden, weight, bias), ids, **options)
+
+
+def plain_log_probs(
+    logits: Any,
     ids: Any,
-    bias: Any = None,
     *,
     ignore_index: int = -100,
     entropy: bool = True,
     **transform: Any,
 ) -> LogProbs:
-    """The same written with the framework's own functions in hidden's dtype, logits and all."""
-    fw = adapter_of(hidden)
+    """log_probs likewise, in the dtype of the logits."""
+    fw = adapter_of(logits)
     xp = fw.xp
-    z = plain_logits(fw.linear(hidden, weight, bias), **transform)
-    several = ids if ids.ndim == hidden.ndim else ids[..., None]
+    z = plain_logits(logits, **transform)
+    several = ids if ids.ndim == logits.ndim else ids[..., None]
     counted = several != ignore_index
     kept = counted.any(-1)
     log_p = fw.log_softmax(z, -1)
@@ -53,13 +79,13 @@ def plain_linear_log_probs(
 
 
 CHECKER = Checker(
-    names=("hidden", "weight", "ids", "bias"),
+    names=("hidden", "weight", "ids", "bias", "logits"),
     inputs=lambda case, dtype: make_inputs(case),
-    oracle=reference.linear_log_probs,
+    oracle=_oracle,
     call=_call,
     cases=CHECK_CASES,
     hows=lambda fw: [{"entropy": x} for x in (False, True)],
     refusals=plain_refusals,
-    plain=lambda fw, how, **given: plain_linear_log_probs(**given, entropy=how.get("entropy", True))._asdict(),
+    plain=_plain,
     values=("log_prob", "entropy", "lse"),
 )

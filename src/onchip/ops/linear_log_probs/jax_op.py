@@ -35,6 +35,7 @@ from onchip.vocab.xla.tiles import (
     Transform,
     Wanted,
     select_tokens,
+    shares,
 )
 
 Array = jax.Array
@@ -132,17 +133,18 @@ def linear_log_probs(
     plain = plain_labels(ids, projection.vocab, int(ignore_index)).reshape(total, each)
     projection, constants = vary_alike((projection, (plain, Transform(**numbers))))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    if total == 0:
-        none = jnp.zeros(0, jnp.float32)
-        outputs = LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
-    else:
-        outputs = _op(Static(options, platform()), projection, constants)
-    log_prob = outputs.log_prob.reshape(ids.shape)
-    asked = (entropy, lse, top1, mean_logits, log_sum_sq_probs)
+    outputs = of_no_tokens() if total == 0 else _op(Static(options, platform()), projection, constants)
+    return returned(options, outputs, ids.shape, shape)
+
+
+def returned(options: Options, outputs: LogProbs, of_ids: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """What a public function returns, for ids and tokens of these shapes."""
+    log_prob = outputs.log_prob.reshape(of_ids)
+    asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):
         return log_prob
-    made = (x.reshape(shape) if wanted else None for x, wanted in zip(outputs[1:], asked, strict=True))
-    return LogProbs(log_prob, *made)
+    more = (x.reshape(shape) if wanted else None for x, wanted in zip(outputs[1:], asked, strict=True))
+    return LogProbs(log_prob, *more)
 
 
 def _forward(
@@ -155,13 +157,35 @@ def _forward(
     plan = memory.plan(problem, "recompute" if problem.any_grad else "forward", options.scratch_bytes)
     tokens = select_tokens(jnp.where((ids != IGNORED).any(1), 0, IGNORED), plan.token_chunk)
     call = Call(projection, transform.by_row(tokens), tokens, tokens.take(ids, IGNORED))
-    wanted = Wanted(options.entropy, options.top1, options.mean_logits, options.log_sum_sq_probs)
-    stats = walk.statistics(plan, wanted, call)
+    stats = walk.statistics(plan, wanted_of(options), call)
+    return outputs_of(stats, tokens), Planned((call, known_of(stats)), plan) if problem.any_grad else None
+
+
+def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
+    call, stats = saved.arrays
+    gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
+    return walk.gradients(saved.plan, needs, call, stats, gradient)
+
+
+_op = with_gradients(OP, _forward, _backward)
+
+
+def of_no_tokens() -> LogProbs:
+    none = jnp.zeros(0, jnp.float32)
+    return LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
+
+
+def wanted_of(options: Options) -> Wanted:
+    return Wanted(options.entropy, options.top1, options.mean_logits, options.log_sum_sq_probs)
+
+
+def outputs_of(stats: TokenStats, tokens: Tokens) -> LogProbs:
+    """By token, of statistics by row."""
 
     def spread(x: Array | None) -> Array | None:
         return None if x is None else tokens.spread(x)
 
-    outputs = LogProbs(
+    return LogProbs(
         spread(stats.log_prob),
         spread(stats.entropy),
         spread(stats.lse),
@@ -169,21 +193,14 @@ def _forward(
         spread(lax.stop_gradient(stats.mean_logits)),
         spread(lax.stop_gradient(stats.log_sum_sq)),
     )
-    if not problem.any_grad:
-        return outputs, None
-    known = TokenStats(stats.lse, stats.log_prob, stats.entropy, stats.mean)
-    return outputs, Planned((call, known), plan)
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
-    call, stats = saved.arrays
-    return walk.gradients(saved.plan, needs, call, stats, _gradient(call.tokens, call.ids, stats, upstream))
+def known_of(stats: TokenStats) -> TokenStats:
+    """What gradients need of them."""
+    return TokenStats(stats.lse, stats.log_prob, stats.entropy, stats.mean)
 
 
-_op = with_gradients(OP, _forward, _backward)
-
-
-def _gradient(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:
+def gradient_by_outputs(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:
     """The gradient by each token's logits; None in `upstream` is zero."""
 
     def rows(grad: Any) -> Array | None:
@@ -192,7 +209,7 @@ def _gradient(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs)
     g, g_entropy, g_lse = map(rows, (upstream.log_prob, upstream.entropy, upstream.lse))
     g = jnp.zeros(ids.shape, jnp.float32) if g is None else g
     g = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, g))
-    same, rest = _shares(ids, g)
+    same, rest = shares(ids, g)
     common = jnp.sum(g, 1)
     if g_lse is not None:
         common, rest = common - g_lse, rest - g_lse[:, None]
@@ -201,17 +218,3 @@ def _gradient(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs)
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
     at_ids = -same * jnp.expm1(stats.log_prob) - jnp.exp(stats.log_prob) * rest
     return TokenGradient(-common, at_ids, None if g_entropy is None else -g_entropy)
-
-
-def _shares(ids: Array, g: Array) -> tuple[Array, Array]:
-    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [P, K] each."""
-    if ids.shape[1] == 1:
-        return g, jnp.zeros_like(g)
-
-    def of_one(k: Array) -> tuple[Array, Array]:
-        equal = ids == lax.dynamic_slice_in_dim(ids, k, 1, 1)
-        return jnp.sum(jnp.where(equal, g, 0), 1), jnp.sum(jnp.where(equal, 0, g), 1)
-
-    # One by one: all at once would be [P, K, K].
-    same, rest = lax.map(of_one, jnp.arange(ids.shape[1]))
-    return same.T, rest.T

@@ -1,11 +1,12 @@
-"""The contract of linear_log_probs in NumPy float64, with gradients: the oracle of every test."""
+"""The contract of linear_log_probs and log_probs in NumPy float64, with gradients: the oracle of every test."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from onchip.oracle.reference import Array, Linear, blocks, transform
+from onchip.oracle.reference import Array, Indices, Linear, blocks, transform
 
 
 class Result(NamedTuple):
@@ -22,11 +23,54 @@ class Result(NamedTuple):
     grad_bias: Array
 
 
+class LogitsResult(NamedTuple):
+    """As `Result`, of given logits."""
+
+    log_prob: Array
+    entropy: Array
+    lse: Array
+    top1: npt.NDArray[np.int64]
+    mean_logits: Array
+    log_sum_sq_probs: Array
+    grad_logits: Array
+
+
 def linear_log_probs(
     hidden: npt.ArrayLike,  # [..., H]
     weight: npt.ArrayLike,  # [V, H]
     ids: npt.ArrayLike,  # [...] or [..., K]
     bias: npt.ArrayLike | None = None,  # [V]
+    **options: Any,
+) -> Result:
+    """Values and gradients; the options are those of `_log_probs`."""
+    layer = Linear(hidden, weight, bias)
+    made = _log_probs(layer.products, layer.backward, np.shape(hidden)[:-1], layer.vocab, ids, **options)
+    return Result._make((*made, *layer.gradients))
+
+
+def log_probs(
+    logits: npt.ArrayLike,  # [..., V]
+    ids: npt.ArrayLike,  # [...] or [..., K]
+    **options: Any,
+) -> LogitsResult:
+    """Values and the gradient; the options are those of `_log_probs`."""
+    given = np.asarray(logits, np.float64)
+    x = given.reshape(-1, given.shape[-1])
+    grad = np.zeros_like(x)
+
+    def backward(rows: Indices, gradient: Array) -> None:
+        grad[rows] = gradient
+
+    made = _log_probs(lambda rows: x[rows], backward, given.shape[:-1], x.shape[1], ids, **options)
+    return LogitsResult._make((*made, grad.reshape(given.shape)))
+
+
+def _log_probs(
+    products: Callable[[Indices], Array],
+    backward: Callable[[Indices, Array], None],
+    shape: tuple[int, ...],
+    vocab: int,
+    ids: npt.ArrayLike,
     *,
     ignore_index: int = -100,
     softcap: float | None = None,
@@ -35,16 +79,19 @@ def linear_log_probs(
     grad_log_prob: npt.ArrayLike = 1.0,  # upstream gradients: a number or [...] or [..., K]
     grad_entropy: npt.ArrayLike = 0.0,  # a number or [...]
     grad_lse: npt.ArrayLike = 0.0,  # a number or [...]
-) -> Result:
-    """Values and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy * entropy) + sum(grad_lse * lse).
+) -> tuple[Any, ...]:
+    """The values of a `Result`, and the gradients of sum(grad_log_prob * log_prob) + sum(grad_entropy * entropy) +
+    sum(grad_lse * lse).
+
+    `products(rows)` gives [n, V] of these tokens: the logits before their transform.  `backward(rows, grad)` receives
+    the gradient by them.
 
     An ignored id has log_prob 0 and no gradient; a token whose ids are all ignored has top1 -1 and 0 in all else,
     whatever its other inputs hold.  An id outside [0, V) that is not ignore_index has log_prob NaN, and its token's
     gradients are NaN: what a GPU does, where raising would need a synchronisation.
     """
     ids = np.asarray(ids)
-    layer = Linear(hidden, weight, bias)
-    shape, n_tokens, vocab = np.shape(hidden)[:-1], len(layer.hidden), layer.vocab
+    n_tokens = int(np.prod(shape))
     y = ids.reshape(n_tokens, -1 if n_tokens else 1).astype(np.int64)
     tau, g_entropy, g_lse = (
         np.broadcast_to(np.asarray(x, np.float64), shape).reshape(-1) for x in (temperature, grad_entropy, grad_lse)
@@ -58,7 +105,7 @@ def linear_log_probs(
         counted = y[r] != ignore_index
         in_range = (y[r] >= 0) & (y[r] < vocab)
         column = np.where(in_range, y[r], 0)
-        z, slope = transform(layer.products(r), softcap, logit_scale, tau[r])
+        z, slope = transform(products(r), softcap, logit_scale, tau[r])
 
         shift = np.maximum(z.max(1), np.finfo(np.float64).min)
         e = np.exp(z - shift[:, None])
@@ -82,13 +129,6 @@ def linear_log_probs(
         dz = np.zeros_like(z)
         np.add.at(dz, (np.arange(len(r))[:, None], column), np.where(counted, g, 0))
         dz += p * (g_lse[r] - g.sum(1))[:, None] - g_entropy[r, None] * p * (safe_log_p + entropy[r, None])
-        layer.backward(r, dz * slope)
-    return Result(
-        log_prob.reshape(ids.shape),
-        entropy.reshape(shape),
-        lse.reshape(shape),
-        top1.reshape(shape),
-        mean_logits.reshape(shape),
-        log_sum_sq_probs.reshape(shape),
-        *layer.gradients,
-    )
+        backward(r, dz * slope)
+    by_token = (x.reshape(shape) for x in (entropy, lse, top1, mean_logits, log_sum_sq_probs))
+    return log_prob.reshape(ids.shape), *by_token

@@ -1,11 +1,12 @@
-"""What both front ends of linear_log_probs share: options, results and what shapes go together.  No framework."""
+"""What both front ends of linear_log_probs and log_probs share: options, results, shapes.  No framework."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from onchip.frontend.options import Shapes, check_head, check_options
+from onchip.frontend.options import Shapes, check_head, check_logits, check_options, possessive
 
 OP = "linear_log_probs"
+LOGITS_OP = "log_probs"
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,16 @@ class Options:
         check_options(OP, self)
 
 
+@dataclass(frozen=True)
+class LogitsOptions(Options):
+    """Those of log_probs."""
+
+    def __post_init__(self) -> None:
+        check_options(LOGITS_OP, self)
+
+
 class LogProbs(NamedTuple):
-    """What `linear_log_probs` returns if more than log_prob was asked for; None is what wasn't."""
+    """What `linear_log_probs` and `log_probs` return if more than log_prob was asked for; None is what wasn't."""
 
     log_prob: Any
     """[...] or [..., K] float32: log-probability of each id; 0 for ignored ones."""
@@ -57,17 +66,27 @@ def check_shapes(shapes: Shapes, layout: str | None = None) -> None:
     The JAX front end, whose weight may be [H, V], gives its weight_layout.
     """
     check_head(OP, shapes, layout=layout)
-    hidden, ids, temperature = shapes["hidden"], shapes["ids"], shapes.get("temperature", ())
-    leading = hidden[:-1]
+    _check_ids(OP, shapes, "hidden")
+
+
+def check_logits_shapes(shapes: Shapes) -> None:
+    """Raise ValueError unless logits are [..., V], ids [...] or [..., K], temperature [] or [...]."""
+    check_logits(LOGITS_OP, shapes)
+    _check_ids(LOGITS_OP, shapes, "logits")
+
+
+def _check_ids(op: str, shapes: Shapes, of: str) -> None:
+    ids, temperature = shapes["ids"], shapes.get("temperature", ())
+    leading, whose = shapes[of][:-1], possessive(of)
     if ids != leading and ids[:-1] != leading:
         raise ValueError(
-            f"{OP}: ids has shape {list(ids)} but hidden has shape {list(hidden)}; ids must have hidden's leading "
+            f"{op}: ids has shape {list(ids)} but {of} has shape {list(shapes[of])}; ids must have {whose} leading "
             f"dimensions, {list(leading)}, or those and one more for several ids per token"
         )
     if len(ids) > len(leading) and ids[-1] < 1:
-        raise ValueError(f"{OP}: ids has shape {list(ids)}; [..., K] needs K >= 1")
+        raise ValueError(f"{op}: ids has shape {list(ids)}; [..., K] needs K >= 1")
     if temperature not in ((), leading):
         raise ValueError(
-            f"{OP}: temperature has shape {list(temperature)}; it must be a number or have hidden's leading "
+            f"{op}: temperature has shape {list(temperature)}; it must be a number or have {whose} leading "
             f"dimensions, {list(leading)}"
         )

@@ -39,19 +39,7 @@ class Call(LinearCall):
 
     def empty_outputs(self, *, entropy: bool, top1: bool) -> "Outputs":
         """Not yet filled."""
-        shape, options = self.hidden.shape[:-1], self.options
-
-        def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
-            return self.hidden.new_empty(shape, dtype=dtype) if wanted else None
-
-        return Outputs(
-            self.hidden.new_empty(self.ids.shape, dtype=torch.float32),
-            make(entropy),
-            make(True),
-            make(top1, torch.int64),
-            make(options.mean_logits),
-            make(options.log_sum_sq_probs),
-        )
+        return Outputs.empty(self.options, self.hidden, self.ids, entropy=entropy, top1=top1)
 
 
 class Outputs(NamedTuple):
@@ -63,3 +51,20 @@ class Outputs(NamedTuple):
     top1: Tensor | None
     mean_logits: Tensor | None
     log_sum_sq_probs: Tensor | None
+
+    @staticmethod
+    def empty(options: Options, of: Tensor, ids: Tensor, *, entropy: bool, top1: bool) -> "Outputs":
+        """Not yet filled, for hidden states or logits [..., N]."""
+        shape = of.shape[:-1]
+
+        def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
+            return of.new_empty(shape, dtype=dtype) if wanted else None
+
+        return Outputs(
+            of.new_empty(ids.shape, dtype=torch.float32),
+            make(entropy),
+            make(True),
+            make(top1, torch.int64),
+            make(options.mean_logits),
+            make(options.log_sum_sq_probs),
+        )

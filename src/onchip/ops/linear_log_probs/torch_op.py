@@ -27,7 +27,7 @@ from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
-from onchip.vocab.torch.softmax import Asked, TokenGradient, float16_scale, token_gradient
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 from onchip.vocab.triton import setup
 
@@ -66,7 +66,7 @@ def linear_log_probs(
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
-        weight, bias: [V, H] and [V] of hidden's dtype, as of `linear_cross_entropy`.
+        weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as of `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
         ignore_index: an id of this value has log_prob 0 and no gradient.  A token whose ids all have it costs nothing
@@ -148,8 +148,12 @@ def linear_log_probs(
     if chosen == "torch":
         strategy = "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
-    made = operator(call).out
-    asked = (entropy, lse, top1, mean_logits, log_sum_sq_probs)
+    return returned(options, operator(call).out)
+
+
+def returned(options: Options, made: Outputs) -> Any:
+    """What a public function returns."""
+    asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):
         return made.log_prob
     return LogProbs(made.log_prob, *(x if wanted else None for x, wanted in zip(made[1:], asked, strict=True)))
@@ -164,6 +168,35 @@ class TorchOutputs(NamedTuple):
     out: Outputs
     mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
 
+    @staticmethod
+    def of(stats: TokenStats, tokens: Ids, of: Tensor, ids: Tensor) -> "TorchOutputs":
+        """For `ids` of hidden states or logits [..., N]."""
+        shape = of.shape[:-1]
+
+        def spread(x: Tensor | None) -> Any:
+            return None if x is None else tokens.spread(x, shape)
+
+        out = Outputs(
+            tokens.spread(stats.log_prob, ids.shape),
+            spread(stats.entropy),
+            spread(stats.lse),
+            tokens.spread(stats.argmax, shape, -1),
+            spread(stats.mean_logits),
+            spread(stats.log_sum_sq),
+        )
+        return TorchOutputs(out, spread(stats.mean))
+
+    @staticmethod
+    def empty(options: Options, of: Tensor, ids: Tensor) -> "TorchOutputs":
+        """Not yet filled."""
+        out = Outputs.empty(options, of, ids, entropy=options.entropy, top1=True)
+        return TorchOutputs(out, None if out.entropy is None else torch.empty_like(out.entropy))
+
+
+def asked_by(options: Options) -> Asked:
+    """The statistics that the caller asked for."""
+    return Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs)
+
 
 class Kept(NamedTuple):
     """What backward is given."""
@@ -176,30 +209,14 @@ class Kept(NamedTuple):
 
 
 def _forward(call: Call) -> TorchOutputs:
-    shape = call.hidden.shape[:-1]
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
-    options = call.options
-    asked = Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs)
-    stats = walk.forward(call.layer, options, tokens, config, asked)
-
-    def spread(x: Tensor | None) -> Any:
-        return None if x is None else tokens.spread(x, shape)
-
-    out = Outputs(
-        tokens.spread(stats.log_prob, call.ids.shape),
-        spread(stats.entropy),
-        spread(stats.lse),
-        tokens.spread(stats.argmax, shape, -1),
-        spread(stats.mean_logits),
-        spread(stats.log_sum_sq),
-    )
-    return TorchOutputs(out, spread(stats.mean))
+    stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options))
+    return TorchOutputs.of(stats, tokens, call.hidden, call.ids)
 
 
 def _fake(call: Call) -> TorchOutputs:
-    out = call.empty_outputs(entropy=call.options.entropy, top1=True)
-    return TorchOutputs(out, None if out.entropy is None else torch.empty_like(out.entropy))
+    return TorchOutputs.empty(call.options, call.hidden, call.ids)
 
 
 def _save(call: Call, made: TorchOutputs) -> Kept:
@@ -209,13 +226,16 @@ def _save(call: Call, made: TorchOutputs) -> Kept:
 def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     call = replace(kept.call, grads=tuple(wanted))
     tokens = call.tokens(check_values=False)
-    gradient, grad_scale = _token_gradient(kept, upstream, tokens)
+    gradient, grad_scale = gradient_by_outputs(kept, upstream, tokens)
     config = call.plan("recompute", tokens, stats=gradient.entropy_row is not None)
     return walk.recompute(call, tokens, config, gradient, grad_scale=grad_scale)
 
 
-def _token_gradient(kept: Kept, upstream: Made, tokens: Ids) -> tuple[TokenGradient, Tensor | None]:
-    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing)."""
+def gradient_by_outputs(kept: Any, upstream: Made, tokens: Ids) -> tuple[TokenGradient, Tensor | None]:
+    """The gradient of each token's logits, and what it was multiplied by for float16's sake (None: nothing).
+
+    `kept` is a `Kept`, of this op or of log_probs.
+    """
     ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
 
     def rows(x: Tensor | None, *shape: int) -> Any:

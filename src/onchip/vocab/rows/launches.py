@@ -7,8 +7,19 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
-from onchip.kernels.triton.launch import Launch, describe
+from onchip.kernels.triton.launch import Launch, describe, device_refusal
 from onchip.vocab.rows.memory import heuristic_tiles
+
+
+def refusal(logits: Tensor) -> str | None:
+    """Why the kernels can't serve a call with these logits, or None."""
+    reason = device_refusal(logits.device.type, logits.device.index, logits.dtype)
+    if reason is None and logits.numel() > 0 and len(leading_dimensions(logits)) > 2:
+        reason = (
+            f"its logits' leading dimensions must reduce to two of a constant stride each; got shape "
+            f"{list(logits.shape)} with strides {list(logits.stride())}"
+        )
+    return reason
 
 
 def launch_rows(
@@ -65,6 +76,62 @@ def launch_rows(
     grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
     function = getattr(triton_rows, kernel)
     Launch(function, grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+
+
+def launch_ids(
+    kernel: str,
+    logits: Tensor,  # [..., V]
+    out: Tensor | None,  # [..., V]: the gradient, contiguous
+    ids: Tensor,  # [...] or [..., K]
+    token_temperature: Tensor | None,  # [...] or []
+    options: Any,
+    **more: Any,
+) -> None:
+    """Launch a kernel of onchip.vocab.rows.triton for several ids; `more` are its other arguments."""
+    from onchip.vocab.rows import triton as triton_rows
+
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    tokens = shape.numel()
+    ids = ids.reshape(tokens, -1).to(torch.int64).contiguous()
+    tiles = heuristic_tiles(vocab, DTYPES[logits.dtype], twice=False)
+    inner, rows = _rows(logits, out)
+    unit, stride = _unit(logits, out, rows)
+    loops, several = (vocab - 1) // tiles.tile, ids.shape[1]
+    arguments = {
+        **{name: x // unit for name, x in rows.items()},
+        **transform_scales(options),
+        "logits": logits,
+        "ids": ids,
+        "kept": (ids != options.ignore_index).any(1).to(torch.int32),
+        "temperature": None if token_temperature is None else flat(token_temperature.expand(shape)),
+        "out": out,
+        "T": tokens,
+        "K": several,
+        "V_units": vocab // unit,
+        "loops": loops,
+        "ignore_index": options.ignore_index,
+        "inner": inner,
+        "logits_stride": stride,
+        "LOOP": loops > 0,
+        "UNIT": unit,
+        "TILE": tiles.tile,
+        "LANES": 32 * tiles.warps,
+        "STAGES": tiles.stages,
+        "BLOCK_K": min(1 << (several - 1).bit_length(), 256),
+        "BLOCK": 256,
+    }
+    if kernel == "write_ids":
+        Launch(triton_rows.write_ids, (-(-ids.numel() // 256),), arguments | more).run()
+        return
+    grid = (min(tokens, tiles.programs * describe(logits.device).programs),)
+    Launch(getattr(triton_rows, kernel), grid, arguments | more, tiles.warps, registers=tiles.registers).run()
+
+
+def _unit(logits: Tensor, out: Tensor | None, rows: dict[str, int]) -> tuple[int, int]:
+    """So many elements are read and written at a time; and the stride of the logits' columns."""
+    stride, given = logits.stride(-1) if logits.shape[-1] > 1 else 1, [logits] if out is None else [logits, out]
+    whole = stride == 1 and all(x.data_ptr() % 16 == 0 for x in given)
+    return math.gcd(16 // logits.element_size(), logits.shape[-1], *rows.values()) if whole else 1, stride
 
 
 def _rows(logits: Tensor, out: Tensor | None) -> tuple[int, dict[str, int]]:

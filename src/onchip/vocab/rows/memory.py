@@ -35,6 +35,12 @@ class Problem:
     """Run by the Triton kernels, which hold rows in registers alone."""
     op: str = "cross_entropy"
     """What errors speak for."""
+    ids: int = 0
+    """Of log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
+    labels: str = ""
+    """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
+    more_stats: int = 0
+    """Further statistics of log_probs, each a sum over the vocabulary."""
 
 
 def logits_bytes(p: Problem) -> int:
@@ -45,24 +51,29 @@ def logits_bytes(p: Problem) -> int:
 def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     if p.triton:
-        return {"vectors": 48 * p.tokens + 4 * p.vocab * p.class_weight}
+        return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
     # A chunk in float32; beside it, in forward the exponentials for the entropy or logits weighed by class, in backward
-    # the softcap's derivative.
-    copies = 1 + int(p.stats or p.class_weight or (p.softcap and p.grad))
+    # the softcap's derivative.  The gradient of log_probs reads the entropy's too.
+    slope = int(p.softcap and p.grad)
+    copies = 1 + max(int(p.stats or p.class_weight), slope + int(p.stats and p.ids > 0))
+    if p.labels:  # logarithms of probabilities and a mask, or labels in float32
+        copies = 3 + slope
+    vectors = (96 + 80 * p.ids) * p.tokens
     if p.xla:
-        narrow = p.device == "cpu" and p.dtype != "float32"
-        # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed.
-        tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight)
+        narrow = [x for x in (p.dtype, p.labels) if p.device == "cpu" and x not in ("", "float32")]
+        # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed, and
+        # soft labels.
+        tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight) + int(p.labels != "") + p.more_stats
         return {
             "rows in float32": 4 * tiles * rows * p.vocab,
             "rows as fetched, or as stored": 4 * rows * p.vocab,
-            "16-bit logits as integers": 2 * p.tokens * p.vocab if narrow else 0,
-            "vectors": 96 * p.tokens,
+            "16-bit logits as integers": 2 * p.tokens * p.vocab * len(narrow),
+            "vectors": vectors,
         }
     return {
         "rows in float32": 4 * copies * rows * p.vocab,
         "rows in their dtype": DTYPE_BYTES[p.dtype] * rows * p.vocab if p.gathered else 0,
-        "vectors": 96 * p.tokens,
+        "vectors": vectors,
     }
 
 

@@ -1,4 +1,4 @@
-"""The computation of cross_entropy with PyTorch's own operations, a chunk of rows at a time, on CPU and CUDA.
+"""cross_entropy and log_probs with PyTorch's own operations, a chunk of rows at a time, on CPU and CUDA.
 
 The engine's walk makes the softmax statistics of `Rows`, `backward` their gradient.  A walk holds one chunk in float32
 and works in it in place.  Nothing here synchronises a GPU.
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.vocab.torch.loss import loss_gradient, scaled_rows
+from onchip.vocab.torch.softmax import TokenGradient
 from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
 
 
@@ -82,19 +83,24 @@ def backward(
     upstream: Tensor,  # 0-d, or one for each computed token: the upstream gradient over what the mean divides by
     out: Tensor,
 ) -> None:
-    """Write the gradient of the logits to `out`, which may be `logits`."""
-    n, vocab = tokens.number, logits.shape[-1]
+    """Write the gradient of a cross-entropy's logits to `out`, which may be `logits`."""
     row, _ = scaled_rows(tokens, options, upstream, torch.float32)
-    gradient = loss_gradient(
-        options, row, tokens.take(lse), tokens.take(log_prob)[:, None], vocab, tokens.kept, tokens.classes
-    )
+    known = tokens.take(lse), tokens.take(log_prob)[:, None]
+    gradient = loss_gradient(options, row, *known, logits.shape[-1], tokens.kept, tokens.classes)
+    write_gradient(logits, options, tokens, chunk, gradient, out)
+
+
+def write_gradient(logits: Tensor, options: Any, tokens: Ids, chunk: int, gradient: TokenGradient, out: Tensor) -> None:
+    """Write the gradient of the logits to `out`, which may be `logits`, chunk by chunk."""
+    n, vocab = tokens.number, logits.shape[-1]
     source, target = Rows(logits), Rows(out)
-    tile = Tile(min(n, chunk) * vocab, logits, slope=options.softcap is not None)
+    spare = gradient.entropy_row is not None
+    tile = Tile(min(n, chunk) * vocab, logits, slope=options.softcap is not None, spare=spare)
     for start, stop in spans(n, chunk):
-        z, slope, _ = tile.cut(stop - start, vocab)
+        z, slope, beside = tile.cut(stop - start, vocab)
         source.read(tokens, start, stop, z)
         apply(options, z, temperature_of(tokens, start, stop), slope)
-        g = gradient.part(start, stop).of_logits(z, tokens.ids[start:stop], 0, slope, None)
+        g = gradient.part(start, stop).of_logits(z, tokens.ids[start:stop], 0, slope, beside)
         target.write(tokens, start, stop, g)
     if tokens.index is not None:
         ignored = torch.ones(out.shape[:-1].numel(), dtype=torch.bool, device=out.device)

@@ -20,6 +20,16 @@ def in_token_weight(options: Any) -> bool:
     return bool(options.label_smoothing == 0 and options.z_loss == 0)
 
 
+def checked_class_weight(op: str, options: Any, class_weight: Tensor) -> Tensor:
+    """[V] float32, contiguous.  Values that are wrong raise on the CPU, and elsewhere with check_inputs."""
+    each = class_weight.to(torch.float32).contiguous()
+    if options.check_inputs or (each.device.type == "cpu" and not torch.compiler.is_compiling()):
+        wrong = ~((each >= 0) & (each < float("inf")))
+        if bool(wrong.any()):
+            raise ValueError(f"{op}: class_weight must be finite and 0 or more; got {float(each[wrong][0])}")
+    return each
+
+
 class Weights(NamedTuple):
     """What a loss is weighed with, as operators take it."""
 
@@ -39,11 +49,7 @@ class Weights(NamedTuple):
         """From what a public function was given."""
         if class_weight is None:
             return Weights(token_weight, normalizer, None)
-        each = class_weight.to(torch.float32).contiguous()
-        if options.check_inputs or (each.device.type == "cpu" and not torch.compiler.is_compiling()):
-            wrong = ~((each >= 0) & (each < float("inf")))
-            if bool(wrong.any()):
-                raise ValueError(f"{op}: class_weight must be finite and 0 or more; got {float(each[wrong][0])}")
+        each = checked_class_weight(op, options, class_weight)
         ids = target.to(torch.int64)
         of_target = each[ids.clamp(0, len(each) - 1)].masked_fill(ids == options.ignore_index, 0)
         if options.reduction == "mean" and normalizer is None:

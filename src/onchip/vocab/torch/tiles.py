@@ -134,20 +134,21 @@ def select(
     vocab: int,
     token_temperature: Tensor | None,  # [...] or []
     *,
-    ignore_index: int,
+    ignore_index: int | None,
     temperature: float,
     check_values: bool,
-    first: int = 0,
+    compact: bool = True,
+    first: tuple[int, ...] = (),
 ) -> Ids:
-    """Sort out which ids, an argument called `name`, and tokens count.
+    """Sort out which ids, an argument called `name`, and tokens count: all, without an ignore_index.
 
-    Values are checked on the CPU, and elsewhere if `check_values`.  `first` is where the caller has the first id, in
-    the last dimension.
+    Values are checked on the CPU, and elsewhere if `check_values`.  Without `compact` the CPU, where kernels run under
+    an interpreter, is a device as others.  `first` is where the caller has the first id, in the last dimensions.
     """
-    on_cpu = ids.device.type == "cpu"
+    on_cpu = compact and ids.device.type == "cpu"
     check_values = check_values or on_cpu
     plain = ids.reshape(tokens, -1 if tokens else 1).to(torch.int64)
-    counted = plain != ignore_index
+    counted = torch.ones_like(plain, dtype=torch.bool) if ignore_index is None else plain != ignore_index
     out_of_range = counted & ((plain < 0) | (plain >= vocab))
     if check_values and bool(out_of_range.any()):
         raise_for_label(op, name, ids, out_of_range, vocab, ignore_index, first)
@@ -169,7 +170,7 @@ def select(
     return Ids(index, None, plain, None, tau, tokens)
 
 
-def targets(op: str, call: Any, vocab: int, *, check_values: bool, first: int = 0) -> Tokens:
+def targets(op: str, call: Any, vocab: int, *, check_values: bool, first: tuple[int, ...] = ()) -> Tokens:
     """Sort out which targets of an operator's call count, by the names of its fields; `first` as of `select`."""
     options = call.options
     chosen = select(
@@ -225,17 +226,24 @@ def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None
 
 
 def raise_for_label(
-    op: str, name: str, labels: Tensor, out_of_range: Tensor, vocab: int, ignore_index: int, first: int = 0
+    op: str,
+    name: str,
+    labels: Tensor,
+    out_of_range: Tensor,
+    vocab: int,
+    ignore_index: int | None,
+    first: tuple[int, ...] = (),
 ) -> None:
     """Raise for the first of the labels, an argument called `name`, that are out of range; `first` as of `select`."""
     wrong = out_of_range.view(labels.shape)
     where = [int(i) for i in wrong.nonzero()[0]]
     label = int(labels[tuple(where)])
-    where[-1:] = [i + first for i in where[-1:]]
+    where = [i + j for i, j in zip(where, (0,) * (len(where) - len(first)) + first, strict=True)]
     position = f"{name}[{', '.join(map(str, where))}]" if where else name
+    legal = "not in" if ignore_index is None else f"neither ignore_index ({ignore_index}) nor in"
     raise ValueError(
-        f"{op}: {position} is {label}, which is neither ignore_index ({ignore_index}) nor in "
-        f"[0, {vocab}); {int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
+        f"{op}: {position} is {label}, which is {legal} [0, {vocab}); "
+        f"{int(wrong.sum())} of {wrong.numel()} {name.rstrip('s')}s are out of range"
     )
 
 

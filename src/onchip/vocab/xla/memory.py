@@ -40,8 +40,11 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         work = max(softmax, gradient, tile + part * (1 if stash else 2))
     else:  # exponentials are fused into what reads them
         work = tile + slope + narrow_tile + (0 if stash else part)
+    work += tile if p.labels else 0
+    narrow_labels = on_cpu and p.labels not in ("", "float32")
     return {
         "logits tiles and products": work,
+        "16-bit labels as integers": 2 * p.tokens * p.vocab if narrow_labels else 0,
         "hidden rows": element * tokens * p.hidden,
         "weight rows": 0 if vocab == p.vocab else element * vocab * p.hidden,
         "hidden gradient in float32": 4 * padded * p.hidden if backward and p.grad_hidden else 0,

@@ -525,3 +525,17 @@ def logits_gradient(
     if slope is not None:
         g *= slope
     return g if columns.done is None else jnp.where(columns.new(z), g, 0)
+
+
+def shares(ids: Array, g: Array) -> tuple[Array, Array]:
+    """For each id of a token the sum of `g` over its occurrences, and the sum over the other ids; [P, K] each."""
+    if ids.shape[1] == 1:
+        return g, jnp.zeros_like(g)
+
+    def of_one(k: Array) -> tuple[Array, Array]:
+        equal = ids == lax.dynamic_slice_in_dim(ids, k, 1, 1)
+        return jnp.sum(jnp.where(equal, g, 0), 1), jnp.sum(jnp.where(equal, 0, g), 1)
+
+    # One by one: all at once would be [P, K, K].
+    same, rest = lax.map(of_one, jnp.arange(ids.shape[1]))
+    return same.T, rest.T

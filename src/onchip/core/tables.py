@@ -1,0 +1,44 @@
+"""Tables that fit the terminal: cells wrap between words, and where a word doesn't fit, rows become lines of text."""
+
+import textwrap
+from collections.abc import Collection, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Cell = str | Text
+
+
+def print_table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    title: str = "",
+    right: Collection[str] = (),
+) -> None:
+    """Print a table; no word of it is cut, however narrow the terminal.  `right`: columns of numbers."""
+    if title:
+        console.print(f"\n{title}", style="bold", highlight=False, markup=False)
+    texts = [[cell.plain if isinstance(cell, Text) else cell for cell in row] for row in rows]
+    widths = [max(map(_longest_word, cells)) for cells in zip(columns, *texts, strict=True)]
+    if sum(widths) + 2 * (len(columns) - 1) <= console.width:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+        for name, width in zip(columns, widths, strict=True):
+            numeric = name in right
+            table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, min_width=width)
+        for row in rows:
+            table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        console.print(table)
+        return
+    for cells in [list(columns), *texts]:
+        line = " | ".join(filter(None, cells))
+        folded = textwrap.fill(line, console.width, subsequent_indent="    ", break_on_hyphens=False)
+        console.print(folded, highlight=False, markup=False)
+
+
+def _longest_word(text: str) -> int:
+    return max(map(cell_len, text.split()), default=0)

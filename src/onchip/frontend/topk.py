@@ -1,0 +1,93 @@
+"""K entries of a vocabulary for each token, with a number each: a teacher of linear_jsd, or soft labels."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from onchip.frontend.options import check_class_weight, possessive
+
+OF_LABELS = ("probs", "log_probs")
+
+Shape = tuple[int, ...]
+
+
+class TopK(NamedTuple):
+    """A teacher, or soft labels, of which only the K most likely tokens are known.
+
+    With s the student's full softmax, the three meanings of `rest` are:
+
+    - "tail": all other tokens are one more outcome, of probability 1 - sum(t_k) for the teacher and 1 - sum(s_k) for
+      the student.  A lower bound of the full divergence.
+    - "truncated": the loss's sum runs over the K entries alone, with probabilities as they are.  Of a divergence that
+      is none: with beta 0 or 1 it can be negative, and where it is least the models need not agree.
+    - "renormalised": both models given that the token is one of the K: s_k / sum(s), t_k / sum(t).  The mass that the
+      student puts elsewhere costs nothing.
+
+    As the target of `linear_cross_entropy` or `cross_entropy` it has rest="truncated".
+    """
+
+    indices: Any
+    """[..., K] of any integer dtype in [0, V), distinct within a token."""
+    values: Any
+    """[..., K] float: the teacher's log-probabilities or logits of these tokens, or their probabilities."""
+    kind: str
+    """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are.
+    "logits": divided by `temperature`; their normaliser is not known, so they need rest="renormalised".
+    "probs": probabilities, used as they are; of a cross-entropy's target alone."""
+    rest: str
+    """"tail", "truncated" or "renormalised"."""
+
+
+def check_labels(op: str, name: str, target: TopK) -> None:
+    """Raise unless a cross-entropy can have this target, an argument called `name`."""
+    if target.kind not in OF_LABELS:
+        remedy = "; pass log-probabilities, as values.log_softmax(-1)" if target.kind == "logits" else ""
+        raise ValueError(f"{op}: {name}.kind must be 'probs' or 'log_probs'; got {target.kind!r}{remedy}")
+    if target.rest != "truncated":
+        raise ValueError(
+            f"{op}: {name}.rest must be 'truncated', a sum over the K entries alone; got {target.rest!r}, "
+            "which linear_jsd and jsd take"
+        )
+
+
+def check_label_shapes(op: str, name: str, shapes: Mapping[str, Shape], of: str, vocab: int) -> None:
+    """Raise ValueError unless soft labels are [..., V], or [..., K] twice, and what goes with them has its shape.
+
+    class_weight is [V], and what is by token [...].  `name` is the front end's word for targets, and `of` names what
+    has the leading dimensions.
+    """
+    leading = shapes[of][:-1]
+    if name in shapes and shapes[name] != (*leading, vocab):
+        raise ValueError(
+            f"{op}: {name} has shape {list(shapes[name])}; probabilities must be [..., V], {[*leading, vocab]}"
+        )
+    for part in (f"{name}.indices", f"{name}.values"):
+        shape = shapes.get(part)
+        if shape is not None and (len(shape) < 1 or shape[:-1] != leading or shape[-1] < 1):
+            raise ValueError(
+                f"{op}: {part} has shape {list(shape)} but {of} has shape {list(shapes[of])}; it must have "
+                f"{possessive(of)} leading dimensions, {list(leading)}, and one more for K >= 1 entries"
+            )
+    indices, values = (shapes.get(f"{name}.{part}") for part in ("indices", "values"))
+    if indices is not None and values is not None and indices != values:
+        raise ValueError(
+            f"{op}: {name}.indices has shape {list(indices)} and values {list(values)}; they must have one shape"
+        )
+    check_class_weight(op, shapes, vocab)
+    for factor in ("token_weight", "temperature"):
+        shape = shapes.get(factor, leading)
+        if shape != leading and not (factor == "temperature" and shape == ()):
+            raise ValueError(
+                f"{op}: {factor} has shape {list(shape)}; it must have {possessive(of)} leading dimensions, "
+                f"{list(leading)}"
+            )
+
+
+def refuse_options(op: str, options: Any) -> None:
+    """Raise for options that soft labels don't have."""
+    if options.ignore_index != -100:
+        raise ValueError(
+            f"{op}: ignore_index={options.ignore_index} is of targets that are ids; give a token that is to be ignored "
+            "a token_weight of 0"
+        )
+    if options.return_stats:
+        raise ValueError(f"{op}: return_stats=True is of targets that are ids; soft labels have no statistics yet")

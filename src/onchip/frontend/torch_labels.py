@@ -1,0 +1,43 @@
+"""What PyTorch's cross-entropies check of soft labels."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.topk import TopK, check_labels
+from onchip.frontend.torch_inputs import check_kinds, refuse_gradient, require_tensors
+
+
+def is_soft(target: Any, of: Any) -> bool:
+    """Whether the target is probabilities: a `TopK`, or floating point with as many dimensions as hidden or logits."""
+    if isinstance(target, TopK):
+        return True
+    return (
+        isinstance(target, Tensor) and isinstance(of, Tensor) and target.is_floating_point() and target.ndim == of.ndim
+    )
+
+
+def check_label_tensors(
+    op: str, target: Any, given: Mapping[str, Any], token_weight: Any, class_weight: Any, temperature: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors, those that are `given` among them, where all are of the right kind."""
+    labels = {"target": target}
+    if isinstance(target, TopK):
+        check_labels(op, "target", target)
+        labels = {"target.indices": target.indices, "target.values": target.values}
+    constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": temperature}
+    tensors = require_tensors(op, {**given, **labels, **constants}, optional=("bias", *constants))
+    check_kinds(op, tensors, integers=("target.indices",), constants=tuple(constants))
+    for name in ("target", "target.values"):
+        if name in tensors:
+            refuse_gradient(op, name, tensors[name])
+    return tensors
+
+
+def parts_of(target: Any, leading: torch.Size) -> tuple[Tensor, Tensor, str]:
+    """Ids, the numbers that they or all entries have, and the kind of these."""
+    if isinstance(target, TopK):
+        return target.indices, target.values, target.kind
+    return torch.zeros(leading, dtype=torch.int64, device=target.device), target, "probs"

@@ -1,0 +1,90 @@
+"""cross_entropy for JAX with soft labels: checks, plan and derivatives.  What computes it is in
+`onchip.vocab.xla.soft`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from onchip.core.backends import choose_backend
+from onchip.frontend import topk
+from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_inputs import (
+    as_constant,
+    check_normalizer,
+    checked_numbers,
+    options_of,
+    per_token_constant,
+    platform,
+)
+from onchip.frontend.jax_labels import check_label_arrays, parts_of
+from onchip.frontend.options import check_logits, shapes_of
+from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.xla import soft
+from onchip.vocab.xla.loss import TokenLoss
+from onchip.vocab.xla.soft import SoftLabels
+from onchip.vocab.xla.tiles import Logits, Transform
+
+
+def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Array:
+    """The loss of the arguments of `cross_entropy`; `refusals` names all backends."""
+    logits, labels = given["logits"], given["labels"]
+    shapes = shapes_of(check_label_arrays(OP, given))
+    check_logits(OP, shapes)
+    vocab = logits.shape[-1]
+    topk.check_label_shapes(OP, "labels", shapes, "logits", vocab)
+    options = options_of(OP, Options, given, logits.size)
+    topk.refuse_options(OP, options)
+    check_normalizer(OP, given["normalizer"], options.reduction)
+    numbers = checked_numbers(OP, options, given)
+    choose_backend(OP, given["backend"], refusals)
+    total = logits.size // vocab
+    rows = jnp.asarray(logits).reshape(total, vocab)
+    constants = SoftLabels(
+        *parts_of(labels, total, vocab),
+        Transform(*(numbers[name] for name in Transform._fields)),
+        TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
+        per_token_constant(given["token_weight"]),
+        as_constant(given["normalizer"]),
+        as_constant(given["class_weight"]),
+    )
+    rows, constants = vary_alike((rows, jax.lax.stop_gradient(constants)))
+    per_token = options.reduction == "none"
+    if total == 0:
+        loss = jnp.zeros(0 if per_token else (), jnp.float32)
+    else:
+        loss = _op(Static(options, platform()), rows, constants)
+    return loss.reshape(logits.shape[:-1]) if per_token else loss
+
+
+def _forward(static: Static, needs: bool, logits: jax.Array, constants: SoftLabels) -> tuple[jax.Array, Planned | None]:
+    tokens, vocab = logits.shape
+    problem = row_memory.Problem(
+        tokens=tokens,
+        vocab=vocab,
+        dtype=logits.dtype.name,
+        device="cpu" if static.platform == "cpu" else "cuda",
+        grad=needs,
+        softcap=constants.transform.softcap is not None,
+        smoothing=constants.loss.label_smoothing is not None,
+        class_weight=constants.class_weight is not None,
+        xla=True,
+        ids=0 if constants.ids is None else constants.ids.shape[1],
+        labels=constants.probs.dtype.name if constants.ids is None else "",
+    )
+    config = Config("forward", row_memory.plan(problem, "", static.options.scratch_bytes), vocab)
+    loss, saved = soft.forward(Logits.of(logits), constants, config, reduction=static.options.reduction)
+    return loss, Planned((logits, saved), config) if needs else None
+
+
+def _backward(static: Static, needs: bool, saved: Planned, upstream: jax.Array) -> jax.Array:
+    """The gradient of the logits [T, V] in their dtype."""
+    logits, kept = saved.arrays
+    made: jax.Array = soft.backward(Logits.of(logits), needs, kept, saved.plan, upstream)
+    return made
+
+
+_op = with_gradients(OP, _forward, _backward)

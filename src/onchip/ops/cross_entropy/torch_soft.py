@@ -1,0 +1,216 @@
+"""cross_entropy for PyTorch with soft labels: checks, and the operators, which take chunks of rows.
+
+The maths is in `onchip.vocab.torch.soft`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend import topk
+from onchip.frontend.options import check_logits, scratch_in_bytes, shapes_of
+from onchip.frontend.torch_inputs import (
+    DTYPES,
+    check_class_weight,
+    check_normalizer,
+    choose_torch_backend,
+    temperature_tensor,
+)
+from onchip.frontend.torch_labels import check_label_tensors, parts_of
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.ops.cross_entropy.spec import OP, Options
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.torch import soft, tiles, walk
+from onchip.vocab.torch.loss import checked_class_weight, scaled_rows
+from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch.tiles import Tile, Tokens, apply, spans, temperature_of
+
+NO_KERNELS = "its targets are ids; pass backend='torch', or 'auto'"
+
+
+def run(
+    logits: Tensor,
+    target: Any,
+    *,
+    normalizer: float | Tensor | None,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    temperature: float | Tensor,
+    scratch_bytes: int | float | str | None,
+    backend: str,
+    **more: Any,
+) -> Tensor:
+    """The loss; arguments as of `cross_entropy`, `more` being the other fields of its options."""
+    per_token_temperature = temperature_tensor(OP, temperature)
+    tensors = check_label_tensors(OP, target, {"logits": logits}, token_weight, class_weight, per_token_temperature)
+    check_logits(OP, shapes_of(tensors))
+    topk.check_label_shapes(OP, "target", shapes_of(tensors), "logits", logits.shape[-1])
+    check_class_weight(OP, tensors, "logits")
+    options = Options(
+        **more,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
+    )
+    topk.refuse_options(OP, options)
+    if options.inplace_backward:
+        raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
+    normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits.device)
+    choose_torch_backend(OP, backend, logits.device, NO_KERNELS)
+    ids, labels, kind = parts_of(target, logits.shape[:-1])
+    call = SoftCall(
+        logits=logits,
+        ids=ids,
+        labels=labels,
+        token_weight=token_weight,
+        class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight),
+        token_temperature=per_token_temperature,
+        normalizer=normalizer,
+        options=options,
+        kind=kind,
+        dense="target" in tensors,
+        grads=needed(logits),
+    )
+    return LOSS(call).out.loss
+
+
+class SoftCall(NamedTuple):
+    """The arguments of the operators."""
+
+    logits: Tensor  # [..., V]
+    ids: Tensor  # [..., K]; dense [...], and they mean nothing
+    labels: Tensor  # [..., K], or dense [..., V]
+    token_weight: Tensor | None  # [...]
+    class_weight: Tensor | None  # [V] float32, contiguous
+    token_temperature: Tensor | None  # [...] or []
+    normalizer: Tensor | None  # []
+    options: Options
+    kind: str  # of the labels: 'probs' or 'log_probs'
+    dense: bool
+    grads: tuple[bool, ...]  # of logits
+
+    @property
+    def number(self) -> int:
+        """T."""
+        return self.logits.shape[:-1].numel()
+
+    @property
+    def several(self) -> int:
+        """K."""
+        return 1 if self.dense else self.ids.shape[-1]
+
+    def tokens(self, *, check_values: bool) -> Tokens:
+        """All of them; values are always checked on the CPU."""
+        chosen = tiles.select(
+            OP, "target.indices", self.ids, self.number, self.logits.shape[-1], self.token_temperature,
+            ignore_index=None, temperature=self.options.temperature, check_values=check_values,
+        )  # fmt: skip
+        return tiles.weighed(
+            OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
+        )
+
+    def probs(self) -> Tensor:
+        """[T, K] float32: times the weights of classes."""
+        shape = self.number, self.several
+        return soft.labels_of(self.labels.reshape(shape), self.kind, self.ids.reshape(shape), self.class_weight)
+
+    def config(self) -> Config:
+        """The same in forward and backward: a budget that is too small is refused in forward."""
+        options, logits = self.options, self.logits
+        problem = row_memory.Problem(
+            tokens=self.number,
+            vocab=logits.shape[-1],
+            dtype=DTYPES[logits.dtype],
+            device="cpu" if logits.device.type == "cpu" else "cuda",
+            grad=self.grads[0],
+            softcap=options.softcap is not None,
+            gathered=torch_rows.flatten(logits) is None or (self.dense and torch_rows.flatten(self.labels) is None),
+            class_weight=self.class_weight is not None and options.label_smoothing > 0,
+            ids=0 if self.dense else self.several,
+            labels=DTYPES[self.labels.dtype] if self.dense else "",
+        )
+        return Config("forward", row_memory.plan(problem, "", options.scratch_bytes), logits.shape[-1])
+
+
+class SoftMade(NamedTuple):
+    """What the operators return."""
+
+    out: SoftOutputs
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: SoftCall
+    lse: Tensor
+    log_prob: Tensor
+    largest: Tensor | None
+
+
+def _forward(call: SoftCall) -> SoftMade:
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    rows, shape = torch_rows.Rows(call.logits), call.logits.shape[:-1]
+    if call.dense:
+        losses, *known = soft.dense_stats(rows, options, tokens, call.config(), call.labels, call.class_weight)
+        return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), *known))
+    stats = walk.forward(rows, options, tokens, call.config(), soft.asked_by(options, call.class_weight))
+    losses = soft.token_losses(options, stats.lse, stats.log_prob, stats.uniform, call.probs())
+    return SoftMade(SoftOutputs(soft.reduced(options, losses, tokens, shape), stats.lse, stats.log_prob, None))
+
+
+def _fake(call: SoftCall) -> SoftMade:
+    return SoftMade(SoftOutputs.empty(call.options, call.logits, call.labels, dense=call.dense))
+
+
+def _save(call: SoftCall, made: SoftMade) -> Kept:
+    return Kept(call, *made.out[1:])
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, options, (grad_loss,) = kept.call, kept.call.options, upstream
+    assert grad_loss is not None
+    tokens, config = call.tokens(check_values=False), call.config()
+    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
+    row, _ = scaled_rows(tokens, options, each * tokens.inverse_count, torch.float32)
+    (out,) = _fake_gradients(kept, upstream, wanted)
+    if call.dense:
+        _write_dense(kept, tokens, row, config, out)
+    else:
+        known = kept.lse, kept.log_prob, call.probs(), tokens
+        gradient = soft.loss_gradient(options, row, *known, config.vocab_chunk, call.class_weight)
+        torch_rows.write_gradient(call.logits, options, tokens, config.token_chunk, gradient, out)
+    return [out]
+
+
+def _write_dense(kept: Kept, tokens: Tokens, row: Tensor, config: Config, out: Tensor) -> None:
+    call, options, vocab = kept.call, kept.call.options, config.vocab_chunk
+    assert kept.largest is not None
+    source, into = torch_rows.Rows(call.logits), torch_rows.Rows(out)
+    tile = Tile(min(tokens.number, config.token_chunk) * vocab, call.logits, slope=options.softcap is not None)
+    for start, stop in spans(tokens.number, config.token_chunk):
+        z, slope, _ = tile.cut(stop - start, vocab)
+        source.read(tokens, start, stop, z)
+        apply(options, z, temperature_of(tokens, start, stop), slope)
+        known = (x[start:stop] for x in (row, kept.lse, kept.log_prob, kept.largest))
+        q = soft.rows_of(call.labels, start, stop)
+        g = soft.dense_gradient(options, z, slope, q, call.class_weight, *known)
+        into.write(tokens, start, stop, g)
+
+
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
+    """Contiguous, whatever the logits' strides."""
+    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
+
+
+LOSS = Operator(
+    "cross_entropy_soft",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    fake_gradients=_fake_gradients,
+    differentiable=("logits",),
+)

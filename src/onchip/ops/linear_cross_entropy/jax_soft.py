@@ -1,0 +1,98 @@
+"""linear_cross_entropy for JAX with soft labels: checks, plan and derivatives.  What computes it is in
+`onchip.vocab.xla.soft`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from onchip.core.backends import choose_backend
+from onchip.frontend import topk
+from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
+from onchip.frontend.jax_inputs import (
+    as_constant,
+    check_normalizer,
+    check_product_dtype,
+    checked_numbers,
+    options_of,
+    per_token_constant,
+    platform,
+)
+from onchip.frontend.jax_labels import check_label_arrays, parts_of
+from onchip.frontend.options import check_head, shapes_of
+from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.vocab.chunks import Config
+from onchip.vocab.memory import Problem
+from onchip.vocab.xla import memory, soft
+from onchip.vocab.xla.loss import TokenLoss
+from onchip.vocab.xla.soft import SoftLabels
+from onchip.vocab.xla.tiles import Projection, Transform
+
+
+def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Array:
+    """The loss of the arguments of `linear_cross_entropy`, on "xla"; `refusals` names all backends."""
+    hidden, weight, bias, labels = (given[name] for name in ("hidden", "weight", "bias", "labels"))
+    arrays = check_label_arrays(OP, given)
+    check_product_dtype(OP, arrays)
+    vocab = check_head(OP, shapes_of(arrays), layout=given["weight_layout"])
+    topk.check_label_shapes(OP, "labels", shapes_of(arrays), "hidden", vocab)
+    total = hidden.size // hidden.shape[-1]
+    options = options_of(OP, Options, given, total * vocab)
+    topk.refuse_options(OP, options)
+    if options.shift:
+        raise ValueError(
+            f"{OP}: shift=True is of labels that are ids; pass hidden[..., :-1, :] with the labels [..., 1:, :] of the "
+            "next positions"
+        )
+    if options.strategy == "stash":
+        raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
+    check_normalizer(OP, given["normalizer"], options.reduction)
+    numbers = checked_numbers(OP, options, given)
+    choose_backend(OP, given["backend"], refusals)
+    projection = Projection.of(hidden, weight, bias, given["weight_layout"])
+    constants = SoftLabels(
+        *parts_of(labels, total, vocab),
+        Transform(*(numbers[name] for name in Transform._fields)),
+        TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
+        per_token_constant(given["token_weight"]),
+        as_constant(given["normalizer"]),
+        as_constant(given["class_weight"]),
+    )
+    projection, constants = vary_alike((projection, jax.lax.stop_gradient(constants)))
+    per_token = options.reduction == "none"
+    if total == 0:
+        loss = jnp.zeros(0 if per_token else (), jnp.float32)
+    else:
+        loss = _op(Static(options, platform()), projection, constants)
+    return loss.reshape(hidden.shape[:-1]) if per_token else loss
+
+
+def _plan(problem: Problem, options: Options) -> Config:
+    strategy = "stash" if problem.labels else "recompute" if problem.any_grad else "forward"
+    return memory.plan(problem, strategy, options.scratch_bytes)
+
+
+def _forward(
+    static: Static, needs: Projection, projection: Projection, constants: SoftLabels
+) -> tuple[jax.Array, Planned | None]:
+    problem = projection.problem(
+        needs,
+        static.platform,
+        constants.transform,
+        ids=0 if constants.ids is None else constants.ids.shape[1],
+        labels=constants.probs.dtype.name if constants.ids is None else "",
+        op=OP,
+    )
+    config = _plan(problem, static.options)
+    loss, saved = soft.forward(projection, constants, config, reduction=static.options.reduction)
+    return loss, Planned((projection, saved), config) if problem.any_grad else None
+
+
+def _backward(static: Static, needs: Projection, saved: Planned, upstream: jax.Array) -> Projection:
+    projection, kept = saved.arrays
+    made: Projection = soft.backward(projection, needs, kept, saved.plan, upstream)
+    return made
+
+
+_op = with_gradients(OP, _forward, _backward)

@@ -1,0 +1,55 @@
+"""Arguments of the operators in PyTorch for soft labels."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
+from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.ops.linear_cross_entropy.torch_call import Call
+from onchip.vocab.torch import soft, tiles
+from onchip.vocab.torch.tiles import Tokens
+
+
+@dataclass(frozen=True)
+class SoftCall(Call):
+    """The arguments of the operators."""
+
+    labels: Tensor  # [..., K], of the `ids`; dense [..., V], and the ids [...] mean nothing
+    kind: str  # of these numbers: 'probs' or 'log_probs'
+    dense: bool
+
+    @property
+    def of_op(self) -> dict[str, Any]:
+        out = self.weight_grad_out is not None
+        if self.dense:
+            gathered = len(leading_dimensions(self.labels)) > 1
+            return {"op": OP, "labels": DTYPES[self.labels.dtype], "weight_grad_out": out, "gathered": gathered}
+        weighed = self.class_weight is not None
+        smoothing = self.options.label_smoothing
+        return {"op": OP, "ids": self.several, "weight_grad_out": out, "smoothing": smoothing, "class_weight": weighed}
+
+    def tokens(self, *, check_values: bool) -> Tokens:
+        """All of them; values are always checked on the CPU."""
+        chosen = tiles.select(
+            OP, "target.indices", self.ids, self.number, self.weight.shape[0], self.token_temperature,
+            ignore_index=None, temperature=self.options.temperature, check_values=check_values,
+            first=(1, 0) if self.options.shift else (),
+        )  # fmt: skip
+        return tiles.weighed(
+            OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
+        )
+
+    def probs(self) -> Tensor:
+        """[T, K] float32: times the weights of classes."""
+        shape = self.number, self.several
+        return soft.labels_of(self.labels.reshape(shape), self.kind, self.ids.reshape(shape), self.class_weight)
+
+    def sums(self) -> Tensor:
+        """[T] float32: how much probability each token has, at most, times the weights of classes."""
+        if self.dense:
+            total = self.labels.sum(-1, dtype=torch.float32).view(-1)
+            return total if self.class_weight is None else total * self.class_weight.max()
+        return self.probs().sum(1)

@@ -1,0 +1,94 @@
+"""linear_cross_entropy for PyTorch with soft labels of K ids, on Triton kernels: those of K ids' log-probabilities.
+
+As in triton_op.py, forward leaves what gradients need in the memory that they will take.  The loss is made of a few of
+PyTorch's operations on numbers of tokens and ids.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_register import Made, Operator, Wanted
+from onchip.ops.linear_cross_entropy.soft_call import SoftCall
+from onchip.ops.linear_cross_entropy.spec import OP
+from onchip.vocab.torch import soft
+from onchip.vocab.torch.soft import SoftOutputs
+from onchip.vocab.torch.softmax import Asked
+from onchip.vocab.triton import setup
+from onchip.vocab.triton.memory import TritonPlan
+from onchip.vocab.triton.setup import Saved
+
+
+class TritonOutputs(NamedTuple):
+    """What the operator returns."""
+
+    out: SoftOutputs
+    saved: Saved
+
+
+class Kept(NamedTuple):
+    """What backward is given."""
+
+    call: SoftCall
+    config: TritonPlan
+    lse: Tensor
+    log_prob: Tensor
+    saved: Saved
+
+
+def _as_kernels_take_it(call: SoftCall) -> SoftCall:
+    """z-loss and class weights are taken in here; and no id is ignored: one that looks like it is out of range."""
+    ids = torch.where(call.ids == call.options.ignore_index, -1, call.ids.to(torch.int64))
+    return replace(call, ids=ids, class_weight=None, options=replace(call.options, z_loss=0.0))
+
+
+def _forward(call: SoftCall) -> TritonOutputs:
+    from onchip.vocab.triton import walks
+
+    config, options = setup.plan(call), call.options
+    tokens = call.tokens(check_values=options.check_inputs)
+    saved, given = setup.make_saved(call, config), _as_kernels_take_it(call)
+    run = setup.make_run(given, given.options, saved.vectors, call.weight_grad_out)
+    made = walks.forward(run, given, config, saved, asked=Asked())
+    losses = soft.token_losses(options, made.lse, made.log_prob, None, call.probs())
+    loss = soft.reduced(options, losses, tokens, call.hidden.shape[:-1])
+    return TritonOutputs(SoftOutputs(loss, made.lse, made.log_prob, None), saved)
+
+
+def _fake(call: SoftCall) -> TritonOutputs:
+    out = SoftOutputs.empty(call.options, call.hidden, call.labels, dense=False)
+    return TritonOutputs(out, setup.make_saved(call, setup.plan(call), fake=True))
+
+
+def _save(call: SoftCall, made: TritonOutputs) -> Kept:
+    return Kept(call, setup.plan(call), made.out.lse, made.out.log_prob, made.saved)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    """Turn hidden's and weight's memory into their gradients, and use up the scratch memory."""
+    from onchip.vocab.triton import launches, walks
+
+    call, (grad_loss,) = kept.call, upstream
+    assert grad_loss is not None
+    tokens, given = call.tokens(check_values=False), _as_kernels_take_it(call)
+    each = tokens.upstream(grad_loss) if call.options.reduction == "none" else grad_loss.float()
+    row = tokens.weight * each * tokens.inverse_count
+    by_log_prob, by_lse = soft.by_outputs(call.options, row, kept.lse, call.probs(), None)
+    run = setup.make_run(given, given.options, kept.saved.vectors, call.weight_grad_out)
+    known = launches.TokenSoftmax(kept.lse, kept.log_prob)
+    by_output = walks.OutputGradients(by_log_prob.contiguous(), by_lse)
+    return walks.backward(run, given, kept.config, kept.saved, known, by_output, wanted, add_to=call.weight_grad_out)
+
+
+LOSS = Operator(
+    "linear_cross_entropy_soft_in_place",
+    op=OP,
+    forward=_forward,
+    fake=_fake,
+    save=_save,
+    gradients=_gradients,
+    adds_to={"weight": "weight_grad_out"},
+    **(setup.IN_PLACE | {"consumed": ("hidden_memory", "weight_memory", "scratch_memory")}),
+)

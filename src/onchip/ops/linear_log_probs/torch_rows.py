@@ -1,0 +1,173 @@
+"""log_probs for PyTorch, of logits that exist: the public function, and the operators of its backends.
+
+The operator is that of triton_rows.py, or `_forward` here, which walks over the rows in chunks
+(`onchip.vocab.rows.torch`) and keeps a few numbers per token.  `_gradients` walks over them again into a new tensor.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.ops.linear_log_probs import spec, triton_rows
+from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
+from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
+from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs, returned
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.rows import torch as torch_rows
+from onchip.vocab.rows.launches import refusal
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.tiles import Ids
+
+# Best first: the order in which "auto" asks them.
+BACKENDS = ("triton", "torch")
+
+
+def log_probs(
+    logits: Tensor,  # [..., V]
+    ids: Tensor,  # [...] or [..., K]
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    lse: bool = False,
+    top1: bool = False,
+    mean_logits: bool = False,
+    log_sum_sq_probs: bool = False,
+    check_inputs: bool = False,
+    scratch_bytes: int | float | str | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Log-probabilities of given ids under the softmax of logits that exist already, in little memory beside them.
+
+    With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
+    p = softmax(z), token by token::
+
+        log_prob = z[ids] - lse,    lse = log(sum(exp(z))),    entropy = -sum(p * log(p))
+
+    So log_prob is `logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]`, without a float32 copy of the
+    logits or a matrix of their softmax.  log_prob, entropy and lse are differentiable with respect to the logits, with
+    any upstream gradient for each number of theirs.
+
+    Args:
+        logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
+            hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
+        ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
+            `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as of `linear_log_probs`.
+        scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
+            `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
+            least what a useful chunk of rows needs.
+        backend: "triton" (kernels for NVIDIA GPUs from Ampere on, which read the logits once), "torch" (the framework's
+            own operations) or "auto": the first of these that can run the call.
+
+    Returns:
+        float32 log_prob of ids' shape, or `LogProbs`, as of `linear_log_probs`.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device, range or option, or a scratch_bytes below one row's (it names that); on the
+            CPU (with check_inputs also on the GPU) an id that is neither ignore_index nor in [0, V), or a temperature
+            that is not above 0.  On the GPU without check_inputs such an id's log_prob is NaN, and so is its token's
+            gradient.
+        RuntimeError: differentiated twice, or called inside a torch.func transform.
+
+    Memory: `scratch_parts` of `onchip.vocab.rows.memory` is the formula, with `ids` = K: 4 * rows * V bytes for chunks
+    of so many rows, as much again with entropy and in backward with softcap; with "triton" numbers of tokens and ids
+    alone.  Between forward and backward the op keeps
+    logits and ids by reference, log_prob, lse and with entropy=True two more floats per token.  The gradient is one
+    tensor of logits' dtype.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import log_probs
+        >>> logits = torch.randn(2, 8, 100, requires_grad=True)
+        >>> out = log_probs(logits, torch.randint(100, (2, 8)), entropy=True)
+        >>> (out.log_prob.mean() + 0.01 * out.entropy.mean()).backward()
+        >>> logits.grad.shape
+        torch.Size([2, 8, 100])
+
+    Source: the gradient from the log-sum-exp alone, as in Liger Kernel (arXiv:2410.10989).
+    """
+    token_temperature = temperature_tensor(LOGITS_OP, temperature)
+    tensors = check_tensors(LOGITS_OP, logits=logits, ids=ids, temperature=token_temperature)
+    spec.check_logits_shapes(shapes_of(tensors))
+    options = LogitsOptions(
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        entropy=entropy,
+        lse=lse,
+        top1=top1,
+        mean_logits=mean_logits,
+        log_sum_sq_probs=log_sum_sq_probs,
+        check_inputs=check_inputs,
+        scratch_bytes=scratch_in_bytes(LOGITS_OP, scratch_bytes, logits.numel()),
+    )
+    chosen = choose_torch_backend(LOGITS_OP, backend, logits.device, refusal(logits))
+    return returned(options, OPERATORS[chosen](RowsCall(logits, ids, token_temperature, options, needed(logits))).out)
+
+
+# ------------------------------------------------------------------------------------------------- registered operator
+
+
+def _forward(call: RowsCall) -> TorchOutputs:
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    rows = torch_rows.Rows(call.logits)
+    config = Config("forward", _chunk(call, tokens), rows.vocab)
+    stats = walk.forward(rows, options, tokens, config, asked_by(options))
+    return TorchOutputs.of(stats, tokens, call.logits, call.ids)
+
+
+def _chunk(call: RowsCall, tokens: Ids) -> int:
+    """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
+    flat = torch_rows.flatten(call.logits) is not None
+    gathered = not flat or (tokens.index is not None and call.logits.dtype != torch.float32)
+    return row_memory.plan(call.problem(gathered=gathered), "", call.options.scratch_bytes)
+
+
+def _fake(call: RowsCall) -> TorchOutputs:
+    return TorchOutputs.empty(call.options, call.logits, call.ids)
+
+
+def _save(call: RowsCall, made: TorchOutputs) -> Kept:
+    return Kept(call, made.out.log_prob, made.out.entropy, made.out.lse, made.mean)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    call, tokens = kept.call, kept.call.tokens(check_values=False)
+    gradient, _ = gradient_by_outputs(kept, upstream, tokens)
+    (out,) = _fake_gradients(kept, upstream, wanted)
+    torch_rows.write_gradient(call.logits, call.options, tokens, _chunk(call, tokens), gradient, out)
+    return [out]
+
+
+def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
+    """Contiguous, whatever the logits' strides."""
+    return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
+
+
+def _operator(name: str, forward: Any, fake: Any, gradients: Any) -> Operator[RowsCall, TorchOutputs]:
+    return Operator(
+        name,
+        op=LOGITS_OP,
+        forward=forward,
+        fake=fake,
+        save=_save,
+        gradients=gradients,
+        fake_gradients=_fake_gradients,
+        differentiable=("logits",),
+        differentiable_outputs=3,
+    )
+
+
+OPERATORS = {
+    "triton": _operator("log_probs_by_triton", triton_rows.forward, triton_rows.fake, triton_rows.gradients),
+    "torch": _operator("log_probs_by_torch", _forward, _fake, _gradients),
+}

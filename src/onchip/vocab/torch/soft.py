@@ -1,0 +1,218 @@
+"""Cross-entropy with soft labels: probabilities of K ids of each token, or of every entry of the vocabulary.
+
+With q a token's probabilities, S their sum, p the softmax of its final logits z, eps the label smoothing:
+
+    loss = (1 - eps) sum_v q_v (lse - z_v) + eps (lse - mean(z)) + z_loss lse^2
+    d loss / d z_v = p_v ((1 - eps) S + eps + 2 z_loss lse) - (1 - eps) q_v - eps / V
+
+With class weights w_v, q_v is w_v times a token's probability, lse - mean(z) becomes mean(w (lse - z)), and in the
+gradient eps / V is eps w_v / V and the eps beside S is eps mean(w).
+
+K ids go through the walks of the other losses, with log-probabilities of several ids.  Where every entry has a
+probability, `dense_stats` and `dense_gradient` take rows of the whole vocabulary, a chunk of tokens at a time.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.vocab.chunks import Config
+from onchip.vocab.rows.torch import flatten
+from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, token_gradient
+from onchip.vocab.torch.tiles import Ids, Tile, Tokens, apply, spans, temperature_of
+
+
+class SoftOutputs(NamedTuple):
+    """What an operator returns of soft labels."""
+
+    loss: Tensor  # [...] or []
+    lse: Tensor  # [T] float32
+    log_prob: Tensor  # [T, K] float32: of the ids; of every entry's labels [T, 1], of the largest logit
+    largest: Tensor | None  # [T, 1] int64, of every entry's labels: where that is
+
+    @staticmethod
+    def empty(options: Any, like: Tensor, probs: Tensor, *, dense: bool) -> "SoftOutputs":
+        """Not yet filled, for probabilities [..., K] or [..., V]."""
+        shape = probs.shape[:-1]
+        tokens, count = math.prod(shape), 1 if dense else probs.shape[-1]  # (numel() of symbols is a number)
+        return SoftOutputs(
+            like.new_empty(shape if options.reduction == "none" else (), dtype=torch.float32),
+            like.new_empty(tokens, dtype=torch.float32),
+            like.new_empty((tokens, count), dtype=torch.float32),
+            like.new_empty((tokens, 1), dtype=torch.int64) if dense else None,
+        )
+
+
+def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> Tensor:
+    """Losses [n] of all tokens, weighted and reduced."""
+    losses = losses * tokens.weight
+    return losses.view(shape) if options.reduction == "none" else losses.sum() * tokens.inverse_count
+
+
+# ------------------------------------------------------------------------------------------------------------- K ids
+
+
+def labels_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | None) -> Tensor:
+    """[n, K] float32: the probabilities that a `TopK` of this kind has, times the weights of its ids [n, K]."""
+    values = values.float()
+    values = values.exp() if kind == "log_probs" else values
+    if class_weight is None:
+        return values
+    return values * class_weight[ids.to(torch.int64).clamp(0, len(class_weight) - 1)]
+
+
+def asked_by(options: Any, class_weight: Tensor | None) -> Asked:
+    """The statistics that the loss of K ids needs."""
+    smoothed = options.label_smoothing > 0
+    return Asked(mean_logits=smoothed, class_weight=class_weight if smoothed else None)
+
+
+def token_losses(
+    options: Any,
+    lse: Tensor,  # [n]
+    log_prob: Tensor,  # [n, K]
+    uniform: Tensor | None,  # [n]: `TokenStats.uniform`, for label smoothing
+    probs: Tensor,  # [n, K]
+) -> Tensor:
+    """[n]: the loss of each token."""
+    eps, value = options.label_smoothing, torch.zeros_like(lse)
+    if eps < 1:
+        value = -(1 - eps) * _expected(probs, log_prob)
+    if uniform is not None:
+        value = value + eps * uniform
+    return value + options.z_loss * lse.square() if options.z_loss > 0 else value
+
+
+def _expected(probs: Tensor, log_prob: Tensor) -> Tensor:
+    """[n]: sum q log p, where what has no probability costs nothing though its logit be -inf."""
+    return torch.where((probs == 0) & (log_prob == -torch.inf), 0, probs * log_prob).sum(1)
+
+
+def loss_gradient(
+    options: Any,
+    row: Tensor,  # [n]
+    lse: Tensor,  # [n]
+    log_prob: Tensor,  # [n, K]
+    probs: Tensor,  # [n, K]
+    tokens: Ids,
+    vocab: int,
+    class_weight: Tensor | None,  # [V]
+) -> TokenGradient:
+    """The gradient of the tokens' logits, for upstream gradients of `row`."""
+    by_log_prob, by_lse = by_outputs(options, row, lse, probs, class_weight)
+    if tokens.bad is not None:
+        by_log_prob = by_log_prob.masked_fill(tokens.bad, float("nan"))
+    made = token_gradient(lse, log_prob, by_log_prob, ids=tokens.ids, grad_lse=by_lse, kept=tokens.kept)
+    if options.label_smoothing > 0:
+        even = row * (options.label_smoothing / vocab)
+        at_ids = even[:, None] if class_weight is None else even[:, None] * class_weight[tokens.ids]
+        made = replace(made, even=even, class_weight=class_weight, at_ids=made.at_ids - at_ids)
+    return made
+
+
+def by_outputs(
+    options: Any, row: Tensor, lse: Tensor, probs: Tensor, class_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients by the log-probabilities [n, K] and by the log-sum-exp [n], but for smoothing's even part."""
+    eps, z_loss = options.label_smoothing, options.z_loss
+    share: Tensor | float = 1.0 if class_weight is None else class_weight.mean()
+    by_lse = row * (eps * share + 2 * z_loss * lse) if eps > 0 or z_loss > 0 else None
+    return -(1 - eps) * row[:, None] * probs, by_lse
+
+
+# -------------------------------------------------------------------------------------------------------- every entry
+
+
+class DenseStats(NamedTuple):
+    """[n] float32 unless noted."""
+
+    loss: Tensor
+    lse: Tensor
+    log_prob: Tensor  # [n, 1]: of the largest logit
+    largest: Tensor  # [n, 1] int64
+
+
+def dense_stats(
+    source: Any,
+    options: Any,
+    tokens: Ids,
+    config: Config,
+    probs: Tensor,  # [..., V]
+    class_weight: Tensor | None,  # [V]
+) -> DenseStats:
+    """The losses of labels, and what their gradient needs; `source` is as `walk.forward` takes it."""
+    n, vocab, eps = tokens.number, source.vocab, options.label_smoothing
+    running, expected = Running.empty(tokens.ids), torch.zeros_like(tokens.ids[:, 0], dtype=torch.float32)
+    uniform = torch.zeros_like(expected) if eps > 0 else None
+    tile = Tile(min(n, config.token_chunk) * vocab, tokens.ids, spare=True)
+    for start, stop in spans(n, config.token_chunk):
+        z, _, log_p = tile.cut(stop - start, vocab)
+        assert log_p is not None
+        read_logits(source, tokens, start, stop, z, config.vocab_chunk)
+        apply(options, z, temperature_of(tokens, start, stop))
+        log_p.copy_(z)
+        part, q = running.part(start, stop), rows_of(probs, start, stop)
+        part.absorb(z, 0, tokens.ids[start:stop], Asked(), None)
+        log_p.sub_(part.max[:, None]).sub_(part.log_total[:, None])
+        if class_weight is not None:
+            # A class that weighs nothing costs nothing, where 0 * -inf would not be 0.
+            log_p.masked_fill_(class_weight == 0, 0).mul_(class_weight)
+        if uniform is not None:
+            uniform[start:stop] = -log_p.sum(1) / vocab
+        expected[start:stop] = log_p.masked_fill_(q == 0, 0).mul_(q).sum(1)
+    stats = running.stats(tokens, vocab, Asked())
+    largest = stats.argmax.clamp(min=0)[:, None]
+    # As if of one id, whose log-probability is the sum over all entries.
+    expected = expected[:, None]
+    loss = token_losses(options, stats.lse, expected, uniform, torch.ones_like(expected))
+    return DenseStats(loss, stats.lse, -running.log_total[:, None], largest)
+
+
+def read_logits(source: Any, tokens: Ids, start: int, stop: int, out: Tensor, chunk: int) -> None:
+    """Those of the tokens [start, stop), before their transform, `chunk` columns at a time."""
+    read = source.reader(tokens, start, stop)
+    for v0, v1 in spans(source.vocab, chunk):
+        read(out[:, v0:v1], v0)
+
+
+def rows_of(probs: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of labels [..., V], as they are."""
+    flat = flatten(probs)
+    if flat is not None:
+        return flat[start:stop]
+    return probs[torch.unravel_index(torch.arange(start, stop, device=probs.device), probs.shape[:-1])]
+
+
+def dense_gradient(
+    options: Any,
+    z: Tensor,  # [C, V] final logits
+    slope: Tensor | None,  # [C, V]
+    probs: Tensor,  # [C, V]
+    class_weight: Tensor | None,  # [V]
+    row: Tensor,  # [C]
+    lse: Tensor,  # [C]
+    log_prob: Tensor,  # [C, 1]
+    largest: Tensor,  # [C, 1]
+) -> Tensor:
+    """Turn final logits in place into the gradient of the logits before softcap and scale."""
+    eps, vocab = options.label_smoothing, z.shape[1]
+    q = probs.float() if class_weight is None else probs * class_weight
+    share: Tensor | float = 1.0 if class_weight is None else class_weight.mean()
+    own: Tensor | float = 1.0 if class_weight is None else class_weight[largest[:, 0]]
+    total = q.sum(1)
+    more = 2 * options.z_loss * lse
+    # Of the largest logit, by expm1: 1 minus a rounded p would lose all digits of a p near 1.
+    less = torch.expm1(log_prob[:, 0])
+    at_largest = (1 - eps) * (less * total + (total - q.gather(1, largest)[:, 0]))
+    at_largest += eps * (less * share + (share - own / vocab)) + more * log_prob[:, 0].exp()
+    z.sub_(lse[:, None]).exp_().mul_((row * ((1 - eps) * total + eps * share + more))[:, None])
+    z.addcmul_(q, row[:, None], value=-(1 - eps))
+    if eps > 0 and class_weight is not None:
+        z.addr_(row * (eps / vocab), class_weight, alpha=-1)
+    elif eps > 0:
+        z.sub_((row * (eps / vocab))[:, None])
+    z.scatter_(1, largest, (row * at_largest)[:, None])
+    return z if slope is None else z.mul_(slope)

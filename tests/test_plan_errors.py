@@ -1,0 +1,66 @@
+"""Every wrong call of `onchip plan` and of `onchip.plan.plan` says what to do."""
+
+import pytest
+
+from onchip.plan import plan
+from shared import run_cli
+
+LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["softmax", "--tokens", "8", "--vocab", "8"], "no op 'softmax'; there is: linear_cross_entropy, "),
+        (["cross_entropy", "--tokens", "8"], "plan: give vocab, or a model"),
+        (["cross_entropy", *LLAMA[1:], "--hidden", "8"], "plan: cross_entropy has no hidden; leave it out"),
+        (["linear_jsd", *LLAMA[1:], "--teacher-hidden", "0"], "teacher_hidden must be positive; got 0"),
+        ([*LLAMA[1:], "--teacher-hidden", "8"], "teacher_hidden is for linear_jsd; leave it out for linear_cross_entropy"),
+        ([*LLAMA[1:], "--entropy"], "entropy is for linear_log_probs; leave it out"),
+        (["--tokens", "0", "--model", "llama-3.1-8b"], "tokens must be positive; got 0"),
+        (["--tokens", "8", "--hidden", "8"], "plan: give hidden and vocab, or a model"),
+        (["--tokens", "8", "--model", "lama-3.1-8b"], "did you mean meta-llama/Llama-3.1-8B or "),
+        (["--tokens", "8", "--model", "xyz"], "it knows meta-llama/Llama-2-7b-hf, "),
+        ([*LLAMA[1:], "--config", "config.json"], "give a model or a config, not both"),
+        (["--tokens", "8", "--hidden", "8", "--vocab", "-1"], "vocab must be positive; got -1"),
+        ([*LLAMA[1:], "--dtype", "int8"], "dtype must be one of 'float32', 'bfloat16', 'float16'; got 'int8'"),
+        ([*LLAMA[1:], "--weight-dtype", "fp8"], "weight_dtype must be one of"),
+        ([*LLAMA[1:], "--device", "tpu"], "device must be one of 'cuda', 'cpu'; got 'tpu'"),
+        ([*LLAMA[1:], "--gpu", "v100"], "gpu must be one of 'h100', 'h200', 'a100', 'l40s', '4090', 'b200'; got 'v100'"),
+        ([*LLAMA[1:], "--gpu", "h100", "--device", "cpu"], "gpu is 'h100', but device is 'cpu'; leave one of them out"),
+        ([*LLAMA[1:], "--backend", "cuda"], "backend must be one of 'auto', 'triton', 'torch'; got 'cuda'"),
+        ([*LLAMA[1:], "--device", "cpu", "--backend", "triton"], "its kernels don't run in bfloat16 on cpu"),
+        ([*LLAMA[1:], "--precision", "int8"], "precision must be one of 'full', 'fp8'; got 'int8'"),
+        ([*LLAMA[1:], "--precision", "fp8", "--framework", "jax"], "in JAX with precision 'fp8' there is no plan; there is one in PyTorch,"),
+        (["linear_jsd", *LLAMA[1:], "--precision", "fp8"], "there is one in PyTorch, JAX"),
+        ([*LLAMA[1:], "--framework", "tf"], "--framework must be torch or jax; got 'tf'"),
+        ([*LLAMA[1:], "--framework", "jax", "--backend", "triton"], "one of 'auto', 'mosaic_gpu', 'xla'; got 'triton'"),
+        ([*LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--device", "cpu"], "it runs on NVIDIA GPUs"),
+        ([*LLAMA[1:], "--framework", "jax", "--backend", "mosaic_gpu", "--gpu", "a100"], "a A100 SXM 80GB has 8.0"),
+        ([*LLAMA[1:], "--framework", "jax", "--weight-dtype", "float32"], "in JAX weight has hidden's dtype; leave weight_dtype out"),
+        ([*LLAMA[1:], "--scratch", "0MiB"], "scratch_bytes must be positive; got 0"),
+        ([*LLAMA[1:], "--scratch", "1.5"], "scratch_bytes=1.5 is a float, a part of the float32 logits"),
+        ([*LLAMA[1:], "--scratch", "1G"], "scratch_bytes must be like '1GiB'"),
+        ([*LLAMA[1:], "--tp", "0"], "tensor_parallel must be positive; got 0"),
+        (["--tokens", "8", "--hidden", "8", "--vocab", "4", "--tp", "5"], "there are 4 entries to share"),
+        (["fp8_linear", "--tokens", "8"], "give in_features and out_features, or a model"),
+        (["fp8_linear", "--tokens", "8", "--in-features", "8"], "give in_features and out_features, both"),
+        (["fp8_linear", "--tokens", "8", "--model", "deepseek-v3"], "aren't all of the usual kind; give in_features"),
+        (["fp8_linear", *LLAMA[1:], "--scratch", "1GiB"], "fp8_linear has no scratch_bytes; leave scratch out"),
+        (["fp8_linear", *LLAMA[1:], "--tp", "2"], "fp8_linear has none of; leave it out"),
+        (["fp8_linear", *LLAMA[1:], "--gpu", "a100"], "FP8 needs compute capability 8.9"),
+        (["fp8_linear", *LLAMA[1:], "--framework", "jax"], "of fp8_linear in JAX there is no plan; there is one in PyTorch"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)  # fmt: skip
+def test_a_wrong_call_is_a_message_and_exit_code_2(arguments, message):
+    result = run_cli("plan", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_sizes_must_be_whole_numbers():
+    with pytest.raises(TypeError, match="plan: tokens must be an int; got float"):
+        plan(tokens=8.0, hidden=8, vocab=8)
+    with pytest.raises(KeyError):
+        plan(tokens=8, hidden=8, vocab=8).row("largest")

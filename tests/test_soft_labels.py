@@ -1,0 +1,239 @@
+"""Cross-entropies whose targets are probabilities, of K ids or of every entry: against the oracle, and that against
+PyTorch's.  test_every_loss.py has what holds for every op."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from every_loss import check_operators
+from loss_checks import RIGHT
+from losses import CE, LCE, VOCAB, nan_filled
+from onchip.torch import CrossEntropyLoss, TopK, cross_entropy, linear_cross_entropy
+from shared import assert_refused
+from soft_labels import assert_right, class_weights, everything, oracle, problem
+
+FORMS = ("probs", "log_probs", "dense")
+by_form = pytest.mark.parametrize("form", FORMS)
+by_op = pytest.mark.parametrize("loss", [LCE, CE], ids=["linear_cross_entropy", "cross_entropy"])
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    with nan_filled():
+        yield
+
+
+@by_op
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@by_form
+def test_values(loss, form, reduction):
+    for options in ({}, everything(reduction), {"label_smoothing": 1.0}):
+        assert_right(loss, problem(loss, form), reduction=reduction, scale=2, **options)
+    for dtype in (torch.bfloat16, torch.float16):
+        given = problem(loss, form, dtype=dtype)
+        assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], **everything(reduction))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@by_op
+@by_form
+@pytest.mark.parametrize("dtype", RIGHT, ids=str)
+def test_values_on_the_gpu(loss, form, dtype):
+    """The kernels for K ids have no label smoothing, and products of 16 bits alone."""
+    loss = replace(loss, device="cuda")
+    for reduction in ("mean", "none"):
+        given, options = problem(loss, form, dtype=dtype), everything(reduction, "cuda")
+        for more in ({}, options, options | {"label_smoothing": 0.0}):
+            backend = "auto"
+            if loss.linear and form != "dense" and dtype != torch.float32:
+                backend = "torch" if more.get("label_smoothing") else "triton"
+            assert_right(loss, given, reduction=reduction, scale=2, bound=RIGHT[dtype], backend=backend, **more)
+
+
+@by_op
+@by_form
+def test_the_oracle_is_pytorchs(loss, form):
+    given = {
+        n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in problem(loss, form).items()
+    }
+    leaves = {n: x.detach().requires_grad_() for n, x in given.items() if n != "target"}
+    z = (F.linear(*leaves.values()) if loss.linear else leaves["logits"]).flatten(0, 1)
+    options = {"label_smoothing": 0.1, "class_weight": class_weights(VOCAB).double()}
+    right = oracle(loss, given, torch.ones(()), **options)
+    target = given["target"]
+    if isinstance(target, TopK):
+        values = target.values.double().exp() if form == "log_probs" else target.values.double()
+        target = torch.zeros(2, 12, VOCAB).double().scatter_add_(-1, target.indices, values)
+    value = F.cross_entropy(z, target.flatten(0, 1), options["class_weight"], label_smoothing=0.1)
+    grads = torch.autograd.grad(value, list(leaves.values()))
+    for x, y in zip((value.detach(), *grads), right, strict=True):
+        torch.testing.assert_close(x, torch.from_numpy(y), rtol=1e-6, atol=1e-9)
+
+
+@by_op
+@by_form
+def test_the_smallest_scratch_is_enough(loss, form):
+    """Several chunks of tokens, the last ragged, of strided labels."""
+    given = problem(loss, form, (10, 15), vocab=1200)
+    if form == "dense":
+        wide = torch.rand(11, 15, 1210)
+        given["target"] = wide[1:, :, 10:].transpose(0, 1).contiguous().transpose(0, 1)
+    options = {"softcap": 5.0, "label_smoothing": 0.1, "class_weight": class_weights(1200)}
+    least = _least(loss, given, options)
+    assert_right(loss, given, scale=4, scratch_bytes=least, **options)
+
+
+def _least(loss, given, options):
+    with pytest.raises(ValueError, match=f"^{loss.op.__name__}: scratch_bytes=1 is too small") as caught:
+        loss.op(**given, **options, scratch_bytes=1)
+    return int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+
+
+@by_op
+@by_form
+def test_a_certain_label_is_that_of_its_id(loss, form):
+    """With all digits of a small loss, and exact zeros of one class."""
+    for vocab in (VOCAB, 1):
+        given = loss.problem((6,), vocab=vocab)
+        y = given["target"]
+        with torch.no_grad():
+            if loss.linear:
+                given["bias"][:] = 0
+                given["hidden"] += 1.5 * given["weight"][y]
+            else:
+                given["logits"].scatter_add_(1, y[:, None], torch.full((6, 1), 16.0))
+        soft = {"dense": F.one_hot(y, vocab).float(), "probs": TopK(y[:, None], torch.ones(6, 1), "probs", "truncated"),
+                "log_probs": TopK(y[:, None], torch.zeros(6, 1), "log_probs", "truncated")}[form]  # fmt: skip
+        made, expected = ([x := loss.op(**given | {"target": t}, reduction="none"),
+                           *torch.autograd.grad(x.sum(), [v for v in given.values() if v.requires_grad])]
+                          for t in (soft, y))  # fmt: skip
+        for a, b in zip(made, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=3e-5, atol=0)
+
+
+@by_op
+def test_special_values(loss):
+    """What has no probability costs nothing though its logit is -inf; what has some costs infinity; none costs 0."""
+    for form in FORMS[::2]:
+        given = problem(loss, form)
+        with torch.no_grad():
+            given["bias" if loss.linear else "logits"][..., 5] = -math.inf
+        target = given["target"]
+        if form == "dense":
+            target[..., 5] = 0
+            target[0, 1, 5] = 0.5
+            target[0, 2] = 0
+        else:
+            target.indices.masked_fill_(target.indices == 5, 6)
+            target.indices[..., 1] = 5
+            target.values[..., 1] = 0
+            target.values[0, 1, 1] = 0.5
+            target.values[0, 2] = 0
+        made = loss.op(**given, reduction="none")
+        assert made.isinf().nonzero().tolist() == [[0, 1]]
+        assert made[0, 2] == 0
+        (g,) = torch.autograd.grad(made.sum(), given["hidden" if loss.linear else "logits"])
+        assert g.isfinite().all()
+        assert not g[0, 2].any()
+        weighed = loss.op(
+            **given, reduction="none", label_smoothing=0.1, class_weight=(torch.arange(VOCAB) != 5).float()
+        )
+        assert weighed.isfinite().all()
+
+
+@by_form
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_shifted_certain_labels_are_shifted_ids(form, reduction):
+    """The last position costs nothing, whatever its hidden state; weights go with the labels, temperatures with the
+    positions."""
+    given = LCE.problem((2, 12))
+    with torch.no_grad():
+        given["hidden"][:, -1] = math.nan
+    y, leaves = given["target"], [x for x in given.values() if x.requires_grad]
+    dense, ones = F.one_hot(y, VOCAB).float(), torch.ones(2, 12, 1)
+    soft = dense if form == "dense" else TopK(y[..., None], ones if form == "probs" else 0 * ones, form, "truncated")
+    options = {name: x for name, x in everything(reduction).items() if name not in ("class_weight", "normalizer")}
+    for more in ({}, options):
+        (a, *as_), (b, *bs) = (
+            [x := linear_cross_entropy(**given | {"target": t}, shift=True, reduction=reduction, **more),
+             *torch.autograd.grad(x.sum(), leaves)] for t in (soft, y)
+        )  # fmt: skip
+        torch.testing.assert_close([a, *as_], [b, *bs], rtol=3e-5, atol=1e-6)
+        assert not as_[0][:, -1].any()
+    single = given | {"hidden": given["hidden"][:, :1], "target": dense[:, :1]}
+    assert not linear_cross_entropy(**single, shift=True, reduction=reduction).any()
+
+
+@pytest.mark.parametrize("form", ["probs", "dense"])
+def test_operators_modules_and_weight_grad_out(form):
+    for loss in (LCE, CE):
+        given = problem(loss, form)
+        leaves = [x for x in given.values() if torch.is_tensor(x) and x.requires_grad]
+        options = {"label_smoothing": 0.1, "class_weight": class_weights(VOCAB)} | (
+            {"shift": True} if loss is LCE else {}
+        )
+        step = partial(loss.op, **given, **options)
+        check_operators(lambda step=step, leaves=leaves: torch.autograd.grad(step(), leaves))
+    assert torch.equal(CrossEntropyLoss(label_smoothing=0.1)(**given), cross_entropy(**given, label_smoothing=0.1))
+    given, out = problem(LCE, form), torch.zeros(VOCAB, 16)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(**given), given["weight"])
+    for _ in range(2):
+        linear_cross_entropy(**given, weight_grad_out=out).backward()
+    assert given["weight"].grad is None
+    torch.testing.assert_close(out, 2 * expected)
+
+
+K = TopK(torch.zeros(2, 12, 3, dtype=torch.int64), torch.rand(2, 12, 3), "probs", "truncated")
+DENSE = torch.rand(2, 12, VOCAB)
+OFF = K.indices.clone()
+OFF[1, 7, 2] = 70
+WRONG = {
+    "kind": ({"target": K._replace(kind="logits")}, ValueError, "target.kind must be 'probs' or 'log_probs'; got 'logits'; pass log-probabilities, as values.log_softmax(-1)"),
+    "rest": ({"target": K._replace(rest="tail")}, ValueError, "target.rest must be 'truncated', a sum over the K entries alone; got 'tail', which linear_jsd and jsd take"),
+    "indices are float": ({"target": K._replace(indices=K.values)}, TypeError, "target.indices must hold integers; got float32"),
+    "values are integers": ({"target": K._replace(values=K.indices)}, TypeError, "target.values must be float32, bfloat16 or float16; got int64"),
+    "values is a list": ({"target": K._replace(values=[0.5])}, TypeError, "target.values must be a torch.Tensor; got list"),
+    "values elsewhere": ({"target": K._replace(values=K.values.to("meta"))}, ValueError, "target.values is on meta but"),
+    "values need a gradient": ({"target": K._replace(values=K.values.clone().requires_grad_())}, ValueError, "target.values gets no gradient from this op; pass target.values.detach()"),
+    "shapes differ": ({"target": K._replace(values=K.values[..., :2])}, ValueError, "target.indices has shape [2, 12, 3] and values [2, 12, 2]; they must have one shape"),
+    "flat": ({"target": K._replace(indices=K.indices[0], values=K.values[0])}, ValueError, "target.indices has shape [12, 3] but"),
+    "no entries": ({"target": K._replace(indices=K.indices[..., :0], values=K.values[..., :0])}, ValueError, "and one more for K >= 1 entries"),
+    "out of range": ({"target": K._replace(indices=OFF)}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 72 target.indices are out of range"),
+    "-100 is out of range": ({"target": K._replace(indices=OFF - 100)}, ValueError, "target.indices[0, 0, 0] is -100, which is not in [0, 70)"),
+    "too short": ({"target": DENSE[..., :69]}, ValueError, "target has shape [2, 12, 69]; probabilities must be [..., V], [2, 12, 70]"),
+    "float64": ({"target": DENSE.double()}, TypeError, "target must be float32, bfloat16 or float16; got float64"),
+    "needs a gradient": ({"target": DENSE.clone().requires_grad_()}, ValueError, "target gets no gradient from this op; pass target.detach()"),
+    "one number a token": ({"target": torch.rand(2, 12)}, TypeError, "target must hold integers; got float32"),
+    "ignore_index": ({"target": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids; give a token that is to be ignored a token_weight of 0"),
+    "return_stats": ({"target": K, "return_stats": True}, ValueError, "return_stats=True is of targets that are ids"),
+    "class_weight too short": ({"target": DENSE, "class_weight": torch.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
+    "class_weight < 0": ({"target": K, "class_weight": -torch.ones(70)}, ValueError, "class_weight must be finite and 0 or more; got -1.0"),
+    "class_weight is float64": ({"target": K, "class_weight": torch.ones(70).double()}, TypeError, "class_weight must be float32; got float64"),
+    "class_weight needs a gradient": ({"target": DENSE, "class_weight": torch.ones(70).requires_grad_()}, ValueError, "pass class_weight.detach()"),
+    "token_weight": ({"target": K, "token_weight": torch.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
+    "temperature": ({"target": DENSE, "temperature": torch.ones(24)}, ValueError, "temperature has shape [24]; it must have"),
+    "label_smoothing": ({"target": K, "label_smoothing": 1.5}, ValueError, "label_smoothing must be in [0, 1]; got 1.5"),
+    "backend": ({"target": DENSE, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: "),
+    "normalizer": ({"target": K, "normalizer": 0}, ValueError, "normalizer must be above 0"),
+    "scratch": ({"target": DENSE, "scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
+}  # fmt: skip
+OWN = {
+    LCE: {
+        "nothing to shift along": ({"hidden": torch.randn(16), "target": DENSE[0, 0], "shift": True}, ValueError, "shift=True needs hidden of shape [..., S, H], a sequence of S tokens; got no dimension; pass shift=False"),
+        "a shifted index out of range": ({"target": K._replace(indices=OFF), "shift": True}, ValueError, "target.indices[1, 7, 2] is 70, which is not in [0, 70); 1 of 66 target.indices are out of range"),
+        "fp8": ({"target": K, "precision": "fp8"}, ValueError, "precision='fp8' takes targets that are ids; pass precision='full'"),
+        "stash": ({"target": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
+    },
+    CE: {"in place": ({"target": K, "inplace_backward": True}, ValueError, "inplace_backward=True takes targets that are ids; pass inplace_backward=False")},
+}  # fmt: skip
+
+
+@by_op
+def test_wrong_call(loss):
+    for changes, kind, message in (WRONG | OWN[loss]).values():
+        assert_refused(loss.op.__name__, partial(loss.op, **loss.problem() | changes), kind, message)

@@ -1,0 +1,149 @@
+"""Soft labels in JAX: against the oracle, under vmap, their memory, and every way to pass them wrongly."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from losses import CE, LCE
+from onchip.jax import TopK, cross_entropy, linear_cross_entropy
+from onchip.vocab.memory import Problem
+from onchip.vocab.rows import memory as row_memory
+from onchip.vocab.xla import memory
+from shared import assert_refused
+from shared_jax import assert_same, quick_compilation  # noqa: F401
+from soft_labels import everything, oracle, problem
+
+OPS = {LCE: linear_cross_entropy, CE: cross_entropy}
+by_op = pytest.mark.parametrize("loss", OPS, ids=["linear_cross_entropy", "cross_entropy"])
+
+
+def as_jax(x):
+    return jnp.asarray(x.detach().numpy()) if isinstance(x, torch.Tensor) else x
+
+
+def in_jax(given):
+    """Parameters and labels."""
+    target = given["target"]
+    labels = TopK(*map(as_jax, target)) if isinstance(target, tuple) else as_jax(target)
+    return {name: as_jax(x) for name, x in given.items() if name != "target"}, labels
+
+
+@pytest.mark.parametrize(
+    ("loss", "form", "dtype", "reduction", "all_options"),
+    [
+        (LCE, "log_probs", torch.float32, "none", True),
+        (LCE, "dense", torch.float16, "mean", True),
+        (CE, "probs", torch.float16, "mean", False),
+        (CE, "dense", torch.float32, "none", True),
+    ],
+)
+def test_values(loss, form, dtype, reduction, all_options):
+    """In one chunk of tokens and, of the linear loss, in several of them and of the vocabulary."""
+    options = everything(reduction, vocab=700) if all_options else {}
+    given = problem(loss, form, (2, 12) if all_options else (40, 3), vocab=700, dtype=dtype)
+    parameters, labels = in_jax(given)
+    numbers = {name: as_jax(x) for name, x in options.items()}
+
+    @jax.jit
+    def run(parameters):
+        return OPS[loss](**parameters, labels=labels, reduction=reduction, **numbers)
+
+    made, pullback = jax.vjp(run, parameters)
+    upstream = np.linspace(-1, 2, made.size, dtype=np.float32).reshape(made.shape)
+    (grads,) = pullback(jnp.asarray(upstream))
+    right = oracle(loss, given, torch.from_numpy(upstream), reduction=reduction, **options)
+    assert_same(made, right.loss, scale=2)
+    for name, g in grads.items():
+        expected = getattr(right, f"grad_{name}")
+        assert g.dtype == parameters[name].dtype
+        bound = 1e-3 if dtype == torch.float16 else 2e-6
+        assert np.linalg.norm(np.float64(g) - expected) <= bound * np.linalg.norm(expected), name
+
+
+@by_op
+def test_under_vmap_a_bad_index_is_nan_for_its_token_alone(loss):
+    parameters, labels = in_jax(problem(loss, "probs", (3, 2)))
+    first = next(iter(parameters))
+    labels = labels._replace(indices=labels.indices.at[1, 0, 2].set(-100))
+    axes = [{name: 0 if name == first else None for name in parameters}, 0, 0]
+
+    def gradient(parameters, indices, values):
+        labels = TopK(indices, values, "probs", "truncated")
+        return jax.grad(lambda x: OPS[loss](**parameters | {first: x}, labels=labels))(parameters[first])
+
+    made = jax.jit(jax.vmap(gradient, axes))(parameters, labels.indices, labels.values)
+    assert np.isnan(made).all(-1).tolist() == [[False, False], [True, False], [False, False]]
+    assert np.isfinite(made[0]).all()
+
+
+def test_the_memory_formulas():
+    jax.config.update("jax_disable_most_optimizations", False)
+    shape = jax.ShapeDtypeStruct
+    measured, formulas = [], []
+    for step, arguments, formula in (
+        (
+            jax.grad(partial(cross_entropy, softcap=5.0)),
+            [shape((777, 5001), "bfloat16")] * 2,
+            row_memory.scratch_bytes(p := row_memory.Problem(777, 5001, "bfloat16", xla=True, labels="bfloat16",
+                                                             softcap=True), row_memory.plan(p)),
+        ),
+        (
+            jax.grad(partial(linear_cross_entropy, scratch_bytes=12 << 20), (0, 1)),
+            [shape((512, 64), "float32"), shape((8192, 64), "float32"), shape((512, 8192), "float32")],
+            memory.scratch_bytes(p := Problem(512, 64, 8192, labels="float32", compacted=True),
+                                 memory.plan(p, "stash", 12 << 20)),
+        ),
+    ):  # fmt: skip
+        measured.append(jax.jit(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes)
+        formulas.append(formula)
+    jax.config.update("jax_disable_most_optimizations", True)
+    assert all(m <= f <= 2 * m for m, f in zip(measured, formulas, strict=True)), (measured, formulas)
+
+
+K = TopK(jnp.zeros((2, 12, 3), int), jnp.ones((2, 12, 3)), "probs", "truncated")
+DENSE = jnp.ones((2, 12, 70))
+WRONG = {
+    "kind": ({"labels": K._replace(kind="logits")}, ValueError, "labels.kind must be 'probs' or 'log_probs'; got 'logits'"),
+    "rest": ({"labels": K._replace(rest="tail")}, ValueError, "labels.rest must be 'truncated'"),
+    "indices are float": ({"labels": K._replace(indices=K.values)}, TypeError, "labels.indices must hold integers; got float32"),
+    "values are integers": ({"labels": K._replace(values=K.indices)}, TypeError, "labels.values must be float32, bfloat16 or float16"),
+    "values is a list": ({"labels": K._replace(values=[0.5])}, TypeError, "labels.values must be a jax.Array or numpy.ndarray; got list"),
+    "shapes differ": ({"labels": K._replace(values=K.values[..., :2])}, ValueError, "labels.indices has shape [2, 12, 3] and values [2, 12, 2]"),
+    "flat": ({"labels": K._replace(indices=K.indices[0], values=K.values[0])}, ValueError, "labels.indices has shape [12, 3] but"),
+    "too short": ({"labels": DENSE[..., :69]}, ValueError, "labels has shape [2, 12, 69]; probabilities must be [..., V], [2, 12, 70]"),
+    "one number a token": ({"labels": DENSE[..., 0]}, TypeError, "labels must hold integers; got float32"),
+    "ignore_index": ({"labels": K, "ignore_index": 0}, ValueError, "ignore_index=0 is of targets that are ids"),
+    "return_stats": ({"labels": K, "return_stats": True}, ValueError, "return_stats=True is of targets that are ids"),
+    "class_weight too short": ({"labels": DENSE, "class_weight": jnp.ones(69)}, ValueError, "class_weight has shape [69]; it must be [V], [70]"),
+    "class_weight is bfloat16": ({"labels": DENSE, "class_weight": jnp.ones(70, "bfloat16")}, TypeError, "class_weight must be float32; got bfloat16"),
+    "token_weight": ({"labels": K, "token_weight": jnp.ones(24)}, ValueError, "token_weight has shape [24]; it must have"),
+    "normalizer": ({"labels": K, "normalizer": 0}, ValueError, "normalizer must be above 0"),
+    "scratch": ({"labels": DENSE, "scratch_bytes": 100}, ValueError, "scratch_bytes=100 is too small for T=24, "),
+}  # fmt: skip
+OWN = {
+    LCE: {
+        "stash": ({"labels": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
+        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of labels that are ids; pass hidden[..., :-1, :] with the labels [..., 1:, :] of the next positions"),
+        "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its labels are ids; pass backend='xla'"),
+        "dtypes differ": ({"labels": K, "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16"),
+    },
+    CE: {},
+}  # fmt: skip
+
+
+@by_op
+def test_wrong_call(loss):
+    parameters, _ = in_jax(problem(loss, "probs"))
+    for changes, kind, message in (WRONG | OWN[loss]).values():
+        assert_refused(loss.op.__name__, partial(OPS[loss], **parameters | changes), kind, message)
+
+
+@by_op
+def test_no_tokens(loss):
+    for reduction, shape in (("mean", ()), ("none", (0, 2))):
+        parameters, labels = in_jax(problem(loss, "dense", (0, 2)))
+        assert OPS[loss](**parameters, labels=labels, reduction=reduction).shape == shape
