@@ -83,7 +83,11 @@ def run(name: str, folder: Path, megatron: str) -> str | None:
     """The stack's row, or None with its process's output on stderr."""
     stack = STACKS[name]
     if stack.packages and not folder.exists():
-        install(name, folder, megatron)
+        try:
+            install(name, folder, megatron)
+        except subprocess.CalledProcessError as error:
+            print(error, file=sys.stderr)
+            return None
     paths = [str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stack.processes}"]

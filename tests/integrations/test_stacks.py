@@ -283,7 +283,7 @@ def verl_modules(fakes, monkeypatch):
     return integration, *(sys.modules[integration._HOMES[name]] for name in (integration.MODULE, integration.FUNCTION))
 
 
-def test_verl(verl_modules):
+def test_verl(verl_modules, monkeypatch):
     integration, module_home, function_home = verl_modules
     theirs = function_home.linear_cross_entropy
     for _ in range(2):
@@ -298,6 +298,9 @@ def test_verl(verl_modules):
     torch.testing.assert_close(out, tuple(x.flatten() for x in expected))
     with pytest.warns(UserWarning, match="verl's own linear_cross_entropy runs, because the reduction is 'mean'"):
         assert function_home.linear_cross_entropy(hidden, weight, ids, 0.7, "mean")[1] == 1
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    with pytest.warns(UserWarning, match="because tensor parallelism shards the vocabulary"):
+        assert function_home.linear_cross_entropy(hidden, weight, ids, 0.7, "none", "group")[1] == 1
     refused(ValueError, "Choose 'torch' or 'liger'", module_home.FusedLinearForPPO, impl_backend="triton")
     for _ in range(2):
         integration.uninstall()
