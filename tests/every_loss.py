@@ -258,7 +258,9 @@ def compiled(problem):
             given["normalizer"] = tokens
         made, expected = ([loss, *gradients(loss, leaves)] for loss in (taken(given), step(given)))
         for p, q in zip(made, expected, strict=True):
-            torch.testing.assert_close(p, q, **({"rtol": 4e-3, "atol": 2e-3} if p.dtype == torch.float16 else {}))
+            # In 16 bits where a sum is rounded differs, so an error is of the size of what is summed.
+            half = {"rtol": 0, "atol": 4e-3 * float(q.detach().abs().max())}
+            torch.testing.assert_close(p, q, **(half if p.dtype == torch.float16 else {}))
     # Once with these numbers and once with any; Triton's plans of products are made for each.
     assert counter.frame_count <= 2 or (problem.backend == "triton" and "hidden" in str(problem.inputs))
 

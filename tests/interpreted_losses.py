@@ -32,8 +32,10 @@ from tanh import assert_is_tanh, triton_tanh
 LOSSES = {str(loss): loss for loss in losses("triton", few=True)}
 STASH, RECOMPUTE, ROWS, IN_PLACE, OF_LOGITS, LOG_PROBS, ENTROPY = LOSSES.values()
 AUTO = replace(STASH, options={"reduction": "mean"})
+# Each for every other loss, so for one of the two ways that most ops have; on a GPU all run for all.
 CHECKS = {f"{check.__name__}-{name}": partial(check, loss)
-          for name, loss in LOSSES.items() for check in (*VALUES, bad_ids)}  # fmt: skip
+          for i, (name, loss) in enumerate(LOSSES.items()) for j, check in enumerate((*VALUES, bad_ids))
+          if (i + j) % 2 == 0}  # fmt: skip
 # linear_jsd takes the longest, and jsd has the same operators; what is compiled of the others is among the values.
 CHECKS |= {name: f for name, f in every_loss.CHECKS.items()
            if not name.startswith(("compiled-linear_cross_entropy-s", "compiled-cross", "compiled-linear_jsd",
@@ -118,13 +120,13 @@ def a_frozen_weight(name):
     assert_near("grad_hidden", first, right, bound=RIGHT[loss.dtype])
 
 
-@check("mixed", "stash", "retained")
+@check("mixed", "retained")
 def memory_at_multiples_of_256_bytes(way):
     with memory_off_by_256():
         if way == "retained":
             a_retained_graph(str(AUTO))
         else:
-            with mixed_plan() if way == "mixed" else nullcontext():
+            with mixed_plan():
                 AUTO.assert_case(AUTO.case("off", 300, 136, 600, bias=True, ignored=0.1))
 
 
@@ -149,16 +151,15 @@ def a_retained_graph(name):
                 g.mul_(3)  # what a caller does with its gradients must not reach the graph
 
 
-@check("mixed", "softcap", "ids")
+@check("mixed", "ids")
 def a_weight_whose_columns_lie_in_rows(way):
     """It is read as it lies, here by descriptors."""
     loss = ENTROPY if way == "ids" else AUTO
     given = loss.problem((300 if way == "mixed" else 20,), 136, 304, ids=3 if way == "ids" else None)
     given["weight"] = (given["weight"].detach() / 8).requires_grad_()
     turned = given["weight"].detach().T.contiguous().T.requires_grad_()
-    options = {"softcap": 5.0} if way == "softcap" else {}
     with mixed_plan() if way == "mixed" else nullcontext():
-        expected, made = (loss.run(given | {"weight": w}, **options) for w in (given["weight"], turned))
+        expected, made = (loss.run(given | {"weight": w}) for w in (given["weight"], turned))
     assert_equal(loss, made, expected)
 
 

@@ -17,7 +17,7 @@ from onchip.vocab.triton import jax_op as jax_triton
 from onchip.vocab.triton.launches import Launch
 
 # Bytes of shared memory that a block may use, by compute capability.
-SHARED = {"8.0": 166912, "8.6": 101376, "9.0": 232448}
+SHARED = {"8.6": 101376, "9.0": 232448}
 ENTRIES = {"enter_softmax_tiles", "enter_gradient_tiles", "enter_hidden_gradient", "enter_weight_gradient"}
 EVERYTHING = {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3, "return_stats": True}
 
@@ -59,9 +59,7 @@ def trace(tokens, hidden, vocab, dtype, *, bias=False, **options):
 @pytest.mark.parametrize(
     ("capability", "device", "dtype", "options"),
     [
-        ("8.0", "NVIDIA A100", "float16", {"bias": True} | EVERYTHING),
-        ("8.6", "NVIDIA A10", "bfloat16", {}),
-        ("9.0", "NVIDIA H100", "bfloat16", {}),
+        ("8.6", "NVIDIA A10", "float16", {}),  # with less shared memory than an A100
         ("9.0", "NVIDIA H100", "bfloat16", {"bias": True} | EVERYTHING),
     ],
     ids=lambda x: "everything" if x and isinstance(x, dict) else str(x),
