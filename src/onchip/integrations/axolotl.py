@@ -1,0 +1,74 @@
+"""axolotl 0.19: a plugin that patches the model with `onchip.integrations.transformers.patch`.
+
+In a YAML config::
+
+    plugins:
+      - onchip.integrations.axolotl.OnchipPlugin
+"""
+
+# ruff: noqa: E402
+from typing import Any
+
+from onchip.integrations.transformers import patch
+from onchip.integrations.versions import require
+
+require("axolotl", "axolotl", "0.19")
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, model_validator
+
+NAME = "onchip.integrations.axolotl"
+
+# What also patches where a model's loss is computed.
+OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
+
+
+class OnchipArgs(BaseModel):
+    """What the plugin adds to axolotl's config: options of `patch`, with onchip_ before their names."""
+
+    onchip: bool = True
+    """False: leave the model as it is."""
+    onchip_label_smoothing: float = 0.0
+    onchip_z_loss: float = 0.0
+    onchip_scratch_bytes: int | float | str | None = None
+    onchip_backend: str = "auto"
+    onchip_precision: str = "full"
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_no_other_loss(cls, data: Any) -> Any:
+        """Raise for another library's patch of the loss."""
+        others = [name for name in OTHERS if data.get(name)] if data.get("onchip", True) else []
+        if others:
+            raise ValueError(
+                f"{NAME}: {', '.join(others)} replaces the model's loss too; take it out of the config, or set onchip "
+                "to false"
+            )
+        return data
+
+
+class OnchipPlugin(BasePlugin):  # type: ignore[misc]
+    """Compute the losses of the model's logits by `linear_cross_entropy`, without storing the logits.
+
+    Raises:
+        RuntimeError: when the model is built, if it can't be patched; the reason is in the message.
+        ValueError, TypeError: an option out of range.
+
+    Source: axolotl 0.19.0, `axolotl/integrations/base.py`.
+    """
+
+    def get_input_args(self) -> str:
+        """Where `OnchipArgs` is."""
+        return f"{NAME}.OnchipArgs"
+
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        """Patch the model, before adapters are put on it."""
+        if cfg.onchip is False:
+            return
+        given = {name: getattr(cfg, f"onchip_{name}") for name in _OPTIONS}
+        report = patch(model, **{name: x for name, x in given.items() if x is not None})
+        if not report.fused:
+            raise RuntimeError(f"{NAME}: the model can't be patched: {report.reason}; or set onchip to false")
+
+
+_OPTIONS = tuple(name.removeprefix("onchip_") for name in OnchipArgs.model_fields if name != "onchip")

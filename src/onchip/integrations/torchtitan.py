@@ -1,0 +1,257 @@
+"""torchtitan 0.3: its loss through `linear_cross_entropy`, its linear layers through `fp8_linear`.
+
+`LinearCrossEntropyLoss.Config` goes where a trainer's config has `ChunkedLossWrapper.Config`;
+`Fp8LinearConverter.Config` goes where it has `Float8LinearConverter.Config`.
+"""
+
+# ruff: noqa: E402
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onchip.frontend.torch_inputs import dtype_name, is_dtensor
+from onchip.integrations.versions import require
+from onchip.torch import Fp8Linear, linear_cross_entropy
+from onchip.torch import LinearCrossEntropyLoss as Options
+
+require("torchtitan", "torchtitan", "0.3")
+
+import spmd_types as spmd
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.module import Module
+
+NAME = "onchip.integrations.torchtitan"
+
+
+class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
+    """torchtitan's cross-entropy of lm_head's logits, by `linear_cross_entropy`: in one call, without the logits.
+
+    The loss is the sum over tokens, divided by the global number of valid tokens, as `ChunkedLossWrapper` with
+    `CrossEntropyLoss` computes it; in 16 bits it doesn't round the logits.  The trainer hands it the model's lm_head,
+    which is called as a module once for each batch, so that FSDP2 gathers its weight and reduces its gradient as ever.
+    There are no chunks to choose: scratch_bytes bounds the memory.  `compile.components` with "loss" changes nothing.
+
+    Args:
+        config: `Config`, whose fields are options of `linear_cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of range, and what `linear_cross_entropy` raises.
+
+    Memory: that of `linear_cross_entropy`, and 4 * B * L * D bytes for torchtitan's float32 copy of hidden's gradient.
+
+    Example, in a function of a config registry::
+
+        from onchip.integrations.torchtitan import LinearCrossEntropyLoss
+
+        config = llama3_8b()
+        config.loss = LinearCrossEntropyLoss.Config()
+
+    Source: torchtitan 0.3.0, `torchtitan/components/loss.py`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):  # type: ignore[misc]
+        """Not of ChunkedLossWrapper's: there are no chunks, and no other loss inside."""
+
+        label_smoothing: float = 0.0
+        z_loss: float = 0.0
+        scratch_bytes: int | float | str | None = None
+        backend: str = "auto"
+        precision: str = "full"
+
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        self.options = {f.name: getattr(config, f.name) for f in fields(config)}
+        Options(**self.options)  # which checks them
+        self.num_chunks = 1
+        self.loss_fn = _divided
+        self.lm_head: Any = None
+        self._labels: Tensor | None = None  # of the call that runs
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """Take the model's head, whose forward gives the loss while this loss is computed.  The trainer calls this.
+
+        Raises:
+            TypeError: not a linear layer, or its forward is of another class: a softcap, a LoRA adapter, FP8.
+        """
+        own = vars(lm_head).get("forward")
+        if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
+            raise TypeError(
+                f"{NAME}: lm_head is a {type(lm_head).__name__}, whose logits may be more than a linear layer's; "
+                "use torchtitan's ChunkedLossWrapper, or leave lm_head out of LoRA and FP8 converters"
+            )
+        # torchtitan's parallelize wraps a forward to reshard for tensor parallelism.
+        if own is not None and own.__module__ != "torchtitan.protocols.module":
+            raise TypeError(
+                f"{NAME}: lm_head has a forward of its own, by {own.__module__}; use torchtitan's ChunkedLossWrapper"
+            )
+        logits = lm_head.forward
+
+        def forward(input: Tensor) -> Tensor:
+            if self._labels is None:
+                return logits(input)
+            _require_whole("lm_head", lm_head)
+            weight, bias, labels = lm_head.weight, lm_head.bias, self._labels
+            loss: Tensor = linear_cross_entropy(
+                input, weight, labels, bias, ignore_index=IGNORE_INDEX, reduction="sum", **self.options
+            )
+            return loss
+
+        # Not the module: FSDP2's hooks of its call stay around it.
+        vars(lm_head)["forward"] = forward
+        self.lm_head = lm_head
+
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and no metrics.
+
+        Args:
+            pred: [B, L, D] hidden states of this rank, from the model without its head.
+            labels: [B, L] the token that each position is to predict, or -100.
+            global_valid_tokens: what the sum is divided by; None: nothing.
+            positions: unused, as in torchtitan's CrossEntropyLoss.
+
+        Raises:
+            RuntimeError: before `set_lm_head`; under tensor parallelism; with `debug.spmd_typechecking`.
+            ValueError: wrong shapes.
+        """
+        if self.lm_head is None:
+            raise RuntimeError(f"{NAME}: there is no lm_head yet; call set_lm_head(model.lm_head), as the trainer does")
+        if is_dtensor(pred) or is_dtensor(labels):
+            raise RuntimeError(
+                f"{NAME}: hidden states or labels are DTensors, and this loss has no tensor parallelism; set "
+                "parallelism.tensor_parallel_degree to 1 and parallelism.spmd_backend to 'spmd_types', or use "
+                "torchtitan's ChunkedLossWrapper"
+            )
+        if spmd.is_type_checking():
+            raise RuntimeError(f"{NAME}: this loss has no SPMD types; set debug.spmd_typechecking to False")
+        if pred.ndim != 3 or pred.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"{NAME}: hidden states are {list(pred.shape)} and labels are {list(labels.shape)}; they must be "
+                "[B, L, D] and [B, L]"
+            )
+        self._labels = labels
+        try:
+            # torchtitan's loop with one chunk: it gathers the head for FSDP2, runs the head's backward here, and hands
+            # its gradient to the model's backward.
+            loss, metrics = super().__call__(pred, labels, global_valid_tokens)
+        finally:
+            self._labels = None
+        return loss, metrics
+
+
+def _divided(loss: Tensor, labels: Tensor, global_valid_tokens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """What torchtitan's loop asks for, of the head's output, which is the loss already."""
+    if loss.dtype != torch.float32:
+        raise RuntimeError(
+            f"{NAME}: FSDP2 casts the loss to {dtype_name(loss.dtype)}; leave output_dtype of lm_head's "
+            "MixedPrecisionPolicy at None"
+        )
+    return (loss if global_valid_tokens is None else loss / global_valid_tokens), {}
+
+
+def _require_whole(what: str, layer: Any) -> None:
+    """Raise for a weight that tensor parallelism shards."""
+    weight, whole = layer.weight, (layer.out_features, layer.in_features)
+    if is_dtensor(weight) or weight.shape != whole:
+        raise RuntimeError(
+            f"{NAME}: the weight of {what} is {list(whole)} and sharded here, as by tensor parallelism, which onchip's "
+            "has not; set parallelism.tensor_parallel_degree to 1, or use torchtitan's own"
+        )
+
+
+class TitanFp8Linear(Fp8Linear, Module):  # type: ignore[misc]
+    """`onchip.torch.Fp8Linear` as a module of torchtitan's, which `Fp8LinearConverter` makes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):  # type: ignore[misc]
+        """torchtitan's of a linear layer, and options of `fp8_linear`."""
+
+        grad_dtype: str = "e4m3"
+        scale: str = "float32"
+        backend: str = "auto"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            config.in_features,
+            config.out_features,
+            bias=config.bias,
+            grad_dtype=config.grad_dtype,
+            scale=config.scale,
+            backend=config.backend,
+        )
+
+    def forward(self, input: Any) -> Tensor:
+        """As of `Fp8Linear`; raise for a shard of the weight."""
+        _require_whole("a linear layer in FP8", self)
+        return super().forward(input)
+
+
+class Fp8LinearConverter(ModelConfigConverter):  # type: ignore[misc]
+    """Make each plain `Linear` of a model an `onchip.torch.Fp8Linear`, as torchtitan's Float8LinearConverter does.
+
+    Layers whose name has one of filter_fqns in it stay as they are, and so do subclasses of `Linear`, whose forward may
+    do more, and layers with a side that 16 doesn't divide.  Parameters, their names and checkpoints stay the same.
+    Under tensor parallelism the layers raise.
+
+    Args:
+        config: `Config`.
+
+    Raises:
+        ValueError: no layer is left to convert, or an option is out of range.
+
+    Example, in a function of a config registry::
+
+        from onchip.integrations.torchtitan import Fp8LinearConverter
+
+        config.model_spec = model_registry("8B", converters=[Fp8LinearConverter.Config()])
+
+    Source: torchtitan 0.3.0, `torchtitan/components/quantization/float8.py`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):  # type: ignore[misc]
+        """What to leave out, and options of `fp8_linear`."""
+
+        filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "router"])
+        grad_dtype: str = "e4m3"
+        scale: str = "float32"
+        backend: str = "auto"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        options = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "filter_fqns"}
+        Fp8Linear(16, 16, device="meta", **options)  # which checks them
+
+    def convert(self, model_config: Any) -> Any:
+        """The config of the model with FP8 layers; changed in place, but for a config that is a Linear's itself."""
+        config, converted = self.config, 0
+        for name, linear, parent, attribute in list(model_config.traverse(Linear.Config)):
+            sides = linear.in_features, linear.out_features
+            if type(linear) is not Linear.Config or any(side % 16 for side in sides):
+                continue
+            if any(part in name for part in config.filter_fqns):
+                continue
+            layer = {f.name: getattr(linear, f.name) for f in fields(linear)}
+            made = TitanFp8Linear.Config(
+                **layer, grad_dtype=config.grad_dtype, scale=config.scale, backend=config.backend
+            )
+            converted += 1
+            if parent is None:
+                model_config = made
+            elif isinstance(parent, list):
+                parent[attribute] = made
+            else:
+                setattr(parent, attribute, made)
+        if not converted:
+            raise ValueError(f"{NAME}: no Linear of the model is left to convert; filter_fqns is {config.filter_fqns}")
+        return model_config

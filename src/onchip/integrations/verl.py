@@ -1,0 +1,183 @@
+"""verl's fused log-probabilities through `linear_log_probs`.
+
+`install()` puts onchip in the place of the two things that verl 0.9 computes log-probabilities of hidden states with,
+where `use_fused_kernels` is set: `linear_cross_entropy` (the 'triton' backend, and Megatron's) and `FusedLinearForPPO`
+(the 'torch' and 'liger' backends).  `uninstall()` puts verl's own back.  Call it in each worker: it changes the process
+that it runs in.
+"""
+
+import importlib
+import inspect
+import sys
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onchip.integrations.versions import require
+from onchip.torch import linear_log_probs
+
+VERSION = "0.9"
+"""Of verl, whose functions these are."""
+
+FUNCTION = "linear_cross_entropy"
+MODULE = "FusedLinearForPPO"
+_HOMES = {FUNCTION: "verl.utils.kernel.linear_cross_entropy", MODULE: "verl.utils.experimental.torch_functional"}
+
+
+class Call(NamedTuple):
+    """The arguments of verl's `linear_cross_entropy`, in its order."""
+
+    hidden: Tensor  # [..., H]
+    weight: Tensor  # [V, H], or this rank's rows of it
+    labels: Tensor  # [...]
+    temperature: float = 1.0
+    reduction: str = "none"
+    dist_process_group: Any = None  # whose ranks share the vocabulary; None: this one has all
+
+
+def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor]:
+    """What stands for verl's function: (log-probability, entropy), both [T] float32, with gradients.
+
+    Under tensor parallelism, and with another reduction than 'none', verl's own runs, with one warning for each reason.
+    """
+    call = Call(*given)
+    reason = _unfit(call)
+    if reason:
+        if reason not in _warned:
+            _warned.add(reason)
+            warnings.warn(f"onchip.integrations.verl: verl's own {FUNCTION} runs, because {reason}", stacklevel=2)
+        return _originals[FUNCTION](*call)  # type: ignore[no-any-return]
+    ids = call.labels.reshape(call.hidden.shape[:-1])
+    log_prob, entropy = _log_probs(call.hidden, call.weight, ids, call.temperature)
+    return log_prob.flatten(), entropy.flatten()
+
+
+class FusedLinearForPPO(nn.Module):
+    """What stands for verl's module, whose arguments it takes; chunk_size and impl_backend choose nothing."""
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+        super().__init__()
+        if impl_backend not in ("torch", "liger"):
+            raise ValueError(f"Unsupported FusedLinearForPPO backend: {impl_backend}. Choose 'torch' or 'liger'.")
+        self.chunk_size = chunk_size
+        self.impl_backend = impl_backend
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) of each of input_ids [...], float32, with gradients."""
+        return _log_probs(hidden_states, vocab_weights, input_ids, temperature)
+
+
+_PARAMETERS = {FUNCTION: Call._fields, MODULE: ("hidden_states", "vocab_weights", "input_ids", "temperature")}
+_OURS: dict[str, Any] = {FUNCTION: linear_cross_entropy, MODULE: FusedLinearForPPO}
+_originals: dict[str, Any] = {}  # verl's own, since `install`
+_warned: set[str] = set()  # the reasons that were given
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install` did; `print` shows it in lines."""
+
+    version: str
+    """Of verl."""
+    replaced: tuple[str, ...]
+    """The names that are onchip's now."""
+
+    def __str__(self) -> str:
+        names = "\n".join(f"  {name}" for name in self.replaced)
+        return f"verl {self.version} runs through onchip, which replaced\n{names}"
+
+
+def install() -> Installed:
+    """Let verl's fused log-probabilities and entropies be computed by `linear_log_probs`.
+
+    Each loaded module of verl that holds one of the two names takes onchip's instead; modules that are loaded later
+    find onchip's.  Called again, it does that for what was loaded in between.
+
+    In float32, results and gradients are verl's up to rounding.  In 16 bits verl's 'torch' rounds the logits, their
+    gradient and the entropy to 16 bits, and onchip doesn't: its entropy is float32.  A token whose id is -100 has
+    log-probability and entropy 0 and no gradient.
+
+    Returns:
+        What was replaced.
+
+    Raises:
+        ModuleNotFoundError: verl isn't installed.
+        RuntimeError: verl's version isn't 0.9, or one of the two isn't what onchip knows, or was replaced by something
+            else.  Then nothing is replaced.
+
+    Memory: that of `linear_log_probs`.
+
+    Example, in a module that `VERL_USE_EXTERNAL_MODULES` names, which verl imports in each worker::
+
+        from onchip.integrations import verl
+
+        verl.install()
+
+    Source: verl 0.9.1, `verl/utils/kernel/linear_cross_entropy.py` and `verl/utils/experimental/torch_functional.py`.
+    """
+    version = require("verl", "verl", VERSION)
+    _originals.update({name: _found(name) for name in _HOMES})
+    for name, ours in _OURS.items():
+        for module in _holders(name, _originals[name]):
+            setattr(module, name, ours)
+    replaced = (f"{module.__name__}.{name}" for name, ours in _OURS.items() for module in _holders(name, ours))
+    return Installed(version, tuple(replaced))
+
+
+def uninstall() -> None:
+    """Put verl's own back into each module that holds onchip's.  Without `install` before it does nothing.
+
+    Example:
+        >>> from onchip.integrations.verl import uninstall
+        >>> uninstall()
+    """
+    for name, original in _originals.items():
+        for module in _holders(name, _OURS[name]):
+            setattr(module, name, original)
+    _warned.clear()
+
+
+def _found(name: str) -> Any:
+    """verl's own under this name; raise unless its arguments are those that onchip knows."""
+    place = f"{_HOMES[name]}.{name}"
+    found = getattr(importlib.import_module(_HOMES[name]), name, None)
+    if found is _OURS[name]:
+        return _originals[name]
+    if found is None:
+        raise RuntimeError(f"onchip.integrations.verl: there is no {place}; reinstall verl")
+    # The function is `apply` of a torch.autograd.Function.
+    owner = found if name == MODULE else getattr(found, "__self__", found)
+    if not str(owner.__module__).startswith("verl."):
+        raise RuntimeError(f"onchip.integrations.verl: {place} was replaced by {owner.__module__}; undo that first")
+    parameters = tuple(p for p in inspect.signature(owner.forward).parameters if p not in ("ctx", "self"))
+    if parameters != _PARAMETERS[name]:
+        raise RuntimeError(
+            f"onchip.integrations.verl: {place} takes ({', '.join(parameters)}), and onchip knows it with "
+            f"({', '.join(_PARAMETERS[name])}); reinstall verl"
+        )
+    return found
+
+
+def _holders(name: str, value: Any) -> list[ModuleType]:
+    """verl's loaded modules in which `name` is `value`."""
+    modules = [module for key, module in sorted(sys.modules.items()) if key.split(".")[0] == "verl"]
+    return [module for module in modules if vars(module).get(name) is value]
+
+
+def _unfit(call: Call) -> str | None:
+    """Why verl must compute it, if it must."""
+    group = call.dist_process_group
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        return "tensor parallelism shards the vocabulary"
+    return None if call.reduction.lower() == "none" else f"the reduction is {call.reduction!r}"
+
+
+def _log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    out = linear_log_probs(hidden, weight, ids, temperature=temperature, entropy=True)
+    return out.log_prob, out.entropy

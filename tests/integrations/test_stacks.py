@@ -1,0 +1,402 @@
+"""The integrations whose stacks aren't installed here: versions, refusals, and the numbers of what needs no stack.
+
+Stacks are stood in for by modules with the same names.  tools/try_stacks.py runs the integrations in the real ones.
+"""
+
+import importlib
+import re
+import runpy
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onchip.integrations import verl, versions
+from onchip.integrations.megatron import output_processor
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = {
+    "axolotl": ("axolotl", "0.19"),
+    "llamafactory": ("llamafactory", "0.9.5"),
+    "nemo": ("nemo-automodel", "0.7"),
+    "torchtitan": ("torchtitan", "0.3"),
+    "verl": ("verl", "0.9"),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ versions
+
+
+def start(name):
+    """What a user does first with an integration."""
+    if name == "verl":
+        return verl.install()
+    return importlib.import_module(f"onchip.integrations.{name}")
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("found", [None, "0.2.9", "0.31", "1.0"])
+def test_a_stack_that_is_missing_or_of_another_version(name, found, monkeypatch):
+    def installed_version(distribution):
+        if found is None:
+            raise PackageNotFoundError(distribution)
+        return found
+
+    monkeypatch.delitem(sys.modules, f"onchip.integrations.{name}", raising=False)
+    monkeypatch.setattr(versions, "installed_version", installed_version)
+    distribution, version = DISTRIBUTIONS[name]
+    said = f"{distribution} isn't installed" if found is None else f"this is {distribution} {found}, and onchip knows"
+    remedy = re.escape(f"; pip install '{distribution}=={version}.*'")
+    with pytest.raises(ModuleNotFoundError if found is None else RuntimeError, match=f"{name}: {said}.*{remedy}$"):
+        start(name)
+
+
+@pytest.mark.parametrize(("known", "found"), [("0.3", "0.3.0"), ("0.3", "0.3.1rc1"), ("0.9.5", "0.9.5.post1")])
+def test_versions_that_are_known(known, found, monkeypatch):
+    monkeypatch.setattr(versions, "installed_version", lambda distribution: found)
+    assert versions.require("name", "name", known) == found
+
+
+# --------------------------------------------------------------------------------------------------------------- fakes
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Put modules with these names in the place of stacks, and import an integration that finds them."""
+    monkeypatch.setattr(versions, "installed_version", lambda distribution: dict(DISTRIBUTIONS.values())[distribution])
+
+    def put(integration, **modules):
+        for name, names in modules.items():
+            parts = name.split("__")
+            for n in range(1, len(parts)):
+                monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(".".join(parts[:n])))
+            module = ModuleType(".".join(parts))
+            vars(module).update(names)
+            monkeypatch.setitem(sys.modules, ".".join(parts), module)
+        monkeypatch.delitem(sys.modules, f"onchip.integrations.{integration}", raising=False)
+        return importlib.import_module(f"onchip.integrations.{integration}")
+
+    return put
+
+
+def refused(error, message, call, *given, **named):
+    with pytest.raises(error, match=message):
+        call(*given, **named)
+
+
+class TitanLoss:
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+
+
+class TitanLinear(nn.Linear):
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        in_features: int
+        out_features: int
+        bias: bool = False
+
+
+class TitanConverter:
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        pass
+
+
+@pytest.fixture
+def torchtitan(fakes):
+    return fakes(
+        "torchtitan",
+        spmd_types={"is_type_checking": lambda: False},
+        torchtitan__components__loss={"IGNORE_INDEX": -100, "BaseLoss": TitanLoss, "ChunkedLossWrapper": TitanLoss},
+        torchtitan__models__common__linear={"Linear": TitanLinear},
+        torchtitan__protocols__model={"ModelConfigConverter": TitanConverter},
+        torchtitan__protocols__module={"Module": nn.Module},
+    )
+
+
+def test_torchtitan_refuses(torchtitan, monkeypatch):
+    Config = torchtitan.LinearCrossEntropyLoss.Config
+    loss = torchtitan.LinearCrossEntropyLoss(Config())
+    refused(RuntimeError, r"call set_lm_head\(model.lm_head\)", loss, torch.ones(2, 3, 4), torch.ones(2, 3).long())
+    refused(TypeError, "lm_head is a Sequential, .* leave lm_head out of LoRA", loss.set_lm_head, nn.Sequential())
+    head = nn.Linear(4, 7, bias=False)
+    head.forward = refused
+    refused(TypeError, "lm_head has a forward of its own, by test_stacks", loss.set_lm_head, head)
+    head = nn.Linear(4, 7, bias=False)
+    loss.set_lm_head(head)
+    assert head(torch.ones(2, 4)).shape == (2, 7)
+    refused(
+        ValueError, r"hidden states are \[2, 4\] and labels are \[2\]", loss, torch.ones(2, 4), torch.ones(2).long()
+    )
+    refused(ValueError, r"must be \[B, L, D\] and", loss, torch.ones(2, 3, 4), torch.ones(2, 5).long())
+    monkeypatch.setattr(torchtitan.spmd, "is_type_checking", lambda: True)
+    refused(RuntimeError, "spmd_typechecking to False", loss, torch.ones(2, 3, 4), torch.ones(2, 3).long())
+    head.in_features = 8  # the weight is half of what the layer says
+    loss._labels = torch.zeros(2, dtype=torch.int64)
+    refused(RuntimeError, "sharded here.*tensor_parallel_degree to 1", head, torch.ones(2, 4))
+    half = torch.ones(1, dtype=torch.bfloat16)
+    refused(RuntimeError, "casts the loss to bfloat16; leave output_dtype", torchtitan._divided, half, None, None)
+    for options, error, message in (
+        ({"scratch_bytes": "1GiBB"}, ValueError, "scratch_bytes"),
+        ({"label_smoothing": 2.0}, ValueError, "label_smoothing"),
+        ({"backend": "cuda"}, ValueError, "backend"),
+    ):
+        refused(error, message, torchtitan.LinearCrossEntropyLoss, Config(**options))
+
+
+def test_torchtitan_converts_linears(torchtitan):
+    class Model(SimpleNamespace):
+        def traverse(self, kind):
+            for name, value in vars(self).items():
+                yield name, value, self, name
+
+    class Own(TitanLinear.Config):
+        pass
+
+    size = {"in_features": 32, "out_features": 64}
+    converter = torchtitan.Fp8LinearConverter(torchtitan.Fp8LinearConverter.Config(grad_dtype="e5m2"))
+    model = Model(wq=TitanLinear.Config(**size, bias=True), lm_head=TitanLinear.Config(**size), lora=Own(**size))
+    small = TitanLinear.Config(in_features=24, out_features=64)
+    model.small = small
+    assert converter.convert(model) is model
+    assert (model.wq.bias, model.wq.grad_dtype, model.wq.out_features) == (True, "e5m2", 64)
+    assert type(model.wq) is torchtitan.TitanFp8Linear.Config
+    assert type(torchtitan.TitanFp8Linear(model.wq)(torch.ones(16, 32))) is torch.Tensor
+    assert (type(model.lm_head), type(model.lora), model.small) == (TitanLinear.Config, Own, small)
+    refused(ValueError, r"no Linear .* filter_fqns is \['lm_head', 'router'\]", converter.convert, Model(small=small))
+    wrong = torchtitan.Fp8LinearConverter.Config(scale="int8")
+    refused(ValueError, "scale", torchtitan.Fp8LinearConverter, wrong)
+
+
+class Chunked(nn.Module):
+    """Automodel's loss, as far as it is used."""
+
+    def __init__(self, compile, ignore_index, reduction):
+        super().__init__()
+        self.ignore_index, self.reduction = ignore_index, reduction
+
+    @staticmethod
+    def validate_lm_head(head):
+        return head
+
+    @staticmethod
+    def materialize_lm_weight(weight, *, grad_reduce_group=None):
+        return weight
+
+
+def text_config(**settings):
+    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**settings))
+
+
+def test_nemo(fakes):
+    OnchipCrossEntropy = fakes(
+        "nemo", nemo_automodel__components__loss__chunked_ce={"ChunkedCrossEntropy": Chunked}
+    ).OnchipCrossEntropy
+    hidden, weight, labels = torch.randn(1, 6, 4), torch.randn(9, 4), torch.tensor([0, 3, -100, 8, 8, 1])
+    loss = OnchipCrossEntropy()
+    refused(
+        RuntimeError, r"call validate_lm_head\(model.lm_head, model_config=model.config\)", loss, hidden, labels, weight
+    )
+    refused(ValueError, "the model has no config", loss.validate_lm_head, nn.Linear(4, 9))
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"):
+        config = text_config(**{name: 0.5})
+        refused(ValueError, f"{name} is 0.5.*use MaskedCrossEntropy", loss.validate_lm_head, None, model_config=config)
+    loss.validate_lm_head(nn.Linear(4, 9), model_config=text_config(final_logit_softcapping=2.0))
+    logits = 2 * torch.tanh(hidden[0] @ weight.T / 2)
+    mask, factor = torch.tensor([1, 1, 1, 0, 1, 1]), torch.arange(6) / 6
+    each = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(loss(hidden, labels, weight, 5), each.sum() / 5)
+    torch.testing.assert_close(
+        loss(hidden, labels, weight, 5, None, factor, mask=mask), (each * factor * mask).sum() / 5
+    )
+    assert loss(hidden, labels, weight, 0) == 0
+    refused(ValueError, r"mask is \[2\] and labels are \[6\]", loss, hidden, labels, weight, mask=mask[:2])
+    mean = OnchipCrossEntropy(reduction="mean")
+    mean.validate_lm_head(None, model_config=text_config())
+    refused(ValueError, "need reduction='sum'; it is 'mean'", mean, hidden, labels, weight, 5)
+    refused(ValueError, "scratch_bytes", OnchipCrossEntropy, scratch_bytes="1GiBB")
+
+
+def test_axolotl_refuses(fakes, monkeypatch):
+    axolotl = fakes("axolotl", axolotl__integrations__base={"BasePlugin": object})
+    for other in axolotl.OTHERS:
+        refused(ValueError, f"{other} replaces the model's loss too; take it out", axolotl.OnchipArgs, **{other: True})
+    assert axolotl.OnchipArgs(onchip=False, liger_cross_entropy=True).onchip is False
+    plugin = axolotl.OnchipPlugin()
+    assert plugin.get_input_args() == "onchip.integrations.axolotl.OnchipArgs"
+    config = SimpleNamespace(**axolotl.OnchipArgs().model_dump())
+    monkeypatch.setattr(axolotl, "patch", lambda model, **options: SimpleNamespace(fused=False, reason="why"))
+    refused(RuntimeError, "can't be patched: why; or set onchip to false", plugin.post_model_build, config, None)
+    config.onchip = False
+    plugin.post_model_build(config, None)
+
+
+def test_llamafactory_refuses(fakes, monkeypatch):
+    class KernelPlugin:
+        def __init__(self, name):
+            assert name == "onchip"
+
+        def register(self):
+            return lambda function: function
+
+    integration = fakes(
+        "llamafactory", llamafactory__v1__plugins__model_plugins__kernels__interface={"KernelPlugin": KernelPlugin}
+    )
+    apply_onchip = integration.apply_onchip
+    assert apply_onchip("model", None) == apply_onchip("model", False) == "model"
+    refused(ValueError, "include_kernels is 'liger'.*set it to auto", apply_onchip, nn.Linear(2, 2), "liger")
+    monkeypatch.setattr(integration, "patch", lambda model: SimpleNamespace(fused=False, reason="why"))
+    refused(RuntimeError, "can't be patched: why; leave out kernel_config", apply_onchip, None, True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- verl
+
+
+class VerlFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
+        return torch.zeros(()), torch.ones(())
+
+
+class VerlModule(nn.Module):
+    def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
+        pass
+
+
+@pytest.fixture
+def verl_modules(fakes, monkeypatch):
+    for cls in (VerlFunction, VerlModule):
+        monkeypatch.setattr(cls, "__module__", "verl.somewhere")
+    integration = fakes(
+        "verl",
+        verl__utils__kernel__linear_cross_entropy={"linear_cross_entropy": VerlFunction.apply},
+        verl__utils__experimental__torch_functional={"FusedLinearForPPO": VerlModule},
+    )
+    return integration, *(sys.modules[integration._HOMES[name]] for name in (integration.MODULE, integration.FUNCTION))
+
+
+def test_verl(verl_modules, monkeypatch):
+    integration, module_home, function_home = verl_modules
+    theirs = function_home.linear_cross_entropy
+    for _ in range(2):
+        assert len(integration.install().replaced) == 2
+    hidden, weight, ids = torch.randn(2, 3, 4), torch.randn(9, 4), torch.tensor([[0, 3, 8], [8, 8, 1]])
+    log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
+    expected = log_p.gather(-1, ids[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    for backend in ("torch", "liger"):
+        out = module_home.FusedLinearForPPO(impl_backend=backend)(hidden, weight, ids, temperature=0.7)
+        torch.testing.assert_close(out, expected)
+    out = function_home.linear_cross_entropy(hidden, weight, ids, 0.7, "none")
+    torch.testing.assert_close(out, tuple(x.flatten() for x in expected))
+    with pytest.warns(UserWarning, match="verl's own linear_cross_entropy runs, because the reduction is 'mean'"):
+        assert function_home.linear_cross_entropy(hidden, weight, ids, 0.7, "mean")[1] == 1
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    with pytest.warns(UserWarning, match="because tensor parallelism shards the vocabulary"):
+        assert function_home.linear_cross_entropy(hidden, weight, ids, 0.7, "none", "group")[1] == 1
+    refused(ValueError, "Choose 'torch' or 'liger'", module_home.FusedLinearForPPO, impl_backend="triton")
+    for _ in range(2):
+        integration.uninstall()
+    assert (function_home.linear_cross_entropy, module_home.FusedLinearForPPO) == (theirs, VerlModule)
+
+
+def test_verl_refuses_what_it_does_not_know(verl_modules, monkeypatch):
+    integration, home, _ = verl_modules
+    for found, message in (
+        (None, "there is no verl.*FusedLinearForPPO; reinstall verl"),
+        (nn.Linear, "was replaced by torch.*; undo that first"),
+        (
+            type("Other", (VerlModule,), {"forward": lambda self, x: x, "__module__": "verl.x"}),
+            r"takes \(x\), and onchip",
+        ),
+    ):
+        monkeypatch.setattr(home, "FusedLinearForPPO", found)
+        refused(RuntimeError, message, integration.install)
+        assert home.FusedLinearForPPO is found
+
+
+# ------------------------------------------------------------------------------------------------------------ Megatron
+
+
+class ColumnParallelLinear(nn.Linear):
+    pass
+
+
+CONFIG = {
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "defer_embedding_wgrad_compute": False,
+    "mtp_num_layers": None,
+    "gradient_accumulation_fusion": True,
+    "use_mup": False,
+    "mup_output_mult": 3.0,
+}
+UNUSED = ("loss_mask", "input_ids", "position_ids", "attention_mask", "decoder_input", "packed_seq_params")
+
+
+def processed(head=None, weight=None, labels=True, inference=None, context=None, **settings):
+    torch.manual_seed(0)
+    hidden, target = torch.randn(3, 2, 4), torch.tensor([[0, 3, -100], [8, 8, 1]])
+    others = {*UNUSED, "runtime_gather_output", "compute_language_model_loss", "scale_logits"}
+    out = output_processor(
+        hidden_states=hidden,
+        output_layer=ColumnParallelLinear(4, 9, bias=False) if head is None else head,
+        output_weight=weight,
+        labels=target if labels else None,
+        inference_context=inference,
+        context=context,
+        config=SimpleNamespace(**CONFIG | settings),
+        **dict.fromkeys(others),
+    )
+    return out, hidden, target
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_megatron_losses_of_tokens(tied, scale):
+    head, weight = ColumnParallelLinear(4, 9, bias=False), torch.randn(9, 4)
+    losses, hidden, target = processed(head, weight if tied else None, use_mup=scale != 1, context={"softcap": 5.0})
+    logits = 5 * torch.tanh(scale * (hidden @ (weight if tied else head.weight).T) / 5)
+    expected = F.cross_entropy(logits.permute(1, 2, 0), target, reduction="none")
+    torch.testing.assert_close(losses, expected)
+    assert losses.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"head": nn.Linear(4, 9)}, RuntimeError, "the output layer is a Linear.*leave adapters off it"),
+        ({"head": ColumnParallelLinear(4, 9)}, RuntimeError, "has a bias.*build it without"),
+        ({"tensor_model_parallel_size": 2}, RuntimeError, "set tensor_model_parallel_size to 1"),
+        ({"sequence_parallel": True}, RuntimeError, "set sequence_parallel to False"),
+        ({"inference": "context"}, RuntimeError, "this is inference.*pass output_processor in training alone"),
+        ({"defer_embedding_wgrad_compute": True}, RuntimeError, "set defer_embedding_wgrad_compute to False"),
+        ({"mtp_num_layers": 1}, RuntimeError, "set gradient_accumulation_fusion to False"),
+        ({"labels": False}, ValueError, "there are no labels; pass output_processor where labels are passed"),
+        ({"context": {"smoothing": 0.1}}, TypeError, "smoothing"),
+        ({"context": {"z_loss": -1.0}}, ValueError, "z_loss"),
+    ],
+)
+def test_megatron_refuses(changes, error, message):
+    refused(error, message, processed, **changes)
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_table_has_each_stack_that_the_script_tries():
+    script = runpy.run_path(str(ROOT / "tools" / "try_stacks.py"), run_name="try_stacks")
+    page = (ROOT / "docs" / "guides" / "stacks.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+) \| (\S[^|]*) \|.*\| \d{4}-\d\d-\d\d \|$", page, flags=re.MULTILINE))
+    assert list(rows) == list(script["STACKS"])
+    for name, stack in script["STACKS"].items():
+        if stack.packages:
+            version = stack.packages[0].partition("==")[2] or f"main, {script['MEGATRON_COMMIT'][:9]}"
+            assert rows[name] == version

@@ -1,0 +1,680 @@
+"""The table of docs/guides/stacks.md: each integration against the stack that it is for, on the CPU.
+
+    python tools/try_stacks.py [--folder build/stacks] [--megatron REPOSITORY] [--page] [STACK...]
+
+Each stack is installed into a folder of its own, of FOLDER, unless it is there; the environment of this Python has the
+rest and stays as it is.  Then the stack's examples in docs/guides run, and its check: a small model's loss and
+gradients with onchip and by the stack's own functions.  The table goes to the terminal, with --page also into the page.
+The exit status is 1 if a stack failed.
+
+STACK is a name of the table; without any, all run, in about five minutes.  Megatron-LM's branch comes from REPOSITORY.
+"""
+
+import argparse
+import contextlib
+import copy
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDES = ROOT / "docs" / "guides"
+PAGE = GUIDES / "stacks.md"
+HEADER = "| stack | version | what is hooked | tested how | on |\n|---|---|---|---|---|"
+BOUND = 1e-5  # of the relative error in float32
+
+MEGATRON = "https://github.com/NVIDIA/Megatron-LM"
+MEGATRON_COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"  # of 2026-08-22
+
+Checked = tuple[str, str]  # what is hooked, tested how
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a row of the table is made from."""
+
+    distribution: str
+    check: Callable[[], Checked]
+    packages: tuple[str, ...] = ()  # to install; none: the environment has it
+    pages: tuple[str, ...] = ()  # of docs/guides, whose examples run first
+    processes: int = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stacks", nargs="*", metavar="STACK", help=", ".join(STACKS))
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "stacks")
+    parser.add_argument("--megatron", default=MEGATRON, metavar="REPOSITORY", help="a clone of Megatron-LM, or its URL")
+    parser.add_argument("--page", action="store_true", help=f"write the rows into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    unknown = [name for name in given.stacks if name not in STACKS]
+    if unknown:
+        parser.error(f"there is no stack {', '.join(unknown)}; the stacks are {', '.join(STACKS)}")
+    if given.check:
+        return check(given.stacks[0])
+    print(HEADER, flush=True)
+    failed = 0
+    for name in given.stacks or STACKS:
+        row = run(name, given.folder.resolve() / name.replace(" ", "_"), given.megatron)
+        print(row or f"| {name} | failed | | | |", flush=True)
+        failed += row is None
+        if row and given.page:
+            write(name, row)
+    return failed > 0
+
+
+def run(name: str, folder: Path, megatron: str) -> str | None:
+    """The stack's row, or None with its process's output on stderr."""
+    stack = STACKS[name]
+    if stack.packages and not folder.exists():
+        try:
+            install(name, folder, megatron)
+        except subprocess.CalledProcessError as error:
+            print(error, file=sys.stderr)
+            return None
+    paths = [str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stack.processes}"]
+    command = [sys.executable, "-W", "ignore", *(launcher if stack.processes > 1 else []), __file__, "--check", name]
+    with tempfile.TemporaryDirectory() as empty:
+        ran = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=900)
+    # Not the exit status: gloo's threads abort now and then where a process ends.
+    rows = [line for line in ran.stdout.splitlines() if line.startswith(f"| {name} |")]
+    if not rows:
+        print(ran.stdout, ran.stderr, sep="\n", file=sys.stderr)
+    return rows[0] if rows else None
+
+
+def install(name: str, folder: Path, megatron: str) -> None:
+    """The stack and what it imports, without their dependencies: the environment's stay as they are."""
+    with tempfile.TemporaryDirectory() as made:
+        if STACKS[name].packages == (MEGATRON,):
+            git = ["git", "-C", made]
+            subprocess.run([*git, "init", "--quiet"], check=True)
+            subprocess.run([*git, "fetch", "--quiet", "--depth=1", megatron, MEGATRON_COMMIT], check=True)
+            subprocess.run([*git, "checkout", "--quiet", "FETCH_HEAD"], check=True)
+        else:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", made]
+            subprocess.run([*command, *STACKS[name].packages], check=True)
+        shutil.copytree(made, folder, ignore=shutil.ignore_patterns(".git"))
+
+
+def check(name: str) -> int:
+    """Run the stack's examples and its check; print its row."""
+    stack = STACKS[name]
+    for page in stack.pages:
+        run_examples(page, name)
+    hooked, how = stack.check()
+    version = importlib.metadata.version(stack.distribution) if stack.distribution else f"main, {MEGATRON_COMMIT[:9]}"
+    if os.environ.get("RANK", "0") == "0":
+        print("|".join(("", *(f" {cell} " for cell in (name, version, hooked, how, datetime.date.today())), "")))
+    return 0
+
+
+def run_examples(page: str, name: str) -> dict[str, Any]:
+    """What a page's Python blocks define; of stacks.md, those under the stack's heading."""
+    text = section(name) if page == PAGE.name else (GUIDES / page).read_text(encoding="utf-8")
+    defined: dict[str, Any] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    if not blocks:
+        raise AssertionError(f"{page} has no Python for {name}")
+    for block in blocks:
+        exec(compile(block, page, "exec"), defined)
+    return defined
+
+
+def section(name: str) -> str:
+    """What stacks.md says of a stack."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {name}\n")[2]
+    return re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def write(name: str, row: str) -> None:
+    """Put the stack's row into the page's table, in the place of its old one."""
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(rf"^\| {name} \|.*$", lambda _: row, text, flags=re.MULTILINE), encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- what checks are made of
+
+
+def agreed(made: Sequence[Any], expected: Sequence[Any], bound: float = BOUND) -> float:
+    """The largest relative error; raise if it is above the bound."""
+    pairs = [[torch.as_tensor(x, dtype=torch.float32) for x in pair] for pair in zip(made, expected, strict=True)]
+    error = max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
+    if not error < bound:
+        raise AssertionError(f"the relative error is {error:.1e}")
+    return error
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+def llama(**settings: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=96, **size, **settings))
+
+
+def tokens() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randint(96, (2, 16))
+
+
+def fused(model: Any) -> None:
+    """Raise unless `patch` computed each loss of the model without its logits."""
+    report = model.__dict__["_onchip"].report
+    if not report.losses or report.materialized:
+        raise AssertionError(str(report))
+
+
+def tests(name: str) -> str:
+    path = f"tests/integrations/test_{name}.py"
+    if not (ROOT / path).exists():
+        raise AssertionError(f"there is no {path}")
+    return f"every test run has `{path}`"
+
+
+# ---------------------------------------------------------------------------------------------------------- the stacks
+
+
+def transformers() -> Checked:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    from onchip.integrations.transformers import patch
+
+    rows = [{"input_ids": row, "labels": row} for row in tokens().tolist()] * 8
+
+    def train(patched: bool) -> list[float]:
+        model = llama()
+        if patched:
+            patch(model)
+        with tempfile.TemporaryDirectory() as folder:
+            args = TrainingArguments(
+                folder, max_steps=3, logging_steps=1, report_to="none", use_cpu=True, gradient_accumulation_steps=2
+            )
+            trainer = Trainer(model, args, train_dataset=Dataset.from_list(rows))
+            with contextlib.redirect_stdout(None):
+                trainer.train()
+        if patched:
+            fused(model)
+        return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+
+    error = agreed(train(True), train(False))
+    how = f"`Trainer`, 3 steps of a patched Llama, losses and gradient norms: {error:.0e}; {tests('transformers')}"
+    return "`model.loss_function`, `lm_head.forward`", how
+
+
+def peft() -> Checked:
+    from peft import LoraConfig, get_peft_model
+
+    from onchip.integrations.transformers import patch
+
+    made = []
+    for patched in (True, False):
+        config = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        model = get_peft_model(llama(), config)
+        if patched:
+            patch(model)
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        made.append([loss.detach(), *gradients(model)])
+        if patched:
+            fused(model.base_model.model)
+    how = f"LoRA on `q_proj` and `lm_head`, loss and the adapters' gradients: {agreed(*made):.0e}; {tests('peft')}"
+    return "as transformers", how
+
+
+def trl() -> Checked:
+    import trl.trainer.utils as home
+
+    from onchip.integrations import trl as integration
+
+    def step() -> list[Any]:
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(50, 32, requires_grad=True), torch.randn(96, 32, requires_grad=True)
+        given = hidden, weight, None, torch.randint(96, (50,)), 0.7, 16, None, 1.0, ("entropy", "mean_logits")
+        log_prob, entropy, _, mean_logits, _ = home._ChunkedLogProbFunction.apply(*given)
+        (log_prob.sum() + 0.1 * entropy.sum()).backward()
+        return [log_prob.detach(), entropy.detach(), mean_logits, hidden.grad, weight.grad]
+
+    theirs = step()
+    installed = integration.install()
+    error = agreed(step(), theirs)
+    integration.uninstall()
+    how = f"its log-probabilities, entropies and their gradients: {error:.0e}; {tests('trl')}"
+    return ", ".join(f"`{name.rpartition('.')[2]}`" for name in installed.replaced), how
+
+
+def accelerate() -> Checked:
+    from accelerate import Accelerator
+
+    from onchip.integrations.transformers import patch
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    made = []
+    for patched in (True, False):
+        model = llama()
+        if patched:
+            patch(model)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                loss = model(input_ids=tokens(), labels=tokens()).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        made.append([*losses, *(p.detach() for p in model.parameters())])
+        if patched:
+            fused(accelerator.unwrap_model(model))
+    how = f"`Accelerator`, 4 accumulated steps of a patched Llama, losses and weights: {agreed(*made):.0e}"
+    return "as transformers", how
+
+
+def flax() -> Checked:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from onchip.integrations.flax import LinearHead
+
+    hidden = jax.random.normal(jax.random.key(0), (2, 16, 32))
+    labels = jnp.asarray(tokens().numpy())
+
+    def loss(head: Any) -> Any:
+        if isinstance(head, LinearHead):
+            return head(hidden, labels)
+        return optax.softmax_cross_entropy_with_integer_labels(head(hidden), labels).mean()
+
+    made = []
+    for kind in (LinearHead, nnx.Linear):
+        value = nnx.value_and_grad(loss)(kind(32, 96, rngs=nnx.Rngs(0)))
+        made.append([np.asarray(x) for x in jax.tree.leaves(value)])
+    how = f"`LinearHead` and `nnx.Linear` with optax, loss and gradients: {agreed(*made):.0e}; {tests('flax')}"
+    return "`nnx.Linear`, `nnx.Embed`, `linen.Dense`", how
+
+
+def levanter() -> Checked:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    # The package imports a trainer and all that it needs, and its kernels import a way to cloud storage.
+    spec = importlib.util.find_spec("levanter")
+    package, storage = types.ModuleType("levanter"), types.ModuleType("rigging.filesystem")
+    package.__path__ = list(spec.submodule_search_locations)
+    storage.url_to_fs = None
+    sys.modules |= {"levanter": package, "rigging": types.ModuleType("rigging"), "rigging.filesystem": storage}
+    from levanter.kernels.pallas.fused_cross_entropy_loss import api
+
+    from onchip.integrations import levanter as integration
+
+    x, w = jax.random.normal(jax.random.key(0), (32, 16)), jax.random.normal(jax.random.key(1), (16, 96))
+    labels = jnp.asarray(tokens().flatten().numpy())
+    weight = jnp.arange(32) / 32
+
+    def step(implementation: str | None) -> list[Any]:
+        def loss(x: Any, w: Any) -> Any:
+            return api.fused_cross_entropy_loss_and_logsumexp_penalty(
+                x, labels, w, weight=weight, logsumexp_weight=1e-2, logit_soft_cap=3.0, implementation=implementation
+            )
+
+        return [np.asarray(x) for x in jax.tree.leaves(jax.value_and_grad(loss, (0, 1))(x, w))]
+
+    integration.register(default=True)
+    errors = [agreed(step(name), step("reference")) for name in ("onchip", None)]
+    integration.unregister()
+    how = f"its kernels' loss by name and by default, against its 'reference', loss and gradients: {max(errors):.0e}"
+    return "`IMPLEMENTATIONS`, `_default_implementations`", f"{how}; {tests('levanter')}"
+
+
+def torchtitan() -> Checked:
+    # torchtitan looks for an accelerator, and for a function of PyTorch after 2.13.
+    import torchtitan.tools.utils as utils
+
+    utils.device_type, utils.device_module = "cpu", torch.cpu
+    torch.cpu.current_device = lambda: 0  # type: ignore[assignment,return-value]
+    torch.distributed.set_timeout = lambda *given: None  # type: ignore[attr-defined]
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from onchip.integrations.torchtitan import LinearCrossEntropyLoss, TitanFp8Linear
+
+    def step(config: Any) -> list[Any]:
+        torch.manual_seed(0)
+        body, head = (Linear.Config(in_features=32, out_features=size).build() for size in (32, 96))
+        loss = config.build()
+        loss.set_lm_head(head)
+        hidden, labels = torch.randn(2, 16, 32), tokens().index_fill(1, torch.tensor([3]), -100)
+        with torch.no_grad():
+            made = [loss(body(hidden), labels)[0]]
+        for _ in range(2):  # gradients add up
+            made.append(loss(body(hidden), labels, torch.tensor(30))[0])
+            made[-1].backward()
+        return [x.detach() for x in made] + gradients(body) + gradients(head)
+
+    alone = agreed(step(LinearCrossEntropyLoss.Config()), step(ChunkedLossWrapper.Config()))
+    defined = run_examples("torchtitan.md", "torchtitan")
+    torch.distributed.init_process_group("gloo")  # once, for all its trainers
+    torch.distributed.init_process_group = lambda **given: None
+    theirs, _ = titan_steps(llama3_debugmodel())
+    ours, _ = titan_steps(defined["llama3_onchip"]())
+    together = agreed(ours, theirs)
+    compiled = defined["llama3_onchip"]()
+    compiled.compile.enable = True
+    together = max(together, agreed(titan_steps(compiled)[0], theirs))
+    fp8, model = titan_steps(defined["llama3_onchip_fp8"]())
+    quantized = agreed(fp8[:3], theirs[:3], bound=1e-3)
+    layers = sum(isinstance(module, TitanFp8Linear) for module in model.modules())
+    how = (
+        f"the loss and `ChunkedLossWrapper`, loss and gradients: {alone:.0e}; torchtitan's Trainer with FSDP2 on 2 "
+        f"processes, 3 steps of Llama 3's debug model, eager and compiled, losses and gradient norms: {together:.0e}; "
+        f"with {layers} FP8 layers, losses: {quantized:.0e}"
+    )
+    return "`ChunkedLossWrapper`, `ModelConfigConverter`", how
+
+
+def titan_steps(config: Any) -> tuple[list[float], Any]:
+    """Losses and gradient norms of three steps by torchtitan's Trainer, and the model."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.attention import SDPBackend
+    from torchtitan.components import metrics
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.models.common.attention import BaseAttention, ScaledDotProductAttention
+
+    class Data(BaseDataLoader):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):  # type: ignore[misc]
+            pass
+
+        def __init__(self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **other: Any) -> None:
+            self.shape, self.seed = (local_batch_size, seq_len), dp_rank
+
+        def __iter__(self) -> Iterator[Any]:
+            generator = torch.Generator().manual_seed(self.seed)
+            while True:
+                ids = torch.randint(2000, self.shape, generator=generator)
+                labels = ids.roll(-1, 1)
+                labels[:, : 1 + self.seed] = -100
+                yield {"input": ids, "positions": torch.arange(self.shape[1]).expand(self.shape)}, labels
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class NoTokenizer(BaseTokenizer):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):  # type: ignore[misc]
+            pass
+
+        def __init__(self, config: Config, **other: Any) -> None:
+            pass
+
+        encode = decode = get_vocab_size = None
+
+    memory = metrics.DeviceMemStats(*[0.0] * len(metrics.DeviceMemStats._fields))
+    metrics.build_device_memory_monitor = lambda: types.SimpleNamespace(
+        device_name="CPU", get_peak_stats=lambda: memory, reset_peak_stats=lambda: None
+    )
+    # Its flex attention has no gradient on the CPU.
+    ScaledDotProductAttention.sdpa_backends = [SDPBackend.MATH]
+    for _, attention, _, _ in config.model_spec.model.traverse(BaseAttention.Config):
+        attention.inner_attention = ScaledDotProductAttention.Config()
+    config.dataloader, config.tokenizer = Data.Config(), NoTokenizer.Config()
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 32, 3
+    config.training.mixed_precision_param = "float32"
+    config.training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"  # FSDP2 of PyTorch 2.13 refuses the parameters of 'spmd_types'
+    config.validator.enable = config.checkpoint.enable = False
+    config.debug.seed = 0
+    logged: list[list[float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config.dump_folder = folder
+        trainer = config.build()
+        for module in trainer.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+        trainer.metrics_processor.log = lambda step, loss, largest, norm, **other: logged.append([loss, norm])
+        trainer.train()
+        trainer.close()
+    losses, norms = zip(*logged, strict=True)
+    return [*losses, *norms], trainer.model_parts[0]
+
+
+def verl() -> Checked:
+    from verl.models.transformers.monkey_patch import patch_forward_with_backends
+    from verl.utils.experimental import torch_functional as home
+
+    from onchip.integrations import verl as integration
+
+    # As the page says: a module of the user's that verl imports, and what it prints.
+    code, printed = re.findall(r"^```(?:python|text)\n(.*?)^```", section("verl"), flags=re.MULTILINE | re.DOTALL)[:2]
+    Path("my_verl.py").write_text(code, encoding="utf-8")
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "my_verl"}
+    said = subprocess.run([sys.executable, "-c", "import verl"], env=environment, stdout=subprocess.PIPE, text=True)
+    if printed not in said.stdout:
+        raise AssertionError(f"verl's import printed {said.stdout!r}")
+    theirs = home.FusedLinearForPPO
+
+    def step(backend: str) -> list[Any]:
+        model = llama()
+        with contextlib.redirect_stdout(None):
+            patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
+        out = model(input_ids=tokens(), temperature=0.7, return_dict=True)
+        factors = torch.linspace(-1, 1, 32)
+        ((out.log_probs.flatten() + 0.1 * out.entropy.flatten()) * factors).sum().backward()
+        return [out.log_probs.detach().flatten(), out.entropy.detach().flatten(), *gradients(model)]
+
+    expected = step("torch")
+    installed = integration.install()
+    errors = [agreed(step(backend), expected) for backend in ("torch", "liger", "triton")]
+    integration.uninstall()
+    if home.FusedLinearForPPO is not theirs:
+        raise AssertionError("uninstall left onchip's")
+    how = (
+        "a Llama patched by verl for fused kernels 'torch', 'liger' and 'triton', against verl's own 'torch', values "
+        f"and gradients: {max(errors):.0e}"
+    )
+    return ", ".join(f"`{name.rpartition('.')[2]}`" for name in installed.replaced), how
+
+
+def axolotl() -> Checked:
+    from axolotl.integrations.base import PluginManager
+    from axolotl.integrations.config import merge_input_args
+    from axolotl.utils.dict import DictDefault
+
+    manager = PluginManager.get_instance()
+    manager.register("onchip.integrations.axolotl.OnchipPlugin")
+    fields = merge_input_args()[1].model_fields
+    model, ids = llama(), tokens()
+    plain = copy.deepcopy(model)
+    manager.post_model_build(DictDefault({"onchip_z_loss": 0.0}), model)
+    made = []
+    for x in (model, plain):
+        loss = x(input_ids=ids, labels=ids).loss
+        loss.backward()
+        made.append([loss.detach(), *gradients(x)])
+    fused(model)
+    options = sum(name.startswith("onchip") for name in fields)
+    how = (
+        f"a Llama patched through its `PluginManager`, loss and gradients: {agreed(*made):.0e}; its config class takes "
+        f"the {options} options"
+    )
+    return "`BasePlugin.post_model_build`, `get_input_args`", how
+
+
+def nemo() -> Checked:
+    from nemo_automodel.components.loss.loss import build_loss_module
+    from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
+    from nemo_automodel.components.loss.utils import calculate_loss
+
+    from onchip.integrations.nemo import OnchipCrossEntropy
+
+    labels = tokens().index_fill(1, torch.tensor([3]), -100)
+    made = []
+    for loss_fn in (build_loss_module(OnchipCrossEntropy), MaskedCrossEntropy()):
+        model = llama()
+        out = model(input_ids=tokens(), output_hidden_states=True)
+        loss = calculate_loss(
+            loss_fn,
+            model=model,
+            logits=out.logits,
+            labels=labels,
+            hidden_states=out.hidden_states[-1],
+            num_label_tokens=30,
+        )
+        loss.backward()
+        made.append([loss.detach(), *gradients(model)])
+    how = f"its `calculate_loss` of a Llama, against `MaskedCrossEntropy`, loss and gradients: {agreed(*made):.0e}"
+    return "`LinearCrossEntropy`, by its subclass `ChunkedCrossEntropy`", how
+
+
+def llamafactory() -> Checked:
+    from llamafactory.v1.core.base_trainer import BaseTrainer
+    from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin
+
+    importlib.import_module("onchip.integrations.llamafactory")
+    made = []
+    trainer = types.SimpleNamespace(device="cpu")
+    for kernels in ("auto", None):
+        model = KernelPlugin("onchip")(model=llama(), include_kernels=kernels).train()
+        log_probs = BaseTrainer.compute_log_probs(trainer, model, {"input_ids": tokens(), "labels": tokens()})
+        (-log_probs).mean().backward()
+        made.append([log_probs.detach(), *gradients(model)])
+        if kernels and model.__dict__["_onchip"].report.materialized:
+            raise AssertionError(str(model.__dict__["_onchip"].report))
+    how = f"`BaseTrainer.compute_log_probs` of a Llama with and without, values and gradients: {agreed(*made):.0e}"
+    return '`KernelPlugin("onchip")`', how
+
+
+def megatron() -> Checked:
+    # Megatron asks for the GPU's index and its random state where neither is used.
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from onchip.integrations.megatron import output_processor
+
+    tensor_parallel.get_cuda_rng_tracker().fork = lambda *names: contextlib.nullcontext()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(1, 1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    made: list[list[Any]] = []
+    for extra in ({"output_processor": output_processor}, {}):
+        made.append([])
+        for tied in (True, False):
+            torch.manual_seed(0)
+            spec = get_gpt_layer_local_spec()
+            model = GPTModel(config, spec, 96, 16, share_embeddings_and_output_weights=tied)
+            positions = torch.arange(16).expand(2, -1)
+            mask = torch.ones(2, 1, 16, 16).triu(1).bool()
+            losses = model(tokens(), positions, mask, labels=tokens(), **extra)
+            losses.mean().backward()
+            made[-1] += [losses.detach(), *gradients(model)]
+    how = f"a GPTModel's losses and gradients with it and without, tied head and not: {agreed(*made):.0e}"
+    return "`GPTModel.forward(output_processor=)`", how
+
+
+STACKS = {
+    "transformers": Stack("transformers", transformers),
+    "PEFT": Stack("peft", peft),
+    "TRL": Stack("trl", trl),
+    "accelerate": Stack("accelerate", accelerate),
+    "torchtitan": Stack(
+        "torchtitan",
+        torchtitan,
+        (
+            "torchtitan==0.3.0",
+            "spmd_types==0.2.3",
+            "docstring_parser==0.18.0",
+            "einops==0.8.2",
+            "tensorboard==2.21.0",
+            "torch_checkpointing==0.1.1",
+            "torchdata==0.11.0",
+            "typeguard==4.6.0",
+            "tyro==1.0.17",
+        ),
+        processes=2,
+    ),
+    "verl": Stack(
+        "verl",
+        verl,
+        (
+            "verl==0.9.1",
+            "antlr4-python3-runtime==4.13.2",
+            "attrs==26.1.0",
+            "cloudpickle==3.1.2",
+            "codetiming==1.4.0",
+            "hydra-core==1.3.8",
+            "importlib_metadata==10.2.0",
+            "jsonschema==4.26.0",
+            "jsonschema_specifications==2025.9.1",
+            "msgpack==1.2.4",
+            "omegaconf==2.4.0",
+            "orjson==3.13.0",
+            "pyvers==0.2.3",
+            "ray==2.60.0",
+            "referencing==0.37.0",
+            "rpds_py==2026.9.1",
+            "tensordict==0.15.3",
+        ),
+        ("stacks.md",),
+    ),
+    "axolotl": Stack("axolotl", axolotl, ("axolotl==0.19.0", "addict==2.4.0")),
+    "NeMo Automodel": Stack("nemo-automodel", nemo, ("nemo-automodel==0.7.0",)),
+    "LLaMA-Factory": Stack(
+        "llamafactory",
+        llamafactory,
+        ("llamafactory==0.9.5", "antlr4-python3-runtime==4.13.2", "omegaconf==2.4.0", "torchdata==0.11.0"),
+        ("stacks.md",),
+    ),
+    "Megatron-LM": Stack("", megatron, (MEGATRON,), ("stacks.md",)),
+    "Flax": Stack("flax", flax),
+    "Levanter": Stack(
+        "marin-levanter",
+        levanter,
+        ("marin-levanter==0.2.20.dev202606180959", "braceexpand==0.1.7", "jaxtyping==0.3.11"),
+    ),
+}
+"""In the page's order."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
