@@ -99,7 +99,7 @@ def test_names_with_commas_are_listed_apart():
 @pytest.mark.parametrize("columns", [20, 40, 60, 200])
 def test_a_table_cuts_no_word(columns):
     console = Console(width=columns, file=io.StringIO())
-    row = ["linear_cross_entropy", "some words that wrap", Text("1.0e-06"), "ok"]
+    row = ["linear_cross_entropy", "some words that wrap", Text("loss 1.0e-06"), "ok"]
     print_table(console, ["op", "reason", "error", ""], [row], title="title", right=("error",))
     printed = console.file.getvalue()
     assert all(len(line.rstrip()) <= columns for line in printed.splitlines())

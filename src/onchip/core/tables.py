@@ -24,7 +24,10 @@ def print_table(
     if title:
         console.print(f"\n{title}", style="bold", highlight=False, markup=False)
     texts = [[cell.plain if isinstance(cell, Text) else cell for cell in row] for row in rows]
-    widths = [max(map(_longest_word, cells)) for cells in zip(columns, *texts, strict=True)]
+    # Numbers stay with their units.
+    measures = [cell_len if name in right else _longest_word for name in columns]
+    by_column = zip(measures, zip(columns, *texts, strict=True), strict=True)
+    widths = [max(map(measure, cells)) for measure, cells in by_column]
     if sum(widths) + 2 * (len(columns) - 1) <= console.width:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
         for name, width in zip(columns, widths, strict=True):
