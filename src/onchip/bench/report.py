@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from onchip.bench.units import format_bytes, format_error, format_ms, format_ratio
+from onchip.core.tables import print_table
 
 COLUMNS = ("implementation", "median", "× floor", "memory", "error", "bound")
 Errors = Mapping[str, tuple[float | None, float | None]]
@@ -83,13 +82,8 @@ def print_rows(found: Sequence[Mapping[str, Any]], console: Console) -> None:
     for rows in (rows for modes in sections.values() for rows in modes.values()):
         case, mode, floor = (rows[0][name] for name in ("case", "mode", "floor_ms"))
         title = f"{case}, {kind(rows[0])}, {mode} (floor: {format_ms(floor)})"
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        for i, column in enumerate(COLUMNS):
-            # A narrow terminal folds names, not numbers.
-            table.add_column(column, justify="right" if i else "left", no_wrap=i > 0)
-        for row in rows:
-            table.add_row(*_cells(row), style=None if row["ok"] else "red")
-        console.print(table)
+        cells = [[Text(cell, "" if row["ok"] else "red") for cell in _cells(row)] for row in rows]
+        print_table(console, COLUMNS, cells, title=title, right=COLUMNS[1:])
         for row in rows:
             if not row["ok"]:
                 console.print(Text.assemble(("wrong: ", "red"), f"{row['impl']}: ", "; ".join(wrong_numbers(row))))
@@ -106,10 +100,8 @@ def print_summary(document: Mapping[str, Any], console: Console) -> None:
     lines = document.get("summary")
     if not lines:
         return
-    table = Table(*(name.replace("_", " ") for name in lines[0]), title="summary", title_justify="left")
-    for line in lines:
-        table.add_row(*map(summary_cell, line.values()))
-    console.print(table)
+    cells = [[summary_cell(value) for value in line.values()] for line in lines]
+    print_table(console, [name.replace("_", " ") for name in lines[0]], cells, title="summary")
 
 
 def summary_cell(value: Any) -> str:

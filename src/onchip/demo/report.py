@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from onchip.bench.units import format_bytes, format_ms
+from onchip.core.tables import print_table
 from onchip.demo import EXTRAS
 
 if TYPE_CHECKING:
@@ -82,15 +82,10 @@ def _fp8_verdict(fp8: Mapping[str, Any]) -> str:
 def print_report(document: Document, console: Console) -> None:
     """Both losses, the measurements, and the sample."""
     for title, columns, rows in (
-        (None, ("training", *document["losses"]), _loss_rows(document)),
+        ("", ("training", *document["losses"]), _loss_rows(document)),
         ("head and loss, forward and backward", COLUMNS, _measured_rows(document)),
     ):
-        table = Table(*columns, title=title)
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, columns, rows, title=title, right=columns[1:])
     console.print(Text(_verdict(document), style="green" if document["difference"]["within_bound"] else "bold red"))
     if fp8 := document["fp8"]:
         console.print(_fp8_verdict(fp8), highlight=False)
