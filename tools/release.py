@@ -99,7 +99,11 @@ def main() -> None:
             say(f"Python {version}: the tests need torch and jax, so they were left out")
         else:
             run_tests(version, wheel, sdist, given.all_tests)
-    say(f"all of it passed; to upload: {FOLDER / 'tools/bin/twine'} upload {wheel} {sdist}")
+    skipped = [v for v in SUPPORTED if v not in pythons] + given.without + ["the repository"] * given.draft
+    if skipped:
+        say(f"what was tried passed; before an upload try the rest: {', '.join(skipped)}")
+    else:
+        say(f"all of it passed; to upload: {FOLDER / 'tools/bin/twine'} upload {wheel} {sdist}")
 
 
 # ------------------------------------------------------------------------------------------------------------- before
