@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "release"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONSTRAINTS = ROOT / "constraints.txt"
+# In an environment of their own: cffconvert wants an older jsonschema than the tests.
+TOOLS = ("build==1.6.1", "cffconvert==2.0.0", "check-wheel-contents==0.6.3", "twine==7.0.0")
 SUPPORTED = [c.rsplit(" ", 1)[1] for c in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", c)]
 
 TORCH = """
@@ -139,7 +141,7 @@ def build() -> tuple[Path, Path]:
     """The wheel and the sdist, checked."""
     tools, dist = FOLDER / "tools", FOLDER / "dist"
     run(sys.executable, "-m", "venv", tools)
-    pip(tools, *PROJECT["optional-dependencies"]["release"])
+    run(tools / "bin/python", "-m", "pip", "install", "-q", *TOOLS)
     run(tools / "bin/python", "-m", "build", "--outdir", dist, ROOT)
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     run(tools / "bin/twine", "check", "--strict", wheel, sdist)
