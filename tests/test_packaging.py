@@ -28,6 +28,9 @@ def without(package, code):
         ("onchip.jax", "jax", "jax"),
         ("onchip.integrations.transformers", "torch", "torch,integrations"),
         ("onchip.integrations.trl", "torch", "torch,integrations"),
+        ("onchip.integrations.flax", "jax", "jax,integrations"),
+        ("onchip.integrations.flax", "flax", "jax,integrations"),
+        ("onchip.integrations.levanter", "jax", "jax"),
     ],
 )
 def test_a_missing_framework_is_named_with_its_extra(module, package, extras):

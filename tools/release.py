@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "release"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONSTRAINTS = ROOT / "constraints.txt"
+# In an environment of their own: cffconvert wants an older jsonschema than the tests.
+TOOLS = ("build==1.6.1", "cffconvert==2.0.0", "check-wheel-contents==0.6.3", "twine==7.0.0")
 SUPPORTED = [c.rsplit(" ", 1)[1] for c in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", c)]
 
 TORCH = """
@@ -99,7 +101,11 @@ def main() -> None:
             say(f"Python {version}: the tests need torch and jax, so they were left out")
         else:
             run_tests(version, wheel, sdist, given.all_tests)
-    say(f"all of it passed; to upload: {FOLDER / 'tools/bin/twine'} upload {wheel} {sdist}")
+    skipped = [v for v in SUPPORTED if v not in pythons] + given.without + ["the repository"] * given.draft
+    if skipped:
+        say(f"what was tried passed; before an upload try the rest: {', '.join(skipped)}")
+    else:
+        say(f"all of it passed; to upload: {FOLDER / 'tools/bin/twine'} upload {wheel} {sdist}")
 
 
 # ------------------------------------------------------------------------------------------------------------- before
@@ -135,7 +141,7 @@ def build() -> tuple[Path, Path]:
     """The wheel and the sdist, checked."""
     tools, dist = FOLDER / "tools", FOLDER / "dist"
     run(sys.executable, "-m", "venv", tools)
-    pip(tools, *PROJECT["optional-dependencies"]["release"])
+    run(tools / "bin/python", "-m", "pip", "install", "-q", *TOOLS)
     run(tools / "bin/python", "-m", "build", "--outdir", dist, ROOT)
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     run(tools / "bin/twine", "check", "--strict", wheel, sdist)
@@ -166,9 +172,10 @@ def try_wheel(version: str, python: str, wheel: Path, left_out: set[str]) -> Non
     failed = subprocess.run([environment / "bin/onchip"], capture_output=True, text=True)
     expect(f"onchip says {failed.stderr}", failed.returncode == 1 and "pip install 'onchip[cli]'" in failed.stderr)
     install(environment, wheel, "cli")
-    run(environment / "bin/onchip", "--help")
-    info = said(environment / "bin/onchip", "info", "--json")
-    expect(f"onchip info says {info}", f'"onchip": "{package_version()}"' in info)
+    said_version = said(environment / "bin/onchip", "--version")
+    expect(f"onchip --version says {said_version!r}", said_version == f"onchip {package_version()}")
+    run(environment / "bin/onchip", "info")
+    run(environment / "bin/onchip", "plan", "linear_cross_entropy", "--model", "llama3.1-8b", "--tokens", "4096")
     if "torch" not in left_out:
         environment = make_environment(version, "torch", python)
         install(environment, wheel, "torch")

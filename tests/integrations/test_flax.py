@@ -146,5 +146,5 @@ def test_wrong_calls(heads, layer, given, named, error, message):
 
 def test_without_flax(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
-    with pytest.raises(ModuleNotFoundError, match=r"Flax isn't installed; pip install 'onchip\[integrations\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs flax, .*; pip install 'onchip\[jax,integrations\]'"):
         runpy.run_path(onchip.integrations.flax.__file__)

@@ -6,16 +6,11 @@ as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_en
 
 from typing import Any
 
-import jax
+from onchip.core.machine import naming_extra
 
-try:
+with naming_extra("onchip.integrations.flax", "jax,integrations"):
+    import jax
     from flax import linen, nnx
-except ModuleNotFoundError as error:
-    if error.name != "flax":
-        raise
-    raise ModuleNotFoundError(
-        "onchip.integrations.flax: Flax isn't installed; pip install 'onchip[integrations]'", name="flax"
-    ) from None
 
 from onchip.jax import linear_cross_entropy
 

@@ -8,7 +8,11 @@ import importlib
 import sys
 from typing import Any
 
-import jax
+from onchip.core.machine import naming_extra
+
+with naming_extra("onchip.integrations.levanter", "jax"):
+    import jax
+
 import jax.numpy as jnp
 
 from onchip.jax import linear_cross_entropy, linear_log_probs
