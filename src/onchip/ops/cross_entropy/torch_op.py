@@ -7,13 +7,13 @@ a new tensor, or with inplace_backward over the logits.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
-    DTYPES,
+    LOSS_DTYPES,
+    accumulator,
     check_class_weight,
     check_normalizer,
     check_tensors,
@@ -174,8 +174,8 @@ def cross_entropy(
         inplace_backward=inplace_backward,
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
-    normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
-    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
+    normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits)
+    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, logits.dtype)
     chosen = choose_torch_backend(OP, backend, logits.device, refusal(logits))
     if inplace_backward:
         check_inplace(logits)
@@ -280,13 +280,13 @@ def _chunk(call: Call, tokens: Tokens) -> int:
     problem = row_memory.Problem(
         tokens=call.target.numel(),
         vocab=logits.shape[-1],
-        dtype=DTYPES[logits.dtype],
+        dtype=LOSS_DTYPES[logits.dtype],
         device="cpu" if logits.device.type == "cpu" else "cuda",
         grad=call.grads[0],
         softcap=options.softcap is not None,
         stats=options.return_stats,
         class_weight=call.class_weight is not None and options.label_smoothing > 0,
-        gathered=not flat or (tokens.index is not None and logits.dtype != torch.float32),
+        gathered=not flat or (tokens.index is not None and logits.dtype != accumulator(logits.dtype)),
     )
     return row_memory.plan(problem, "", options.scratch_bytes)
 

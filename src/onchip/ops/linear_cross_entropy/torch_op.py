@@ -16,6 +16,7 @@ from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
+    accumulator,
     check_class_weight,
     check_normalizer,
     check_tensors,
@@ -213,15 +214,17 @@ def linear_cross_entropy(
     )
     spec.check_shift(options, target.shape, "target of shape [..., S]")
     dtype = product_dtype(OP, tensors)
-    normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
+    normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, matrix)
+    if precision == "fp8" and dtype == torch.float64:
+        raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
     shifted_bytes = 0
     if shift:
         # int64 holds every ignore_index.
         target = _next(target, ignore_index, torch.int64)
         token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
         shifted_bytes = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
-    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
+    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, dtype)
     chosen = precision
     if precision == "full":
         refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
@@ -333,7 +336,7 @@ class LinearCrossEntropyLoss(LossModule):
 
 
 class Stash(NamedTuple):
-    """The gradients in float32 for an upstream gradient of 1; None: not wanted, or not made in forward."""
+    """The gradients in the dtype of sums for an upstream gradient of 1; None: not wanted, or not made in forward."""
 
     grad_hidden: Tensor | None = None
     grad_weight: Tensor | None = None
@@ -427,8 +430,8 @@ def _stash(call: Call) -> TorchOutputs:
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
-    pairs = zip((call.hidden, call.weight, call.bias), call.grads, strict=True)
-    made = [x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None for x, wanted in pairs]
+    pairs, total = zip((call.hidden, call.weight, call.bias), call.grads, strict=True), accumulator(call.dtype)
+    made = [x.new_empty(x.shape, dtype=total) if x is not None and wanted else None for x, wanted in pairs]
     return TorchOutputs(call.empty_outputs(), Stash(*made))
 
 
@@ -445,7 +448,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     assert grad_loss is not None
     factor: Tensor | None = grad_loss
     if kept.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
-        factor = grad_loss.float().masked_fill(kept.target == kept.ignore_index, 0)[..., None]
+        factor = grad_loss.masked_fill(kept.target == kept.ignore_index, 0)[..., None]
     elif is_plain_one(grad_loss):
         factor = None
     made: list[Tensor | None] = [None] * 3
@@ -453,7 +456,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
         if not wanted[i] or stashed is None:
             continue
         if i == 1 and kept.weight_grad_out is not None:
-            kept.weight_grad_out.addcmul_(stashed, grad_loss.float())
+            kept.weight_grad_out.addcmul_(stashed, grad_loss)
         else:
             made[i] = scale_stash(stashed, factor, dtype)
     return made

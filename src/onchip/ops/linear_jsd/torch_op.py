@@ -14,6 +14,7 @@ from torch import Tensor
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
+    LOSS_DTYPES,
     check_kinds,
     check_normalizer,
     choose_torch_backend,
@@ -223,15 +224,22 @@ def _call(op: str, **given: Any) -> Tensor:
     tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
     shape, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
     options = options.with_scratch(given, math.prod(shape) * size)
-    check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
+    check_kinds(
+        op,
+        tensors,
+        integers=("target", "teacher_topk.indices"),
+        constants=("token_weight",),
+        labels=("teacher_topk.values",),
+        dtypes=LOSS_DTYPES,
+    )
     if topk is not None:
         refuse_gradient(op, "teacher_topk.values", topk.values)
     dtypes = tuple(
         product_dtype(op, tensors, who) if f"{who}hidden" in tensors else torch.float32
         for who in ("student_", "teacher_")
     )
-    device = next(iter(tensors.values())).device
-    normalizer = check_normalizer(op, given["normalizer"], options.reduction, "the student", device)
+    first = next(iter(tensors.values()))
+    normalizer = check_normalizer(op, given["normalizer"], options.reduction, "the student", first)
     student, teacher = (Model(*(given.get(f"{who}_{part}") for part in PARTS)) for who in ("student", "teacher"))
     if not options.teacher_grad:
         teacher = Model(*(None if x is None else x.detach() for x in teacher))
@@ -242,7 +250,7 @@ def _call(op: str, **given: Any) -> Tensor:
         student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    if choose_torch_backend(op, given["backend"], device, triton_op.refusal(call)) == "triton":
+    if choose_torch_backend(op, given["backend"], first.device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
     return OPERATORS[op](call).loss
@@ -252,7 +260,7 @@ def _call(op: str, **given: Any) -> Tensor:
 
 
 class Outputs(NamedTuple):
-    """The loss, and with `stash` the gradients in float32 for an upstream gradient of 1."""
+    """The loss, and with `stash` the gradients in the dtype of sums for an upstream gradient of 1."""
 
     loss: Tensor
     student: Model
@@ -278,7 +286,7 @@ def _forward(call: Call) -> Outputs:
 
 
 def _fake(call: Call) -> Outputs:
-    made = call.empty_gradients(call.grads if call.stash else [False] * len(PARAMETERS), torch.float32)
+    made = call.empty_gradients(call.grads if call.stash else [False] * len(PARAMETERS), call.dtype)
     return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
 
 

@@ -239,7 +239,7 @@ def gradient_by_outputs(kept: Any, upstream: Made, tokens: Ids) -> tuple[TokenGr
     ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
 
     def rows(x: Tensor | None, *shape: int) -> Any:
-        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).float())
+        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).to(tokens.dtype))
 
     def scaled(grad: Tensor | None) -> Any:
         # A NaN that is sent to an ignored token must not leak.

@@ -128,7 +128,7 @@ def _forward(call: RowsCall) -> TorchOutputs:
 def _chunk(call: RowsCall, tokens: Ids) -> int:
     """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
     flat = torch_rows.flatten(call.logits) is not None
-    gathered = not flat or (tokens.index is not None and call.logits.dtype != torch.float32)
+    gathered = not flat or (tokens.index is not None and call.logits.dtype != tokens.dtype)
     return row_memory.plan(call.problem(gathered=gathered), "", call.options.scratch_bytes)
 
 
