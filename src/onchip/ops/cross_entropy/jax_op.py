@@ -12,7 +12,15 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_arrays, check_normalizer, checked_numbers, options_of, platform
+from onchip.frontend.jax_inputs import (
+    accumulator,
+    check_arrays,
+    check_normalizer,
+    checked_numbers,
+    dtype_of,
+    options_of,
+    platform,
+)
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
 from onchip.ops.cross_entropy import jax_soft, spec
@@ -108,16 +116,17 @@ def cross_entropy(
     spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
     options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)
-    numbers = checked_numbers(OP, options, given)
+    total = accumulator(dtype_of(logits))
+    numbers = checked_numbers(OP, options, given, total)
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(labels.size, vocab)
-    constants = Constants.of(labels, vocab, options, token_weight, normalizer, class_weight, numbers)
+    constants = Constants.of(labels, vocab, options, token_weight, normalizer, class_weight, numbers, total)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())
     empty = len(rows) == 0
-    outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, rows, constants)
+    outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, rows, constants)
     return outputs.shaped(labels.shape)
 
 

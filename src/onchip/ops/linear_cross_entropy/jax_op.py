@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
+    accumulator,
     check_arrays,
     check_layout,
     check_normalizer,
     checked_numbers,
+    dtype_of,
     options_of,
     platform,
 )
@@ -163,17 +165,20 @@ def linear_cross_entropy(
     options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
     spec.check_shift(options, labels.shape, "labels of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
-    numbers = checked_numbers(OP, options, given)
+    total = accumulator(dtype_of(hidden))
+    numbers = checked_numbers(OP, options, given, total)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
-    constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, class_weight, numbers, shift)
+    constants = Constants.of(
+        labels, projection.vocab, options, token_weight, normalizer, class_weight, numbers, total, shift
+    )
     projection, constants = vary_alike((projection, constants))
     static = Static(options, platform())
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
     refused = refusals(problem, static.platform, weight_layout, strategy)
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
-    outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, projection, constants)
+    outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, projection, constants)
     return outputs.shaped(labels.shape)
 
 

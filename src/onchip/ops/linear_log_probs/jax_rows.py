@@ -12,7 +12,15 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import IGNORED, Planned, Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_arrays, checked_numbers, options_of, plain_labels, platform
+from onchip.frontend.jax_inputs import (
+    accumulator,
+    check_arrays,
+    checked_numbers,
+    dtype_of,
+    options_of,
+    plain_labels,
+    platform,
+)
 from onchip.frontend.options import shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
@@ -96,7 +104,8 @@ def log_probs(
     given = locals()
     spec.check_logits_shapes(shapes_of(check_arrays(LOGITS_OP, given)))
     options = options_of(LOGITS_OP, LogitsOptions, given, logits.size)
-    numbers = checked_numbers(LOGITS_OP, options, given)
+    dtype = accumulator(dtype_of(logits))
+    numbers = checked_numbers(LOGITS_OP, options, given, dtype)
 
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     total = math.prod(shape)
@@ -105,7 +114,7 @@ def log_probs(
     plain = plain_labels(ids, vocab, int(ignore_index)).reshape(total, each)
     rows, constants = vary_alike((rows, (plain, Transform(**numbers))))
     choose_backend(LOGITS_OP, backend, dict.fromkeys(BACKENDS))
-    outputs = of_no_tokens() if total == 0 else _op(Static(options, platform()), rows, constants)
+    outputs = of_no_tokens(dtype) if total == 0 else _op(Static(options, platform()), rows, constants)
     return returned(options, outputs, ids.shape, shape)
 
 
