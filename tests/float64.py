@@ -3,6 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
+import torch
+
+from onchip.torch import TopK
 
 TOKENS, HIDDEN, VOCAB = 5, 4, 7
 
@@ -57,3 +60,10 @@ def examples(of_targets):
 def differentiable(made):
     """The outputs that have gradients, of what an op returned."""
     return (made.log_prob, made.entropy, made.lse) if hasattr(made, "log_prob") else made
+
+
+def as_torch(x, **more):
+    """Arrays as tensors, a tuple as a `TopK` of them."""
+    if isinstance(x, tuple):
+        return TopK(*map(as_torch, x))
+    return torch.tensor(x, **more) if isinstance(x, np.ndarray) else x

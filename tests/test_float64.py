@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import onchip.torch
-from float64 import differentiable, examples
+from float64 import as_torch, differentiable, examples
 from losses import CE, LCE, LLP, LP, Loss, nan_filled
 from onchip.ops.linear_jsd import reference
 from onchip.torch import TopK
@@ -14,12 +14,6 @@ from onchip.vocab.memory import Problem
 from soft_labels import everything, oracle, problem
 
 EXAMPLES = examples("target")
-
-
-def as_torch(x, **more):
-    if isinstance(x, tuple):
-        return TopK(*map(as_torch, x))
-    return torch.tensor(x, **more) if isinstance(x, np.ndarray) else x
 
 
 def assert_near(name, made, expected):
