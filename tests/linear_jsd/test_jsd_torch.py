@@ -280,7 +280,7 @@ def test_compile_of_logits_and_top_k():
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize(("beta", "hard"), [(0.5, False), (0.0, True)])
 def test_the_formula_holds(dtype, beta, hard):
     tokens, size, vocab = 512, 64, 8192
