@@ -65,9 +65,9 @@ def cross_entropy(
     copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
-            the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
-            64-bit mode is off.
+        logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
+            out of the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where
+            JAX's 64-bit mode is off.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
@@ -84,9 +84,9 @@ def cross_entropy(
     What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
     Returns:
-        The float32 loss, 0-d or of labels' shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
-        ignored, "mean" is 0 with zero gradients.  A label that is neither ignore_index nor in [0, V) makes its token's
-        loss and gradient NaN: no value of an array is read while tracing.
+        The loss in float32, of float64 inputs in float64, 0-d or of labels' shape; with return_stats `(loss,
+        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A label that is neither
+        ignore_index nor in [0, V) makes its token's loss and gradient NaN: no value of an array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.

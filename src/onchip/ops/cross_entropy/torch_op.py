@@ -78,8 +78,9 @@ def cross_entropy(
     The vocabulary is the last dimension, whatever the number of dimensions.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
-            hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
+        logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
+            dimensions hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it
+            -softcap).
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
@@ -99,8 +100,8 @@ def cross_entropy(
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
 
     Returns:
-        The float32 loss, 0-d or of target's shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
-        ignored, "mean" is 0 with zero gradients.
+        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

@@ -80,7 +80,7 @@ def linear_cross_entropy(
     whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
+        hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
@@ -129,9 +129,10 @@ def linear_cross_entropy(
     constants to autodiff.
 
     Returns:
-        The float32 loss, 0-d or of labels' shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
-        token is ignored, "mean" is 0 with zero gradients.  A label that is neither ignore_index nor in [0, V) makes its
-        token's loss, and the gradients that it enters, NaN: no value of an array is read while tracing.
+        The loss in float32, of float64 inputs in float64, 0-d or of labels' shape; with return_stats `(loss,
+        LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A label that is neither
+        ignore_index nor in [0, V) makes its token's loss, and the gradients that it enters, NaN: no value of an array
+        is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.

@@ -91,10 +91,11 @@ def linear_jsd(
     It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        student_hidden: [..., Hs] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
-            counts as float32 where JAX's 64-bit mode is off.
+        student_hidden: [..., Hs] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's
+            float64 counts as float32 where JAX's 64-bit mode is off.
         student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype.
-        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
+        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype (but for float64) and Ht may
+            differ from the student's.
         teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype.
         weight_layout: "vh" or "hv", of both weights.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
@@ -104,7 +105,7 @@ def linear_jsd(
         labels: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
         ignore_index, token_weight, reduction, normalizer: as of `linear_cross_entropy`; the arrays are constants.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
-        teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
+        teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
         hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `labels`; the rest is divergence.
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
@@ -117,10 +118,11 @@ def linear_jsd(
     The numbers (beta, temperature, hard_weight) are Python's: another value compiles anew.
 
     Returns:
-        The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is
-        infinite where the student gives probability 0 to what the teacher doesn't; with beta 1 the reverse (and the
-        gradients there are not finite).  A label that is neither ignore_index nor in [0, V), or a top-k index outside
-        of it, makes its token's loss and the gradients that it enters NaN; repeated indices are not looked for.
+        The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
+        zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
+        with beta 1 the reverse (and the gradients there are not finite).  A label that is neither ignore_index nor in
+        [0, V), or a top-k index outside of it, makes its token's loss and the gradients that it enters NaN; repeated
+        indices are not looked for.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -169,11 +171,11 @@ def jsd(
     The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
 
     Args:
-        student_logits: [..., V] float32, bfloat16 or float16.  -inf takes an entry out.
-        teacher_logits: [..., V] float32, bfloat16 or float16.
+        student_logits: [..., V] float32, bfloat16, float16 or float64.  -inf takes an entry out.
+        teacher_logits: [..., V] float32, bfloat16, float16 or float64.
 
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
-    are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
+    are made in float32, of float64 logits in float64; a gradient is rounded to its logits' dtype once.
 
     Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
 

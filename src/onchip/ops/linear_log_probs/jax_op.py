@@ -75,7 +75,7 @@ def linear_log_probs(
     weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.
+        hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
@@ -96,10 +96,10 @@ def linear_log_probs(
         backend: "xla" (plain JAX, on any device), or "auto": the first backend that can run.
 
     Returns:
-        float32 log_prob of ids' shape.  If anything else is asked for, `LogProbs(log_prob, entropy, lse, top1,
-        mean_logits, log_sum_sq_probs)` instead, with None for what isn't.  An id that is neither ignore_index nor in
-        [0, V) has log_prob NaN, and so are the gradients that its token enters: no value of an array is read while
-        tracing.
+        log_prob of ids' shape in float32, of float64 inputs in float64.  If anything else is asked for,
+        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.  An
+        id that is neither ignore_index nor in [0, V) has log_prob NaN, and so are the gradients that its token enters:
+        no value of an array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.

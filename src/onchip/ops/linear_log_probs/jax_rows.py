@@ -70,8 +70,8 @@ def log_probs(
     with respect to the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
-            the vocabulary (without softcap, which makes it -softcap).
+        logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
+            out of the vocabulary (without softcap, which makes it -softcap).
         ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
             `mean_logits` and `log_sum_sq_probs`: as in `linear_log_probs`.
         scratch_bytes: bound on the temporary memory, results and gradient not counted, given as in
@@ -80,8 +80,9 @@ def log_probs(
         backend: "xla" (plain JAX, on any device) or "auto".
 
     Returns:
-        float32 log_prob of ids' shape, or `LogProbs`, as in `linear_log_probs`.  An id that is neither ignore_index nor
-        in [0, V) has log_prob NaN, and so is its token's gradient: no value of an array is read while tracing.
+        log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as in `linear_log_probs`.  An id
+        that is neither ignore_index nor in [0, V) has log_prob NaN, and so is its token's gradient: no value of an
+        array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
