@@ -94,6 +94,7 @@ TARGETS = {
     "return_stats is 'yes'": ({"return_stats": "yes"}, TypeError, "return_stats must be True or False"),
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
 }  # fmt: skip
+DOUBLE = {"hidden": torch.randn(2, 12, 16).double(), "weight": torch.randn(70, 16).double(), "bias": None}
 # Of those with a weight.
 LINEAR = {
     "weight is transposed": ({"weight": torch.randn(16, 70)}, ValueError, "hidden has H=16 but weight has H=70; weight must be [V, H]"),
@@ -101,17 +102,19 @@ LINEAR = {
     "weight is 3-d": ({"weight": torch.randn(2, 70, 16)}, ValueError, "weight must be [V, H]"),
     "weight has no rows": ({"weight": torch.randn(0, 16)}, ValueError, "weight must be [V, H], V, H >= 1"),
     "weight is None": ({"weight": None}, TypeError, "weight must be a torch.Tensor; got NoneType"),
-    "weight is float64": ({"weight": torch.randn(70, 16).double()}, TypeError, "weight must be float32"),
+    "weight is float64": ({"weight": torch.randn(70, 16).double()}, TypeError, "hidden is float32 but weight is float64; cast one of them"),
     "weight elsewhere": ({"weight": torch.randn(70, 16, device="meta")}, ValueError, "weight is on meta but hidden is on cpu"),
     "H is 0": ({"hidden": torch.randn(2, 12, 0), "weight": torch.randn(70, 0)}, ValueError, "V, H >= 1"),
     "hidden is 0-d": ({"hidden": torch.randn(())}, ValueError, "hidden must be [..., H]"),
     "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a torch.Tensor; got list"),
-    "hidden is float64": ({"hidden": torch.randn(2, 12, 16).double()}, TypeError, "hidden must be float32, bfloat16 or float16; got float64"),
-    "hidden is int": ({"hidden": torch.ones(2, 12, 16, dtype=torch.int64)}, TypeError, "hidden must be float32"),
+    "hidden is float64": ({"hidden": torch.randn(2, 12, 16).double()}, TypeError, "hidden is float64 but weight is float32; cast one of them"),
+    "hidden is int": ({"hidden": torch.ones(2, 12, 16, dtype=torch.int64)}, TypeError, "hidden must be float32, bfloat16, float16 or float64; got int64"),
     "16-bit dtypes differ": ({"hidden": torch.randn(2, 12, 16).half(), "weight": torch.randn(70, 16).bfloat16()}, TypeError, "hidden is float16 but weight is bfloat16, and neither holds the other's numbers; cast one of them, or run under torch.autocast"),
     "bias too long": ({"bias": torch.randn(71)}, ValueError, "bias has shape [71] but weight has V=70"),
     "bias is 2-d": ({"bias": torch.randn(1, 70)}, ValueError, "bias must be [V]"),
     "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor; got float"),
+    "bias is float64": ({"bias": torch.randn(70).double()}, TypeError, "hidden is float32 but bias is float64; cast one of them"),
+    "float64's kernels": (DOUBLE | {"backend": "triton"}, ValueError, "backend 'triton' can't run this call: it takes no float64; pass backend='torch', or 'auto'"),
     "bias dtype differs": ({"bias": torch.randn(70).bfloat16()}, TypeError, "hidden is float32 but bias is bfloat16"),
 }  # fmt: skip
 # Of those with logits.
@@ -119,7 +122,8 @@ LOGITS = {
     "logits is 0-d": ({"logits": torch.randn(())}, ValueError, "logits must be [..., V]"),
     "V is 0": ({"logits": torch.randn(2, 12, 0)}, ValueError, "logits must be [..., V] with V >= 1; got shape [2, 12, 0]"),
     "logits is a list": ({"logits": [1.0]}, TypeError, "logits must be a torch.Tensor; got list"),
-    "logits is float64": ({"logits": torch.randn(2, 12, 70).double()}, TypeError, "logits must be float32, bfloat16 or float16; got float64"),
+    "logits is int": ({"logits": torch.ones(2, 12, 70, dtype=torch.int64)}, TypeError, "logits must be float32, bfloat16, float16 or float64; got int64"),
+    "float64's kernels": ({"logits": torch.randn(2, 12, 70).double(), "backend": "triton"}, ValueError, "backend 'triton' can't run this call: it takes no float64; pass backend='torch', or 'auto'"),
 }  # fmt: skip
 # Of those with ids.
 IDS_OF = {
@@ -138,6 +142,7 @@ OWN = {
         "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
         "weight_grad_out is a list": ({"weight_grad_out": [0.0]}, TypeError, "weight_grad_out must be a torch.Tensor; got list"),
         "weight_grad_out is bfloat16": ({"weight_grad_out": OUT.bfloat16()}, TypeError, "weight_grad_out must be float32; got bfloat16"),
+        "weight_grad_out is float32": (DOUBLE | {"weight_grad_out": OUT}, TypeError, "weight_grad_out must be float64; got float32"),
         "weight_grad_out is transposed": ({"weight_grad_out": torch.zeros(16, 70)}, ValueError, "weight_grad_out must be contiguous, of weight's shape, [70, 16]; got shape [16, 70]"),
         "weight_grad_out is strided": ({"weight_grad_out": torch.zeros(16, 70).T}, ValueError, "got shape [70, 16], strides [1, 70]"),
         "weight_grad_out elsewhere": ({"weight_grad_out": OUT.to("meta")}, ValueError, "weight_grad_out is on meta but weight is on cpu"),
@@ -147,6 +152,7 @@ OWN = {
         "a shifted label out of range": ({"target": INTEGERS + 70, "shift": True}, ValueError, "target[0, 1] is 70, which is neither ignore_index (-100) nor in [0, 70); 22 of 24 targets"),
         "precision": ({"precision": "fp16"}, ValueError, "precision must be one of 'full', 'fp8'; got 'fp16'"),
         "fp8 computed again": (FP8 | {"strategy": "recompute"}, ValueError, "precision='fp8' computes logits once and keeps their gradient; pass strategy="),
+        "fp8's float64": (DOUBLE | FP8, TypeError, "precision='fp8' takes no float64; pass precision='full', or cast hidden and weight"),
         "fp8's bias": (FP8 | {"reduction": "none"}, ValueError, "with precision='fp8' and reduction='none' bias gets no gradient"),
         "fp8's kernels": (FP8 | {"backend": "triton"}, ValueError, "backend 'triton' can't run this call"),
         "fp8's class weights": (FP8 | {"class_weight": torch.ones(70), "z_loss": 1e-4}, ValueError, "with precision='fp8' class_weight takes neither label_smoothing nor z_loss; leave those out, or pass precision='full'"),

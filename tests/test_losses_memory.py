@@ -19,7 +19,7 @@ from onchip.vocab.triton import memory as triton_memory
 
 # What matrix products and the allocator take beyond the formula.
 SLACK = {"cpu": 6 * MIB, "cuda": MIB}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def step_of(p, backend, budget, *, strategy="auto", inplace=False, strided=False, **options):
@@ -119,6 +119,8 @@ LINEAR = [
     ("forward", {"ids": 1, "stats": True} | NO_GRADS),
     ("forward", {"ids": 1, "more_stats": 2} | NO_GRADS),
     ("stash", {"labels": "bfloat16", "dtype": "bfloat16"}),
+    ("stash", {"dtype": "float64"}),
+    ("recompute", {"ids": 2, "stats": True, "compacted": True, "dtype": "float64"}),
 ]
 
 
@@ -167,6 +169,7 @@ def test_another_upstream_gradient_adds_no_more_than_the_gradients_again():
         ({"gathered": True}, {"strided": True}),
         ({"ids": 2, "stats": True, "softcap": True}, {}),
         ({"labels": "float32"}, {}),
+        ({"dtype": "float64", "stats": True}, {}),
         ({"labels": "bfloat16", "softcap": True, "dtype": "bfloat16"}, {}),
     ],
     ids=str,

@@ -14,6 +14,11 @@ from onchip.vocab.xla import memory as jax_spec
 
 
 def temporary_bytes(problem, **options):
+    with jax.enable_x64(problem.dtype == "float64"):
+        return _temporary_bytes(problem, **options)
+
+
+def _temporary_bytes(problem, **options):
     shapes = ((problem.tokens, problem.hidden), (problem.vocab, problem.hidden))
     h, w = (jax.ShapeDtypeStruct(s, problem.dtype) for s in shapes)
     step = partial(linear_cross_entropy, **options)
@@ -41,6 +46,7 @@ FORWARD = {"grad_hidden": False, "grad_weight": False}
         ((4096, 64, 4096), "stash", 8, {}, {}),
         ((2048, 64, 8192), "stash", 16, {"grad_weight": False, "smoothing": True}, {"label_smoothing": 0.1}),
         ((2048, 64, 8192), "recompute", 0, {"stats": True}, {"return_stats": True}),
+        ((777, 64, 5001), "recompute", 4, {"dtype": "float64", "stats": True}, {"return_stats": True}),
         ((4096, 64, 4096), "recompute", 16, {"smoothing": True}, {"label_smoothing": 0.1, "z_loss": 1e-3}),
     ],
     ids=str,

@@ -99,7 +99,7 @@ def test_the_teacher_is_a_constant_unless_asked():
     assert not any(g.any() for g in jax.grad(linear_jsd, (2, 3))(*problem()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_the_formula_holds(dtype):
     tokens, size, vocab = 512, 64, 8192
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((tokens, size), (vocab, size)) * 2]
@@ -107,5 +107,6 @@ def test_the_formula_holds(dtype):
     p = Problem(vocab, student, teacher, stash=True)
     budget = memory.JAX_PLANNER.least(p, "") + 16 * MIB
     step = jax.value_and_grad(partial(linear_jsd, scratch_bytes=budget, temperature=2.0), (0, 1))
-    used = jax.jit(step).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    with jax.enable_x64(dtype == "float64"):
+        used = jax.jit(step).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
     assert used <= memory.JAX_PLANNER.scratch_bytes(p, memory.jax_plan(p, "", budget))

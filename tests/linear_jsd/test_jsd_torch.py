@@ -176,8 +176,18 @@ def test_ignored_tokens_may_be_computed_all_the_same(given):
     index, one = kept.nonzero()[:, 0], torch.ones(())
     made = []
     for tokens in (
-        Tokens(index, None, label[index], None, 1.0, 6, weight[index], one),
-        Tokens(None, kept, label, torch.zeros(6, 1, dtype=torch.bool), 1.0, 6, weight.masked_fill(~kept, 0), one),
+        Tokens(index, None, label[index], None, 1.0, 6, torch.float32, weight[index], one),
+        Tokens(
+            None,
+            kept,
+            label,
+            torch.zeros(6, 1, dtype=torch.bool),
+            1.0,
+            6,
+            torch.float32,
+            weight.masked_fill(~kept, 0),
+            one,
+        ),
     ):
         models = [Model(logits=x.masked_fill(~kept[:, None], math.nan)) for x in (z, u)]
         if given == "top-k":
@@ -270,7 +280,7 @@ def test_compile_of_logits_and_top_k():
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize(("beta", "hard"), [(0.5, False), (0.0, True)])
 def test_the_formula_holds(dtype, beta, hard):
     tokens, size, vocab = 512, 64, 8192

@@ -1,8 +1,15 @@
 """Sizes that every part counts in."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# The losses take float64 too, by the framework's own operations.
+LOSS_DTYPE_BYTES = DTYPE_BYTES | {"float64": 8}
 MIB = 1 << 20
 UNITS = {"KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30}
+
+
+def accumulator(dtype: str) -> str:
+    """What sums over numbers of `dtype` are kept in, and losses: float64 for float64, float32 for all others."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 def up(size: int, multiple: int) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
 from onchip.frontend.options import require_positive, scratch_in_bytes
 
@@ -61,10 +61,25 @@ def dtype_of(x: Any) -> Any:
     return x.dtype
 
 
+def accumulator(dtype: Any) -> np.dtype[Any]:
+    """What sums over numbers of `dtype` are kept in, and losses: float64 for float64, float32 for all others."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 def check_kinds(
-    op: str, arrays: Mapping[str, Any], *, integers: Collection[str], constants: Collection[str] = ()
+    op: str,
+    arrays: Mapping[str, Any],
+    *,
+    integers: Collection[str],
+    constants: Collection[str] = (),
+    labels: Collection[str] = (),
+    dtypes: Collection[str] = DTYPE_BYTES.keys(),
 ) -> None:
-    """Raise unless `integers` hold integers, `constants` real numbers, and all others one of the float dtypes."""
+    """Raise unless `integers` hold integers, `constants` real numbers, and all others one of the float `dtypes`.
+
+    Where one of these is float64, so is the first, and all others are but `labels`.
+    """
+    first, dtype = next((name, dtype_of(x)) for name, x in arrays.items())
     for name, x in arrays.items():
         if name in integers:
             if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -72,8 +87,13 @@ def check_kinds(
         elif name in constants:
             if jnp.issubdtype(x.dtype, jnp.complexfloating) or (name == "temperature" and x.dtype == bool):
                 raise TypeError(f"{op}: {name} must be real; got {x.dtype}")
-        elif dtype_of(x).name not in DTYPE_BYTES:
-            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {x.dtype}")
+        elif dtype_of(x).name not in dtypes:
+            *most, last = dtypes
+            raise TypeError(f"{op}: {name} must be {', '.join(most)} or {last}; got {x.dtype}")
+        elif dtype_of(x) != dtype and (dtype_of(x) == np.float64 or (dtype == np.float64 and name not in labels)):
+            raise TypeError(f"{op}: {first} is {dtype} but {name} is {dtype_of(x)}; cast one of them")
+        elif dtype_of(x) != jax.dtypes.canonicalize_dtype(dtype_of(x)):
+            raise TypeError(f"{op}: {name} is float64 but JAX's 64-bit mode is off; turn jax_enable_x64 on, or cast it")
 
 
 def check_product_dtype(op: str, arrays: Mapping[str, Any], whose: str = "") -> None:
@@ -99,7 +119,8 @@ def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     named = {name: x for name, x in given.items() if name in _ARRAYS and (name != "temperature" or is_array(x))}
     arrays = require_arrays(op, named, ("bias", "token_weight", "class_weight", "temperature"))
-    check_kinds(op, arrays, integers=("labels", "ids"), constants=("token_weight", "class_weight", "temperature"))
+    constants = ("token_weight", "class_weight", "temperature")
+    check_kinds(op, arrays, integers=("labels", "ids"), constants=constants, dtypes=LOSS_DTYPE_BYTES.keys())
     check_product_dtype(op, arrays)
     check_class_weight(op, arrays)
     return arrays
@@ -135,8 +156,8 @@ def check_scalar(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be a real number; got {x.dtype}")
 
 
-def checked_numbers(op: str, options: Any, given: Mapping[str, Any]) -> dict[str, jax.Array | None]:
-    """The numbers among the arguments as float32 without a gradient; None for one that changes nothing.
+def checked_numbers(op: str, options: Any, given: Mapping[str, Any], dtype: Any) -> dict[str, jax.Array | None]:
+    """The numbers among the arguments, of `dtype` without a gradient; None for one that changes nothing.
 
     Raise for one that is wrong: those whose values are known while tracing are checked as fields of `options`, and an
     array must be 0-d; a temperature may be one per token.
@@ -146,22 +167,24 @@ def checked_numbers(op: str, options: Any, given: Mapping[str, Any]) -> dict[str
         if is_array(x) and not (name == "temperature" and x.ndim):
             check_scalar(op, name, x)
     replace(options, **{name: x for name, x in numbers.items() if not is_array(x)})
-    return {name: None if not is_array(x) and x == _NEUTRAL[name] else as_constant(x) for name, x in numbers.items()}
+    return {
+        name: None if not is_array(x) and x == _NEUTRAL[name] else as_constant(x, dtype) for name, x in numbers.items()
+    }
 
 
-def as_constant(x: Any) -> jax.Array | None:
-    """A number, or the flattened array of one number per token, as float32 that gets no gradient."""
+def as_constant(x: Any, dtype: Any) -> jax.Array | None:
+    """A number, or the flattened array of one number per token, of `dtype`, that gets no gradient."""
     if x is None:
         return None
     # Not by way of a jax.Array of its own dtype: 2**31 tokens don't fit its integers.
-    plain = x if isinstance(x, jax.Array) else np.asarray(x, np.float32)
-    values: jax.Array = jax.lax.stop_gradient(jnp.asarray(plain, jnp.float32))
+    plain = x if isinstance(x, jax.Array) else np.asarray(x, dtype)
+    values: jax.Array = jax.lax.stop_gradient(jnp.asarray(plain, dtype))
     return values.reshape(-1) if values.ndim else values
 
 
-def per_token_constant(x: Any) -> jax.Array | None:
+def per_token_constant(x: Any, dtype: Any) -> jax.Array | None:
     """As `as_constant`, [T] of what has one number per token: also where T is 1 by having no leading dimensions."""
-    values = as_constant(x)
+    values = as_constant(x, dtype)
     return None if values is None else values.reshape(-1)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_inputs import check_class_weight, check_kinds, is_array, plain_labels, require_arrays
 from onchip.frontend.topk import TopK, check_labels
 
@@ -29,17 +30,24 @@ def check_label_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     else:
         named["labels"] = labels
     arrays = require_arrays(op, named, ("bias", *constants))
-    check_kinds(op, arrays, integers=("labels.indices",), constants=constants)
+    check_kinds(
+        op,
+        arrays,
+        integers=("labels.indices",),
+        constants=constants,
+        labels=("labels", "labels.values"),
+        dtypes=LOSS_DTYPE_BYTES.keys(),
+    )
     check_class_weight(op, arrays)
     return arrays
 
 
-def parts_of(labels: Any, tokens: int, vocab: int) -> tuple[Any, Any]:
-    """Probabilities [T, K] and ids [T, K], or probabilities [T, V] and None; constants to autodiff."""
+def parts_of(labels: Any, tokens: int, vocab: int, dtype: Any) -> tuple[Any, Any]:
+    """Probabilities [T, K] of `dtype` and ids [T, K], or probabilities [T, V] and None; constants to autodiff."""
     if not isinstance(labels, TopK):
         return jnp.asarray(labels).reshape(tokens, vocab), None
     count = labels.indices.shape[-1]
-    values = jnp.asarray(labels.values, jnp.float32).reshape(tokens, count)
+    values = jnp.asarray(labels.values, dtype).reshape(tokens, count)
     probs = jnp.exp(values) if labels.kind == "log_probs" else values
     # No index is ignored: this one is out of range as well.
     return probs, plain_labels(labels.indices, vocab, -(2**63)).reshape(tokens, count)

@@ -110,17 +110,17 @@ class LossStats(NamedTuple):
     """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
 
     lse: Any
-    """[...] float32: log-sum-exp of the final logits."""
+    """[...] of the loss's dtype: log-sum-exp of the final logits."""
     log_prob: Any
-    """[...] float32: log-probability of the target."""
+    """[...] of the loss's dtype: log-probability of the target."""
     entropy: Any
-    """[...] float32: entropy of the softmax, in nats."""
+    """[...] of the loss's dtype: entropy of the softmax, in nats."""
     correct: Any
     """[...] bool: whether the target is the argmax."""
     argmax: Any
     """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where logits tie)."""
     target_logit: Any
-    """[...] float32: the target's final logit, log_prob + lse."""
+    """[...] of the loss's dtype: the target's final logit, log_prob + lse."""
 
 
 def _require_softcap(op: str, name: str, value: Any) -> None:

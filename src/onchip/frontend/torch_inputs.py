@@ -14,6 +14,8 @@ from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_positive
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# The losses take float64 too, by PyTorch's own operations.
+LOSS_DTYPES = DTYPES | {torch.float64: "float64"}
 DEVICES = ("cpu", "cuda", "meta")
 INTEGERS = frozenset(
     (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -23,6 +25,11 @@ INTEGERS = frozenset(
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums over numbers of `dtype` are kept in, and losses: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def require_tensors(op: str, named: Mapping[str, Any], optional: Collection[str]) -> dict[str, Tensor]:
@@ -80,7 +87,8 @@ def check_tensors(op: str, **named: Any) -> dict[str, Tensor]:
     Return the tensors.
     """
     tensors = require_tensors(op, named, optional=("bias", "token_weight", "class_weight", "temperature"))
-    check_kinds(op, tensors, integers=("target", "ids"), constants=("token_weight", "class_weight", "temperature"))
+    constants = ("token_weight", "class_weight", "temperature")
+    check_kinds(op, tensors, integers=("target", "ids"), constants=constants, dtypes=LOSS_DTYPES)
     return tensors
 
 
@@ -93,11 +101,20 @@ def check_class_weight(op: str, tensors: Mapping[str, Tensor], of: str) -> None:
 
 
 def check_kinds(
-    op: str, tensors: Mapping[str, Tensor], *, integers: Collection[str], constants: Collection[str] = ()
+    op: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    integers: Collection[str],
+    constants: Collection[str] = (),
+    labels: Collection[str] = (),
+    dtypes: Mapping[torch.dtype, str] = DTYPES,
 ) -> None:
     """Raise unless all lie on the first one's device, `integers` hold integers, `constants` real numbers that need no
-    gradient, and all others one of the float dtypes."""
-    first, device = next((name, x.device) for name, x in tensors.items())
+    gradient, and all others one of the float `dtypes`.
+
+    Where one of these is float64, so is the first, and all others are but `labels`.
+    """
+    first, device, dtype = next((name, x.device, x.dtype) for name, x in tensors.items())
     for name, x in tensors.items():
         if x.device != device:
             raise ValueError(f"{op}: {name} is on {x.device} but {first} is on {device}; move it there")
@@ -108,8 +125,13 @@ def check_kinds(
             if x.dtype.is_complex or (name == "temperature" and x.dtype == torch.bool):
                 raise TypeError(f"{op}: {name} must be real; got {dtype_name(x.dtype)}")
             refuse_gradient(op, name, x)
-        elif x.dtype not in DTYPES:
-            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16; got {dtype_name(x.dtype)}")
+        elif x.dtype not in dtypes:
+            *most, last = dtypes.values()
+            raise TypeError(f"{op}: {name} must be {', '.join(most)} or {last}; got {dtype_name(x.dtype)}")
+        elif x.dtype != dtype and (x.dtype == torch.float64 or (dtype == torch.float64 and name not in labels)):
+            raise TypeError(
+                f"{op}: {first} is {dtype_name(dtype)} but {name} is {dtype_name(x.dtype)}; cast one of them"
+            )
 
 
 def choose_torch_backend(op: str, backend: str, device: torch.device, triton: str | None) -> str:
@@ -131,10 +153,14 @@ def refuse_gradient(op: str, name: str, x: Tensor) -> None:
 def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> torch.dtype:
     """The dtype of hidden @ weight.T + bias: autocast's, or the one of the two first that has fewer digits.
 
+    Of float64 it is float64, which autocast leaves as it is.
+
     `whose` comes before the tensors' names: "student_" for student_hidden.
     """
     hidden = tensors[f"{whose}hidden"]
     device = hidden.device.type
+    if hidden.dtype == torch.float64:
+        return torch.float64
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     weight, bias = tensors[f"{whose}weight"], tensors.get(f"{whose}bias")
@@ -195,20 +221,21 @@ def copies_weight(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def check_normalizer(
-    op: str, normalizer: float | Tensor | None, reduction: str, of: str, device: torch.device
+    op: str, normalizer: float | Tensor | None, reduction: str, of: str, like: Tensor
 ) -> Tensor | None:
-    """The normalizer as a 0-d float32 tensor, so that a new count does not recompile anything.
+    """The normalizer as a 0-d tensor, so that a new count does not recompile anything.
 
-    `of` names the tensor that lies on `device`.
+    `of` names the tensor `like`, on whose device it must be.
     """
     if normalizer is None:
         return None
     if reduction != "mean":
         raise ValueError(f"{op}: normalizer is what reduction='mean' divides by; got reduction={reduction!r}")
+    device = like.device
     if not isinstance(normalizer, Tensor):
         refuse_numpy(op, "normalizer", normalizer)
         require_positive(op, "normalizer", normalizer)
-        return torch.full((), float(normalizer), dtype=torch.float32, device=device)
+        return torch.full((), float(normalizer), dtype=accumulator(like.dtype), device=device)
     require_tensor(op, "normalizer", normalizer)
     if normalizer.ndim != 0:
         raise ValueError(f"{op}: normalizer must be a number or a 0-d tensor; got shape {list(normalizer.shape)}")
@@ -225,8 +252,9 @@ def check_weight_grad_out(op: str, out: Any, weight: Tensor) -> None:
     if out is None:
         return
     require_tensor(op, "weight_grad_out", out)
-    if out.dtype != torch.float32:
-        raise TypeError(f"{op}: weight_grad_out must be float32; got {dtype_name(out.dtype)}")
+    total = accumulator(weight.dtype)
+    if out.dtype != total:
+        raise TypeError(f"{op}: weight_grad_out must be {dtype_name(total)}; got {dtype_name(out.dtype)}")
     if out.shape != weight.shape or not out.is_contiguous():
         raise ValueError(
             f"{op}: weight_grad_out must be contiguous, of weight's shape, {list(weight.shape)}; "

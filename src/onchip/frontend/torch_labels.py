@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.topk import TopK, check_labels
-from onchip.frontend.torch_inputs import check_kinds, refuse_gradient, require_tensors
+from onchip.frontend.torch_inputs import LOSS_DTYPES, check_kinds, refuse_gradient, require_tensors
 
 
 def is_soft(target: Any, of: Any) -> bool:
@@ -29,8 +29,9 @@ def check_label_tensors(
         labels = {"target.indices": target.indices, "target.values": target.values}
     constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": temperature}
     tensors = require_tensors(op, {**given, **labels, **constants}, optional=("bias", *constants))
-    check_kinds(op, tensors, integers=("target.indices",), constants=tuple(constants))
-    for name in ("target", "target.values"):
+    names = ("target", "target.values")
+    check_kinds(op, tensors, integers=("target.indices",), constants=tuple(constants), labels=names, dtypes=LOSS_DTYPES)
+    for name in names:
         if name in tensors:
             refuse_gradient(op, name, tensors[name])
     return tensors

@@ -6,7 +6,7 @@ No framework.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.sizes import LOSS_DTYPE_BYTES, accumulator
 from onchip.vocab import chunks
 from onchip.vocab.chunks import SMALLEST, USEFUL, Config, Planner, even_chunk, largest
 
@@ -38,7 +38,7 @@ class Problem:
     more_stats: int = 0
     """Further statistics of linear_log_probs, each a sum over the vocabulary."""
     weight_grad_out: bool = False
-    """The weight's gradient is added to a float32 tensor of the caller's."""
+    """The weight's gradient is added to a tensor of the caller's."""
     op: str = "linear_cross_entropy"
     """What errors speak for."""
     compacted: bool = False
@@ -63,7 +63,12 @@ class Problem:
     @property
     def widened(self) -> bool:
         """16-bit operands are widened to float32 before a product: the CPU's 16-bit products round their results."""
-        return self.device == "cpu" and self.dtype != "float32"
+        return self.device == "cpu" and self.dtype != accumulator(self.dtype)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a number of the logits, statistics and sums."""
+        return LOSS_DTYPE_BYTES[accumulator(self.dtype)]
 
     @property
     def sizes(self) -> str:
@@ -78,31 +83,33 @@ def logits_bytes(p: Problem) -> int:
 
 def vectors(p: Problem) -> int:
     """Bytes of numbers per token, per id and per vocabulary entry."""
-    return (96 + 80 * p.ids) * p.tokens + 16 * p.vocab
+    return p.total_bytes * ((24 + 20 * p.ids) * p.tokens + 4 * p.vocab)
 
 
 def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part."""
-    tokens, vocab, element = c.token_chunk, c.vocab_chunk, DTYPE_BYTES[p.dtype]
-    narrow = p.device == "cuda" and p.dtype != "float32"
+    tokens, vocab, element = c.token_chunk, c.vocab_chunk, LOSS_DTYPE_BYTES[p.dtype]
+    total, narrow = p.total_bytes, p.device == "cuda" and element == 2
     backward = c.strategy != "forward"
-    # float32 copies of a tile of logits that live at once, and the 16-bit one that the gradient products read.  Beside
-    # the logits are exponentials, or logits weighed by class; the gradient of linear_log_probs reads the entropy.
+    # Copies of a tile of logits, of `total` bytes a number, that live at once, and the 16-bit one that the gradient
+    # products read.  Beside the logits are exponentials, or logits weighed by class; the gradient of linear_log_probs
+    # reads the entropy.
     weighed = p.class_weight and p.smoothing > 0
     beside = (p.stats and (p.ids > 0 or c.strategy != "recompute")) or (weighed and c.strategy != "recompute")
     copies = 1 + int(beside) + int(p.softcap and backward)
-    copies += 2 * int(p.labels != "")  # logarithms of probabilities and a mask, or labels in float32
-    tile_bytes = 4 * copies + (2 if narrow and backward else 0)
+    copies += 2 * int(p.labels != "")  # logarithms of probabilities and a mask, or labels
+    tile_bytes = total * copies + (2 if narrow and backward else 0)
     if p.device == "cuda":
         row_bytes = element if backward else 0  # ignored rows zeroed, so that a NaN there can't leak
     else:
         row_bytes = (element if p.compacted else 0) + (4 if p.widened else 0)
-        row_bytes += 4 if p.compacted and p.grad_hidden and backward else 0
-    # 'stash' keeps float32 gradients until backward knows the upstream gradient, and scales them into new tensors.
-    # On the CPU, float32 ones are handed out as they are when that is 1.
+        row_bytes += total if p.compacted and p.grad_hidden and backward else 0
+    # 'stash' keeps its sums until backward knows the upstream gradient, and scales them into new tensors.  On the CPU,
+    # those of their parameter's dtype are handed out as they are when that is 1.
+    of_sums = accumulator(p.dtype)
     kept = c.strategy == "stash" and p.device == "cuda"
-    float32_hidden = backward and p.grad_hidden and (kept or p.hidden_dtype != "float32")
-    float32_weight = backward and p.grad_weight and (kept or p.weight_dtype != "float32" or p.weight_grad_out)
+    sum_hidden = backward and p.grad_hidden and (kept or p.hidden_dtype != of_sums)
+    sum_weight = backward and p.grad_weight and (kept or p.weight_dtype != of_sums or p.weight_grad_out)
     weight_rows = vocab if c.strategy == "recompute" else p.vocab
     casts = 0
     if p.hidden_dtype != p.dtype:
@@ -111,13 +118,13 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
         casts += element * p.vocab * p.hidden
     return {
         "logits tile": tile_bytes * tokens * (p.vocab if c.strategy == "stash" else vocab),
-        "label rows": DTYPE_BYTES[p.labels] * tokens * p.vocab if p.gathered else 0,
+        "label rows": LOSS_DTYPE_BYTES[p.labels] * tokens * p.vocab if p.gathered else 0,
         "hidden rows": row_bytes * tokens * p.hidden,
         "weight rows in float32": 4 * vocab * p.hidden if p.widened else 0,
         "casts": casts,
         "copies of strided inputs": p.copied,
-        "hidden gradient in float32": 4 * p.tokens * p.hidden if float32_hidden else 0,
-        "weight gradient in float32": 4 * weight_rows * p.hidden if float32_weight else 0,
+        "hidden gradient in float32": total * p.tokens * p.hidden if sum_hidden else 0,
+        "weight gradient in float32": total * weight_rows * p.hidden if sum_weight else 0,
         "vectors": vectors(p),
     }
 

@@ -194,6 +194,8 @@ def constant_to_compiler(function: _Function) -> _Function:
 @constant_to_compiler  # it asks the system
 def device_refusal(device: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why no Triton kernel can serve a call on this device with tensors of `dtype`, or None."""
+    if dtype == torch.float64:
+        return "it takes no float64; pass backend='torch', or 'auto'"
     if find_spec("triton") is None:
         return "Triton is not installed"
     if _interpreted():

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_arrays, check_normalizer, checked_numbers, options_of, platform
+from onchip.frontend.jax_inputs import (
+    accumulator,
+    check_arrays,
+    check_normalizer,
+    checked_numbers,
+    dtype_of,
+    options_of,
+    platform,
+)
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
 from onchip.ops.cross_entropy import jax_soft, spec
@@ -57,9 +65,9 @@ def cross_entropy(
     copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
-            the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
-            64-bit mode is off.
+        logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
+            out of the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where
+            JAX's 64-bit mode is off.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
@@ -76,9 +84,9 @@ def cross_entropy(
     What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
     Returns:
-        The float32 loss, 0-d or of labels' shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
-        ignored, "mean" is 0 with zero gradients.  A label that is neither ignore_index nor in [0, V) makes its token's
-        loss and gradient NaN: no value of an array is read while tracing.
+        The loss in float32, of float64 inputs in float64, 0-d or of labels' shape; with return_stats `(loss,
+        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A label that is neither
+        ignore_index nor in [0, V) makes its token's loss and gradient NaN: no value of an array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -108,16 +116,17 @@ def cross_entropy(
     spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
     options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)
-    numbers = checked_numbers(OP, options, given)
+    total = accumulator(dtype_of(logits))
+    numbers = checked_numbers(OP, options, given, total)
 
     vocab = logits.shape[-1]
     rows = jnp.asarray(logits).reshape(labels.size, vocab)
-    constants = Constants.of(labels, vocab, options, token_weight, normalizer, class_weight, numbers)
+    constants = Constants.of(labels, vocab, options, token_weight, normalizer, class_weight, numbers, total)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())
     empty = len(rows) == 0
-    outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, rows, constants)
+    outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, rows, constants)
     return outputs.shaped(labels.shape)
 
 

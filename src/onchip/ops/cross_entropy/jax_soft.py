@@ -11,9 +11,11 @@ from onchip.core.backends import choose_backend
 from onchip.frontend import topk
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
+    accumulator,
     as_constant,
     check_normalizer,
     checked_numbers,
+    dtype_of,
     options_of,
     per_token_constant,
     platform,
@@ -38,25 +40,24 @@ def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Arr
     topk.check_label_shapes(OP, "labels", shapes, "logits", vocab)
     options = options_of(OP, Options, given, logits.size)
     topk.refuse_options(OP, options)
+    dtype = accumulator(dtype_of(logits))
     check_normalizer(OP, given["normalizer"], options.reduction)
-    numbers = checked_numbers(OP, options, given)
+    numbers = checked_numbers(OP, options, given, dtype)
     choose_backend(OP, given["backend"], refusals)
     total = logits.size // vocab
     rows = jnp.asarray(logits).reshape(total, vocab)
     constants = SoftLabels(
-        *parts_of(labels, total, vocab),
+        *parts_of(labels, total, vocab, dtype),
         Transform(*(numbers[name] for name in Transform._fields)),
         TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
-        per_token_constant(given["token_weight"]),
-        as_constant(given["normalizer"]),
-        as_constant(given["class_weight"]),
+        per_token_constant(given["token_weight"], dtype),
+        as_constant(given["normalizer"], dtype),
+        as_constant(given["class_weight"], dtype),
     )
     rows, constants = vary_alike((rows, jax.lax.stop_gradient(constants)))
     per_token = options.reduction == "none"
-    if total == 0:
-        loss = jnp.zeros(0 if per_token else (), jnp.float32)
-    else:
-        loss = _op(Static(options, platform()), rows, constants)
+    none = jnp.zeros(0 if per_token else (), dtype)
+    loss = none if total == 0 else _op(Static(options, platform()), rows, constants)
     return loss.reshape(logits.shape[:-1]) if per_token else loss
 
 

@@ -21,13 +21,14 @@ class Call(NamedTuple):
     token_weight: Tensor | None  # [...]
     token_temperature: Tensor | None  # [...] or []
     normalizer: Tensor | None  # []
-    class_weight: Tensor | None  # [V] float32, contiguous; None where token_weight has it
+    class_weight: Tensor | None  # [V] in the dtype of sums, contiguous; None where token_weight has it
     options: Options
     grads: tuple[bool, ...]  # of logits
 
     def tokens(self, *, check_values: bool) -> Tokens:
         """Those that count; values are checked on the CPU, and elsewhere if `check_values`."""
-        return targets(OP, self, self.logits.shape[-1], check_values=check_values)
+        logits = self.logits
+        return targets(OP, self, logits.shape[-1], dtype=logits.dtype, check_values=check_values)
 
 
 class Outputs(NamedTuple):

@@ -7,13 +7,13 @@ a new tensor, or with inplace_backward over the logits.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
-    DTYPES,
+    LOSS_DTYPES,
+    accumulator,
     check_class_weight,
     check_normalizer,
     check_tensors,
@@ -78,8 +78,9 @@ def cross_entropy(
     The vocabulary is the last dimension, whatever the number of dimensions.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
-            hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
+        logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
+            dimensions hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it
+            -softcap).
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
@@ -99,8 +100,8 @@ def cross_entropy(
             least what a useful chunk of rows needs.  "triton" needs little, whatever the bound.
 
     Returns:
-        The float32 loss, 0-d or of target's shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
-        ignored, "mean" is 0 with zero gradients.
+        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -174,8 +175,8 @@ def cross_entropy(
         inplace_backward=inplace_backward,
         scratch_bytes=scratch_in_bytes(OP, scratch_bytes, logits.numel()),
     )
-    normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits.device)
-    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
+    normalizer = check_normalizer(OP, normalizer, reduction, "logits", logits)
+    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, logits.dtype)
     chosen = choose_torch_backend(OP, backend, logits.device, refusal(logits))
     if inplace_backward:
         check_inplace(logits)
@@ -280,13 +281,13 @@ def _chunk(call: Call, tokens: Tokens) -> int:
     problem = row_memory.Problem(
         tokens=call.target.numel(),
         vocab=logits.shape[-1],
-        dtype=DTYPES[logits.dtype],
+        dtype=LOSS_DTYPES[logits.dtype],
         device="cpu" if logits.device.type == "cpu" else "cuda",
         grad=call.grads[0],
         softcap=options.softcap is not None,
         stats=options.return_stats,
         class_weight=call.class_weight is not None and options.label_smoothing > 0,
-        gathered=not flat or (tokens.index is not None and logits.dtype != torch.float32),
+        gathered=not flat or (tokens.index is not None and logits.dtype != accumulator(logits.dtype)),
     )
     return row_memory.plan(problem, "", options.scratch_bytes)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip.frontend import topk
 from onchip.frontend.options import check_logits, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
-    DTYPES,
+    LOSS_DTYPES,
     check_class_weight,
     check_normalizer,
     choose_torch_backend,
@@ -57,7 +57,7 @@ def run(
     topk.refuse_options(OP, options)
     if options.inplace_backward:
         raise ValueError(f"{OP}: inplace_backward=True takes targets that are ids; pass inplace_backward=False")
-    normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits.device)
+    normalizer = check_normalizer(OP, normalizer, options.reduction, "logits", logits)
     choose_torch_backend(OP, backend, logits.device, NO_KERNELS)
     ids, labels, kind = parts_of(target, logits.shape[:-1])
     call = SoftCall(
@@ -65,7 +65,7 @@ def run(
         ids=ids,
         labels=labels,
         token_weight=token_weight,
-        class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight),
+        class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight, logits.dtype),
         token_temperature=per_token_temperature,
         normalizer=normalizer,
         options=options,
@@ -83,7 +83,7 @@ class SoftCall(NamedTuple):
     ids: Tensor  # [..., K]; dense [...], and they mean nothing
     labels: Tensor  # [..., K], or dense [..., V]
     token_weight: Tensor | None  # [...]
-    class_weight: Tensor | None  # [V] float32, contiguous
+    class_weight: Tensor | None  # [V] in the dtype of sums, contiguous
     token_temperature: Tensor | None  # [...] or []
     normalizer: Tensor | None  # []
     options: Options
@@ -105,16 +105,18 @@ class SoftCall(NamedTuple):
         """All of them; values are always checked on the CPU."""
         chosen = tiles.select(
             OP, "target.indices", self.ids, self.number, self.logits.shape[-1], self.token_temperature,
-            ignore_index=None, temperature=self.options.temperature, check_values=check_values,
+            ignore_index=None, temperature=self.options.temperature, dtype=self.logits.dtype,
+            check_values=check_values,
         )  # fmt: skip
         return tiles.weighed(
             OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values
         )
 
     def probs(self) -> Tensor:
-        """[T, K] float32: times the weights of classes."""
+        """[T, K]: times the weights of classes."""
         shape = self.number, self.several
-        return soft.labels_of(self.labels.reshape(shape), self.kind, self.ids.reshape(shape), self.class_weight)
+        values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
+        return soft.labels_of(values, self.kind, ids, self.class_weight, self.logits.dtype)
 
     def config(self) -> Config:
         """The same in forward and backward: a budget that is too small is refused in forward."""
@@ -122,14 +124,14 @@ class SoftCall(NamedTuple):
         problem = row_memory.Problem(
             tokens=self.number,
             vocab=logits.shape[-1],
-            dtype=DTYPES[logits.dtype],
+            dtype=LOSS_DTYPES[logits.dtype],
             device="cpu" if logits.device.type == "cpu" else "cuda",
             grad=self.grads[0],
             softcap=options.softcap is not None,
             gathered=torch_rows.flatten(logits) is None or (self.dense and torch_rows.flatten(self.labels) is None),
             class_weight=self.class_weight is not None and options.label_smoothing > 0,
             ids=0 if self.dense else self.several,
-            labels=DTYPES[self.labels.dtype] if self.dense else "",
+            labels=LOSS_DTYPES[self.labels.dtype] if self.dense else "",
         )
         return Config("forward", row_memory.plan(problem, "", options.scratch_bytes), logits.shape[-1])
 
@@ -188,7 +190,7 @@ def _write_dense(kept: Kept, tokens: Tokens, row: Tensor, config: Config, out: T
     call, options, vocab = kept.call, kept.call.options, config.vocab_chunk
     assert kept.largest is not None
     source, into = torch_rows.Rows(call.logits), torch_rows.Rows(out)
-    tile = Tile(min(tokens.number, config.token_chunk) * vocab, call.logits, slope=options.softcap is not None)
+    tile = Tile(min(tokens.number, config.token_chunk) * vocab, tokens, slope=options.softcap is not None)
     for start, stop in spans(tokens.number, config.token_chunk):
         z, slope, _ = tile.cut(stop - start, vocab)
         source.read(tokens, start, stop, z)

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
+    accumulator,
     check_arrays,
     check_layout,
     check_normalizer,
     checked_numbers,
+    dtype_of,
     options_of,
     platform,
 )
@@ -78,7 +80,7 @@ def linear_cross_entropy(
     whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
+        hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
@@ -127,9 +129,10 @@ def linear_cross_entropy(
     constants to autodiff.
 
     Returns:
-        The float32 loss, 0-d or of labels' shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
-        token is ignored, "mean" is 0 with zero gradients.  A label that is neither ignore_index nor in [0, V) makes its
-        token's loss, and the gradients that it enters, NaN: no value of an array is read while tracing.
+        The loss in float32, of float64 inputs in float64, 0-d or of labels' shape; with return_stats `(loss,
+        LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A label that is neither
+        ignore_index nor in [0, V) makes its token's loss, and the gradients that it enters, NaN: no value of an array
+        is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -163,17 +166,20 @@ def linear_cross_entropy(
     options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
     spec.check_shift(options, labels.shape, "labels of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
-    numbers = checked_numbers(OP, options, given)
+    total = accumulator(dtype_of(hidden))
+    numbers = checked_numbers(OP, options, given, total)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
-    constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, class_weight, numbers, shift)
+    constants = Constants.of(
+        labels, projection.vocab, options, token_weight, normalizer, class_weight, numbers, total, shift
+    )
     projection, constants = vary_alike((projection, constants))
     static = Static(options, platform())
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
     refused = refusals(problem, static.platform, weight_layout, strategy)
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
-    outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, projection, constants)
+    outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, projection, constants)
     return outputs.shaped(labels.shape)
 
 

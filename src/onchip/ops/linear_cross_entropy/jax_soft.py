@@ -11,10 +11,12 @@ from onchip.core.backends import choose_backend
 from onchip.frontend import topk
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
+    accumulator,
     as_constant,
     check_normalizer,
     check_product_dtype,
     checked_numbers,
+    dtype_of,
     options_of,
     per_token_constant,
     platform,
@@ -47,22 +49,23 @@ def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Arr
         )
     if options.strategy == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
+    dtype = accumulator(dtype_of(hidden))
     check_normalizer(OP, given["normalizer"], options.reduction)
-    numbers = checked_numbers(OP, options, given)
+    numbers = checked_numbers(OP, options, given, dtype)
     choose_backend(OP, given["backend"], refusals)
     projection = Projection.of(hidden, weight, bias, given["weight_layout"])
     constants = SoftLabels(
-        *parts_of(labels, total, vocab),
+        *parts_of(labels, total, vocab, dtype),
         Transform(*(numbers[name] for name in Transform._fields)),
         TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
-        per_token_constant(given["token_weight"]),
-        as_constant(given["normalizer"]),
-        as_constant(given["class_weight"]),
+        per_token_constant(given["token_weight"], dtype),
+        as_constant(given["normalizer"], dtype),
+        as_constant(given["class_weight"], dtype),
     )
     projection, constants = vary_alike((projection, jax.lax.stop_gradient(constants)))
     per_token = options.reduction == "none"
     if total == 0:
-        loss = jnp.zeros(0 if per_token else (), jnp.float32)
+        loss = jnp.zeros(0 if per_token else (), dtype)
     else:
         loss = _op(Static(options, platform()), projection, constants)
     return loss.reshape(hidden.shape[:-1]) if per_token else loss

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES, leading_dimensions
+from onchip.frontend.torch_inputs import LOSS_DTYPES, leading_dimensions
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab.torch import soft, tiles
@@ -26,7 +26,7 @@ class SoftCall(Call):
         out = self.weight_grad_out is not None
         if self.dense:
             gathered = len(leading_dimensions(self.labels)) > 1
-            return {"op": OP, "labels": DTYPES[self.labels.dtype], "weight_grad_out": out, "gathered": gathered}
+            return {"op": OP, "labels": LOSS_DTYPES[self.labels.dtype], "weight_grad_out": out, "gathered": gathered}
         weighed = self.class_weight is not None
         smoothing = self.options.label_smoothing
         return {"op": OP, "ids": self.several, "weight_grad_out": out, "smoothing": smoothing, "class_weight": weighed}
@@ -35,7 +35,7 @@ class SoftCall(Call):
         """All of them; values are always checked on the CPU."""
         chosen = tiles.select(
             OP, "target.indices", self.ids, self.number, self.weight.shape[0], self.token_temperature,
-            ignore_index=None, temperature=self.options.temperature, check_values=check_values,
+            ignore_index=None, temperature=self.options.temperature, dtype=self.dtype, check_values=check_values,
             first=(1, 0) if self.options.shift else (),
         )  # fmt: skip
         return tiles.weighed(
@@ -43,12 +43,13 @@ class SoftCall(Call):
         )
 
     def probs(self) -> Tensor:
-        """[T, K] float32: times the weights of classes."""
+        """[T, K]: times the weights of classes."""
         shape = self.number, self.several
-        return soft.labels_of(self.labels.reshape(shape), self.kind, self.ids.reshape(shape), self.class_weight)
+        values, ids = self.labels.reshape(shape), self.ids.reshape(shape)
+        return soft.labels_of(values, self.kind, ids, self.class_weight, self.dtype)
 
     def sums(self) -> Tensor:
-        """[T] float32: how much probability each token has, at most, times the weights of classes."""
+        """[T]: how much probability each token has, at most, times the weights of classes."""
         if self.dense:
             total = self.labels.sum(-1, dtype=torch.float32).view(-1)
             return total if self.class_weight is None else total * self.class_weight.max()

@@ -19,8 +19,8 @@ class Call(LinearCall):
 
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
-    class_weight: Tensor | None  # [V] float32, contiguous; None where token_weight has it
-    weight_grad_out: Tensor | None  # [V, H] float32; used in backward
+    class_weight: Tensor | None  # [V] in the dtype of sums, contiguous; None where token_weight has it
+    weight_grad_out: Tensor | None  # [V, H] in the dtype of sums; used in backward
     options: Options
 
     @property
@@ -31,7 +31,8 @@ class Call(LinearCall):
     def tokens(self, *, check_values: bool) -> Tokens:
         """Which tokens count; values are always checked on the CPU."""
         first = (1,) if self.options.shift else ()
-        return tiles.targets(OP, self, self.weight.shape[0], check_values=check_values, first=first)
+        vocab = self.weight.shape[0]
+        return tiles.targets(OP, self, vocab, dtype=self.dtype, check_values=check_values, first=first)
 
     def divisor(self, kept: Tensor) -> Tensor:
         """0-d float32: what the loss is divided by, given which tokens are kept, or their number."""

@@ -16,6 +16,7 @@ from onchip.frontend.options import scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
+    accumulator,
     check_class_weight,
     check_normalizer,
     check_tensors,
@@ -63,7 +64,7 @@ def linear_cross_entropy(
     strategy: str = "auto",
     backend: str = "auto",
     return_stats: bool = False,
-    weight_grad_out: Tensor | None = None,  # [V, H] float32
+    weight_grad_out: Tensor | None = None,  # [V, H] float32 or float64
     precision: str = "full",
 ) -> Any:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
@@ -74,14 +75,14 @@ def linear_cross_entropy(
         token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
-    `F.cross_entropy(F.linear(hidden, weight, bias), target)`, with float32 logits whatever the inputs' dtype.
+    `F.cross_entropy(F.linear(hidden, weight, bias), target)`, with float32 logits (of float64 inputs float64 ones).
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
+        hidden: [..., H] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T tokens.
         weight: [V, H] like `nn.Linear`'s, of hidden's dtype; where one of them is float32, the products are of the
-            other's 16 bits, and under autocast of its dtype, whatever the inputs'.  A [H, V] kernel's transpose is read
-            as it lies; "triton" copies it where V is no multiple of 8.  With precision="fp8" also what
-            `quantize_weight` made of one.
+            other's 16 bits, and under autocast of its dtype, whatever the inputs'.  float64 goes with float64 alone,
+            and autocast leaves it.  A [H, V] kernel's transpose is read as it lies; "triton" copies it where V is no
+            multiple of 8.  With precision="fp8" also what `quantize_weight` made of one.
         target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
             sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
@@ -115,16 +116,16 @@ def linear_cross_entropy(
             eighth of the float32 logits, whichever is more, and at least what one chunk needs; without gradients
             "triton" takes 64 MiB, and precision="fp8" what chunks of 2048 tokens need.
         strategy: "stash" does 3 products: "triton" keeps the logits' exponentials until backward, as far as it can in
-            the memory of the weight's gradient; "torch" computes float32 gradients in forward, chunk by chunk of
+            the memory of the weight's gradient; "torch" computes gradients in forward, chunk by chunk of
             tokens.  "recompute" does 4 in less memory: backward computes the logits again.  "auto" is the fastest that
             fits scratch_bytes; with "triton" that may be some tokens by one and the rest by the other.  With "torch"
             and reduction="none", gradients of weight and bias are always made by "recompute".
         backend: "triton" (kernels for NVIDIA GPUs from Ampere on, bfloat16 and float16), "torch" (the framework's own
-            matrix products) or "auto": the first of these that can run.
+            matrix products) or "auto": the first of these that can run; float64 has "torch".
         return_stats: also return per-token statistics (`LinearCrossEntropyStats`), without gradients.  An lse that is
             differentiable has `linear_log_probs`.
-        weight_grad_out: [V, H] float32, contiguous: backward adds the weight's gradient to it, and weight gets none of
-            its own.  For a main gradient that is kept in float32 over micro-batches.
+        weight_grad_out: [V, H] float32 (float64 where weight is), contiguous: backward adds the weight's gradient to
+            it, and weight gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
         precision: "full": products of the inputs' dtype.  "fp8": an approximation by three products of numbers that are
             quantised to FP8 in blocks, as in `fp8_linear`, chunk by chunk of tokens, with logits in bfloat16; strategy
             must not be "recompute", and a class_weight goes without label_smoothing and z_loss.  Backend "triton" then
@@ -132,8 +133,8 @@ def linear_cross_entropy(
             numbers.
 
     Returns:
-        The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
-        token is ignored, "mean" is 0 with zero gradients.
+        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -213,15 +214,17 @@ def linear_cross_entropy(
     )
     spec.check_shift(options, target.shape, "target of shape [..., S]")
     dtype = product_dtype(OP, tensors)
-    normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden.device)
+    normalizer = check_normalizer(OP, normalizer, reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, matrix)
+    if precision == "fp8" and dtype == torch.float64:
+        raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
     shifted_bytes = 0
     if shift:
         # int64 holds every ignore_index.
         target = _next(target, ignore_index, torch.int64)
         token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
         shifted_bytes = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
-    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight)
+    weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, dtype)
     chosen = precision
     if precision == "full":
         refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
@@ -316,7 +319,7 @@ class LinearCrossEntropyLoss(LossModule):
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
-        weight_grad_out: Tensor | None = None,  # [V, H] float32
+        weight_grad_out: Tensor | None = None,  # [V, H] float32 or float64
     ) -> Any:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
@@ -333,7 +336,7 @@ class LinearCrossEntropyLoss(LossModule):
 
 
 class Stash(NamedTuple):
-    """The gradients in float32 for an upstream gradient of 1; None: not wanted, or not made in forward."""
+    """The gradients in the dtype of sums for an upstream gradient of 1; None: not wanted, or not made in forward."""
 
     grad_hidden: Tensor | None = None
     grad_weight: Tensor | None = None
@@ -427,8 +430,8 @@ def _stash(call: Call) -> TorchOutputs:
 
 
 def _fake_stash(call: Call) -> TorchOutputs:
-    pairs = zip((call.hidden, call.weight, call.bias), call.grads, strict=True)
-    made = [x.new_empty(x.shape, dtype=torch.float32) if x is not None and wanted else None for x, wanted in pairs]
+    pairs, total = zip((call.hidden, call.weight, call.bias), call.grads, strict=True), accumulator(call.dtype)
+    made = [x.new_empty(x.shape, dtype=total) if x is not None and wanted else None for x, wanted in pairs]
     return TorchOutputs(call.empty_outputs(), Stash(*made))
 
 
@@ -445,7 +448,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
     assert grad_loss is not None
     factor: Tensor | None = grad_loss
     if kept.reduction == "none":  # then only hidden has a gradient here: choose_strategy sees to it
-        factor = grad_loss.float().masked_fill(kept.target == kept.ignore_index, 0)[..., None]
+        factor = grad_loss.masked_fill(kept.target == kept.ignore_index, 0)[..., None]
     elif is_plain_one(grad_loss):
         factor = None
     made: list[Tensor | None] = [None] * 3
@@ -453,7 +456,7 @@ def _scaled_stash(kept: KeptStash, upstream: Made, wanted: Wanted) -> Made:
         if not wanted[i] or stashed is None:
             continue
         if i == 1 and kept.weight_grad_out is not None:
-            kept.weight_grad_out.addcmul_(stashed, grad_loss.float())
+            kept.weight_grad_out.addcmul_(stashed, grad_loss)
         else:
             made[i] = scale_stash(stashed, factor, dtype)
     return made

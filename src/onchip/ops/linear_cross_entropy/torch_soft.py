@@ -73,7 +73,7 @@ def run(
     topk.refuse_options(OP, options)
     spec.check_shift(options, hidden.shape[:-1], "hidden of shape [..., S, H]")
     dtype = product_dtype(OP, tensors)
-    normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden.device)
+    normalizer = check_normalizer(OP, normalizer, options.reduction, "hidden", hidden)
     check_weight_grad_out(OP, weight_grad_out, weight)
     dense, copied = "target" in tensors, 0
     if options.shift:
@@ -98,7 +98,7 @@ def run(
         compiled=torch.compiler.is_compiling(),
         token_weight=token_weight,
         normalizer=normalizer,
-        class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight),
+        class_weight=None if class_weight is None else checked_class_weight(OP, options, class_weight, dtype),
         weight_grad_out=weight_grad_out,
         labels=labels,
         kind=kind,
@@ -210,7 +210,7 @@ def _dense_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     row, grad_scale = _rows(call, tokens, upstream)
     config, vocab = _dense_plan(call, tokens), layer.vocab
     size = min(tokens.number, config.token_chunk) * vocab
-    tile = Tile(size, layer.hidden, slope=options.softcap is not None, narrow=True)
+    tile = Tile(size, tokens, slope=options.softcap is not None, like=layer.hidden)
     into = walk.Accumulated(layer, tokens, config.vocab_chunk, wanted)
     for t0, t1 in spans(tokens.number, config.token_chunk):
         z, slope, _ = tile.cut(t1 - t0, vocab)

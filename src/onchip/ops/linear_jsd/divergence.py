@@ -103,7 +103,9 @@ def _centred(by_log_p: Array, p: Array) -> Array:
 
 def _mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[Array, Array]:
     """(1 - beta) s log(s / m) and beta t log(t / m)."""
-    low = xp.log1p(xp.where(d <= 0, beta, 1 - beta) * xp.expm1(-abs(d)))
+    e = xp.expm1(-abs(d))
+    low = xp.log1p(xp.where(d <= 0, beta * e, (1 - beta) * e))  # of two numbers PyTorch would make float32
+    del e
     by_s = xp.where(s == 0, 0, (beta - 1) * s * (low + d.clip(min=0)))
     by_t = xp.where(t == 0, 0, -beta * t * (low - d.clip(max=0)))
     return by_s, by_t

@@ -15,13 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.core.backends import choose_backend
+from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
+    accumulator,
     as_constant,
     check_kinds,
     check_layout,
     check_normalizer,
     check_product_dtype,
+    dtype_of,
     per_token_constant,
     plain_labels,
     platform,
@@ -88,10 +91,11 @@ def linear_jsd(
     It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        student_hidden: [..., Hs] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
-            counts as float32 where JAX's 64-bit mode is off.
+        student_hidden: [..., Hs] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's
+            float64 counts as float32 where JAX's 64-bit mode is off.
         student_weight: [V, Hs], or [Hs, V] with weight_layout="hv", of student_hidden's dtype.
-        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
+        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype (but for float64) and Ht may
+            differ from the student's.
         teacher_weight: [V, Ht] or [Ht, V], of teacher_hidden's dtype.
         weight_layout: "vh" or "hv", of both weights.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
@@ -101,7 +105,7 @@ def linear_jsd(
         labels: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
         ignore_index, token_weight, reduction, normalizer: as of `linear_cross_entropy`; the arrays are constants.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
-        teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
+        teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
         hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `labels`; the rest is divergence.
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
@@ -114,10 +118,11 @@ def linear_jsd(
     The numbers (beta, temperature, hard_weight) are Python's: another value compiles anew.
 
     Returns:
-        The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is
-        infinite where the student gives probability 0 to what the teacher doesn't; with beta 1 the reverse (and the
-        gradients there are not finite).  A label that is neither ignore_index nor in [0, V), or a top-k index outside
-        of it, makes its token's loss and the gradients that it enters NaN; repeated indices are not looked for.
+        The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
+        zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
+        with beta 1 the reverse (and the gradients there are not finite).  A label that is neither ignore_index nor in
+        [0, V), or a top-k index outside of it, makes its token's loss and the gradients that it enters NaN; repeated
+        indices are not looked for.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -166,11 +171,11 @@ def jsd(
     The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
 
     Args:
-        student_logits: [..., V] float32, bfloat16 or float16.  -inf takes an entry out.
-        teacher_logits: [..., V] float32, bfloat16 or float16.
+        student_logits: [..., V] float32, bfloat16, float16 or float64.  -inf takes an entry out.
+        teacher_logits: [..., V] float32, bfloat16, float16 or float64.
 
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
-    are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
+    are made in float32, of float64 logits in float64; a gradient is rounded to its logits' dtype once.
 
     Memory: about 48 * chunk * V bytes, by `jax_scratch_parts` of `onchip.ops.linear_jsd.memory`.
 
@@ -208,9 +213,9 @@ class _Constants(NamedTuple):
 
     labels: jax.Array  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
     indices: jax.Array | None  # [T, K] int32
-    values: jax.Array | None  # [T, K] float32
-    token_weight: jax.Array | None  # [T] float32
-    normalizer: jax.Array | None  # [] float32
+    values: jax.Array | None  # [T, K]
+    token_weight: jax.Array | None  # [T]
+    normalizer: jax.Array | None  # []
 
 
 class _Static(NamedTuple):
@@ -234,7 +239,15 @@ def _call(op: str, given: Mapping[str, Any]) -> Any:
     shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
     shape, size = check_shapes(options, shapes, "labels")
     options = options.with_scratch(given, math.prod(shape) * size)
-    check_kinds(op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
+    check_kinds(
+        op,
+        arrays,
+        integers=("labels", "teacher_topk.indices"),
+        constants=("token_weight",),
+        labels=("teacher_topk.values",),
+        dtypes=LOSS_DTYPE_BYTES.keys(),
+    )
+    dtype = accumulator(dtype_of(next(iter(arrays.values()))))
     for whose in ("student_", "teacher_"):
         check_product_dtype(op, arrays, whose)
     check_normalizer(op, given["normalizer"], options.reduction)
@@ -246,16 +259,16 @@ def _call(op: str, given: Mapping[str, Any]) -> Any:
     constants = _Constants(
         no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
         None if topk is None else plain_labels(_flat(topk.indices), size, -1),
-        None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), jnp.float32)),
-        per_token_constant(given["token_weight"]),
-        as_constant(given["normalizer"]),
+        None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), dtype)),
+        per_token_constant(given["token_weight"], dtype),
+        as_constant(given["normalizer"], dtype),
     )
     models, constants = vary_alike((models, constants))
     words = ("", "") if topk is None else topk[2:]
     static = _Static(options, platform(), size, *words)
     _plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
     if total == 0:
-        return jnp.zeros(shape if options.reduction == "none" else (), jnp.float32)
+        return jnp.zeros(shape if options.reduction == "none" else (), dtype)
     made = _op(static, models, constants)
     return made.reshape(shape) if options.reduction == "none" else made
 
@@ -283,7 +296,7 @@ def _plan(static: _Static, needs: Any, stash: bool, models: Any, constants: _Con
 
 
 def _stashes(static: _Static, needs: Any) -> bool:
-    """Whether forward makes the gradients: for an upstream gradient of 1 and in float32, but of existing logits."""
+    """Whether forward makes the gradients: for an upstream gradient of 1, as sums, but of existing logits."""
     of_logits = any(need is True for need in needs)
     return any(jax.tree.leaves(needs)) and static.options.reduction != "none" and not of_logits
 
@@ -312,14 +325,16 @@ _op = with_gradients(f"{OP}, {LOGITS_OP}", _forward, _backward)
 def _walk(
     static: _Static, needs: Any, models: Any, constants: _Constants, grad_loss: Any, stash: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The loss, and the gradients that are needed, for `grad_loss` or for 1; float32, but of existing logits."""
+    """The loss, and the gradients that are needed, for `grad_loss` or for 1; in the dtype of sums, but of existing
+    logits in theirs."""
     chunk = _plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
     labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
-    reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
-    row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
     given = [(_source(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     sources = [x for x, _ in given]
+    total = sources[0].accumulator
+    reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean, total)
+    row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
 
     def step(start: jax.Array, own: jax.Array, teacher: Any = None) -> tuple[jax.Array, list[Any]]:
         source, label, scale, there = cut_rows((tokens.source, labels, row_scale, tokens.there()), start, chunk)
@@ -344,7 +359,7 @@ def _walk(
             return None if sums is None else source.floats(sums)
         return sums if sums.hidden is None else replace(sums, hidden=tokens.spread(sums.hidden))
 
-    zeros = jnp.zeros(tokens.source.shape, jnp.float32)
+    zeros = jnp.zeros(tokens.source.shape, total)
     losses, sums = by_rows(chunk, tokens, sources, [need for _, need in given], zeros, step)
     loss = reduction.reduced(losses, tokens, per_token=static.options.reduction == "none")
     made = [whole(g, source) for g, source in zip(sums, sources, strict=True)]
@@ -352,20 +367,20 @@ def _walk(
 
 
 def _source(static: _Static, model: Any) -> Projection | Logits:
-    """A model's last layer, in float32 where products of 16 bits won't do, or its logits."""
+    """A model's last layer, in the dtype of sums where products of 16 bits won't do, or its logits."""
     if not isinstance(model, Projection):
         return Logits.of(model)
     if static.platform == "cpu" or model.weight.dtype == jnp.float16:
         # The CPU's 16-bit products round; float16's range is short for a gradient.
-        return replace(model, weight=model.weight.astype(jnp.float32))
+        return replace(model, weight=model.weight.astype(model.accumulator))
     return model
 
 
 def _cross_entropy(z: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The cross-entropy of each row, and its gradient."""
     ids, whole, loss = label[:, None], Columns(0, z.shape[1]), TokenLoss()
-    stats = Softmax.empty(ids, Wanted()).absorb(z, whole, ids).complete(ids, z.shape[1])
-    gradient = loss.gradient(stats, jnp.ones(z.shape[0], jnp.float32), z.shape[1])
+    stats = Softmax.empty(ids, Wanted(), z.dtype).absorb(z, whole, ids).complete(ids, z.shape[1])
+    gradient = loss.gradient(stats, jnp.ones(z.shape[0], z.dtype), z.shape[1])
     return loss.value(stats), logits_gradient(z, None, stats, gradient, ids, whole)
 
 

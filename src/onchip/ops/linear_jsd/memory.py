@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.sizes import LOSS_DTYPE_BYTES, accumulator
 from onchip.vocab import memory
 from onchip.vocab.chunks import Planner, default_scratch, even_chunk, largest
 
@@ -33,11 +33,16 @@ class Problem:
     """K, where the teacher is a top-k."""
     hard: bool = False
     stash: bool = False
-    """Gradients are made in forward and kept, in float32."""
+    """Gradients are made in forward and kept, as sums."""
 
     @property
     def tokens(self) -> int:
         return self.student.tokens
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a number of the logits, statistics and sums."""
+        return self.student.total_bytes
 
     @property
     def device(self) -> str:
@@ -75,28 +80,28 @@ def logits_bytes(p: Problem) -> int:
 
 def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     """Peak memory above inputs, loss and returned gradients, in bytes, part by part, with chunks of so many tokens."""
-    block = -(-chunk // BLOCKS)
+    block, total = -(-chunk // BLOCKS), p.total_bytes
     dense = 1 if p.topk else 2
     rows = casts = kept_hidden = kept_weight = widened = 0
     for h in p.layers:
-        element = DTYPE_BYTES[h.dtype]
-        rows += (element + (4 if _widened(h) else 0) + (4 if h.grad_hidden else 0)) * chunk * h.hidden
+        element = LOSS_DTYPE_BYTES[h.dtype]
+        rows += (element + (4 if _widened(h) else 0) + (total if h.grad_hidden else 0)) * chunk * h.hidden
         casts += element * p.tokens * h.hidden if h.hidden_dtype != h.dtype else 0
         casts += element * h.vocab * h.hidden if h.weight_dtype != h.dtype else 0
-        # float32 sums; on the CPU those of float32 parameters are handed out as they are.
+        # Sums; on the CPU those of their parameters' dtype are handed out as they are.
         copied = p.stash and p.device == "cuda"
-        if h.grad_hidden and (copied or h.hidden_dtype != "float32"):
-            kept_hidden += 4 * p.tokens * h.hidden
-        if h.grad_weight and (copied or h.weight_dtype != "float32"):
-            kept_weight += 4 * h.vocab * h.hidden
+        if h.grad_hidden and (copied or h.hidden_dtype != accumulator(h.dtype)):
+            kept_hidden += total * p.tokens * h.hidden
+        if h.grad_weight and (copied or h.weight_dtype != accumulator(h.dtype)):
+            kept_weight += total * h.vocab * h.hidden
         if _widened(h):
             widened = max(widened, 4 * min(SLAB, p.vocab) * h.hidden)
     narrow = p.any_grad and p.device == "cuda" and any(h.dtype == "bfloat16" for h in p.layers)
     return {
-        "logits": 4 * dense * chunk * p.vocab,
+        "logits": total * dense * chunk * p.vocab,
         # the softmaxes, their logarithms' difference, and what is made of them
-        "temporaries of a block": 44 * block * p.vocab,
-        "top-k rows": 64 * chunk * (p.topk + 1) if p.topk else 0,
+        "temporaries of a block": 11 * total * block * p.vocab,
+        "top-k rows": 16 * total * chunk * (p.topk + 1) if p.topk else 0,
         "logits' gradient in 16 bits": 2 * chunk * p.vocab if narrow else 0,
         "hidden rows": rows,
         "weight rows in float32": widened,
@@ -104,28 +109,29 @@ def scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
         "copies of strided inputs": p.copied,
         "hidden gradients in float32": kept_hidden,
         "weight gradients in float32": kept_weight,
-        "vectors": 96 * p.tokens + 16 * p.vocab,
+        "vectors": total * (24 * p.tokens + 4 * p.vocab),
     }
 
 
 def jax_scratch_parts(p: Problem, chunk: int) -> dict[str, int]:
     """Bytes that XLA allocates beyond arguments and results in a jitted step, part by part."""
-    gradient = int(p.any_grad)
+    gradient, total = int(p.any_grad), p.total_bytes
     rows = sums = widened = 0
     for h in p.layers:
-        rows += (DTYPE_BYTES[h.dtype] + 8) * chunk * h.hidden
-        # Sums in float32, and where backward scales them, or a loop carries them, another copy.
-        sums += (4 * p.tokens * h.hidden if h.grad_hidden else 0) + (8 * h.vocab * h.hidden if h.grad_weight else 0)
+        rows += (LOSS_DTYPE_BYTES[h.dtype] + 2 * total) * chunk * h.hidden
+        # Sums, and where backward scales them, or a loop carries them, another copy.
+        sums += total * p.tokens * h.hidden if h.grad_hidden else 0
+        sums += 2 * total * h.vocab * h.hidden if h.grad_weight else 0
         widened += 4 * h.vocab * h.hidden if _widened(h) else 0
     given = [h for h in (p.student, p.teacher) if h.grad_hidden and not h.hidden]
     return {
-        "logits and what is made of them": 4 * (9 + 3 * gradient + 2 * int(p.hard)) * chunk * p.vocab,
-        "top-k rows": 128 * chunk * (p.topk + 1) if p.topk else 0,
+        "logits and what is made of them": total * (9 + 3 * gradient + 2 * int(p.hard)) * chunk * p.vocab,
+        "top-k rows": 32 * total * chunk * (p.topk + 1) if p.topk else 0,
         "hidden rows": rows,
         "weights in float32": widened,
         "gradients in float32": sums,
-        "gradients of logits": sum(DTYPE_BYTES[h.dtype] * p.tokens * h.vocab for h in given),
-        "vectors": 96 * p.tokens + 16 * p.vocab,
+        "gradients of logits": sum(LOSS_DTYPE_BYTES[h.dtype] * p.tokens * h.vocab for h in given),
+        "vectors": total * (24 * p.tokens + 4 * p.vocab),
     }
 
 

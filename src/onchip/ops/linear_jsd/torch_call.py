@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import copied_rows, copied_weight
+from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator, copied_rows, copied_weight
 from onchip.frontend.torch_register import Wanted
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import Options
@@ -79,13 +79,18 @@ class Call(NamedTuple):
         return x
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of logits, statistics and sums."""
+        return accumulator(self.first.dtype)
+
+    @property
     def number(self) -> int:
         """T."""
         return math.prod(self.shape)
 
     def new_loss(self) -> Tensor:
         """Memory for the result."""
-        return self.first.new_empty(self.shape if self.options.reduction == "none" else (), dtype=torch.float32)
+        return self.first.new_empty(self.shape if self.options.reduction == "none" else (), dtype=self.dtype)
 
     def empty_gradients(self, wanted: Wanted, dtype: torch.dtype | None) -> list[Tensor | None]:
         """Memory for gradients in `dtype`, by default their parameters'."""
@@ -104,7 +109,7 @@ class Call(NamedTuple):
         check_values = check and options.check_inputs
         chosen = select(
             op, "target", target, self.number, self.size, None,
-            ignore_index=ignore_index, temperature=1.0, check_values=check_values,
+            ignore_index=ignore_index, temperature=1.0, dtype=self.first.dtype, check_values=check_values,
         )  # fmt: skip
         tokens = weighed(op, chosen, self.token_weight, options.reduction, self.normalizer, check_values=check_values)
         if check and self.indices is not None and (options.check_inputs or self.indices.device.type == "cpu"):
@@ -112,7 +117,7 @@ class Call(NamedTuple):
         return tokens
 
     def divisor(self, kept: Tensor) -> Tensor:
-        """0-d float32: what the loss is divided by, given which tokens are kept, or their number."""
+        """0-d: what the loss is divided by, given which tokens are kept, or their number."""
         return divisor(self.options.op, self.options.reduction, self.normalizer, kept)
 
     def grads_of(self, who: int) -> tuple[bool, ...]:
@@ -137,8 +142,10 @@ class Call(NamedTuple):
         if layer is not None:
             return layer.problem(op=op, copied=copied)
         device, vocab = "cpu" if self.first.device.type == "cpu" else "cuda", 0 if logits is None else logits.shape[-1]
-        grad = self.grads_of(who)[3]
-        return Head(self.number, 0, vocab, device=device, grad_hidden=grad, grad_weight=False, op=op, copied=copied)
+        dtype, grad = LOSS_DTYPES[self.first.dtype if logits is None else logits.dtype], self.grads_of(who)[3]
+        return Head(
+            self.number, 0, vocab, dtype, device=device, grad_hidden=grad, grad_weight=False, op=op, copied=copied
+        )
 
     def problem(self, *, kernels: bool = False) -> Problem:
         """What plans are made for."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
+    LOSS_DTYPES,
     check_kinds,
     check_normalizer,
     choose_torch_backend,
@@ -69,9 +70,11 @@ def linear_jsd(
     exactly zero gradients where both models' logits are the same numbers.  No model's [tokens, V] logits are stored.
 
     Args:
-        student_hidden: [..., Hs] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
+        student_hidden: [..., Hs] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T
+            tokens.
         student_weight: [V, Hs] of student_hidden's dtype, or of other precision, as `linear_cross_entropy`'s weight.
-        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype and Ht may differ from the student's.
+        teacher_hidden: [..., Ht], with the same leading dimensions; its dtype (but for float64) and Ht may
+            differ from the student's.
         teacher_weight: [V, Ht] likewise.
         beta: in [0, 1], the teacher's weight in m.  The ends are forward and reverse KL as special cases: the limit of
             the divergence itself is 0 at both ends, so that the value jumps there.
@@ -80,7 +83,7 @@ def linear_jsd(
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
         ignore_index, token_weight, reduction, normalizer, check_inputs: as of `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
-        teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
+        teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
         hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `target`; the rest is divergence.
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
@@ -94,9 +97,10 @@ def linear_jsd(
             these that can run the call.
 
     Returns:
-        The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is
-        infinite where the student gives probability 0 to what the teacher doesn't; with beta 1 the reverse (and the
-        gradients there are not finite).  Between them it is finite for any logits, -inf among them.
+        The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
+        zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
+        with beta 1 the reverse (and the gradients there are not finite).  Between them it is finite for any logits,
+        -inf among them.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -173,13 +177,13 @@ def jsd(
     The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
 
     Args:
-        student_logits: [..., V] float32, bfloat16 or float16, any strides.  -inf takes an entry out.  Those whose
-            leading dimensions can't be flattened in place are copied; so are, with "triton", those whose last stride
-            isn't 1.
-        teacher_logits: [..., V] float32, bfloat16 or float16, any strides; copied likewise.
+        student_logits: [..., V] float32, bfloat16, float16 or float64, any strides.  -inf takes an entry out.  Those
+            whose leading dimensions can't be flattened in place are copied; so are, with "triton", those whose last
+            stride isn't 1.
+        teacher_logits: [..., V] float32, bfloat16, float16 or float64, any strides; copied likewise.
 
     The other arguments, what is returned and what is raised are those of `linear_jsd`.  Softmaxes, loss and gradients
-    are made in float32 from the logits as they are; a gradient is rounded to its logits' dtype once.
+    are made in float32, of float64 logits in float64; a gradient is rounded to its logits' dtype once.
 
     Memory: about 13 * chunk * V bytes, by `scratch_parts` of `onchip.ops.linear_jsd.memory`; "triton" needs nothing of
     that size.  Between forward and backward nothing but the inputs is kept.
@@ -223,15 +227,22 @@ def _call(op: str, **given: Any) -> Tensor:
     tensors = require_tensors(op, named_arrays(op, given, "target"), optional=())
     shape, size = check_shapes(options, {name: tuple(x.shape) for name, x in tensors.items()}, "target")
     options = options.with_scratch(given, math.prod(shape) * size)
-    check_kinds(op, tensors, integers=("target", "teacher_topk.indices"), constants=("token_weight",))
+    check_kinds(
+        op,
+        tensors,
+        integers=("target", "teacher_topk.indices"),
+        constants=("token_weight",),
+        labels=("teacher_topk.values",),
+        dtypes=LOSS_DTYPES,
+    )
     if topk is not None:
         refuse_gradient(op, "teacher_topk.values", topk.values)
     dtypes = tuple(
         product_dtype(op, tensors, who) if f"{who}hidden" in tensors else torch.float32
         for who in ("student_", "teacher_")
     )
-    device = next(iter(tensors.values())).device
-    normalizer = check_normalizer(op, given["normalizer"], options.reduction, "the student", device)
+    first = next(iter(tensors.values()))
+    normalizer = check_normalizer(op, given["normalizer"], options.reduction, "the student", first)
     student, teacher = (Model(*(given.get(f"{who}_{part}") for part in PARTS)) for who in ("student", "teacher"))
     if not options.teacher_grad:
         teacher = Model(*(None if x is None else x.detach() for x in teacher))
@@ -242,7 +253,7 @@ def _call(op: str, **given: Any) -> Tensor:
         student, teacher, indices, values, given["target"], given["token_weight"], normalizer, dtypes, shape, size,
         kind, rest, options, any(grads) and options.reduction != "none" and not given_logits, grads,
     )  # fmt: skip
-    if choose_torch_backend(op, given["backend"], device, triton_op.refusal(call)) == "triton":
+    if choose_torch_backend(op, given["backend"], first.device, triton_op.refusal(call)) == "triton":
         return triton_op.run(call)
     memory.PLANNER.require(call.problem(), "", options.scratch_bytes)  # shows before anything runs
     return OPERATORS[op](call).loss
@@ -252,7 +263,7 @@ def _call(op: str, **given: Any) -> Tensor:
 
 
 class Outputs(NamedTuple):
-    """The loss, and with `stash` the gradients in float32 for an upstream gradient of 1."""
+    """The loss, and with `stash` the gradients in the dtype of sums for an upstream gradient of 1."""
 
     loss: Tensor
     student: Model
@@ -278,7 +289,7 @@ def _forward(call: Call) -> Outputs:
 
 
 def _fake(call: Call) -> Outputs:
-    made = call.empty_gradients(call.grads if call.stash else [False] * len(PARAMETERS), torch.float32)
+    made = call.empty_gradients(call.grads if call.stash else [False] * len(PARAMETERS), call.dtype)
     return Outputs(call.new_loss(), Model(*made[:4]), Model(*made[4:]))
 
 

@@ -1,7 +1,7 @@
 """The walk over chunks of tokens with PyTorch's own matrix products, on CPU and CUDA.
 
-A chunk holds both models' logits of the whole vocabulary in float32.  Its losses and gradients are made in blocks of
-rows (divergence.py), which overwrite the logits.  Nothing here synchronises a GPU.
+A chunk holds both models' logits of the whole vocabulary, in float32 or float64.  Its losses and gradients are made in
+blocks of rows (divergence.py), which overwrite the logits.  Nothing here synchronises a GPU.
 """
 
 import math
@@ -28,11 +28,11 @@ from onchip.vocab.torch.walk import Accumulated
 def walk(
     call: Call,
     tokens: Tokens,
-    row: Tensor,  # [n] float32: factor of each token's gradient
+    row: Tensor,  # [n]: factor of each token's gradient
     grads: Sequence[bool],  # of `PARAMETERS`
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The losses of the computed tokens, without weights, and the gradients that are wanted: of logits in their own
-    dtype, of all else in float32."""
+    dtype, of all else in that of sums."""
     n, label = tokens.number, tokens.label.clamp(min=0)  # an ignored one is in no place, and is computed all the same
     chunk = min(n, memory.plan(call.problem(), "", call.options.scratch_bytes))
     whole = call.indices is None
@@ -109,14 +109,14 @@ def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK:
     )
     ids = ids.to(torch.int64)
     bad = (ids < 0) | (ids >= call.size)
-    values = values.float().masked_fill(bad, math.nan)
+    values = values.to(tokens.dtype).masked_fill(bad, math.nan)
     return TopK(ids.masked_fill(bad, 0), values, call.topk_kind, call.topk_rest)
 
 
 def _cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each row, and its gradient."""
     ids = label[:, None]
-    softmax = Running.empty(ids)
+    softmax = Running.empty(ids, z.dtype)
     e = softmax.absorb(z.clone(), 0, ids, Asked(), None)
     made = loss_gradient(LossOptions(), torch.ones_like(softmax.max), softmax.lse, softmax.log_prob, z.shape[1])
     return -softmax.log_prob[:, 0], made.of_exponentials(e, made.factor / softmax.total, ids, 0, None)

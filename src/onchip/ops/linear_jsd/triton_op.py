@@ -27,6 +27,8 @@ def refusal(call: Call) -> str | None:
     # Logits are read in any dtype: without a product, one is asked about that suits.
     device = call.first.device
     dtypes = [call.dtypes[k] for k in heads] or [torch.float16]
+    if call.dtype == torch.float64:
+        dtypes = [torch.float64]
     reasons = (setup.refusal(device.type, device.index, dtype) for dtype in dtypes)
     reason = next((x for x in reasons if x is not None), None)
     if reason is None and call.indices is not None:

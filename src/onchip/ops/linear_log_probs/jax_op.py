@@ -14,9 +14,11 @@ from jax import lax
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, Planned, Static, vary_alike, with_gradients
 from onchip.frontend.jax_inputs import (
+    accumulator,
     check_arrays,
     check_layout,
     checked_numbers,
+    dtype_of,
     options_of,
     plain_labels,
     platform,
@@ -73,7 +75,7 @@ def linear_log_probs(
     weight and bias.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.
+        hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
@@ -94,10 +96,10 @@ def linear_log_probs(
         backend: "xla" (plain JAX, on any device), or "auto": the first backend that can run.
 
     Returns:
-        float32 log_prob of ids' shape.  If anything else is asked for, `LogProbs(log_prob, entropy, lse, top1,
-        mean_logits, log_sum_sq_probs)` instead, with None for what isn't.  An id that is neither ignore_index nor in
-        [0, V) has log_prob NaN, and so are the gradients that its token enters: no value of an array is read while
-        tracing.
+        log_prob of ids' shape in float32, of float64 inputs in float64.  If anything else is asked for,
+        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.  An
+        id that is neither ignore_index nor in [0, V) has log_prob NaN, and so are the gradients that its token enters:
+        no value of an array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -125,7 +127,8 @@ def linear_log_probs(
     spec.check_shapes(shapes_of(check_arrays(OP, given)), weight_layout)
     shape = hidden.shape[:-1]
     options = options_of(OP, Options, given, math.prod(shape) * weight.size // hidden.shape[-1])
-    numbers = checked_numbers(OP, options, given)
+    dtype = accumulator(dtype_of(hidden))
+    numbers = checked_numbers(OP, options, given, dtype)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
     total = len(projection.hidden)
@@ -133,7 +136,7 @@ def linear_log_probs(
     plain = plain_labels(ids, projection.vocab, int(ignore_index)).reshape(total, each)
     projection, constants = vary_alike((projection, (plain, Transform(**numbers))))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
-    outputs = of_no_tokens() if total == 0 else _op(Static(options, platform()), projection, constants)
+    outputs = of_no_tokens(dtype) if total == 0 else _op(Static(options, platform()), projection, constants)
     return returned(options, outputs, ids.shape, shape)
 
 
@@ -170,8 +173,8 @@ def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogPr
 _op = with_gradients(OP, _forward, _backward)
 
 
-def of_no_tokens() -> LogProbs:
-    none = jnp.zeros(0, jnp.float32)
+def of_no_tokens(dtype: Any) -> LogProbs:
+    none = jnp.zeros(0, dtype)
     return LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
 
 
@@ -202,19 +205,20 @@ def known_of(stats: TokenStats) -> TokenStats:
 
 def gradient_by_outputs(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:
     """The gradient by each token's logits; None in `upstream` is zero."""
+    dtype = stats.lse.dtype
 
     def rows(grad: Any) -> Array | None:
-        return None if grad is None else tokens.take(grad.astype(jnp.float32), 0)
+        return None if grad is None else tokens.take(grad.astype(dtype), 0)
 
     g, g_entropy, g_lse = map(rows, (upstream.log_prob, upstream.entropy, upstream.lse))
-    g = jnp.zeros(ids.shape, jnp.float32) if g is None else g
+    g = jnp.zeros(ids.shape, dtype) if g is None else g
     g = jnp.where(ids == IGNORED, 0, jnp.where(ids == OUT_OF_RANGE, jnp.nan, g))
     same, rest = shares(ids, g)
     common = jnp.sum(g, 1)
     if g_lse is not None:
         common, rest = common - g_lse, rest - g_lse[:, None]
     if g_entropy is not None and stats.entropy is not None:
-        rest += g_entropy[:, None] * jnp.maximum(stats.log_prob + stats.entropy[:, None], VANISHED)
+        rest += g_entropy[:, None] * jnp.maximum(stats.log_prob + stats.entropy[:, None], VANISHED[dtype])
     # 1 - p as -expm1(log p): 1 minus a rounded p would lose all digits of a p near 1.
     at_ids = -same * jnp.expm1(stats.log_prob) - jnp.exp(stats.log_prob) * rest
     return TokenGradient(-common, at_ids, None if g_entropy is None else -g_entropy)

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import IGNORED, Planned, Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_arrays, checked_numbers, options_of, plain_labels, platform
+from onchip.frontend.jax_inputs import (
+    accumulator,
+    check_arrays,
+    checked_numbers,
+    dtype_of,
+    options_of,
+    plain_labels,
+    platform,
+)
 from onchip.frontend.options import shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
@@ -62,8 +70,8 @@ def log_probs(
     with respect to the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
-            the vocabulary (without softcap, which makes it -softcap).
+        logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
+            out of the vocabulary (without softcap, which makes it -softcap).
         ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
             `mean_logits` and `log_sum_sq_probs`: as in `linear_log_probs`.
         scratch_bytes: bound on the temporary memory, results and gradient not counted, given as in
@@ -72,8 +80,9 @@ def log_probs(
         backend: "xla" (plain JAX, on any device) or "auto".
 
     Returns:
-        float32 log_prob of ids' shape, or `LogProbs`, as in `linear_log_probs`.  An id that is neither ignore_index nor
-        in [0, V) has log_prob NaN, and so is its token's gradient: no value of an array is read while tracing.
+        log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as in `linear_log_probs`.  An id
+        that is neither ignore_index nor in [0, V) has log_prob NaN, and so is its token's gradient: no value of an
+        array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -96,7 +105,8 @@ def log_probs(
     given = locals()
     spec.check_logits_shapes(shapes_of(check_arrays(LOGITS_OP, given)))
     options = options_of(LOGITS_OP, LogitsOptions, given, logits.size)
-    numbers = checked_numbers(LOGITS_OP, options, given)
+    dtype = accumulator(dtype_of(logits))
+    numbers = checked_numbers(LOGITS_OP, options, given, dtype)
 
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     total = math.prod(shape)
@@ -105,7 +115,7 @@ def log_probs(
     plain = plain_labels(ids, vocab, int(ignore_index)).reshape(total, each)
     rows, constants = vary_alike((rows, (plain, Transform(**numbers))))
     choose_backend(LOGITS_OP, backend, dict.fromkeys(BACKENDS))
-    outputs = of_no_tokens() if total == 0 else _op(Static(options, platform()), rows, constants)
+    outputs = of_no_tokens(dtype) if total == 0 else _op(Static(options, platform()), rows, constants)
     return returned(options, outputs, ids.shape, shape)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES
+from onchip.frontend.torch_inputs import LOSS_DTYPES
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
 from onchip.vocab.rows.memory import Problem
 from onchip.vocab.torch import tiles
@@ -42,6 +42,7 @@ class RowsCall(NamedTuple):
             self.token_temperature,
             ignore_index=self.options.ignore_index,
             temperature=self.options.temperature,
+            dtype=self.logits.dtype,
             check_values=check_values,
             compact=compact,
         )
@@ -52,7 +53,7 @@ class RowsCall(NamedTuple):
         return Problem(
             tokens=self.number,
             vocab=logits.shape[-1],
-            dtype=DTYPES[logits.dtype],
+            dtype=LOSS_DTYPES[logits.dtype],
             device="cpu" if logits.device.type == "cpu" else "cuda",
             grad=self.grads[0],
             softcap=options.softcap is not None,

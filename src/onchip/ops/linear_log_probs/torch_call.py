@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.torch_inputs import accumulator
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.vocab.torch import tiles
 from onchip.vocab.torch.call import LinearCall
@@ -34,6 +35,7 @@ class Call(LinearCall):
             self.token_temperature,
             ignore_index=self.options.ignore_index,
             temperature=self.options.temperature,
+            dtype=self.dtype,
             check_values=check_values,
         )
 
@@ -55,13 +57,13 @@ class Outputs(NamedTuple):
     @staticmethod
     def empty(options: Options, of: Tensor, ids: Tensor, *, entropy: bool, top1: bool) -> "Outputs":
         """Not yet filled, for hidden states or logits [..., N]."""
-        shape = of.shape[:-1]
+        shape, total = of.shape[:-1], accumulator(of.dtype)
 
-        def make(wanted: bool, dtype: torch.dtype = torch.float32) -> Any:
+        def make(wanted: bool, dtype: torch.dtype = total) -> Any:
             return of.new_empty(shape, dtype=dtype) if wanted else None
 
         return Outputs(
-            of.new_empty(ids.shape, dtype=torch.float32),
+            of.new_empty(ids.shape, dtype=total),
             make(entropy),
             make(True),
             make(top1, torch.int64),

@@ -65,7 +65,7 @@ def linear_log_probs(
     bias, with any upstream gradient for each number of theirs.
 
     Args:
-        hidden: [..., H] float32, bfloat16 or float16, any strides.  The leading dimensions hold T tokens.
+        hidden: [..., H] float32, bfloat16, float16 or float64, any strides.  The leading dimensions hold T tokens.
         weight, bias: [V, H] and [V] of hidden's dtype, or of other precision, as of `linear_cross_entropy`.
         ids: [...] or [..., K] of any integer dtype: one or K vocabulary indices for each token, or `ignore_index`.
             The same id may occur several times.
@@ -83,8 +83,8 @@ def linear_log_probs(
             least what one chunk needs; without gradients "triton" takes 64 MiB.
 
     Returns:
-        float32 log_prob of ids' shape.  If anything else is asked for, `LogProbs(log_prob, entropy, lse, top1,
-        mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
+        log_prob of ids' shape in float32, of float64 inputs in float64.  If anything else is asked for,
+        `LogProbs(log_prob, entropy, lse, top1, mean_logits, log_sum_sq_probs)` instead, with None for what isn't.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -239,7 +239,7 @@ def gradient_by_outputs(kept: Any, upstream: Made, tokens: Ids) -> tuple[TokenGr
     ids, factor = tokens.ids, factor_to_product(tokens, kept.call.options)
 
     def rows(x: Tensor | None, *shape: int) -> Any:
-        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).float())
+        return None if x is None else tokens.take(x.reshape(tokens.total, *shape).to(tokens.dtype))
 
     def scaled(grad: Tensor | None) -> Any:
         # A NaN that is sent to an ignored token must not leak.

@@ -56,8 +56,9 @@ def log_probs(
     any upstream gradient for each number of theirs.
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16, any strides, never copied as a whole.  The leading dimensions
-            hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it -softcap).
+        logits: [..., V] float32, bfloat16, float16 or float64, any strides, never copied as a whole.  The leading
+            dimensions hold T tokens.  -inf takes an entry out of the vocabulary (without softcap, which makes it
+            -softcap).
         ids: and `ignore_index`, `softcap`, `logit_scale`, `temperature` (a number or [...]), `entropy`, `lse`, `top1`,
             `mean_logits`, `log_sum_sq_probs` and `check_inputs`: as of `linear_log_probs`.
         scratch_bytes: bound on the peak memory above logits, results and returned gradient, given as in
@@ -67,7 +68,7 @@ def log_probs(
             own operations) or "auto": the first of these that can run the call.
 
     Returns:
-        float32 log_prob of ids' shape, or `LogProbs`, as of `linear_log_probs`.
+        log_prob of ids' shape in float32, of float64 inputs in float64, or `LogProbs`, as of `linear_log_probs`.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -128,7 +129,7 @@ def _forward(call: RowsCall) -> TorchOutputs:
 def _chunk(call: RowsCall, tokens: Ids) -> int:
     """The rows of a chunk, the same in forward and backward: a budget that is too small is refused in forward."""
     flat = torch_rows.flatten(call.logits) is not None
-    gathered = not flat or (tokens.index is not None and call.logits.dtype != torch.float32)
+    gathered = not flat or (tokens.index is not None and call.logits.dtype != tokens.dtype)
     return row_memory.plan(call.problem(gathered=gathered), "", call.options.scratch_bytes)
 
 

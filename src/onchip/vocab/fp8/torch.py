@@ -75,13 +75,14 @@ def softmax_of_chunk(part: Call, logits: Tensor, of_targets: Tensor, out: Output
         bad[:, None],
         tau,
         n,
+        torch.float32,
         weight.masked_fill(~kept, 0).masked_fill(bad, float("nan")),
         1 / part.divisor,
     )
     z = logits.float().scatter_(1, tokens.ids, of_targets[:, None])
     slope = None if options.softcap is None else torch.empty_like(z)
     apply(options, z, tau, slope)
-    running = Running.empty(tokens.ids)
+    running = Running.empty(tokens.ids, tokens.dtype)
     spare = torch.empty_like(z) if options.return_stats else None
     asked = asked_by(options)
     e = running.absorb(z, 0, tokens.ids, asked, spare)

@@ -122,6 +122,8 @@ def heuristic_tiles(hidden: int = VOCAB_TILE, weight_layout: str = "vh") -> dict
 
 def refusal(p: Problem, platform: str, weight_layout: str) -> str | None:
     """Why the kernels can't serve the call, whatever the GPU, or None.  `platform` is "cpu", "gpu" or "tpu"."""
+    if p.dtype == "float64":
+        return "it takes no float64; pass backend='xla', or 'auto'"
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if p.dtype == "float32":

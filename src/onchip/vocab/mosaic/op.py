@@ -190,7 +190,7 @@ def _forward_by_tokens(plan: MosaicPlan, wanted: Wanted, needs: Projection, call
 
     zeros = layer.zeros(needs, padded)
     halves = jnp.split(zeros.weight, [half(layer.vocab)], layer.vocab_axis) if needs.weight else None
-    carry = TokenStats.empty(call.ids, wanted), Sums(zeros.hidden, halves)
+    carry = TokenStats.empty(call.ids, wanted, layer.accumulator), Sums(zeros.hidden, halves)
     stats, sums = lax.fori_loop(0, padded // size, chunk, vary_alike(carry, at.number))
     if sums.weight is not None:
         above = Upstream.of(at, stats, jnp.ones(())).apart(at, stats)

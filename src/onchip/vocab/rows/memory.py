@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES, accumulator
 from onchip.vocab import chunks
 from onchip.vocab.chunks import Planner, even_chunk, largest
 
@@ -52,27 +52,28 @@ def scratch_parts(p: Problem, rows: int) -> dict[str, int]:
     """Peak memory above logits, loss and the returned gradient with chunks of `rows`, in bytes, part by part."""
     if p.triton:
         return {"vectors": (96 + 80 * p.ids if p.ids else 48) * p.tokens + 4 * p.vocab * p.class_weight}
-    # A chunk in float32; beside it, in forward the exponentials for the entropy or logits weighed by class, in backward
-    # the softcap's derivative.  The gradient of log_probs reads the entropy's too.
+    # A chunk, of `total` bytes a number; beside it, in forward the exponentials for the entropy or logits weighed by
+    # class, in backward the softcap's derivative.  The gradient of log_probs reads the entropy's too.
+    total = LOSS_DTYPE_BYTES[accumulator(p.dtype)]
     slope = int(p.softcap and p.grad)
     copies = 1 + max(int(p.stats or p.class_weight), slope + int(p.stats and p.ids > 0))
-    if p.labels:  # logarithms of probabilities and a mask, or labels in float32
+    if p.labels:  # logarithms of probabilities and a mask, or labels
         copies = 3 + slope
-    vectors = (96 + 80 * p.ids) * p.tokens
+    vectors = total * (24 + 20 * p.ids) * p.tokens
     if p.xla:
-        narrow = [x for x in (p.dtype, p.labels) if p.device == "cpu" and x not in ("", "float32")]
+        narrow = [x for x in (p.dtype, p.labels) if p.device == "cpu" and x and LOSS_DTYPE_BYTES[x] == 2]
         # Differences to the maximum that are summed have a tile of their own, and so have those that are weighed, and
         # soft labels.
         tiles = 1 + int(p.stats or p.smoothing) + int(p.stats and p.class_weight) + int(p.labels != "") + p.more_stats
         return {
-            "rows in float32": 4 * tiles * rows * p.vocab,
-            "rows as fetched, or as stored": 4 * rows * p.vocab,
+            "rows in float32": total * tiles * rows * p.vocab,
+            "rows as fetched, or as stored": total * rows * p.vocab,
             "16-bit logits as integers": 2 * p.tokens * p.vocab * len(narrow),
             "vectors": vectors,
         }
     return {
-        "rows in float32": 4 * copies * rows * p.vocab,
-        "rows in their dtype": DTYPE_BYTES[p.dtype] * rows * p.vocab if p.gathered else 0,
+        "rows in float32": total * copies * rows * p.vocab,
+        "rows in their dtype": LOSS_DTYPE_BYTES[p.dtype] * rows * p.vocab if p.gathered else 0,
         "vectors": vectors,
     }
 

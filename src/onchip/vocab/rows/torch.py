@@ -1,7 +1,7 @@
 """cross_entropy and log_probs with PyTorch's own operations, a chunk of rows at a time, on CPU and CUDA.
 
-The engine's walk makes the softmax statistics of `Rows`, `backward` their gradient.  A walk holds one chunk in float32
-and works in it in place.  Nothing here synchronises a GPU.
+The engine's walk makes the softmax statistics of `Rows`, `backward` their gradient.  A walk holds one chunk in
+float32, of float64 logits in float64, and works in it in place.  Nothing here synchronises a GPU.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Rows:
         return lambda out, first: self.read(tokens, start, stop, out)
 
     def read(self, tokens: Ids, start: int, stop: int, into: Tensor) -> None:
-        """The logits of the computed tokens [start, stop), as float32."""
+        """The logits of the computed tokens [start, stop), in the dtype of `into`."""
         if self.flat is None:
             into.copy_(self._x[self._places(tokens, start, stop)])
         elif tokens.index is None:
@@ -78,8 +78,8 @@ def backward(
     tokens: Tokens,
     chunk: int,
     *,
-    lse: Tensor,  # [T] float32
-    log_prob: Tensor,  # [T] float32
+    lse: Tensor,  # [T]
+    log_prob: Tensor,  # [T]
     upstream: Tensor,  # 0-d, or one for each computed token: the upstream gradient over what the mean divides by
     out: Tensor,
 ) -> None:
@@ -95,7 +95,7 @@ def write_gradient(logits: Tensor, options: Any, tokens: Ids, chunk: int, gradie
     n, vocab = tokens.number, logits.shape[-1]
     source, target = Rows(logits), Rows(out)
     spare = gradient.entropy_row is not None
-    tile = Tile(min(n, chunk) * vocab, logits, slope=options.softcap is not None, spare=spare)
+    tile = Tile(min(n, chunk) * vocab, tokens, slope=options.softcap is not None, spare=spare)
     for start, stop in spans(n, chunk):
         z, slope, beside = tile.cut(stop - start, vocab)
         source.read(tokens, start, stop, z)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_inputs import DTYPES
+from onchip.frontend.torch_inputs import LOSS_DTYPES, accumulator
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config
 from onchip.vocab.memory import Problem
@@ -51,9 +51,9 @@ class Layer:
             tokens=self.number,
             hidden=hidden,
             vocab=vocab,
-            dtype=DTYPES[self.dtype],
-            hidden_dtype=DTYPES[self.hidden.dtype],
-            weight_dtype=DTYPES[self.weight.dtype],
+            dtype=LOSS_DTYPES[self.dtype],
+            hidden_dtype=LOSS_DTYPES[self.hidden.dtype],
+            weight_dtype=LOSS_DTYPES[self.weight.dtype],
             device=device or self.device,
             grad_hidden=self.grads[0],
             grad_weight=self.grads[1],
@@ -88,7 +88,7 @@ class LinearCall(Layer):
     @property
     def operand(self) -> torch.dtype:
         """The dtype of the logits' gradient, as the products read it."""
-        return torch.float32 if self.device == "cpu" else self.dtype
+        return accumulator(self.dtype) if self.device == "cpu" else self.dtype
 
     @property
     def of_op(self) -> dict[str, Any]:

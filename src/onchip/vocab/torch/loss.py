@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.frontend.options import LossStats
+from onchip.frontend.torch_inputs import accumulator
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import ClassWeights, Ids, Tokens
 
@@ -20,9 +21,12 @@ def in_token_weight(options: Any) -> bool:
     return bool(options.label_smoothing == 0 and options.z_loss == 0)
 
 
-def checked_class_weight(op: str, options: Any, class_weight: Tensor) -> Tensor:
-    """[V] float32, contiguous.  Values that are wrong raise on the CPU, and elsewhere with check_inputs."""
-    each = class_weight.to(torch.float32).contiguous()
+def checked_class_weight(op: str, options: Any, class_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[V] in the dtype of sums over inputs of `dtype`, contiguous.
+
+    Values that are wrong raise on the CPU, and elsewhere with check_inputs.
+    """
+    each = class_weight.to(accumulator(dtype)).contiguous()
     if options.check_inputs or (each.device.type == "cpu" and not torch.compiler.is_compiling()):
         wrong = ~((each >= 0) & (each < float("inf")))
         if bool(wrong.any()):
@@ -35,7 +39,7 @@ class Weights(NamedTuple):
 
     token_weight: Tensor | None  # [...]
     normalizer: Tensor | None  # []
-    class_weight: Tensor | None  # [V] float32; None: there is none, or token_weight has it
+    class_weight: Tensor | None  # [V] in the dtype of sums; None: there is none, or token_weight has it
 
     @staticmethod
     def of(
@@ -45,11 +49,12 @@ class Weights(NamedTuple):
         token_weight: Tensor | None,
         normalizer: Tensor | None,
         class_weight: Tensor | None,
+        dtype: torch.dtype,
     ) -> "Weights":
-        """From what a public function was given."""
+        """From what a public function was given, and the dtype of its logits or its linear layer."""
         if class_weight is None:
             return Weights(token_weight, normalizer, None)
-        each = checked_class_weight(op, options, class_weight)
+        each = checked_class_weight(op, options, class_weight, dtype)
         ids = target.to(torch.int64)
         of_target = each[ids.clamp(0, len(each) - 1)].masked_fill(ids == options.ignore_index, 0)
         if options.reduction == "mean" and normalizer is None:
@@ -93,9 +98,10 @@ class Outputs(NamedTuple):
 
     @staticmethod
     def empty(options: Any, like: Tensor, shape: torch.Size) -> "Outputs":
-        """Not yet filled."""
+        """Not yet filled, of hidden states or logits `like` these."""
+        total = accumulator(like.dtype)
 
-        def make(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        def make(shape: Sequence[int], dtype: torch.dtype = total) -> Tensor:
             return like.new_empty(shape, dtype=dtype)
 
         made = make(shape if options.reduction == "none" else ()), make(shape), make(shape)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.torch_inputs import accumulator
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows.torch import flatten
 from onchip.vocab.torch.softmax import Asked, Running, TokenGradient, token_gradient
@@ -29,19 +30,20 @@ class SoftOutputs(NamedTuple):
     """What an operator returns of soft labels."""
 
     loss: Tensor  # [...] or []
-    lse: Tensor  # [T] float32
-    log_prob: Tensor  # [T, K] float32: of the ids; of every entry's labels [T, 1], of the largest logit
+    lse: Tensor  # [T]
+    log_prob: Tensor  # [T, K]: of the ids; of every entry's labels [T, 1], of the largest logit
     largest: Tensor | None  # [T, 1] int64, of every entry's labels: where that is
 
     @staticmethod
     def empty(options: Any, like: Tensor, probs: Tensor, *, dense: bool) -> "SoftOutputs":
-        """Not yet filled, for probabilities [..., K] or [..., V]."""
+        """Not yet filled, for hidden states or logits `like` these and probabilities [..., K] or [..., V]."""
+        total = accumulator(like.dtype)
         shape = probs.shape[:-1]
         tokens, count = math.prod(shape), 1 if dense else probs.shape[-1]  # (numel() of symbols is a number)
         return SoftOutputs(
-            like.new_empty(shape if options.reduction == "none" else (), dtype=torch.float32),
-            like.new_empty(tokens, dtype=torch.float32),
-            like.new_empty((tokens, count), dtype=torch.float32),
+            like.new_empty(shape if options.reduction == "none" else (), dtype=total),
+            like.new_empty(tokens, dtype=total),
+            like.new_empty((tokens, count), dtype=total),
             like.new_empty((tokens, 1), dtype=torch.int64) if dense else None,
         )
 
@@ -55,9 +57,10 @@ def reduced(options: Any, losses: Tensor, tokens: Tokens, shape: torch.Size) -> 
 # ------------------------------------------------------------------------------------------------------------- K ids
 
 
-def labels_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | None) -> Tensor:
-    """[n, K] float32: the probabilities that a `TopK` of this kind has, times the weights of its ids [n, K]."""
-    values = values.float()
+def labels_of(values: Tensor, kind: str, ids: Tensor, class_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[n, K]: the probabilities that a `TopK` of this kind has, times the weights of its ids [n, K], in the dtype of
+    sums over inputs of `dtype`."""
+    values = values.to(accumulator(dtype))
     values = values.exp() if kind == "log_probs" else values
     if class_weight is None:
         return values
@@ -127,7 +130,7 @@ def by_outputs(
 
 
 class DenseStats(NamedTuple):
-    """[n] float32 unless noted."""
+    """[n] unless noted."""
 
     loss: Tensor
     lse: Tensor
@@ -145,9 +148,9 @@ def dense_stats(
 ) -> DenseStats:
     """The losses of labels, and what their gradient needs; `source` is as `walk.forward` takes it."""
     n, vocab, eps = tokens.number, source.vocab, options.label_smoothing
-    running, expected = Running.empty(tokens.ids), torch.zeros_like(tokens.ids[:, 0], dtype=torch.float32)
+    running, expected = Running.empty(tokens.ids, tokens.dtype), torch.zeros_like(tokens.ids[:, 0], dtype=tokens.dtype)
     uniform = torch.zeros_like(expected) if eps > 0 else None
-    tile = Tile(min(n, config.token_chunk) * vocab, tokens.ids, spare=True)
+    tile = Tile(min(n, config.token_chunk) * vocab, tokens, spare=True)
     for start, stop in spans(n, config.token_chunk):
         z, _, log_p = tile.cut(stop - start, vocab)
         assert log_p is not None
@@ -199,7 +202,7 @@ def dense_gradient(
 ) -> Tensor:
     """Turn final logits in place into the gradient of the logits before softcap and scale."""
     eps, vocab = options.label_smoothing, z.shape[1]
-    q = probs.float() if class_weight is None else probs * class_weight
+    q = probs.to(z.dtype) if class_weight is None else probs * class_weight
     share: Tensor | float = 1.0 if class_weight is None else class_weight.mean()
     own: Tensor | float = 1.0 if class_weight is None else class_weight[largest[:, 0]]
     total = q.sum(1)

@@ -13,9 +13,9 @@ from torch import Tensor
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 
 # Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
-LOWEST = torch.finfo(torch.float32).min / 4
-# exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
-VANISHED = -128.0
+LOWEST = {dtype: torch.finfo(dtype).min / 4 for dtype in (torch.float32, torch.float64)}
+# exp of this is 0: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
+VANISHED = {torch.float32: -128.0, torch.float64: -1024.0}
 # float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
 FLOAT16_ROW = 256.0
 
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     entropy: bool = False
     mean_logits: bool = False
     sum_sq: bool = False
-    class_weight: Tensor | None = None  # [V] float32: of the logits in their mean
+    class_weight: Tensor | None = None  # [V]: of the logits in their mean
 
     @property
     def spare(self) -> bool:
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """Statistics of each computed token's softmax; [n] float32 unless noted."""
+    """Statistics of each computed token's softmax; [n] float32, or float64, unless noted."""
 
     lse: Tensor
     log_prob: Tensor  # [n, K]: of the ids; 0 for ignored ones, NaN for those out of range
@@ -54,7 +54,7 @@ class TokenStats(NamedTuple):
 
 @dataclass
 class Running:
-    """The running softmax of each token over the vocabulary seen so far, [n] float32."""
+    """The running softmax of each token over the vocabulary seen so far, [n] float32 or float64."""
 
     max: Tensor
     others: Tensor  # sum of exp(z - max) over all but the argmax
@@ -65,13 +65,13 @@ class Running:
     picked: Tensor  # [n, K]: the ids' logits
 
     @staticmethod
-    def empty(ids: Tensor) -> "Running":
+    def empty(ids: Tensor, dtype: torch.dtype) -> "Running":
         n, k = ids.shape
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=ids.device)
+            return torch.zeros(shape, dtype=dtype, device=ids.device)
 
-        lowest = torch.full((n,), LOWEST, dtype=torch.float32, device=ids.device)
+        lowest = torch.full((n,), LOWEST[dtype], dtype=dtype, device=ids.device)
         argmax = torch.full((n,), -1, device=ids.device)
         return Running(lowest, zeros(n), zeros(n), zeros(n), zeros(n), argmax, zeros(n, k))
 
@@ -103,12 +103,12 @@ class Running:
             e = z.exp_()
         else:
             e = torch.exp(z, out=spare)
-            new = z.clamp_(min=VANISHED).mul_(e).sum(1)
+            new = z.clamp_(min=VANISHED[z.dtype]).mul_(e).sum(1)
             self.moment.add_(drop * self.total).mul_(decay).add_(new)
         largest = e.gather(1, at[:, None])
         # The argmax is left out of the sum: where it leads by far, 1 + others would round the others away.
         e.scatter_(1, at[:, None], torch.where(leads[:, None], 0, largest))
-        led = (self.argmax >= 0).to(torch.float32)
+        led = (self.argmax >= 0).to(z.dtype)
         self.others.add_(led * leads).mul_(decay).add_(e.sum(1))
         if asked.sum_sq:
             # By the norm, for which no tile of squares is stored.
@@ -121,7 +121,7 @@ class Running:
     @property
     def total(self) -> Tensor:
         """The sum of exp(z - max)."""
-        return self.others + (self.argmax >= 0).to(torch.float32)
+        return self.others + (self.argmax >= 0).to(self.others.dtype)
 
     @property
     def log_total(self) -> Tensor:
@@ -168,7 +168,7 @@ def columns_of(ids: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class TokenGradient:
-    """The gradient of each computed token's final logits; [n] float32, or one number for all.
+    """The gradient of each computed token's final logits; [n], or one number for all.
 
     With p = exp(z - center - width) it is p (factor + entropy_row (z - center)) - even * class_weight, and `at_ids` for
     the ids.  All are multiplied by the derivative of the final logits by the product (scale / temperature), and by
@@ -196,7 +196,7 @@ class TokenGradient:
         if self.entropy_row is None or self.width is None:
             return self.of_exponentials(z.exp_(), self.factor, ids, start, slope)
         p = torch.sub(z, self.width[:, None], out=spare).exp_()
-        z.clamp_(min=VANISHED).mul_(self.entropy_row[:, None]).add_(self.factor[:, None]).mul_(p)
+        z.clamp_(min=VANISHED[z.dtype]).mul_(self.entropy_row[:, None]).add_(self.factor[:, None]).mul_(p)
         return self._finished(z, ids, start, slope)
 
     def of_exponentials(self, e: Tensor, factor: Tensor, ids: Tensor, start: int, slope: Tensor | None) -> Tensor:
@@ -219,9 +219,9 @@ class TokenGradient:
 
 
 def token_gradient(
-    lse: Tensor,  # [n] float32
-    log_prob: Tensor,  # [n, K] float32
-    grad_log_prob: Tensor,  # [n, K] float32, and so all that follow
+    lse: Tensor,  # [n] float32 or float64, and so all that follow
+    log_prob: Tensor,  # [n, K]
+    grad_log_prob: Tensor,  # [n, K]
     *,
     ids: Tensor | None = None,  # [n, K], where K > 1
     grad_lse: Tensor | None = None,  # [n]
@@ -243,7 +243,7 @@ def token_gradient(
         assert mean is not None
         assert entropy is not None
         center, width = mean, entropy
-        more = grad_entropy[:, None] * (log_prob + entropy[:, None]).clamp(min=VANISHED)
+        more = grad_entropy[:, None] * (log_prob + entropy[:, None]).clamp(min=VANISHED[lse.dtype])
         rest = more if rest is None else rest + more
     # exp(z - inf) is 0 for ignored tokens, whatever their logits are.
     if kept is not None and width is None:

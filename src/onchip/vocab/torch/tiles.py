@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.frontend.torch_inputs import accumulator
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -18,12 +20,12 @@ class Projection:
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V] float32
+    bias: Tensor | None  # [V] in the dtype of the logits
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> "Projection":
         # The bias in the products' dtype first, as F.linear does under autocast.
-        bias = None if bias is None else bias.to(dtype).float()
+        bias = None if bias is None else bias.to(dtype).to(accumulator(dtype))
         return Projection(hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight.to(dtype), bias)
 
     @property
@@ -55,8 +57,9 @@ class Ids:
     kept: Tensor | None  # [T] bool, False for ignored tokens that are computed all the same
     ids: Tensor  # [n, K] int64 in [0, V), or NOWHERE
     bad: Tensor | None  # [n, K] bool, True where the id is out of range; None where that raised
-    temperature: Tensor | float  # [n, 1] float32, or one for all
+    temperature: Tensor | float  # [n, 1] of this dtype, or one for all
     total: int  # T
+    dtype: torch.dtype  # of logits, statistics and sums: float32 or float64
 
     @property
     def number(self) -> int:
@@ -84,8 +87,8 @@ class Ids:
         return values.masked_fill(~self.kept.view(-1, *[1] * (values.ndim - 1)), fill)
 
     def upstream(self, grad: Tensor) -> Tensor:
-        """The computed tokens' upstream gradients [n] float32 of [...]; that of an ignored one is never used."""
-        return self.mask(self.take(grad.reshape(-1).float()))
+        """The computed tokens' upstream gradients [n] of [...]; that of an ignored one is never used."""
+        return self.mask(self.take(grad.reshape(-1).to(self.dtype)))
 
     def spread(self, values: Tensor, shape: Sequence[int], fill: int = 0) -> Tensor:
         """Values [n, ...] of the computed tokens for all of them, in `shape`, with `fill` for ignored tokens."""
@@ -97,11 +100,11 @@ class Ids:
 
 @dataclass(frozen=True)
 class ClassWeights:
-    """What the classes of a vocabulary weigh in a cross-entropy."""
+    """What the classes of a vocabulary weigh in a cross-entropy, in the dtype of its sums."""
 
-    each: Tensor  # [V] float32
-    total: Tensor  # 0-d float32
-    target: Tensor  # [n] float32: each computed token's target's
+    each: Tensor  # [V]
+    total: Tensor  # 0-d
+    target: Tensor  # [n]: each computed token's target's
 
     def part(self, start: int, stop: int) -> "ClassWeights":
         """For tokens [start, stop)."""
@@ -116,8 +119,8 @@ class ClassWeights:
 class Tokens(Ids):
     """Tokens of one id each, the target, and what a loss makes of them."""
 
-    weight: Tensor  # [n] float32: 0 for ignored tokens, NaN for bad ones
-    inverse_count: Tensor  # 0-d float32: 1 / what the mean divides by
+    weight: Tensor  # [n]: 0 for ignored tokens, NaN for bad ones
+    inverse_count: Tensor  # 0-d: 1 / what the mean divides by
     classes: ClassWeights | None = None
 
     @property
@@ -136,6 +139,7 @@ def select(
     *,
     ignore_index: int | None,
     temperature: float,
+    dtype: torch.dtype,
     check_values: bool,
     compact: bool = True,
     first: tuple[int, ...] = (),
@@ -143,7 +147,8 @@ def select(
     """Sort out which ids, an argument called `name`, and tokens count: all, without an ignore_index.
 
     Values are checked on the CPU, and elsewhere if `check_values`.  Without `compact` the CPU, where kernels run under
-    an interpreter, is a device as others.  `first` is where the caller has the first id, in the last dimensions.
+    an interpreter, is a device as others.  `dtype` is that of the products, or of the logits given.  `first` is where
+    the caller has the first id, in the last dimensions.
     """
     on_cpu = compact and ids.device.type == "cpu"
     check_values = check_values or on_cpu
@@ -154,28 +159,32 @@ def select(
         raise_for_label(op, name, ids, out_of_range, vocab, ignore_index, first)
     kept = counted.any(1)
     tau: Tensor | float = temperature
+    total = accumulator(dtype)
     if token_temperature is not None:
-        tau = token_temperature.reshape(-1).expand(tokens).to(torch.float32)
+        tau = token_temperature.reshape(-1).expand(tokens).to(total)
         if check_values:
             check_temperature_values(op, tau, kept)
         tau = tau.masked_fill(~kept, 1)[:, None]
     plain = plain.masked_fill(~counted, NOWHERE)
     if not on_cpu:
-        return Ids(None, kept, plain.masked_fill(out_of_range, 0), out_of_range, tau, tokens)
+        return Ids(None, kept, plain.masked_fill(out_of_range, 0), out_of_range, tau, tokens, total)
     index = None
     if not bool(kept.all()):
         index = kept.nonzero()[:, 0]
         plain = plain[index]
         tau = tau[index] if isinstance(tau, Tensor) else tau
-    return Ids(index, None, plain, None, tau, tokens)
+    return Ids(index, None, plain, None, tau, tokens, total)
 
 
-def targets(op: str, call: Any, vocab: int, *, check_values: bool, first: tuple[int, ...] = ()) -> Tokens:
-    """Sort out which targets of an operator's call count, by the names of its fields; `first` as of `select`."""
+def targets(
+    op: str, call: Any, vocab: int, *, dtype: torch.dtype, check_values: bool, first: tuple[int, ...] = ()
+) -> Tokens:
+    """Sort out which targets of an operator's call count, by the names of its fields; the rest as of `select`."""
     options = call.options
     chosen = select(
         op, "target", call.target, call.target.numel(), vocab, call.token_temperature,
-        ignore_index=options.ignore_index, temperature=options.temperature, check_values=check_values, first=first,
+        ignore_index=options.ignore_index, temperature=options.temperature, dtype=dtype, check_values=check_values,
+        first=first,
     )  # fmt: skip
     made = weighed(op, chosen, call.token_weight, options.reduction, call.normalizer, check_values=check_values)
     each = call.class_weight
@@ -187,34 +196,42 @@ def weighed(
 ) -> Tokens:
     """Targets with what their losses are multiplied by."""
     kept = torch.full((), chosen.number, device=chosen.ids.device) if chosen.kept is None else chosen.kept
-    count = divisor(op, reduction, normalizer, kept, check_values=check_values)
+    count = divisor(op, reduction, normalizer, kept, dtype=chosen.dtype, check_values=check_values)
     if token_weight is None:
-        weight = torch.ones_like(chosen.ids[:, 0], dtype=torch.float32)
+        weight = torch.ones_like(chosen.ids[:, 0], dtype=chosen.dtype)
     else:
-        weight = chosen.take(token_weight.reshape(-1).to(torch.float32))
+        weight = chosen.take(token_weight.reshape(-1).to(chosen.dtype))
     weight = chosen.mask(weight)
     if chosen.bad is not None:
         weight = weight.masked_fill(chosen.bad[:, 0], float("nan"))
     return Tokens(**vars(chosen), weight=weight, inverse_count=1 / count)
 
 
-def divisor(op: str, reduction: str, normalizer: Tensor | None, kept: Tensor, *, check_values: bool = False) -> Tensor:
-    """0-d float32: what the loss is divided by.  Where no token is kept it is 1, whatever the normalizer.
+def divisor(
+    op: str,
+    reduction: str,
+    normalizer: Tensor | None,
+    kept: Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+    check_values: bool = False,
+) -> Tensor:
+    """0-d, of `dtype`: what the loss is divided by.  Where no token is kept it is 1, whatever the normalizer.
 
     `kept` says which tokens are, or holds their number.  The normalizer's value is checked on the CPU, and elsewhere if
     `check_values`.
     """
     if reduction != "mean":
-        return torch.ones((), dtype=torch.float32, device=kept.device)
+        return torch.ones((), dtype=dtype, device=kept.device)
     number = kept.sum()
     if normalizer is None:
-        return number.clamp(min=1).to(torch.float32)
+        return number.clamp(min=1).to(dtype)
     if normalizer.device != number.device:  # it is on the CPU, and a copy would synchronise
-        normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=number.device)
+        normalizer = torch.full((), float(normalizer), dtype=dtype, device=number.device)
     check_values = check_values or number.device.type == "cpu"
     if check_values and bool(number > 0) and not 0 < float(normalizer) < float("inf"):
         raise ValueError(f"{op}: normalizer must be finite and above 0; got {float(normalizer)}")
-    return normalizer.to(torch.float32).masked_fill(number == 0, 1)
+    return normalizer.to(dtype).masked_fill(number == 0, 1)
 
 
 def check_temperature_values(op: str, temperature: Tensor, kept: Tensor) -> None:
@@ -251,8 +268,8 @@ def raise_for_label(
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """What a product reads: on the CPU float32, since 16-bit products there round their results to 16 bits."""
-    return torch.float32 if x.device.type == "cpu" else x.dtype
+    """What a product reads: on the CPU no 16 bits, since products of those round their results to 16 bits there."""
+    return accumulator(x.dtype) if x.device.type == "cpu" else x.dtype
 
 
 def widen(x: Tensor) -> Tensor:
@@ -260,8 +277,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a @ b (+ out) in float32, whatever the operands' dtype."""
-    kind: dict[str, Any] = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+    """out = a @ b (+ out) in the dtype of `out`: float32 for operands of 16 bits, else theirs."""
+    kind: dict[str, Any] = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if accumulate:
         torch.addmm(out, a, b, **kind, out=out)
     else:
@@ -284,14 +301,17 @@ def apply(options: Any, z: Tensor, temperature: Tensor | float, slope: Tensor | 
 class Tile:
     """Buffers for one tile, allocated once per walk and handed out in the size that a tile has."""
 
-    def __init__(self, size: int, like: Tensor, *, slope: bool = False, spare: bool = False, narrow: bool = False):
-        def make(wanted: bool, dtype: torch.dtype) -> Tensor | None:
-            return torch.empty(size, dtype=dtype, device=like.device) if wanted else None
+    def __init__(self, size: int, tokens: Ids, *, slope: bool = False, spare: bool = False, like: Tensor | None = None):
+        """`like` is what products read, for a gradient that they read too."""
+        total = tokens.dtype
 
-        self._logits = torch.empty(size, dtype=torch.float32, device=like.device)
-        self._slope = make(slope, torch.float32)
-        self._spare = make(spare, torch.float32)
-        self._narrow = make(narrow and operand_dtype(like) != torch.float32, like.dtype)
+        def make(wanted: bool, dtype: torch.dtype = total) -> Tensor | None:
+            return torch.empty(size, dtype=dtype, device=tokens.ids.device) if wanted else None
+
+        self._logits = torch.empty(size, dtype=total, device=tokens.ids.device)
+        self._slope = make(slope)
+        self._spare = make(spare)
+        self._narrow = None if like is None else make(operand_dtype(like) != total, like.dtype)
 
     def cut(self, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Logits, slope and spare as [rows, columns]."""

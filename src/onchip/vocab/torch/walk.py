@@ -26,8 +26,8 @@ def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked
     `source` has the logits: a Projection, or anything with such a `vocab` and `reader`.
     """
     n = tokens.number
-    running = Running.empty(tokens.ids)
-    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens.ids, spare=asked.spare)
+    running = Running.empty(tokens.ids, tokens.dtype)
+    tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens, spare=asked.spare)
     for t0, t1 in spans(n, config.token_chunk):
         read = source.reader(tokens, t0, t1)
         part, ids, tau = running.part(t0, t1), tokens.ids[t0:t1], temperature_of(tokens, t0, t1)
@@ -48,15 +48,15 @@ def stash(
     *,
     grad_scale: Tensor | None,
 ) -> tuple[TokenStats, Gradients]:
-    """The statistics, and the gradients in float32.
+    """The statistics, and the gradients in their dtype.
 
     `gradient` makes that of tokens [t0, t1) from their log-sum-exp and the log-probabilities of their ids, `grad_scale`
     times too large.
     """
     layer, options, n, vocab = call.layer, call.options, tokens.number, call.weight.shape[0]
-    running = Running.empty(tokens.ids)
+    running = Running.empty(tokens.ids, tokens.dtype)
     size = min(n, config.token_chunk) * vocab
-    tile = Tile(size, layer.hidden, slope=options.softcap is not None, spare=asked.spare, narrow=True)
+    tile = Tile(size, tokens, slope=options.softcap is not None, spare=asked.spare, like=layer.hidden)
     into = Accumulated(layer, tokens, config.vocab_chunk, call.grads)
     for t0, t1 in spans(n, config.token_chunk):
         h = tokens.rows(layer.hidden, t0, t1)
@@ -81,7 +81,7 @@ def recompute(
     gradient: TokenGradient,
     *,
     grad_scale: Tensor | None,
-    weight_grad_out: Tensor | None = None,  # [V, H] float32
+    weight_grad_out: Tensor | None = None,  # [V, H] in the dtype of sums
 ) -> Gradients:
     """The gradients in their parameters' dtypes, chunk by chunk of the vocabulary, of `gradient`, `grad_scale` times
     too large.
@@ -92,14 +92,14 @@ def recompute(
     vocab, hidden = layer.vocab, layer.hidden
     size = min(n, config.token_chunk) * config.vocab_chunk
     spare = gradient.entropy_row is not None
-    tile = Tile(size, hidden, slope=options.softcap is not None, spare=spare, narrow=True)
+    tile = Tile(size, tokens, slope=options.softcap is not None, spare=spare, like=hidden)
     into = Accumulated(layer, tokens, config.vocab_chunk, (grads[0], False, grads[2]))
     grad_weight = weight_grad_out if grads[1] else None
     if grads[1] and weight_grad_out is None:
         grad_weight = torch.empty(layer.weight.shape, dtype=dtypes[1], device=hidden.device)
     chunk = None
-    if grads[1] and (dtypes[1] != torch.float32 or weight_grad_out is not None):
-        chunk = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=torch.float32)
+    if grads[1] and (dtypes[1] != tokens.dtype or weight_grad_out is not None):
+        chunk = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=tokens.dtype)
     # Where all tokens are one chunk, the rows of hidden are made ready once.
     h = tokens.rows(hidden, 0, n) if config.token_chunk >= n else None
     for v0, v1 in spans(vocab, config.vocab_chunk):
@@ -130,16 +130,16 @@ def recompute(
 
 
 class Accumulated:
-    """The gradients in float32, to which tiles of the logits' gradient are added."""
+    """The gradients in the dtype of sums, to which tiles of the logits' gradient are added."""
 
     def __init__(self, layer: Projection, tokens: Ids, chunk: int, grads: Sequence[bool]) -> None:
-        hidden = layer.hidden
+        hidden, total = layer.hidden, tokens.dtype
         self._layer, self._tokens, self._chunk = layer, tokens, chunk
-        self.hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if grads[0] else None
-        self.weight = hidden.new_empty(layer.weight.shape, dtype=torch.float32) if grads[1] else None
+        self.hidden = hidden.new_zeros(hidden.shape, dtype=total) if grads[0] else None
+        self.weight = hidden.new_empty(layer.weight.shape, dtype=total) if grads[1] else None
         if self.weight is not None and tokens.number == 0:
             self.weight.zero_()
-        self.bias = hidden.new_zeros(layer.vocab, dtype=torch.float32) if grads[2] else None
+        self.bias = hidden.new_zeros(layer.vocab, dtype=total) if grads[2] else None
 
     def add(self, g: Tensor, operand: Tensor, h: Tensor, t0: int, t1: int, v0: int, weight_rows: Tensor | None) -> None:
         """Add the gradients that follow from `g`, that of the logits of tokens [t0, t1) and the vocabulary from v0 on;

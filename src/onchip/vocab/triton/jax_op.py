@@ -45,6 +45,8 @@ select = positions.select
 
 def refusal(problem: Problem, platform: str, weight_layout: str, strategy: str) -> str | None:
     """Why the kernels can't serve the call, or None."""
+    if problem.dtype == "float64":
+        return "it takes no float64; pass backend='xla', or 'auto'"
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if problem.dtype == "float32":

@@ -20,8 +20,8 @@ Array = jax.Array
 class ClassWeights(NamedTuple):
     """What the classes of a vocabulary weigh in a loss."""
 
-    total: Array  # [] float32
-    target: Array  # [P] float32: each token's target's
+    total: Array  # []
+    target: Array  # [P]: each token's target's
 
 
 class TokenLoss(NamedTuple):
@@ -30,7 +30,7 @@ class TokenLoss(NamedTuple):
     With class weights w, log_prob has that of the target for a factor, and lse - mean(z) is mean(w * (lse - z)).
     """
 
-    label_smoothing: Array | None = None  # [] float32; None for 0, as the next
+    label_smoothing: Array | None = None  # []; None for 0, as the next
     z_loss: Array | None = None
 
     def wanted(self, stats: bool, weighed: bool = False) -> Wanted:
@@ -77,19 +77,19 @@ class TokenLoss(NamedTuple):
 class Reduction(NamedTuple):
     """What each token's loss is multiplied by."""
 
-    weight: Array  # [P] float32: 0 in rows without a token, NaN where the label is out of range
-    inverse_count: Array  # [] float32: 1 / what the mean divides by; 1 for a sum, and for one loss per token
+    weight: Array  # [P]: 0 in rows without a token, NaN where the label is out of range
+    inverse_count: Array  # []: 1 / what the mean divides by; 1 for a sum, and for one loss per token
 
     @staticmethod
     def of(
-        tokens: Tokens, label: Array, token_weight: Array | None, normalizer: Array | None, mean: bool
+        tokens: Tokens, label: Array, token_weight: Array | None, normalizer: Array | None, mean: bool, dtype: Any
     ) -> "Reduction":
-        """`label` is by row, `token_weight` by token."""
-        weight = jnp.ones(label.shape, jnp.float32) if token_weight is None else tokens.take(token_weight, 0)
+        """`label` is by row, `token_weight` by token; `dtype` is that of sums."""
+        weight = jnp.ones(label.shape, dtype) if token_weight is None else tokens.take(token_weight, 0)
         weight = jnp.where(label == OUT_OF_RANGE, jnp.nan, jnp.where(tokens.there(), weight, 0))
-        divisor: Array = jnp.ones((), jnp.float32)
+        divisor: Array = jnp.ones((), dtype)
         if mean:
-            divisor = jnp.maximum(tokens.number, 1).astype(jnp.float32)
+            divisor = jnp.maximum(tokens.number, 1).astype(dtype)
             # Without a token that counts the mean is 0, whatever the normalizer.
             divisor = divisor if normalizer is None else jnp.where(tokens.number > 0, normalizer, divisor)
         return Reduction(weight, 1 / divisor)
@@ -101,7 +101,7 @@ class Reduction(NamedTuple):
 
     def row_scale(self, upstream: Array, tokens: Tokens) -> Array:
         """[P]: the upstream gradient, [] or [T], of each row's loss."""
-        upstream = upstream.astype(jnp.float32)
+        upstream = upstream.astype(self.weight.dtype)
         upstream = tokens.take(upstream, 0) if upstream.ndim else upstream
         return self.weight * self.inverse_count * upstream
 
@@ -109,14 +109,14 @@ class Reduction(NamedTuple):
 class Outputs(NamedTuple):
     """What forward returns."""
 
-    loss: Array  # [] float32, or [T] with reduction "none"
+    loss: Array  # [], or [T] with reduction "none"
     stats: LossStats | None  # [T], if asked for
 
     @staticmethod
-    def of_nothing(reduction: str, return_stats: bool) -> "Outputs":
+    def of_nothing(reduction: str, return_stats: bool, dtype: Any) -> "Outputs":
         """Of a call without tokens."""
-        none = jnp.zeros(0, jnp.float32)
-        loss = none if reduction == "none" else jnp.zeros((), jnp.float32)
+        none = jnp.zeros(0, dtype)
+        loss = none if reduction == "none" else jnp.zeros((), dtype)
         stats = LossStats(none, none, none, jnp.zeros(0, bool), jnp.zeros(0, jnp.int32), none)
         return Outputs(loss, stats if return_stats else None)
 
@@ -134,9 +134,9 @@ class Constants(NamedTuple):
     labels: Array  # [T] int32 in [0, V), IGNORED or OUT_OF_RANGE
     transform: Transform
     loss: TokenLoss
-    token_weight: Array | None  # [T] float32
-    normalizer: Array | None  # [] float32
-    class_weight: Array | None  # [V] float32; None: there is none, or token_weight has it
+    token_weight: Array | None  # [T]
+    normalizer: Array | None  # []
+    class_weight: Array | None  # [V]; None: there is none, or token_weight has it
 
     @staticmethod
     def of(
@@ -147,16 +147,18 @@ class Constants(NamedTuple):
         normalizer: Any,
         class_weight: Any,
         numbers: Mapping[str, Array | None],
+        dtype: Any,
         shift: bool = False,
     ) -> "Constants":
-        """From what a public function was given; `numbers` are the fields of `Transform` and `TokenLoss`."""
+        """From what a public function was given, in the dtype of sums; `numbers` are the fields of `Transform` and
+        `TokenLoss`."""
         made = Constants(
             plain_labels(labels, vocab, int(options.ignore_index)).reshape(-1),
             Transform(*(numbers[name] for name in Transform._fields)),
             TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
-            per_token_constant(token_weight),
-            as_constant(normalizer),
-            as_constant(class_weight),
+            per_token_constant(token_weight, dtype),
+            as_constant(normalizer, dtype),
+            as_constant(class_weight, dtype),
         )
         # Before class weights are taken at the labels.
         made = made._shifted(labels.shape) if shift else made
@@ -187,7 +189,8 @@ class Constants(NamedTuple):
 
     def call(self, reduction: str, source: Any, tokens: Tokens) -> "Call":
         ids = tokens.take(self.labels, IGNORED)
-        reduced = Reduction.of(tokens, ids, self.token_weight, self.normalizer, reduction == "mean")
+        mean = reduction == "mean"
+        reduced = Reduction.of(tokens, ids, self.token_weight, self.normalizer, mean, source.accumulator)
         transform = self.transform.by_row(tokens)
         return Call(source, transform, tokens, ids[:, None], self.loss, reduced, self.class_weight)
 
@@ -201,7 +204,7 @@ class Call(NamedTuple):
     ids: Array  # [P, K] int32 in [0, V), IGNORED or OUT_OF_RANGE; K is 1 where there is a loss
     loss: Any = None  # a `TokenLoss`; None where statistics are all that is asked for, as the next
     reduction: Any = None  # a `Reduction`
-    class_weight: Any = None  # [V] float32, of "xla" alone: where the loss is weighed by it
+    class_weight: Any = None  # [V], of "xla" alone: where the loss is weighed by it
 
     def classes(self, ids: Array) -> ClassWeights | None:
         """Of rows with these ids [C, 1]."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
-from onchip.core.sizes import DTYPE_BYTES
+from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.vocab import chunks, memory
 from onchip.vocab.chunks import SMALLEST, USEFUL, Config, Planner, even_chunk, largest
 from onchip.vocab.memory import Problem, logits_bytes
@@ -19,12 +19,13 @@ LARGEST_TOKENS = {"cpu": 1024, "cuda": 4096}
 
 def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     """Peak temporary memory in bytes, part by part."""
-    tokens, vocab, element = c.token_chunk, c.vocab_chunk, DTYPE_BYTES[p.dtype]
+    tokens, vocab, element = c.token_chunk, c.vocab_chunk, LOSS_DTYPE_BYTES[p.dtype]
     padded = -(-p.tokens // tokens) * tokens
-    backward, narrow, on_cpu = c.strategy != "forward", element != 4, p.device == "cpu"
-    tile = 4 * tokens * vocab
+    backward, narrow, on_cpu = c.strategy != "forward", element == 2, p.device == "cpu"
+    total = p.total_bytes
+    tile = total * tokens * vocab
     slope = tile if p.softcap and backward else 0
-    part = 4 * vocab * p.hidden if backward and p.grad_weight else 0
+    part = total * vocab * p.hidden if backward and p.grad_weight else 0
     stash = c.strategy == "stash"
     # Products of 16-bit operands read a 16-bit tile, but for those that the CPU widens.
     narrow_tile = element * tokens * vocab if narrow and backward and not on_cpu else 0
@@ -41,14 +42,14 @@ def scratch_parts(p: Problem, c: Config) -> dict[str, int]:
     else:  # exponentials are fused into what reads them
         work = tile + slope + narrow_tile + (0 if stash else part)
     work += tile if p.labels else 0
-    narrow_labels = on_cpu and p.labels not in ("", "float32")
+    narrow_labels = on_cpu and LOSS_DTYPE_BYTES.get(p.labels) == 2
     return {
         "logits tiles and products": work,
         "16-bit labels as integers": 2 * p.tokens * p.vocab if narrow_labels else 0,
         "hidden rows": element * tokens * p.hidden,
         "weight rows": 0 if vocab == p.vocab else element * vocab * p.hidden,
-        "hidden gradient in float32": 4 * padded * p.hidden if backward and p.grad_hidden else 0,
-        "its chunk": 4 * tokens * p.hidden if backward and p.grad_hidden else 0,
+        "hidden gradient in float32": total * padded * p.hidden if backward and p.grad_hidden else 0,
+        "its chunk": total * tokens * p.hidden if backward and p.grad_hidden else 0,
         "weight gradient in float32": part if stash else 0,
         "operands in float32": 4 * (p.vocab + vocab + 2 * padded) * p.hidden if on_cpu and narrow else 0,
         "vectors": memory.vectors(p),

@@ -37,13 +37,13 @@ Array = jax.Array
 class SoftLabels(NamedTuple):
     """The arrays of a call that get no gradient, by token."""
 
-    probs: Array  # [T, K] float32, or [T, V]
+    probs: Array  # [T, K] of the logits' dtype, or [T, V] of any
     ids: Array | None  # [T, K] int32 in [0, V) or OUT_OF_RANGE; None: every entry has a probability
     transform: Transform
     loss: TokenLoss
-    token_weight: Array | None  # [T] float32
-    normalizer: Array | None  # [] float32
-    class_weight: Array | None  # [V] float32
+    token_weight: Array | None  # [T]
+    normalizer: Array | None  # []
+    class_weight: Array | None  # [V]
 
 
 class Saved(NamedTuple):
@@ -59,7 +59,8 @@ def forward(source: Any, given: SoftLabels, config: Config, *, reduction: str) -
     """The loss, [] or [T]; `source` is a `Projection` or `Logits`."""
     tokens = select_tokens(jnp.zeros(len(given.probs), jnp.int32), config.token_chunk)
     label = jnp.zeros(len(tokens.source), jnp.int32)
-    reduced = Reduction.of(tokens, label, given.token_weight, given.normalizer, reduction == "mean")
+    mean = reduction == "mean"
+    reduced = Reduction.of(tokens, label, given.token_weight, given.normalizer, mean, source.accumulator)
     call = Call(source, given.transform.by_row(tokens), tokens, label[:, None], given.loss, reduced, given.class_weight)
     if given.ids is None:
         losses, saved = _dense_forward(call, given.probs, config.token_chunk)
@@ -125,7 +126,7 @@ def _at(call: Call, stats: TokenStats, total: Array, rest: Array, ids: Array) ->
         share, own = jnp.mean(class_weight), class_weight.at[ids].get(mode="clip")
     # p - 1 as expm1(log p): -1 added to a rounded p would lose all digits of a p near 1.
     less, p = jnp.expm1(stats.log_prob), jnp.exp(stats.log_prob)
-    more = jnp.broadcast_to(jnp.asarray(more, jnp.float32), total.shape)
+    more = jnp.broadcast_to(jnp.asarray(more, total.dtype), total.shape)
     at = (1 - eps) * (less * total[:, None] + rest) + eps * (less * share + (share - own / vocab))
     return (1 - eps) * total + eps * share + more, at + more[:, None] * p
 
@@ -150,14 +151,14 @@ def _dense_forward(call: Call, labels: Array, chunk: int) -> tuple[Array, Saved]
     def step(start: Any, z: Array, q: Array) -> tuple[Any, list[None]]:
         z, _ = call.transform.of_chunk(start, chunk).apply(z)
         largest = jnp.argmax(z, 1).astype(jnp.int32)[:, None]
-        softmax = Softmax.empty(largest, wanted).absorb(z, Columns(0, vocab), largest, call.class_weight)
+        softmax = Softmax.empty(largest, wanted, z.dtype).absorb(z, Columns(0, vocab), largest, call.class_weight)
         stats = softmax.complete(largest, vocab)
         # The largest logit's own log-probability is minus the logarithm of the total.
         log_p = (z - softmax.max[:, None]) + stats.log_prob
-        losses = _losses(call.loss, jnp.sum(_cost(_weighed(call, q), log_p), 1), stats)
+        losses = _losses(call.loss, jnp.sum(_cost(_weighed(call, q, z.dtype), log_p), 1), stats)
         return (losses, TokenStats(stats.lse, stats.log_prob), largest), [None, None]
 
-    zeros = jnp.zeros(len(call.ids), jnp.float32)
+    zeros = jnp.zeros(len(call.ids), call.source.accumulator)
     empty = zeros, TokenStats(zeros, zeros[:, None]), call.ids
     nothing = Projection(False, False, False) if isinstance(call.source, Projection) else False
     sources = [call.source, Logits.of(labels)]
@@ -165,8 +166,9 @@ def _dense_forward(call: Call, labels: Array, chunk: int) -> tuple[Array, Saved]
     return losses, Saved(None, labels, call._replace(ids=largest), stats)
 
 
-def _weighed(call: Call, q: Array) -> Array:
-    """Probabilities [C, V] times the weights of classes."""
+def _weighed(call: Call, q: Array, dtype: Any) -> Array:
+    """Probabilities [C, V] times the weights of classes, of `dtype`."""
+    q = q.astype(dtype)
     return q if call.class_weight is None else q * call.class_weight
 
 
@@ -185,7 +187,7 @@ def _dense_backward(call: Call, needs: Any, saved: Saved, row: Array, chunk: int
     def step(start: Any, z: Array, q: Array) -> tuple[tuple[()], list[Array | None]]:
         stats, scale, largest = cut_rows((saved.stats, row, call.ids), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
-        q = _weighed(call, q)
+        q = _weighed(call, q, z.dtype)
         total = jnp.sum(q, 1)
         rest = total[:, None] - jnp.take_along_axis(q, largest, 1)
         factor, at = _at(call, stats, total, rest, largest)

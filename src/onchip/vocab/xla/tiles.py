@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE, vary_alike
+from onchip.frontend.jax_inputs import accumulator
 from onchip.vocab.memory import Problem
 
 Array = jax.Array
 # Where every logit so far is -inf, the running maximum is this: finite, so that a difference of two is never NaN.
-LOWEST = float(jnp.finfo(jnp.float32).min) / 4
-# exp of this is 0 in float32: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
-VANISHED = -128.0
+LOWEST = {jnp.dtype(x): float(jnp.finfo(x).min) / 4 for x in (jnp.float32, jnp.float64)}
+# exp of this is 0: offsets are cut off here, so that p log p is 0 at p = 0 where 0 * -inf would not be.
+VANISHED = {jnp.dtype(jnp.float32): -128.0, jnp.dtype(jnp.float64): -1024.0}
 # The largest exponential is above this, and nearly 1: XLA may compute a logit twice, and round it otherwise.
 _LEADING = 0.75
 # float16 can't hold a gradient of 1e-8: rows of the softmax gradient are scaled to about this before a product.
@@ -155,6 +156,11 @@ class Projection:
     def vocab(self) -> int:
         return self.weight.shape[self.vocab_axis]  # type: ignore[no-any-return]
 
+    @property
+    def accumulator(self) -> Any:
+        """The dtype of logits, statistics and sums."""
+        return accumulator(self.hidden.dtype)
+
     def problem(self, needs: "Projection", platform: str, transform: "Transform", **options: Any) -> Problem:
         """What the memory of a call depends on."""
         tokens, size = self.hidden.shape
@@ -183,23 +189,25 @@ class Projection:
         return replace(self, weight=weight, bias=None if self.bias is None else cut(self.bias, *columns[:2]))
 
     def logits(self, rows: Array) -> Array:
-        """[C, V] float32, not transformed."""
+        """[C, V], not transformed."""
         z = product(rows, self.weight, (1, 1 - self.vocab_axis))
-        return z if self.bias is None else z + self.bias.astype(jnp.float32)
+        return z if self.bias is None else z + self.bias.astype(z.dtype)
 
-    def zeros(self, needs: "Projection", rows: int, dtype: Any = jnp.float32) -> "Projection":
-        """Gradients to add to: that of so many rows of hidden in float32, those of weight and bias in `dtype`."""
+    def zeros(self, needs: "Projection", rows: int, dtype: Any = None) -> "Projection":
+        """Gradients to add to: that of so many rows of hidden in the dtype of sums, those of weight and bias in
+        `dtype`, by default the same."""
+        dtype = self.accumulator if dtype is None else dtype
         return Projection(
-            jnp.zeros((rows, self.hidden.shape[1]), jnp.float32) if needs.hidden else None,
+            jnp.zeros((rows, self.hidden.shape[1]), self.accumulator) if needs.hidden else None,
             jnp.zeros(self.weight.shape, dtype) if needs.weight else None,
             jnp.zeros(self.vocab, dtype) if needs.bias else None,
             self.vocab_axis,
         )
 
     def accumulate(self, sums: "Projection", g: Array, rows: Array, tokens: Tokens, start: Any) -> "Projection":
-        """The float32 gradients of hidden [P, H], weight and bias, with what a tile's gradient of logits adds to each.
+        """The gradients of hidden [P, H], weight and bias, with what a tile's gradient of logits adds to each.
 
-        g: [C, V] float32, of these rows, the chunk that begins at `start`.
+        g: [C, V], of these rows, the chunk that begins at `start`.
         """
         hidden, weight, bias = sums.hidden, sums.weight, sums.bias
         if bias is not None:
@@ -232,6 +240,11 @@ class Logits(NamedTuple):
     def vocab(self) -> int:
         return self.bits.shape[1]
 
+    @property
+    def accumulator(self) -> Any:
+        """The dtype of statistics and sums."""
+        return accumulator(self.dtype)
+
     def rows(self, tokens: Tokens, start: Array | int, size: int) -> Array:
         return self.bits.at[cut(tokens.source, start, size)].get(mode="fill", fill_value=0)
 
@@ -239,7 +252,7 @@ class Logits(NamedTuple):
         return self
 
     def logits(self, rows: Array) -> Array:
-        return self.floats(rows).astype(jnp.float32)
+        return self.floats(rows).astype(self.accumulator)
 
     def floats(self, rows: Array) -> Array:
         return lax.bitcast_convert_type(rows, self.dtype) if rows.dtype != self.dtype else rows
@@ -249,7 +262,7 @@ class Logits(NamedTuple):
         return jnp.zeros_like(self.bits) if needs else None
 
     def accumulate(self, made: Array, g: Array, rows: Array, tokens: Tokens, start: Any) -> Array:
-        """The bits of the gradient [T, V], with those of a chunk's tokens written, from g [C, V] float32."""
+        """The bits of the gradient [T, V], with those of a chunk's tokens written, from g [C, V]."""
         total, token = len(self.bits), cut(tokens.source, start, len(rows))
         # Rows behind the kept tokens are written nowhere: each has a place of its own beyond the end.
         place = jnp.where(token < total, token, total + start + jnp.arange(len(rows), dtype=jnp.int32))
@@ -262,19 +275,20 @@ def _as_bits(x: Array) -> Array:
 
 
 def product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """The product over dimension contract[0] of `a` and contract[1] of `b`, in float32."""
+    """The product over dimension contract[0] of `a` and contract[1] of `b`, in the dtype of sums."""
     # Float32 operands are not to be rounded to tf32 or bfloat16, which is the default on GPU and TPU.
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    total = accumulator(a.dtype)
+    precision = lax.Precision.HIGHEST if a.dtype == total else None
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=total)
 
 
 class Transform(NamedTuple):
     """z = softcap * tanh(logits * logit_scale / softcap) / temperature.  What isn't used is None."""
 
-    logit_scale: Array | None = None  # [] float32, as the next
+    logit_scale: Array | None = None  # [] of the logits' dtype, as the next
     softcap: Array | None = None
-    temperature: Array | None = None  # [] float32, or one for each token [T], for each row [P]
+    temperature: Array | None = None  # [], or one for each token [T], for each row [P]
 
     def by_row(self, tokens: Tokens) -> "Transform":
         if self.temperature is None or self.temperature.ndim == 0:
@@ -320,7 +334,7 @@ class Wanted(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """What is known of tokens once their softmax is complete, [P] float32; None is what wasn't wanted."""
+    """What is known of tokens once their softmax is complete, [P] float32 or float64; None is what wasn't wanted."""
 
     lse: Array
     log_prob: Array  # [P, K]: of the ids; 0 for IGNORED ones, NaN for those OUT_OF_RANGE
@@ -332,14 +346,14 @@ class TokenStats(NamedTuple):
     argmax: Array | None = None  # int32, -1 where all logits are -inf
 
     @staticmethod
-    def empty(ids: Array, wanted: Wanted) -> "TokenStats":
+    def empty(ids: Array, wanted: Wanted, dtype: Any) -> "TokenStats":
         """Zeros."""
-        made = jax.eval_shape(lambda: Softmax.empty(ids, wanted).complete(ids, 1))
+        made = jax.eval_shape(lambda: Softmax.empty(ids, wanted, dtype).complete(ids, 1))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)  # type: ignore[no-any-return]
 
 
 class Softmax(NamedTuple):
-    """The running softmax of C tokens over the vocabulary seen so far, [C] float32."""
+    """The running softmax of C tokens over the vocabulary seen so far, [C] float32 or float64."""
 
     max: Array
     total: Array  # sum of exp(z - max): 0 where all are -inf
@@ -353,14 +367,14 @@ class Softmax(NamedTuple):
     weight: Array | None = None  # sum of the class weights, where z - max is weighed by class
 
     @staticmethod
-    def empty(ids: Array, wanted: Wanted) -> "Softmax":
+    def empty(ids: Array, wanted: Wanted, dtype: Any) -> "Softmax":
         n = ids.shape[0]
-        zeros = jnp.zeros(n, jnp.float32)
+        zeros = jnp.zeros(n, dtype)
         return Softmax(
-            max=jnp.full(n, LOWEST, jnp.float32),
+            max=jnp.full(n, LOWEST[dtype], dtype),
             total=zeros,
             below=zeros,
-            picked=jnp.zeros(ids.shape, jnp.float32),
+            picked=jnp.zeros(ids.shape, dtype),
             offset_sum=zeros if wanted.even else None,
             moment=zeros if wanted.entropy else None,
             argmax=jnp.full(n, -1, jnp.int32) if wanted.argmax else None,
@@ -372,7 +386,7 @@ class Softmax(NamedTuple):
     def absorb(self, z: Array, columns: Columns, ids: Array, class_weight: Array | None = None) -> "Softmax":
         """Take in the logits [C, size] of a chunk of the vocabulary, of tokens with these ids [C, K].
 
-        class_weight: [V] float32, where `even` is weighed by it.
+        class_weight: [V], where `even` is weighed by it.
         """
         start, new = columns.start, columns.new(z)
         if columns.done is not None:
@@ -397,9 +411,9 @@ class Softmax(NamedTuple):
             offset_sum = offset_sum + drop * weight + jnp.sum(weighed, 1)
             weight = weight + jnp.sum(jnp.where(new, jnp.broadcast_to(own, z.shape), 0), 1)
         elif offset_sum is not None:
-            offset_sum = offset_sum + drop * jnp.asarray(first, jnp.float32) + jnp.sum(jnp.where(new, offset, 0), 1)
+            offset_sum = offset_sum + drop * jnp.asarray(first, drop.dtype) + jnp.sum(jnp.where(new, offset, 0), 1)
         if moment is not None:
-            added = jnp.sum(e * jnp.maximum(offset, VANISHED), 1)
+            added = jnp.sum(e * jnp.maximum(offset, VANISHED[offset.dtype]), 1)
             moment = (moment + drop * self.total) * decay + added
         if squares is not None and squares_below is not None:
             shrunk = decay * decay
@@ -459,7 +473,7 @@ class Softmax(NamedTuple):
 
 
 class TokenGradient(NamedTuple):
-    """What backward knows of each token before it sees a logit, [P] float32; see the module's docstring."""
+    """What backward knows of each token before it sees a logit, [P] float32 or float64; see the module's docstring."""
 
     factor: Array
     at_ids: Array  # [P, K]
@@ -511,7 +525,7 @@ def logits_gradient(
         # Not from lse: z - mean has more digits where logits are small.
         offset = z - stats.mean[:, None]
         p = jnp.exp(offset - stats.entropy[:, None])
-        g = p * (gradient.factor[:, None] + gradient.entropy[:, None] * jnp.maximum(offset, VANISHED))
+        g = p * (gradient.factor[:, None] + gradient.entropy[:, None] * jnp.maximum(offset, VANISHED[offset.dtype]))
     if gradient.even is not None:
         even = gradient.even[:, None]
         g -= even if class_weight is None else even * cut(class_weight, columns.start, columns.size)

@@ -81,7 +81,7 @@ def forward(plan: Config, wanted: Wanted, needs: Projection, call: Call) -> tupl
 def backward(plan: Config, needs: Projection, saved: Any, upstream: Array) -> Projection:
     """The gradients of hidden, weight and bias; what isn't needed is None."""
     if plan.strategy == "stash":
-        return saved.scaled(upstream.astype(jnp.float32))  # type: ignore[no-any-return]
+        return saved.scaled(upstream)  # type: ignore[no-any-return]
     call, stats = saved
     return gradients(plan, needs, call, stats, call.gradient(stats, upstream))
 
@@ -101,10 +101,13 @@ def statistics(plan: Config, wanted: Wanted, call: Call) -> TokenStats:
             z, _ = transform.apply(source.part(columns).logits(rows))
             return softmax.absorb(z, columns, own, call.class_weight)
 
-        softmax = over_vocab(source.vocab, plan.vocab_chunk, absorb, Softmax.empty(own, wanted), own)
+        softmax = over_vocab(
+            source.vocab, plan.vocab_chunk, absorb, Softmax.empty(own, wanted, source.accumulator), own
+        )
         return write_rows(made, softmax.complete(own, source.vocab), start)  # type: ignore[no-any-return]
 
-    return over_tokens(call.tokens, plan.token_chunk, step, TokenStats.empty(ids, wanted))  # type: ignore[no-any-return]
+    empty = TokenStats.empty(ids, wanted, source.accumulator)
+    return over_tokens(call.tokens, plan.token_chunk, step, empty)  # type: ignore[no-any-return]
 
 
 def gradients(
@@ -179,7 +182,7 @@ def by_rows(
 
 
 class Stashed(NamedTuple):
-    """Gradients in float32 for an upstream gradient of 1, times `grad_scale`."""
+    """Gradients in the dtype of sums for an upstream gradient of 1, times `grad_scale`."""
 
     gradients: Projection  # hidden's [P, H]
     grad_scale: Array | None
@@ -188,6 +191,7 @@ class Stashed(NamedTuple):
     def scaled(self, upstream: Array) -> Projection:
         """For an upstream gradient [], or [T] where only hidden has a gradient: choose_strategy sees to it."""
         hidden, weight, bias = self.gradients.hidden, self.gradients.weight, self.gradients.bias
+        upstream = upstream.astype(jax.tree.leaves(self.gradients)[0].dtype)
         upstream = unscaled(upstream, self.grad_scale)
         if hidden is not None:
             rows = hidden.at[self.tokens.place].get(mode="clip")
@@ -199,14 +203,14 @@ class Stashed(NamedTuple):
 
 def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[TokenStats, Stashed]:
     """The statistics, and the gradients for an upstream gradient of 1, chunk by chunk of tokens."""
-    vocab = call.source.vocab
-    row_scale, grad_scale = call.scaled_rows(jnp.ones((), jnp.float32))
+    vocab, total = call.source.vocab, call.source.accumulator
+    row_scale, grad_scale = call.scaled_rows(jnp.ones((), total))
     columns = Columns(0, vocab)
 
     def step(start: Any, z: Array) -> tuple[TokenStats, list[Array]]:
         own, row = cut_rows((call.ids, row_scale), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
-        softmax = Softmax.empty(own, wanted).absorb(z, columns, own, call.class_weight)
+        softmax = Softmax.empty(own, wanted, total).absorb(z, columns, own, call.class_weight)
         stats = softmax.complete(own, vocab)
         gradient = call.loss.gradient(stats, row, vocab, call.classes(own))
         # The exponentials are those of the softmax: no second ones are computed.
@@ -214,6 +218,6 @@ def stash(chunk: int, wanted: Wanted, needs: Projection, call: Call) -> tuple[To
         known = stats._replace(lse=softmax.max)
         return stats, [logits_gradient(z, slope, known, relative, own, columns, call.class_weight)]
 
-    empty = TokenStats.empty(call.ids, wanted)
+    empty = TokenStats.empty(call.ids, wanted, total)
     stats, (sums,) = by_rows(chunk, call.tokens, [call.source], [needs], empty, step)
     return stats, Stashed(sums, grad_scale, call.tokens)
