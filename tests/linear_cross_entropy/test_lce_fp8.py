@@ -12,6 +12,7 @@ from lce_fp8_cases import CASES, GRADIENT_DB, LOSS_ERROR, assert_alike, assert_n
 from losses import LCE
 from onchip.bench.ops.linear_cross_entropy import TORCH as benchmark
 from onchip.fp8 import torch_quantize
+from onchip.ops.linear_cross_entropy import fp8_op
 from onchip.torch import LinearCrossEntropyLoss, linear_cross_entropy, quantize_weight
 from onchip.vocab.fp8 import memory as fp8_spec
 from shared import gradients
@@ -187,3 +188,8 @@ def test_weight_grad_out_on_a_gpu():
     assert w.grad is None
     right = step(h, w, y)[2].float()
     assert ((total - 1e-3) / 2 - right).norm() <= 4e-3 * right.norm()
+
+
+def test_other_devices_are_refused():
+    assert {name for name, reason in fp8_op.refusals(torch.device("mps")).items() if reason} == {"triton", "torch"}
+    assert fp8_op.refusals(torch.device("cpu"))["torch"] is None

@@ -136,12 +136,14 @@ def check_kinds(
 
 def choose_torch_backend(op: str, backend: str, device: torch.device, triton: str | None) -> str:
     """Of "triton", which refuses for the reason given if any, and "torch", the framework's own operations."""
-    torch_runs = device.type in DEVICES
-    refusals = {
-        "triton": triton,
-        "torch": None if torch_runs else f"it runs on {', '.join(DEVICES)} tensors, not on {device.type!r}",
-    }
-    return choose_backend(op, backend, refusals)
+    return choose_backend(op, backend, {"triton": triton, "torch": torch_refusal(device)})
+
+
+def torch_refusal(device: torch.device) -> str | None:
+    """Why the framework's own operations can't serve a call on this device, or None."""
+    if device.type in DEVICES:
+        return None
+    return f"it runs on {', '.join(DEVICES)} tensors, not on {device.type!r}"
 
 
 def refuse_gradient(op: str, name: str, x: Tensor) -> None:

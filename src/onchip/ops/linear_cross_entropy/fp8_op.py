@@ -15,7 +15,7 @@ from onchip.fp8.torch_operands import Copies, QuantizedWeight, check_unchanged, 
 from onchip.fp8.torch_products import multiply, scaled_mm_refusal
 from onchip.fp8.torch_quantize import operand
 from onchip.frontend.torch_autograd import scale_stash
-from onchip.frontend.torch_inputs import DTYPES
+from onchip.frontend.torch_inputs import DTYPES, torch_refusal
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.kernels.triton.launch import device_refusal
 from onchip.ops.linear_cross_entropy.spec import OP, Options
@@ -49,7 +49,7 @@ def check_options(options: Options, *, grad_bias: bool, class_weight: bool) -> N
 def refusals(device: torch.device) -> dict[str, str | None]:
     """Why each backend can't serve a call on this device, or None; in the order in which "auto" tries them."""
     triton = scaled_mm_refusal(device) or device_refusal(device.type, device.index, torch.bfloat16)
-    return {"triton": triton, "torch": None}
+    return {"triton": triton, "torch": torch_refusal(device)}
 
 
 class Fp8Call(NamedTuple):
