@@ -113,7 +113,7 @@ def test_chunk_sizes_change_nothing(token_chunk, vocab_chunk, strategy, softcap,
         "z_loss": jnp.float32(1e-3)
     }
     numbers |= {"softcap": jnp.float32(4)} if softcap else {}
-    constants = Constants.of(labels, 90, Options(ignore_index=60), None, None, None, numbers)
+    constants = Constants.of(labels, 90, Options(ignore_index=60), None, None, None, numbers, jnp.float32)
 
     def run(plan):
         call = constants.call("mean", projection, jax_xla.select(plan, constants.labels))

@@ -56,7 +56,7 @@ def test_the_statistics_and_the_targets_logits(options):
     hidden, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (256, 128256))
     logits = torch.empty(256, 128256, dtype=torch.bfloat16)  # never touched, so it costs nothing
     call, found = make_call(256, **options), []
-    softmax = Outputs(*(torch.empty(256) for _ in range(3)), None, None)
+    softmax = Outputs(*(torch.empty(256) for _ in range(3)), None, None, None)
     with mock.patch.object(Launch, "run", lambda launch: found.append(launch)):
         targets = fp8_launches.target_logits(hidden, weight, weight[:, 0].contiguous(), call.target)
         fp8_launches.softmax_of_chunk(call, logits, targets, softmax, Gradient(None, None, torch.empty(2, 128256)))
