@@ -34,16 +34,32 @@ def test_gradcheck(example):
     assert torch.autograd.gradcheck(run, leaves)
 
 
+def run(example, device):
+    """The outputs that have gradients, and the gradients of their sum; "auto" takes PyTorch's operations."""
+
+    def there(x):
+        return TopK(*map(there, x)) if isinstance(x, TopK) else x.to(device) if isinstance(x, torch.Tensor) else x
+
+    leaves = {name: there(as_torch(x)).requires_grad_() for name, x in example.leaves.items()}
+    options = {name: there(as_torch(x)) for name, x in example.options.items()}
+    made = differentiable(getattr(onchip.torch, example.op)(**leaves, **options))
+    made = list(made) if isinstance(made, tuple) else [made]
+    return made, list(torch.autograd.grad(sum(x.sum() for x in made), list(leaves.values())))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
+def test_on_the_gpu(example):
+    for made, right in zip(run(example, "cuda"), run(example, "cpu"), strict=True):
+        for x, y in zip(made, right, strict=True):
+            assert_near(example.op, x.detach().cpu(), y.detach().numpy())
+
+
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
 def test_without_values(example):
     """The operators' empty outputs are float64 too."""
-
-    def on_meta(x):
-        return x.to("meta") if isinstance(x, torch.Tensor) else TopK(*map(on_meta, x)) if isinstance(x, TopK) else x
-
-    given = {name: on_meta(as_torch(x)) for name, x in (example.leaves | example.options).items()}
-    made = differentiable(getattr(onchip.torch, example.op)(**given))
-    assert {x.dtype for x in (made if isinstance(made, tuple) else [made])} == {torch.float64}
+    made, grads = run(example, "meta")
+    assert {x.dtype for x in made + grads} == {torch.float64}
 
 
 def options_of(loss):
