@@ -209,6 +209,18 @@ def check_logits(op: str, shapes: Shapes) -> None:
         raise ValueError(f"{op}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
 
 
+def one_target(op: str, target: Any, labels: Any, *, needed: bool = True) -> tuple[str, Any]:
+    """The name and the value of the one that is given: `labels` is another name of the argument `target`.
+
+    Raise if both are, and, where one is `needed`, if none is.
+    """
+    if target is not None and labels is not None:
+        raise TypeError(f"{op}: labels is another name of target; pass one of them")
+    if needed and target is None and labels is None:
+        raise TypeError(f"{op}: target is missing or None; pass it (labels is another name of it)")
+    return ("target", target) if labels is None else ("labels", labels)
+
+
 def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:
     """Raise ValueError unless the argument `target` has the leading dimensions of `of`, and what has a number for each
     token has target's shape; a temperature may be one for all."""

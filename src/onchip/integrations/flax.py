@@ -71,7 +71,7 @@ class LinearHead(nnx.Linear):
         _check_loss("LinearHead", options, out_sharding, self.dot_general is not jax.lax.dot_general)
         bias = None if self.bias is None else self.bias[...]
         hidden, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return linear_cross_entropy(hidden, kernel, labels, bias, weight_layout="hv", **options)
+        return linear_cross_entropy(hidden, kernel, bias=bias, labels=labels, weight_layout="hv", **options)
 
 
 class EmbedHead(nnx.Embed):
@@ -117,7 +117,7 @@ class EmbedHead(nnx.Embed):
             return super().attend(query, out_sharding=out_sharding)
         _check_loss("EmbedHead.attend", options, out_sharding)
         hidden, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-        return linear_cross_entropy(hidden, embedding, labels, **options)
+        return linear_cross_entropy(hidden, embedding, labels=labels, **options)
 
 
 class DenseHead(linen.Dense):
@@ -164,7 +164,7 @@ class DenseHead(linen.Dense):
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         hidden, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        return linear_cross_entropy(hidden, kernel, labels, bias, weight_layout="hv", **options)
+        return linear_cross_entropy(hidden, kernel, bias=bias, labels=labels, weight_layout="hv", **options)
 
 
 def _check_logits(name: str, options: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ def fused_cross_entropy(
     if return_argmax:
         out = linear_log_probs(x, w, labels, lse=True, top1=True, **options)
         return (-out.log_prob).astype(dtype), out.lse.astype(dtype), out.top1
-    loss, stats = linear_cross_entropy(x, w, labels, reduction="none", return_stats=True, **options)
+    loss, stats = linear_cross_entropy(x, w, labels=labels, reduction="none", return_stats=True, **options)
     lse = _with_gradient(x, w, logit_soft_cap, jax.lax.stop_gradient(stats.lse))
     return loss.astype(dtype), lse.astype(dtype)
 

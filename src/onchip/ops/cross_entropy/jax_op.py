@@ -12,7 +12,14 @@ import jax.numpy as jnp
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.jax_call import Planned, Static, vary_alike, with_gradients
-from onchip.frontend.jax_inputs import check_arrays, check_normalizer, checked_numbers, options_of, platform
+from onchip.frontend.jax_inputs import (
+    check_arrays,
+    check_normalizer,
+    checked_numbers,
+    options_of,
+    platform,
+    take_target,
+)
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
 from onchip.ops.cross_entropy import jax_soft, spec
@@ -29,8 +36,9 @@ BACKENDS = ("xla",)
 
 def cross_entropy(
     logits: Any,  # [..., V]
-    labels: Any,  # [...]
+    target: Any = None,  # [...], or probabilities
     *,
+    labels: Any = None,  # another name of target
     ignore_index: int = -100,
     reduction: str = "mean",
     normalizer: Any = None,
@@ -50,21 +58,22 @@ def cross_entropy(
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     lse = log(sum(exp(z))), the loss of a token is::
 
-        token_weight * ((1 - label_smoothing) * (lse - z[label]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
+        token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
-    the mean of `optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)`, without a float32
+    the mean of `optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), target)`, without a float32
     copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
         logits: [..., V] float32, bfloat16 or float16, T tokens in the leading dimensions.  -inf takes an entry out of
             the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where JAX's
             64-bit mode is off.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
             ignore_index or return_stats.
+        labels: another name of target, by keyword.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]) and
             `return_stats`: as in `linear_cross_entropy`.
@@ -76,8 +85,8 @@ def cross_entropy(
     What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
     Returns:
-        The float32 loss, 0-d or of labels' shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
-        ignored, "mean" is 0 with zero gradients.  A label that is neither ignore_index nor in [0, V) makes its token's
+        The float32 loss, 0-d or of target's shape; with return_stats `(loss, CrossEntropyStats)`.  If every token is
+        ignored, "mean" is 0 with zero gradients.  A target that is neither ignore_index nor in [0, V) makes its token's
         loss and gradient NaN: no value of an array is read while tracing.
 
     Raises:
@@ -94,8 +103,8 @@ def cross_entropy(
         >>> import jax, jax.numpy as jnp
         >>> from onchip.jax import cross_entropy
         >>> logits = jax.random.normal(jax.random.key(0), (2, 8, 100))
-        >>> labels = jnp.arange(16).reshape(2, 8)
-        >>> loss, grad = jax.jit(jax.value_and_grad(cross_entropy))(logits, labels)
+        >>> target = jnp.arange(16).reshape(2, 8)
+        >>> loss, grad = jax.jit(jax.value_and_grad(cross_entropy))(logits, target)
         >>> grad.shape
         (2, 8, 100)
 
@@ -103,22 +112,23 @@ def cross_entropy(
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     given = locals()
-    if is_soft(labels, logits):
-        return jax_soft.run(given, dict.fromkeys(BACKENDS))
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
+    name, target = take_target(OP, given)
+    if is_soft(target, logits):
+        return jax_soft.run(given, name, dict.fromkeys(BACKENDS))
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), name)
     options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given)
 
     vocab = logits.shape[-1]
-    rows = jnp.asarray(logits).reshape(labels.size, vocab)
-    constants = Constants.of(labels, vocab, options, token_weight, normalizer, class_weight, numbers)
+    rows = jnp.asarray(logits).reshape(target.size, vocab)
+    constants = Constants.of(target, vocab, options, token_weight, normalizer, class_weight, numbers)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())
     empty = len(rows) == 0
     outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, rows, constants)
-    return outputs.shaped(labels.shape)
+    return outputs.shaped(target.shape)
 
 
 def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, Planned | None]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.options import one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     DTYPES,
@@ -49,8 +49,9 @@ BACKENDS = ("triton", "torch")
 
 def cross_entropy(
     logits: Tensor,  # [..., V]
-    target: Tensor | TopK,  # [...], or probabilities
+    target: Tensor | TopK | None = None,  # [...], or probabilities
     *,
+    labels: Tensor | TopK | None = None,  # another name of target
     ignore_index: int = -100,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -85,6 +86,7 @@ def cross_entropy(
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
             inplace_backward; "torch" runs them.
+        labels: another name of target, by keyword.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
             `check_inputs` and `return_stats`: as of `linear_cross_entropy`.
@@ -129,6 +131,7 @@ def cross_entropy(
     Sources: the gradient from the log-sum-exp alone, and over the logits' memory, as in Liger Kernel
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
+    _, target = one_target(OP, target, labels)
     if is_soft(target, logits):
         return torch_soft.run(
             logits,
@@ -149,7 +152,6 @@ def cross_entropy(
             backend=backend,
             inplace_backward=inplace_backward,
         )
-    assert not isinstance(target, TopK)
     per_token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(
         OP,
@@ -228,8 +230,9 @@ class CrossEntropyLoss(LossModule):
     def forward(
         self,
         logits: Tensor,  # [..., V]
-        target: Tensor | TopK,  # [...], or probabilities
+        target: Tensor | TopK | None = None,  # [...], or probabilities
         *,
+        labels: Tensor | TopK | None = None,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]
@@ -239,7 +242,7 @@ class CrossEntropyLoss(LossModule):
         keywords = self.keywords(
             normalizer=normalizer, token_weight=token_weight, class_weight=class_weight, temperature=temperature
         )
-        return cross_entropy(logits, target, **keywords)
+        return cross_entropy(logits, target, labels=labels, **keywords)
 
 
 # ------------------------------------------------------------------------------------------------------- the operators

@@ -22,6 +22,7 @@ from onchip.frontend.jax_inputs import (
     checked_numbers,
     options_of,
     platform,
+    take_target,
 )
 from onchip.frontend.jax_labels import is_soft
 from onchip.frontend.options import shapes_of
@@ -46,9 +47,10 @@ MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "trit
 def linear_cross_entropy(
     hidden: Any,  # [..., H]
     weight: Any,  # [V, H], or [H, V] with weight_layout="hv"
-    labels: Any,  # [...]
+    target: Any = None,  # [...], or probabilities
     bias: Any = None,  # [V]
     *,
+    labels: Any = None,  # another name of target
     weight_layout: str = "vh",
     shift: bool = False,
     ignore_index: int = -100,
@@ -71,35 +73,36 @@ def linear_cross_entropy(
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
     a / temperature) and lse = log(sum(exp(z))), the loss of a token is::
 
-        token_weight * ((1 - label_smoothing) * (lse - z[label]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
+        token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
-    the mean of `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T + bias, labels)`, with float32 logits
+    the mean of `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T + bias, target)`, with float32 logits
     whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
         hidden: [..., H] float32, bfloat16 or float16, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
             ignore_index, return_stats or strategy="stash"; "xla" runs them.
+        labels: another name of target, by keyword.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
             `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.  Not with soft labels:
-            pass hidden[..., :-1, :] with the labels [..., 1:, :].
-        ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
-        reduction: "mean", "sum" or "none" (the loss then has labels' shape).
+            pass hidden[..., :-1, :] with target[..., 1:, :].
+        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
+        reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
-        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[label] of lse - z[label]
+        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[target] of lse - z[target]
             and w[v] of each lse - z[v] that label smoothing adds; z-loss has none.  "mean" then divides by the sum of
-            w[label] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
+            w[target] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
             With soft labels it multiplies each entry's probability, and "mean" divides by the number of tokens.
-        label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
+        label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: factor of the logits, before softcap.
@@ -127,8 +130,8 @@ def linear_cross_entropy(
     constants to autodiff.
 
     Returns:
-        The float32 loss, 0-d or of labels' shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
-        token is ignored, "mean" is 0 with zero gradients.  A label that is neither ignore_index nor in [0, V) makes its
+        The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
+        token is ignored, "mean" is 0 with zero gradients.  A target that is neither ignore_index nor in [0, V) makes its
         token's loss, and the gradients that it enters, NaN: no value of an array is read while tracing.
 
     Raises:
@@ -146,8 +149,8 @@ def linear_cross_entropy(
         >>> from onchip.jax import linear_cross_entropy
         >>> hidden = jax.random.normal(jax.random.key(0), (2, 8, 16))
         >>> weight = jax.random.normal(jax.random.key(1), (100, 16))
-        >>> labels = jnp.arange(16).reshape(2, 8)
-        >>> loss, grads = jax.jit(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1)))(hidden, weight, labels)
+        >>> target = jnp.arange(16).reshape(2, 8)
+        >>> loss, grads = jax.jit(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1)))(hidden, weight, target)
         >>> grads[1].shape
         (100, 16)
 
@@ -155,18 +158,21 @@ def linear_cross_entropy(
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
     given = locals()
+    name, target = take_target(OP, given)
     check_layout(OP, weight_layout)
-    if is_soft(labels, hidden):
+    if is_soft(target, hidden):
         names = BACKENDS.get(platform(), ("xla",))
-        return jax_soft.run(given, {x: None if x == "xla" else "its labels are ids; pass backend='xla'" for x in names})
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
-    options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
-    spec.check_shift(options, labels.shape, "labels of shape [..., S]")
+        return jax_soft.run(
+            given, name, {x: None if x == "xla" else "its targets are ids; pass backend='xla'" for x in names}
+        )
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), name, weight_layout)
+    options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
+    spec.check_shift(options, target.shape, f"{name} of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
     numbers = checked_numbers(OP, options, given)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
-    constants = Constants.of(labels, projection.vocab, options, token_weight, normalizer, class_weight, numbers, shift)
+    constants = Constants.of(target, projection.vocab, options, token_weight, normalizer, class_weight, numbers, shift)
     projection, constants = vary_alike((projection, constants))
     static = Static(options, platform())
     problem = _problem(static, projection, constants, Projection(True, True, bias is not None))
@@ -174,7 +180,7 @@ def linear_cross_entropy(
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
     outputs = Outputs.of_nothing(reduction, return_stats) if empty else _op(static, projection, constants)
-    return outputs.shaped(labels.shape)
+    return outputs.shaped(target.shape)
 
 
 def refusals(

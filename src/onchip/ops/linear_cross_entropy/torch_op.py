@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.options import one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -44,9 +44,10 @@ BACKENDS = ("triton", "torch")
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor | QuantizedWeight,  # [V, H]
-    target: Tensor | TopK,  # [...], or probabilities
+    target: Tensor | TopK | None = None,  # [...], or probabilities
     bias: Tensor | None = None,  # [V]
     *,
+    labels: Tensor | TopK | None = None,  # another name of target
     shift: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -87,6 +88,7 @@ def linear_cross_entropy(
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
             precision="fp8"; "triton" runs those of K entries, without label_smoothing.
+        labels: another name of target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
             last one costs nothing.  token_weight is by label too, and shifted with it; all else is by position of
@@ -162,6 +164,7 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
+    _, target = one_target(OP, target, labels)
     if is_soft(target, hidden):
         return torch_soft.run(
             hidden,
@@ -187,7 +190,6 @@ def linear_cross_entropy(
             weight_grad_out=weight_grad_out,
             precision=precision,
         )
-    assert not isinstance(target, TopK)
     per_token_temperature = temperature_tensor(OP, temperature)
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
     if matrix is not weight and precision != "fp8":
@@ -309,9 +311,10 @@ class LinearCrossEntropyLoss(LossModule):
         self,
         hidden: Tensor,  # [..., H]
         weight: Tensor | QuantizedWeight,  # [V, H]
-        target: Tensor | TopK,  # [...], or probabilities
+        target: Tensor | TopK | None = None,  # [...], or probabilities
         bias: Tensor | None = None,  # [V]
         *,
+        labels: Tensor | TopK | None = None,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]
@@ -326,7 +329,7 @@ class LinearCrossEntropyLoss(LossModule):
             temperature=temperature,
             weight_grad_out=weight_grad_out,
         )
-        return linear_cross_entropy(hidden, weight, target, bias, **keywords)
+        return linear_cross_entropy(hidden, weight, target, bias, labels=labels, **keywords)
 
 
 # ------------------------------------------------------------------------------------------------ registered operators

@@ -26,6 +26,7 @@ from onchip.frontend.jax_inputs import (
     plain_labels,
     platform,
     require_arrays,
+    take_target,
 )
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence, memory
@@ -59,7 +60,8 @@ def linear_jsd(
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    labels: Any = None,  # [...]
+    target: Any = None,  # [...]
+    labels: Any = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Any = None,  # [...]
     reduction: str = "mean",
@@ -82,7 +84,7 @@ def linear_jsd(
         jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
         loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
 
-    where cross_entropy is the student's with `labels`, at temperature 1, and `jsd` is multiplied by temperature**2 if
+    where cross_entropy is the student's with `target`, at temperature 1, and `jsd` is multiplied by temperature**2 if
     `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is 0 or more, and exactly 0 with
     exactly zero gradients where both models' logits are the same numbers.  No model's [tokens, V] logits are stored.
     It works under jit, grad, vmap, scan and `jax.checkpoint`.
@@ -98,12 +100,13 @@ def linear_jsd(
             the divergence itself is 0 at both ends, so that the value jumps there.
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
-        labels: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        labels: another name of target.
         ignore_index, token_weight, reduction, normalizer: as of `linear_cross_entropy`; the arrays are constants.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
-        hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `labels`; the rest is divergence.
+        hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `target`; the rest is divergence.
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's arrays too.  Otherwise the teacher is a constant.
         scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
@@ -116,7 +119,7 @@ def linear_jsd(
     Returns:
         The float32 loss, 0-d or [...].  If every token is ignored, "mean" is 0 with zero gradients.  With beta 0 it is
         infinite where the student gives probability 0 to what the teacher doesn't; with beta 1 the reverse (and the
-        gradients there are not finite).  A label that is neither ignore_index nor in [0, V), or a top-k index outside
+        gradients there are not finite).  A target that is neither ignore_index nor in [0, V), or a top-k index outside
         of it, makes its token's loss and the gradients that it enters NaN; repeated indices are not looked for.
 
     Raises:
@@ -149,7 +152,8 @@ def jsd(
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    labels: Any = None,  # [...]
+    target: Any = None,  # [...]
+    labels: Any = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Any = None,  # [...]
     reduction: str = "mean",
@@ -223,18 +227,19 @@ class _Static(NamedTuple):
     topk_rest: str
 
 
-def _call(op: str, given: Mapping[str, Any]) -> Any:
+def _call(op: str, given: dict[str, Any]) -> Any:
     """`given` are the arguments of a public function."""
-    options, topk, labels = Options.of(op, given), given["teacher_topk"], given["labels"]
-    named, layout = named_arrays(op, given, "labels"), given.get("weight_layout", "vh")
+    name, target = take_target(op, given, needed=False)
+    options, topk = Options.of(op, given), given["teacher_topk"]
+    named, layout = named_arrays(op, given, name), given.get("weight_layout", "vh")
     check_layout(op, layout)
     arrays = require_arrays(op, named, optional=())
     # In the other layout a weight is checked as if transposed.
     turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
-    shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
-    shape, size = check_shapes(options, shapes, "labels")
+    shapes = {n: x.shape[::-1] if n in turned else x.shape for n, x in arrays.items()}
+    shape, size = check_shapes(options, shapes, name)
     options = options.with_scratch(given, math.prod(shape) * size)
-    check_kinds(op, arrays, integers=("labels", "teacher_topk.indices"), constants=("token_weight",))
+    check_kinds(op, arrays, integers=(name, "teacher_topk.indices"), constants=("token_weight",))
     for whose in ("student_", "teacher_"):
         check_product_dtype(op, arrays, whose)
     check_normalizer(op, given["normalizer"], options.reduction)
@@ -242,9 +247,9 @@ def _call(op: str, given: Mapping[str, Any]) -> Any:
     total = math.prod(shape)
     taught = _model(given, "teacher", size)
     models = _model(given, "student", size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
-    no_labels = jnp.zeros(total, jnp.int32)
+    no_target = jnp.zeros(total, jnp.int32)
     constants = _Constants(
-        no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
+        no_target if target is None else plain_labels(target, size, options.ignore_index).reshape(-1),
         None if topk is None else plain_labels(_flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), jnp.float32)),
         per_token_constant(given["token_weight"]),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import one_target
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -41,6 +42,7 @@ def linear_jsd(
     temperature: float = 1.0,
     temperature_squared: bool = False,
     target: Tensor | None = None,  # [...]
+    labels: Tensor | None = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
     reduction: str = "mean",
@@ -78,6 +80,7 @@ def linear_jsd(
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        labels: another name of target.
         ignore_index, token_weight, reduction, normalizer, check_inputs: as of `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16 or float16, instead of teacher_hidden and teacher_weight.
@@ -130,7 +133,7 @@ def linear_jsd(
         beta=beta,
         temperature=temperature,
         temperature_squared=temperature_squared,
-        target=target,
+        target=one_target(OP, target, labels, needed=False)[1],
         ignore_index=ignore_index,
         token_weight=token_weight,
         reduction=reduction,
@@ -156,6 +159,7 @@ def jsd(
     temperature: float = 1.0,
     temperature_squared: bool = False,
     target: Tensor | None = None,  # [...]
+    labels: Tensor | None = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
     reduction: str = "mean",
@@ -202,7 +206,7 @@ def jsd(
         beta=beta,
         temperature=temperature,
         temperature_squared=temperature_squared,
-        target=target,
+        target=one_target(LOGITS_OP, target, labels, needed=False)[1],
         ignore_index=ignore_index,
         token_weight=token_weight,
         reduction=reduction,
