@@ -4,11 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 from onchip.core.sizes import UNITS
 
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
+ScratchBytes = int | float | str | None
+"""Bytes; a part of the logits' memory; a text with a unit."""
 
 
 # ---------------------------------------------------------------------------------------------------------- options
@@ -104,23 +107,6 @@ class LossOptions:
     check_inputs: bool = False
     scratch_bytes: int | None = None
     return_stats: bool = False
-
-
-class LossStats(NamedTuple):
-    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
-
-    lse: Any
-    """[...] float32: log-sum-exp of the final logits."""
-    log_prob: Any
-    """[...] float32: log-probability of the target."""
-    entropy: Any
-    """[...] float32: entropy of the softmax, in nats."""
-    correct: Any
-    """[...] bool: whether the target is the argmax."""
-    argmax: Any
-    """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where logits tie)."""
-    target_logit: Any
-    """[...] float32: the target's final logit, log_prob + lse."""
 
 
 def _require_softcap(op: str, name: str, value: Any) -> None:

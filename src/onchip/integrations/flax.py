@@ -4,7 +4,7 @@ Each is Flax's own layer, with its arguments, its parameters and their names, so
 as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_entropy`, which doesn't store the logits.
 """
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 
@@ -17,7 +17,10 @@ except ModuleNotFoundError as error:
         "onchip.integrations.flax: Flax isn't installed; pip install 'onchip[integrations]'", name="flax"
     ) from None
 
+from onchip.frontend.jax_types import Array, WithStats
+from onchip.frontend.topk import TopK
 from onchip.jax import linear_cross_entropy
+from onchip.ops.linear_cross_entropy.jax_op import OfLayer
 
 
 class LinearHead(nnx.Linear):
@@ -44,7 +47,24 @@ class LinearHead(nnx.Linear):
     Source: `flax/nnx/nn/linear.py`.
     """
 
-    def __call__(self, inputs: Any, labels: Any = None, *, out_sharding: Any = None, **options: Any) -> Any:
+    @overload
+    def __call__(self, inputs: Array, labels: None = None, *, out_sharding: object = None) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        inputs: Array,
+        labels: Array | TopK[Array],
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[OfLayer],
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, inputs: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+    ) -> WithStats: ...
+    def __call__(
+        self, inputs: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
+    ) -> Any:
         """Logits, or with labels the loss.
 
         Args:
@@ -94,7 +114,24 @@ class EmbedHead(nnx.Embed):
     Source: `flax/nnx/nn/linear.py`.
     """
 
-    def attend(self, query: Any, labels: Any = None, *, out_sharding: Any = None, **options: Any) -> Any:
+    @overload
+    def attend(self, query: Array, labels: None = None, *, out_sharding: object = None) -> jax.Array: ...
+    @overload
+    def attend(
+        self,
+        query: Array,
+        labels: Array | TopK[Array],
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[OfLayer],
+    ) -> jax.Array: ...
+    @overload
+    def attend(
+        self, query: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+    ) -> WithStats: ...
+    def attend(
+        self, query: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
+    ) -> Any:
         """Logits, or with labels the loss.
 
         Args:
@@ -137,8 +174,23 @@ class DenseHead(linen.Dense):
     Source: `flax/linen/linear.py`.
     """
 
+    @overload
+    def __call__(self, inputs: Array, labels: None = None) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        inputs: Array,
+        labels: Array | TopK[Array],
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[OfLayer],
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, inputs: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+    ) -> WithStats: ...
     @linen.compact
-    def __call__(self, inputs: Any, labels: Any = None, **options: Any) -> Any:
+    def __call__(self, inputs: Array, labels: Array | TopK[Array] | None = None, **options: Any) -> Any:
         """Logits, or with labels the loss.
 
         Args:

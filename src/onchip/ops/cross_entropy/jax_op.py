@@ -5,7 +5,7 @@ and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab
 docstring.
 """
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,9 @@ from onchip.frontend.jax_inputs import (
     take_target,
 )
 from onchip.frontend.jax_labels import is_soft
-from onchip.frontend.options import shapes_of
+from onchip.frontend.jax_types import Array, LossKeywords, Number, WithStats
+from onchip.frontend.options import Reduction, ScratchBytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.ops.cross_entropy import jax_soft, spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
@@ -32,27 +34,61 @@ from onchip.vocab.xla.tiles import Columns, Logits, TokenStats, cut_rows, logits
 from onchip.vocab.xla.walk import by_rows, statistics
 
 BACKENDS = ("xla",)
+Backend = Literal["auto", "xla"]
 
 
+class OfLogits(LossKeywords, total=False):
+    """What it takes by keyword, but for labels and return_stats."""
+
+    backend: Backend
+
+
+@overload
 def cross_entropy(
-    logits: Any,  # [..., V]
-    target: Any = None,  # [...], or probabilities
+    logits: Array,
+    target: Array | TopK[Array] | None = None,
     *,
-    labels: Any = None,  # another name of target
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[False] = False,
+    **options: Unpack[OfLogits],
+) -> jax.Array: ...
+@overload
+def cross_entropy(
+    logits: Array,
+    target: Array | TopK[Array] | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[True],
+    **options: Unpack[OfLogits],
+) -> WithStats: ...
+@overload
+def cross_entropy(
+    logits: Array,
+    target: Array | TopK[Array] | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: bool,
+    **options: Unpack[OfLogits],
+) -> jax.Array | WithStats: ...
+def cross_entropy(
+    logits: Array,  # [..., V]
+    target: Array | TopK[Array] | None = None,  # [...], or probabilities
+    *,
+    labels: Array | TopK[Array] | None = None,  # another name of target
     ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: Any = None,
-    token_weight: Any = None,  # [...]
-    class_weight: Any = None,  # [V]
-    label_smoothing: Any = 0.0,
-    z_loss: Any = 0.0,
-    softcap: Any = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    token_weight: Array | None = None,  # [...]
+    class_weight: Array | None = None,  # [V]
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
     return_stats: bool = False,
-    backend: str = "auto",
-    scratch_bytes: int | float | str | None = None,
-) -> Any:
+    backend: Backend = "auto",
+    scratch_bytes: ScratchBytes = None,
+) -> jax.Array | WithStats:
     r"""Cross-entropy of logits that exist already, in little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
@@ -115,6 +151,7 @@ def cross_entropy(
     name, target = take_target(OP, given)
     if is_soft(target, logits):
         return jax_soft.run(given, name, dict.fromkeys(BACKENDS))
+    assert not isinstance(target, TopK)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), name)
     options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)

@@ -30,8 +30,10 @@ from onchip.vocab.xla.tiles import Logits, Transform
 
 
 def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array:
-    """The loss of the arguments of `cross_entropy`; `name` is the one that the target was given by, `refusals` names
-    all backends."""
+    """The loss of the arguments of `cross_entropy`.
+
+    `name` is the one that the target was given by; `refusals` names all backends.
+    """
     logits, target = given["logits"], given[name]
     shapes = shapes_of(check_label_arrays(OP, given, name))
     check_logits(OP, shapes)

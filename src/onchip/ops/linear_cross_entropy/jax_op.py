@@ -8,7 +8,7 @@ package's docstring.
 
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,11 @@ from onchip.frontend.jax_inputs import (
     take_target,
 )
 from onchip.frontend.jax_labels import is_soft
-from onchip.frontend.options import shapes_of
+from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
+from onchip.frontend.options import Reduction, ScratchBytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import jax_soft, spec
-from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
@@ -41,33 +43,81 @@ BACKENDS = {
     "gpu": ("mosaic_gpu", "xla", "triton"),
     "tpu": ("xla", "mosaic_gpu", "triton"),
 }
+Backend = Literal["auto", "mosaic_gpu", "xla", "triton"]
 MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
 
 
+class OfLayer(LossKeywords, total=False):
+    """What a layer with this loss takes by keyword, but for labels and return_stats."""
+
+    shift: bool
+    strategy: Strategy
+    backend: Backend
+
+
+class OfHead(OfLayer, total=False):
+    """What the function takes by keyword, but for labels and return_stats."""
+
+    weight_layout: WeightLayout
+
+
+@overload
 def linear_cross_entropy(
-    hidden: Any,  # [..., H]
-    weight: Any,  # [V, H], or [H, V] with weight_layout="hv"
-    target: Any = None,  # [...], or probabilities
-    bias: Any = None,  # [V]
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
     *,
-    labels: Any = None,  # another name of target
-    weight_layout: str = "vh",
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[False] = False,
+    **options: Unpack[OfHead],
+) -> jax.Array: ...
+@overload
+def linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[True],
+    **options: Unpack[OfHead],
+) -> WithStats: ...
+@overload
+def linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: bool,
+    **options: Unpack[OfHead],
+) -> jax.Array | WithStats: ...
+def linear_cross_entropy(
+    hidden: Array,  # [..., H]
+    weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
+    target: Array | TopK[Array] | None = None,  # [...], or probabilities
+    bias: Array | None = None,  # [V]
+    *,
+    labels: Array | TopK[Array] | None = None,  # another name of target
+    weight_layout: WeightLayout = "vh",
     shift: bool = False,
     ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: Any = None,
-    token_weight: Any = None,  # [...]
-    class_weight: Any = None,  # [V]
-    label_smoothing: Any = 0.0,
-    z_loss: Any = 0.0,
-    softcap: Any = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
-    scratch_bytes: int | float | str | None = None,
-    strategy: str = "auto",
-    backend: str = "auto",
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    token_weight: Array | None = None,  # [...]
+    class_weight: Array | None = None,  # [V]
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    scratch_bytes: ScratchBytes = None,
+    strategy: Strategy = "auto",
+    backend: Backend = "auto",
     return_stats: bool = False,
-) -> Any:
+) -> jax.Array | WithStats:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
 
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
@@ -131,8 +181,8 @@ def linear_cross_entropy(
 
     Returns:
         The float32 loss, 0-d or of target's shape; with return_stats `(loss, LinearCrossEntropyStats)`.  If every
-        token is ignored, "mean" is 0 with zero gradients.  A target that is neither ignore_index nor in [0, V) makes its
-        token's loss, and the gradients that it enters, NaN: no value of an array is read while tracing.
+        token is ignored, "mean" is 0 with zero gradients.  A target that is neither ignore_index nor in [0, V) makes
+        its token's loss, and the gradients that it enters, NaN: no value of an array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -165,6 +215,7 @@ def linear_cross_entropy(
         return jax_soft.run(
             given, name, {x: None if x == "xla" else "its targets are ids; pass backend='xla'" for x in names}
         )
+    assert not isinstance(target, TopK)
     spec.check_shapes(shapes_of(check_arrays(OP, given)), name, weight_layout)
     options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
     spec.check_shift(options, target.shape, f"{name} of shape [..., S]")
@@ -184,7 +235,7 @@ def linear_cross_entropy(
 
 
 def refusals(
-    problem: Problem, platform: str, weight_layout: str = "vh", strategy: str = "auto"
+    problem: Problem, platform: str, weight_layout: WeightLayout = "vh", strategy: Strategy = "auto"
 ) -> dict[str, str | None]:
     """Why each backend of the platform, best first, can't serve a call, or None."""
     names = BACKENDS.get(platform, ("xla",))

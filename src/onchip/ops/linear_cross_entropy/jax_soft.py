@@ -31,8 +31,10 @@ from onchip.vocab.xla.tiles import Projection, Transform
 
 
 def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array:
-    """The loss of the arguments of `linear_cross_entropy`, on "xla"; `name` is the one that the target was given by, `refusals` names
-    all backends."""
+    """The loss of the arguments of `linear_cross_entropy`, on "xla".
+
+    `name` is the one that the target was given by; `refusals` names all backends.
+    """
     hidden, weight, bias, target = (given[x] for x in ("hidden", "weight", "bias", name))
     arrays = check_label_arrays(OP, given, name)
     check_product_dtype(OP, arrays)

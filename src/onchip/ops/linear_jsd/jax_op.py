@@ -8,7 +8,7 @@ divergence.py.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,14 @@ from onchip.frontend.jax_inputs import (
     require_arrays,
     take_target,
 )
+from onchip.frontend.jax_types import Array, Number, WeightLayout
+from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence, memory
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
-from onchip.vocab.xla.loss import Reduction, TokenLoss
+from onchip.vocab.xla.loss import Reduction as Reduced
+from onchip.vocab.xla.loss import TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,
     Logits,
@@ -48,34 +51,35 @@ from onchip.vocab.xla.tiles import (
 from onchip.vocab.xla.walk import by_rows
 
 BACKENDS = ("xla",)
+Backend = Literal["auto", "xla"]
 
 
 def linear_jsd(
-    student_hidden: Any,  # [..., Hs]
-    student_weight: Any,  # [V, Hs], or [Hs, V] with weight_layout="hv"
-    teacher_hidden: Any = None,  # [..., Ht]
-    teacher_weight: Any = None,  # [V, Ht], or [Ht, V]
+    student_hidden: Array,  # [..., Hs]
+    student_weight: Array,  # [V, Hs], or [Hs, V] with weight_layout="hv"
+    teacher_hidden: Array | None = None,  # [..., Ht]
+    teacher_weight: Array | None = None,  # [V, Ht], or [Ht, V]
     *,
-    weight_layout: str = "vh",
+    weight_layout: WeightLayout = "vh",
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    target: Any = None,  # [...]
-    labels: Any = None,  # another name of target
+    target: Array | None = None,  # [...]
+    labels: Array | None = None,  # another name of target
     ignore_index: int = -100,
-    token_weight: Any = None,  # [...]
-    reduction: str = "mean",
-    normalizer: Any = None,
-    student_bias: Any = None,  # [V]
-    teacher_bias: Any = None,  # [V]
-    teacher_logits: Any = None,  # [..., V]
-    teacher_topk: TopK | None = None,
+    token_weight: Array | None = None,  # [...]
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    student_bias: Array | None = None,  # [V]
+    teacher_bias: Array | None = None,  # [V]
+    teacher_logits: Array | None = None,  # [..., V]
+    teacher_topk: TopK[Array] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
 
     With s = softmax((student_hidden @ student_weight.T + student_bias) / temperature), t the same of the teacher and
@@ -146,25 +150,25 @@ def linear_jsd(
 
 
 def jsd(
-    student_logits: Any,  # [..., V]
-    teacher_logits: Any = None,  # [..., V]
+    student_logits: Array,  # [..., V]
+    teacher_logits: Array | None = None,  # [..., V]
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    target: Any = None,  # [...]
-    labels: Any = None,  # another name of target
+    target: Array | None = None,  # [...]
+    labels: Array | None = None,  # another name of target
     ignore_index: int = -100,
-    token_weight: Any = None,  # [...]
-    reduction: str = "mean",
-    normalizer: Any = None,
-    teacher_topk: TopK | None = None,
+    token_weight: Array | None = None,  # [...]
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    teacher_topk: TopK[Array] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
     The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
@@ -227,7 +231,7 @@ class _Static(NamedTuple):
     topk_rest: str
 
 
-def _call(op: str, given: dict[str, Any]) -> Any:
+def _call(op: str, given: dict[str, Any]) -> jax.Array:
     """`given` are the arguments of a public function."""
     name, target = take_target(op, given, needed=False)
     options, topk = Options.of(op, given), given["teacher_topk"]
@@ -261,7 +265,7 @@ def _call(op: str, given: dict[str, Any]) -> Any:
     _plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
     if total == 0:
         return jnp.zeros(shape if options.reduction == "none" else (), jnp.float32)
-    made = _op(static, models, constants)
+    made: jax.Array = _op(static, models, constants)
     return made.reshape(shape) if options.reduction == "none" else made
 
 
@@ -321,7 +325,7 @@ def _walk(
     chunk = _plan(static, needs, stash, models, constants)
     tokens = select_tokens(constants.labels, chunk)
     labels, mean = tokens.take(constants.labels, 0), static.options.reduction == "mean"
-    reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
+    reduction = Reduced.of(tokens, labels, constants.token_weight, constants.normalizer, mean)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
     given = [(_source(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     sources = [x for x, _ in given]
@@ -339,7 +343,8 @@ def _walk(
         if constants.indices is not None and constants.values is not None:
             ids, values = take(constants.indices), take(constants.values)
             values = jnp.where(ids < 0, jnp.nan, values)
-            teacher = TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)
+            words: Any = (static.topk_kind, static.topk_rest)
+            teacher = TopK(jnp.maximum(ids, 0), values, *words)
         value, *gradients = divergence.rows(_ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
         return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import one_target
+from onchip.frontend.options import Reduction, ScratchBytes, one_target
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -23,6 +23,7 @@ from onchip.frontend.torch_inputs import (
     require_tensors,
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_jsd import memory, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
@@ -45,18 +46,18 @@ def linear_jsd(
     labels: Tensor | None = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
     student_bias: Tensor | None = None,  # [V]
     teacher_bias: Tensor | None = None,  # [V]
     teacher_logits: Tensor | None = None,  # [..., V]
-    teacher_topk: TopK | None = None,
+    teacher_topk: TopK[Tensor] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
 
@@ -162,15 +163,15 @@ def jsd(
     labels: Tensor | None = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
-    teacher_topk: TopK | None = None,
+    teacher_topk: TopK[Tensor] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
