@@ -14,7 +14,7 @@ from onchip.frontend.torch_types import Result
 L = TypeVar("L", bound=Linear)
 
 
-def stand_in(cls: type[L], linear: Linear) -> L:
+def stand_in(cls: type[L], linear: Module) -> L:
     """A `cls` with the parameters of `linear` themselves, its hooks and its training mode.
 
     What `cls` has beside is for the caller to set.  Raises in the name of `cls.from_linear`.

@@ -80,7 +80,7 @@ class Fp8Linear(torch.nn.Linear):
     @classmethod
     def from_linear(
         cls,
-        linear: torch.nn.Linear,
+        linear: torch.nn.Module,
         *,
         grad_dtype: GradDtype = "e4m3",
         scale: Scale = "float32",

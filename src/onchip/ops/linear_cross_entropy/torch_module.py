@@ -110,20 +110,20 @@ class LMHead(Linear, Generic[Result]):
     @overload
     @classmethod
     def from_linear(
-        cls, linear: Linear, *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
+        cls, linear: Module, *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
     ) -> "LMHead[Tensor]": ...
     @overload
     @classmethod
     def from_linear(
-        cls, linear: Linear, *, return_stats: Literal[True], **options: Unpack[OfModule]
+        cls, linear: Module, *, return_stats: Literal[True], **options: Unpack[OfModule]
     ) -> "LMHead[WithStats]": ...
     @overload
     @classmethod
     def from_linear(
-        cls, linear: Linear, *, return_stats: bool, **options: Unpack[OfModule]
+        cls, linear: Module, *, return_stats: bool, **options: Unpack[OfModule]
     ) -> "LMHead[Tensor | WithStats]": ...
     @classmethod
-    def from_linear(cls, linear: Linear, **options: Any) -> "LMHead[Any]":
+    def from_linear(cls, linear: Module, **options: Any) -> "LMHead[Any]":
         """A head with the parameters of `linear` themselves, not copies, its hooks and its training mode.
 
         A weight that is tied to an embedding stays tied.  Convert a model's head before FSDP2 or PEFT wraps it.
