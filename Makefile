@@ -6,7 +6,7 @@ INSTALL := pyproject.toml constraints.txt tools/install.sh
 # The Python that runs the GPU tests and benchmarks: set it where an environment with CUDA exists already.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test check test-gpu test-browser bench docs clean
+.PHONY: demo test check check-examples test-gpu test-browser bench docs clean
 
 demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
@@ -23,6 +23,10 @@ check: $(VENV)/.for-dev
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m sphinx -q -W -b html docs build/docs
 	OMP_NUM_THREADS=1 $(BIN)/onchip check --fuzz 120 --calls 100 --seed 0  # always the same calls: what fails is the commit's
+
+# The types of what the docs show, by mypy and pyright: a minute.
+check-examples: $(VENV)/.for-dev
+	$(BIN)/python tools/check_examples.py
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.for-dev)
 	$(GPU_PYTHON) -m pytest -m gpu tests

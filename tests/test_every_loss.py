@@ -50,7 +50,7 @@ def test_jax_differentiated_twice(op, options, jit, monkeypatch):
         monkeypatch.setattr(mosaic_op, "refusal", lambda *_: None)
     shapes, _ = JAX[op]
     arrays = {k: np.ones(s, jnp.bfloat16) for k, s in shapes.items()} | {"upstream": np.float32(2)}
-    labels = {} if op is ops.fp8_linear else {"ids" if op in OF_IDS else "labels": jnp.arange(TOKENS)}
+    labels = {} if op is ops.fp8_linear else {"ids" if op in OF_IDS else "target": jnp.arange(TOKENS)}
 
     def loss(arrays):
         given = {k: x for k, x in arrays.items() if k != "upstream"}
@@ -102,7 +102,7 @@ def test_jax_normalizer_of_zero(op, shapes, options):
 def test_jax_takes_numpy_float64_as_float32_outside_of_64_bit_mode(op):
     rng = np.random.default_rng(0)
     arrays = {k: rng.standard_normal(s) for k, s in JAX[op][0].items()}
-    labels = {} if op is ops.fp8_linear else {"ids" if op in OF_IDS else "labels": np.arange(TOKENS)}
+    labels = {} if op is ops.fp8_linear else {"ids" if op in OF_IDS else "target": np.arange(TOKENS)}
 
     def run(arrays):
         return jax.value_and_grad(lambda x: op(**x, **labels).sum())(arrays)

@@ -22,9 +22,9 @@ rng = np.random.default_rng(0)
 h, w, b = (jnp.float32(rng.standard_normal(shape)) for shape in ((2, 12, 16), (70, 16), 70))
 y = jnp.asarray(rng.integers(70, size=(2, 12)), jnp.int32)
 OPS = {
-    linear_cross_entropy: {"hidden": h, "weight": w, "labels": y, "bias": b},
+    linear_cross_entropy: {"hidden": h, "weight": w, "target": y, "bias": b},
     linear_log_probs: {"hidden": h, "weight": w, "ids": y, "bias": b},
-    cross_entropy: {"logits": h @ w.T, "labels": y},
+    cross_entropy: {"logits": h @ w.T, "target": y},
     log_probs: {"logits": h @ w.T, "ids": y},
 }
 
@@ -37,6 +37,7 @@ def call(op=linear_cross_entropy, **changes):
 
 
 ones = jnp.ones
+LABELS = {"target": None}
 # What is said whatever the op, of the arguments that it has.
 EVERY = {
     # shapes
@@ -48,11 +49,12 @@ EVERY = {
     "weight has no rows": ({"weight": ones((0, 16))}, ValueError, "weight must be [V, H], V, H >= 1"),
     "H is 0": ({"hidden": ones((2, 12, 0)), "weight": ones((70, 0))}, ValueError, "V, H >= 1"),
     "hidden is 0-d": ({"hidden": ones(())}, ValueError, "hidden must be [..., H]"),
-    "labels too short": ({"labels": jnp.zeros((2, 11), int)}, ValueError, "labels has shape [2, 11]"),
-    "labels are flat": ({"labels": jnp.zeros(24, int)}, ValueError, "leading dimensions, [2, 12]"),
+    "target too short": ({"target": jnp.zeros((2, 11), int)}, ValueError, "target has shape [2, 11]"),
+    "labels too short": (LABELS | {"labels": jnp.zeros((2, 11), int)}, ValueError, "labels has shape [2, 11]"),
+    "target is flat": ({"target": jnp.zeros(24, int)}, ValueError, "leading dimensions, [2, 12]"),
     "bias too long": ({"bias": ones(71)}, ValueError, "bias has shape [71] but weight has V=70"),
     "bias is 2-d": ({"bias": ones((1, 70))}, ValueError, "bias must be [V]"),
-    "token_weight is flat": ({"token_weight": ones(24)}, ValueError, "token_weight has shape [24]; it must have labels' shape, [2, 12]"),
+    "token_weight is flat": ({"token_weight": ones(24)}, ValueError, "token_weight has shape [24]; it must have target's shape, [2, 12]"),
     "temperature is flat": ({"temperature": ones(24)}, ValueError, "temperature has shape [24]"),
     "temperature is complex": ({"temperature": ones((2, 12), "complex64")}, TypeError, "temperature must be real"),
     "class_weight too long": ({"class_weight": ones(71)}, ValueError, "class_weight has shape [71]; it must be [V], [70]"),
@@ -64,15 +66,17 @@ EVERY = {
     # dtypes and types
     "hidden is a list": ({"hidden": [1.0]}, TypeError, "hidden must be a jax.Array or numpy.ndarray; got list"),
     "weight is None": ({"weight": None}, TypeError, "weight must be a jax.Array or numpy.ndarray; got NoneType"),
-    "labels is None": ({"labels": None}, TypeError, "labels must be a jax.Array"),
+    "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name of it)"),
+    "target and labels": ({"labels": y}, TypeError, "labels is another name of target; pass one of them"),
     "bias is a number": ({"bias": 1.0}, TypeError, "bias must be a jax.Array or numpy.ndarray; got float"),
     "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a jax.Array"),
     "hidden is int": ({"hidden": ones((2, 12, 16), int)}, TypeError, "hidden must be float32"),
     "weight is float8": ({"weight": ones((70, 16), "float8_e4m3fn")}, TypeError, "weight must be float32, bfloat16, float16 or float64; got float8_e4m3fn"),
     "dtypes differ": ({"weight": ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16; cast one of them"),
     "bias dtype differs": ({"bias": ones(70, "bfloat16")}, TypeError, "hidden is float32 but bias is bfloat16"),
-    "labels are float": ({"labels": ones((2, 12))}, TypeError, "labels must hold integers; got float32"),
-    "labels are bool": ({"labels": ones((2, 12), bool)}, TypeError, "labels must hold integers; got bool"),
+    "target is float": ({"target": ones((2, 12))}, TypeError, "target must hold integers; got float32"),
+    "labels are float": (LABELS | {"labels": ones((2, 12))}, TypeError, "labels must hold integers; got float32"),
+    "target is bool": ({"target": ones((2, 12), bool)}, TypeError, "target must hold integers; got bool"),
     "token_weight is complex": ({"token_weight": ones((2, 12), "complex64")}, TypeError, "token_weight must be real"),
     "normalizer is complex": ({"normalizer": ones((), "complex64")}, TypeError, "normalizer must be a real number"),
     "softcap is a bool array": ({"softcap": ones((), bool)}, TypeError, "softcap must be a real number; got bool"),
@@ -108,7 +112,7 @@ EVERY = {
     # options
     "reduction": ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'avg'"),
     "shift is 1": ({"shift": 1}, TypeError, "shift must be True or False; got int"),
-    "nothing to shift along": ({"hidden": ones(16), "labels": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs labels of shape [..., S]"),
+    "nothing to shift along": ({"hidden": ones(16), "target": jnp.zeros((), int), "shift": True}, ValueError, "shift=True needs target of shape [..., S]"),
     "strategy": ({"strategy": "fast"}, ValueError, "strategy must be one of 'auto', 'stash', 'recompute'"),
     "backend": ({"backend": "cublas"}, ValueError, "backend must be one of 'auto'"),
     "backend is a list": ({"backend": ["xla"]}, ValueError, "backend must be one of 'auto'"),

@@ -25,7 +25,7 @@ def call(loss, **changes):
 
 # Of all; IDS is what the op calls its indices.
 ALL = {
-    "IDS is None": ({"IDS": None}, TypeError, "IDS must be a torch.Tensor; got NoneType"),
+    "IDS is a list": ({"IDS": [1]}, TypeError, "IDS must be a torch.Tensor; got list"),
     "IDS are float": ({"IDS": torch.zeros(2, 12)}, TypeError, "IDS must hold integers; got float32"),
     "IDS are bool": ({"IDS": INTEGERS.bool()}, TypeError, "IDS must hold integers; got bool"),
     "IDS too short": ({"IDS": INTEGERS[:, :11]}, ValueError, "IDS has shape [2, 11] but"),
@@ -66,6 +66,9 @@ ALL = {
 }  # fmt: skip
 # Of those with a target for each token.
 TARGETS = {
+    "target is None": ({"target": None}, TypeError, "target is missing or None; pass it (labels is another name of it)"),
+    "target and labels": ({"labels": INTEGERS}, TypeError, "labels is another name of target; pass one of them"),
+    "labels too short": ({"target": None, "labels": INTEGERS[:, :11]}, ValueError, "target has shape [2, 11] but"),
     "token_weight is flat": ({"token_weight": ONES.flatten()}, ValueError, "token_weight has shape [24]"),
     "token_weight is a number": ({"token_weight": 1.0}, TypeError, "token_weight must be a torch.Tensor"),
     "token_weight is complex": ({"token_weight": ONES + 0j}, TypeError, "token_weight must be real"),
@@ -127,6 +130,7 @@ LOGITS = {
 }  # fmt: skip
 # Of those with ids.
 IDS_OF = {
+    "ids is None": ({"ids": None}, TypeError, "ids must be a torch.Tensor; got NoneType"),
     "ids have two more": ({"ids": INTEGERS[..., None, None].expand(2, 12, 3, 4)}, ValueError, "ids has shape [2, 12, 3, 4]"),
     "no ids": ({"ids": torch.zeros(2, 12, 0, dtype=torch.int64)}, ValueError, "ids has shape [2, 12, 0]; [..., K] needs K >= 1"),
     "entropy is 1": ({"entropy": 1}, TypeError, "entropy must be True or False"),

@@ -127,8 +127,8 @@ WRONG = {
 OWN = {
     LCE: {
         "stash": ({"labels": K, "strategy": "stash"}, ValueError, "soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'"),
-        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of labels that are ids; pass hidden[..., :-1, :] with the labels [..., 1:, :] of the next positions"),
-        "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its labels are ids; pass backend='xla'"),
+        "shift": ({"labels": K, "shift": True}, ValueError, "shift=True is of targets that are ids; pass hidden[..., :-1, :] with labels[..., 1:, :], those of the next positions"),
+        "backend": ({"labels": K, "backend": "triton"}, ValueError, "backend 'triton' can't run this call: its targets are ids; pass backend='xla'"),
         "dtypes differ": ({"labels": K, "weight": jnp.ones((70, 16), "bfloat16")}, TypeError, "hidden is float32 but weight is bfloat16"),
     },
     CE: {},

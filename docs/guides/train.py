@@ -97,7 +97,8 @@ def main():
     """Print the losses."""
     parallel = sys.argv[1] if len(sys.argv) > 1 else None
     torch.manual_seed(0)
-    model, rank, ranks = Model(), 0, 1
+    model: torch.nn.Module = Model()
+    rank, ranks = 0, 1
     if parallel is not None:
         dist.init_process_group("gloo")
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -102,8 +102,11 @@ def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTra
     def patched(convert: bool = False) -> nn.Module:
         new = copy.deepcopy(initial)
         if convert:
-            backend = "dequantize" if config.device == "cpu" else "auto"
-            convert_linears(new, lambda name, layer: name != "lm_head", backend=backend)
+            convert_linears(
+                new,
+                lambda name, layer: name != "lm_head",
+                backend="dequantize" if config.device == "cpu" else "auto",
+            )
         patch(new)
         return new
 

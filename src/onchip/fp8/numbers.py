@@ -1,6 +1,7 @@
 """FP8 formats, blocks and sizes: what quantisers and products agree on.  No framework."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from onchip.frontend.options import require_one_of
 
@@ -15,15 +16,17 @@ LEAST_SCALE = 2.0**-126
 """The smallest normal float32: what is scaled by less has an inverse scale that overflows."""
 SCALE_MULTIPLE = 4
 """Rows of a weight's scales are padded to so many, as cuBLAS reads them."""
-SCALES = ("float32", "power_of_two")
+GradDtype = Literal["e4m3", "e5m2"]
+Scale = Literal["float32", "power_of_two"]
+SCALES = get_args(Scale)
 
 
 @dataclass(frozen=True)
 class Options:
     """The options that are plain words, checked when made."""
 
-    grad_dtype: str = "e4m3"
-    scale: str = "float32"
+    grad_dtype: GradDtype = "e4m3"
+    scale: Scale = "float32"
 
     def __post_init__(self) -> None:
         require_one_of(OP, "grad_dtype", self.grad_dtype, tuple(FP8_MAX))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.fp8 import torch_quantize
-from onchip.fp8.numbers import SCALE_MULTIPLE, blocks, up
+from onchip.fp8.numbers import SCALE_MULTIPLE, Scale, blocks, up
 from onchip.fp8.torch_quantize import FP8, Quantized, empty
 from onchip.frontend.torch_inputs import dtype_name
 from onchip.frontend.torch_register import are_plain
@@ -26,7 +26,7 @@ class QuantizedActivation(NamedTuple):
     """[K, M rounded up to 128] E4M3: transposed and scaled along M, for the weight's gradient; None without."""
     column_scales: Tensor | None
     """[M / 128, K] float32."""
-    scale: str
+    scale: Scale
     """"float32" or "power_of_two"."""
 
 
@@ -43,7 +43,7 @@ class QuantizedWeight(NamedTuple):
     """[K, N rounded up to 128] E4M3, for x's gradient; None without gradients."""
     transposed_scales: Tensor | None
     """[K / 128, N / 128 rounded up to 4] float32."""
-    scale: str
+    scale: Scale
     """"float32" or "power_of_two"."""
 
 

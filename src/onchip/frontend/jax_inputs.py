@@ -10,11 +10,22 @@ import numpy as np
 
 from onchip.core.sizes import DTYPE_BYTES, LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
-from onchip.frontend.options import require_positive, scratch_in_bytes
+from onchip.frontend.options import one_target, require_positive, scratch_in_bytes
 
 LAYOUTS = ("vh", "hv")
 # Options of these values change nothing.
-_ARRAYS = ("hidden", "weight", "logits", "labels", "ids", "bias", "token_weight", "class_weight", "temperature")
+_ARRAYS = (
+    "hidden",
+    "weight",
+    "logits",
+    "target",
+    "labels",
+    "ids",
+    "bias",
+    "token_weight",
+    "class_weight",
+    "temperature",
+)
 _NEUTRAL = {"label_smoothing": 0, "z_loss": 0, "softcap": None, "logit_scale": 1, "temperature": 1}
 
 
@@ -112,6 +123,13 @@ def options_of(op: str, kind: Any, given: Mapping[str, Any], logits: int) -> Any
     return kind(**{name: given[name] for name in names} | {"scratch_bytes": scratch_bytes})
 
 
+def take_target(op: str, given: dict[str, Any], *, needed: bool = True) -> tuple[str, Any]:
+    """What `one_target` finds among the arguments of a public function; the other name is taken out of them."""
+    name, target = one_target(op, given["target"], given["labels"], needed=needed)
+    del given["labels" if name == "target" else "target"]
+    return name, target
+
+
 def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Raise for arguments of a vocabulary's loss that are no arrays, or whose dtypes are wrong or don't fit together.
 
@@ -120,7 +138,7 @@ def check_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: x for name, x in given.items() if name in _ARRAYS and (name != "temperature" or is_array(x))}
     arrays = require_arrays(op, named, ("bias", "token_weight", "class_weight", "temperature"))
     constants = ("token_weight", "class_weight", "temperature")
-    check_kinds(op, arrays, integers=("labels", "ids"), constants=constants, dtypes=LOSS_DTYPE_BYTES.keys())
+    check_kinds(op, arrays, integers=("target", "labels", "ids"), constants=constants, dtypes=LOSS_DTYPE_BYTES.keys())
     check_product_dtype(op, arrays)
     check_class_weight(op, arrays)
     return arrays

@@ -10,44 +10,44 @@ from onchip.frontend.jax_inputs import check_class_weight, check_kinds, is_array
 from onchip.frontend.topk import TopK, check_labels
 
 
-def is_soft(labels: Any, of: Any) -> bool:
-    """Whether they are probabilities: a `TopK`, or floating point with as many dimensions as hidden or logits."""
-    if isinstance(labels, TopK):
+def is_soft(target: Any, of: Any) -> bool:
+    """Whether the target is probabilities: a `TopK`, or floating point with as many dimensions as hidden or logits."""
+    if isinstance(target, TopK):
         return True
-    both = is_array(labels) and is_array(of)
-    return both and labels.ndim == of.ndim and bool(jnp.issubdtype(labels.dtype, jnp.floating))
+    both = is_array(target) and is_array(of)
+    return both and target.ndim == of.ndim and bool(jnp.issubdtype(target.dtype, jnp.floating))
 
 
-def check_label_arrays(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays among the arguments of a public function, where all are of the right kind."""
+def check_label_arrays(op: str, given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The arrays among the arguments of a public function, `name` being its target, where all are of the right kind."""
     constants = ("token_weight", "class_weight", "temperature")
     names = ("hidden", "weight", "bias", "logits", *constants)
     named = {n: x for n, x in given.items() if n in names and (n != "temperature" or is_array(x))}
-    labels = given["labels"]
-    if isinstance(labels, TopK):
-        check_labels(op, "labels", labels)
-        named |= {"labels.indices": labels.indices, "labels.values": labels.values}
+    target = given[name]
+    if isinstance(target, TopK):
+        check_labels(op, name, target)
+        named |= {f"{name}.indices": target.indices, f"{name}.values": target.values}
     else:
-        named["labels"] = labels
+        named[name] = target
     arrays = require_arrays(op, named, ("bias", *constants))
     check_kinds(
         op,
         arrays,
-        integers=("labels.indices",),
+        integers=(f"{name}.indices",),
         constants=constants,
-        labels=("labels", "labels.values"),
+        labels=(name, f"{name}.values"),
         dtypes=LOSS_DTYPE_BYTES.keys(),
     )
     check_class_weight(op, arrays)
     return arrays
 
 
-def parts_of(labels: Any, tokens: int, vocab: int, dtype: Any) -> tuple[Any, Any]:
+def parts_of(target: Any, tokens: int, vocab: int, dtype: Any) -> tuple[Any, Any]:
     """Probabilities [T, K] of `dtype` and ids [T, K], or probabilities [T, V] and None; constants to autodiff."""
-    if not isinstance(labels, TopK):
-        return jnp.asarray(labels).reshape(tokens, vocab), None
-    count = labels.indices.shape[-1]
-    values = jnp.asarray(labels.values, dtype).reshape(tokens, count)
-    probs = jnp.exp(values) if labels.kind == "log_probs" else values
+    if not isinstance(target, TopK):
+        return jnp.asarray(target).reshape(tokens, vocab), None
+    count = target.indices.shape[-1]
+    values = jnp.asarray(target.values, dtype).reshape(tokens, count)
+    probs = jnp.exp(values) if target.kind == "log_probs" else values
     # No index is ignored: this one is out of range as well.
-    return probs, plain_labels(labels.indices, vocab, -(2**63)).reshape(tokens, count)
+    return probs, plain_labels(target.indices, vocab, -(2**63)).reshape(tokens, count)

@@ -4,11 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 from onchip.core.sizes import UNITS
 
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
+ScratchBytes = int | float | str | None
+"""Bytes; a part of the logits' memory; a text with a unit."""
 
 
 # ---------------------------------------------------------------------------------------------------------- options
@@ -106,23 +109,6 @@ class LossOptions:
     return_stats: bool = False
 
 
-class LossStats(NamedTuple):
-    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
-
-    lse: Any
-    """[...] of the loss's dtype: log-sum-exp of the final logits."""
-    log_prob: Any
-    """[...] of the loss's dtype: log-probability of the target."""
-    entropy: Any
-    """[...] of the loss's dtype: entropy of the softmax, in nats."""
-    correct: Any
-    """[...] bool: whether the target is the argmax."""
-    argmax: Any
-    """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where logits tie)."""
-    target_logit: Any
-    """[...] of the loss's dtype: the target's final logit, log_prob + lse."""
-
-
 def _require_softcap(op: str, name: str, value: Any) -> None:
     if value is not None:
         require_positive(op, name, value, remedy="; pass None for no softcap")
@@ -207,6 +193,18 @@ def check_logits(op: str, shapes: Shapes) -> None:
         raise ValueError(f"{op}: logits must be [..., V]; got no dimension")
     if logits[-1] < 1:
         raise ValueError(f"{op}: logits must be [..., V] with V >= 1; got shape {list(logits)}")
+
+
+def one_target(op: str, target: Any, labels: Any, *, needed: bool = True) -> tuple[str, Any]:
+    """The name and the value of the one that is given: `labels` is another name of the argument `target`.
+
+    Raise if both are, and, where one is `needed`, if none is.
+    """
+    if target is not None and labels is not None:
+        raise TypeError(f"{op}: labels is another name of target; pass one of them")
+    if needed and target is None and labels is None:
+        raise TypeError(f"{op}: target is missing or None; pass it (labels is another name of it)")
+    return ("target", target) if labels is None else ("labels", labels)
 
 
 def check_tokens(op: str, shapes: Shapes, target: str, of: str) -> None:

@@ -1,16 +1,17 @@
 """K entries of a vocabulary for each token, with a number each: a teacher of linear_jsd, or soft labels."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from onchip.frontend.options import check_class_weight, possessive
 
 OF_LABELS = ("probs", "log_probs")
 
 Shape = tuple[int, ...]
+A_co = TypeVar("A_co", covariant=True)
 
 
-class TopK(NamedTuple):
+class TopK(NamedTuple, Generic[A_co]):
     """A teacher, or soft labels, of which only the K most likely tokens are known.
 
     With s the student's full softmax, the three meanings of `rest` are:
@@ -25,19 +26,19 @@ class TopK(NamedTuple):
     As the target of `linear_cross_entropy` or `cross_entropy` it has rest="truncated".
     """
 
-    indices: Any
+    indices: A_co
     """[..., K] of any integer dtype in [0, V), distinct within a token."""
-    values: Any
+    values: A_co
     """[..., K] float: the teacher's log-probabilities or logits of these tokens, or their probabilities."""
-    kind: str
+    kind: Literal["log_probs", "logits", "probs"]
     """"log_probs": log-probabilities of the full vocabulary at the `temperature` of the call, used as they are.
     "logits": divided by `temperature`; their normaliser is not known, so they need rest="renormalised".
     "probs": probabilities, used as they are; of a cross-entropy's target alone."""
-    rest: str
+    rest: Literal["tail", "truncated", "renormalised"]
     """"tail", "truncated" or "renormalised"."""
 
 
-def check_labels(op: str, name: str, target: TopK) -> None:
+def check_labels(op: str, name: str, target: TopK[Any]) -> None:
     """Raise unless a cross-entropy can have this target, an argument called `name`."""
     if target.kind not in OF_LABELS:
         remedy = "; pass log-probabilities, as values.log_softmax(-1)" if target.kind == "logits" else ""

@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.nn import Linear, Module
 
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_positive, scratch_in_bytes
+from onchip.frontend.torch_types import Result
 
 L = TypeVar("L", bound=Linear)
 
 
-def stand_in(cls: type[L], linear: Linear) -> L:
+def stand_in(cls: type[L], linear: Module) -> L:
     """A `cls` with the parameters of `linear` themselves, its hooks and its training mode.
 
     What `cls` has beside is for the caller to set.  Raises in the name of `cls.from_linear`.
@@ -40,7 +41,7 @@ def described(x: Any) -> str:
     return kind.__name__ + own + (" whose forward was replaced" if replaced else "")
 
 
-class LossModule(Module):
+class LossModule(Module, Generic[Result]):
     """A module that owns the options of a loss and no parameter."""
 
     def __init__(self, op: str, options: type, backends: Sequence[str], given: Mapping[str, Any]) -> None:

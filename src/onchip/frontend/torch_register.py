@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
-from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -387,6 +387,7 @@ def _source(cls: Any, path: str, leaves: list[_Leaf], makers: dict[str, Any]) ->
         kinds = [x for x in get_args(hints[name]) if x is not NoneType] if optional else [hints[name]]
         many = get_origin(kinds[0]) is tuple
         kind = get_args(kinds[0])[0] if many else kinds[0]
+        kind = str if get_origin(kind) is Literal else kind
         if kind is Tensor or kind in _LIST_OF:
             leaves.append(_Leaf(path + name, kind, optional, many))
             parts.append(f"{name}=next({'t' if kind is Tensor else 'r'})")

@@ -27,7 +27,7 @@ def results(
     Weights are transposed for the other layout, and of a call that is "traced" the numbers are arrays.
     """
     upstream = {name.removeprefix("grad_"): g for name, g in given.items() if name.startswith("grad_")}
-    constants = {"labels" if n == "target" else n: given[n] for n in CONSTANTS if n in given}
+    constants = {n: given[n] for n in CONSTANTS if n in given}
     topk = given.get("teacher_topk")
     if topk is not None:
         constants["teacher_topk"] = tuple(topk[:2])

@@ -4,7 +4,7 @@ Each is Flax's own layer, with its arguments, its parameters and their names, so
 as the layer does.  With labels it gives the loss by `onchip.jax.linear_cross_entropy`, which doesn't store the logits.
 """
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from onchip.core.machine import naming_extra
 
@@ -12,7 +12,10 @@ with naming_extra("onchip.integrations.flax", "jax,integrations"):
     import jax
     from flax import linen, nnx
 
+from onchip.frontend.jax_types import Array, WithStats
+from onchip.frontend.topk import TopK
 from onchip.jax import linear_cross_entropy
+from onchip.ops.linear_cross_entropy.jax_op import OfLayer
 
 
 class LinearHead(nnx.Linear):
@@ -39,7 +42,24 @@ class LinearHead(nnx.Linear):
     Source: `flax/nnx/nn/linear.py`.
     """
 
-    def __call__(self, inputs: Any, labels: Any = None, *, out_sharding: Any = None, **options: Any) -> Any:
+    @overload
+    def __call__(self, inputs: Array, labels: None = None, *, out_sharding: object = None) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        inputs: Array,
+        labels: Array | TopK[Array],
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[OfLayer],
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, inputs: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+    ) -> WithStats: ...
+    def __call__(
+        self, inputs: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
+    ) -> Any:
         """Logits, or with labels the loss.
 
         Args:
@@ -66,7 +86,7 @@ class LinearHead(nnx.Linear):
         _check_loss("LinearHead", options, out_sharding, self.dot_general is not jax.lax.dot_general)
         bias = None if self.bias is None else self.bias[...]
         hidden, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return linear_cross_entropy(hidden, kernel, labels, bias, weight_layout="hv", **options)
+        return linear_cross_entropy(hidden, kernel, bias=bias, labels=labels, weight_layout="hv", **options)
 
 
 class EmbedHead(nnx.Embed):
@@ -89,7 +109,24 @@ class EmbedHead(nnx.Embed):
     Source: `flax/nnx/nn/linear.py`.
     """
 
-    def attend(self, query: Any, labels: Any = None, *, out_sharding: Any = None, **options: Any) -> Any:
+    @overload
+    def attend(self, query: Array, labels: None = None, *, out_sharding: object = None) -> jax.Array: ...
+    @overload
+    def attend(
+        self,
+        query: Array,
+        labels: Array | TopK[Array],
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[OfLayer],
+    ) -> jax.Array: ...
+    @overload
+    def attend(
+        self, query: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+    ) -> WithStats: ...
+    def attend(
+        self, query: Array, labels: Array | TopK[Array] | None = None, *, out_sharding: object = None, **options: Any
+    ) -> Any:
         """Logits, or with labels the loss.
 
         Args:
@@ -112,7 +149,7 @@ class EmbedHead(nnx.Embed):
             return super().attend(query, out_sharding=out_sharding)
         _check_loss("EmbedHead.attend", options, out_sharding)
         hidden, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-        return linear_cross_entropy(hidden, embedding, labels, **options)
+        return linear_cross_entropy(hidden, embedding, labels=labels, **options)
 
 
 class DenseHead(linen.Dense):
@@ -132,8 +169,23 @@ class DenseHead(linen.Dense):
     Source: `flax/linen/linear.py`.
     """
 
+    @overload
+    def __call__(self, inputs: Array, labels: None = None) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        inputs: Array,
+        labels: Array | TopK[Array],
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[OfLayer],
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, inputs: Array, labels: Array | TopK[Array], *, return_stats: Literal[True], **options: Unpack[OfLayer]
+    ) -> WithStats: ...
     @linen.compact
-    def __call__(self, inputs: Any, labels: Any = None, **options: Any) -> Any:
+    def __call__(self, inputs: Array, labels: Array | TopK[Array] | None = None, **options: Any) -> Any:
         """Logits, or with labels the loss.
 
         Args:
@@ -159,7 +211,7 @@ class DenseHead(linen.Dense):
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         hidden, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        return linear_cross_entropy(hidden, kernel, labels, bias, weight_layout="hv", **options)
+        return linear_cross_entropy(hidden, kernel, bias=bias, labels=labels, weight_layout="hv", **options)
 
 
 def _check_logits(name: str, options: dict[str, Any]) -> None:

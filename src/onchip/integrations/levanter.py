@@ -14,7 +14,9 @@ with naming_extra("onchip.integrations.levanter", "jax"):
     import jax
 
 import jax.numpy as jnp
+import numpy.typing as npt
 
+from onchip.frontend.jax_types import Array
 from onchip.jax import linear_cross_entropy, linear_log_probs
 
 NAME = "onchip"
@@ -67,14 +69,14 @@ def unregister() -> None:
 
 
 def fused_cross_entropy(
-    x: Any,
-    labels: Any,
-    w: Any,
+    x: Array,
+    labels: Array,
+    w: Array,
     *,
-    block_sizes: Any = None,
-    dtype: Any = jnp.float32,
-    logit_soft_cap: Any = None,
-    precision: Any = None,
+    block_sizes: object = None,
+    dtype: npt.DTypeLike | None = jnp.float32,
+    logit_soft_cap: float | None = None,
+    precision: object = None,
     return_argmax: bool = False,
 ) -> tuple[jax.Array, ...]:
     """What stands in Levanter's table: (loss [B], lse [B]), with return_argmax (loss, lse, argmax [B]).
@@ -111,12 +113,22 @@ def fused_cross_entropy(
     dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
     if dtype.name not in DTYPES:
         raise ValueError(f"onchip.integrations.levanter: dtype must be None or one of {', '.join(DTYPES)}; got {dtype}")
-    options = {"weight_layout": "hv", "ignore_index": NOTHING_IGNORED, "softcap": logit_soft_cap}
     if return_argmax:
-        out = linear_log_probs(x, w, labels, lse=True, top1=True, **options)
+        out = linear_log_probs(
+            x, w, labels, weight_layout="hv", ignore_index=NOTHING_IGNORED, softcap=logit_soft_cap, lse=True, top1=True
+        )
         return (-out.log_prob).astype(dtype), out.lse.astype(dtype), out.top1
-    loss, stats = linear_cross_entropy(x, w, labels, reduction="none", return_stats=True, **options)
-    lse = _with_gradient(x, w, logit_soft_cap, jax.lax.stop_gradient(stats.lse))
+    loss, stats = linear_cross_entropy(
+        x,
+        w,
+        labels=labels,
+        weight_layout="hv",
+        ignore_index=NOTHING_IGNORED,
+        softcap=logit_soft_cap,
+        reduction="none",
+        return_stats=True,
+    )
+    lse = _with_gradient(jnp.asarray(x), jnp.asarray(w), logit_soft_cap, jax.lax.stop_gradient(stats.lse))
     return loss.astype(dtype), lse.astype(dtype)
 
 

@@ -181,14 +181,9 @@ class TitanFp8Linear(Fp8Linear, Module):  # type: ignore[misc]
         backend: str = "auto"
 
     def __init__(self, config: Config) -> None:
-        super().__init__(
-            config.in_features,
-            config.out_features,
-            bias=config.bias,
-            grad_dtype=config.grad_dtype,
-            scale=config.scale,
-            backend=config.backend,
-        )
+        # Words that `Fp8Linear` checks: torchtitan's command line takes no Literal of a config.
+        options: Any = {"grad_dtype": config.grad_dtype, "scale": config.scale, "backend": config.backend}
+        super().__init__(config.in_features, config.out_features, bias=config.bias, **options)
 
     def forward(self, input: Any) -> Tensor:
         """As of `Fp8Linear`; raise for a shard of the weight."""

@@ -29,6 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from onchip.frontend.options import ScratchBytes
+from onchip.frontend.torch_types import Backend
+from onchip.ops.linear_cross_entropy.spec import Precision
 from onchip.ops.linear_cross_entropy.torch_module import active_module, lora_operands
 from onchip.torch import LMHead, linear_cross_entropy
 
@@ -70,9 +73,9 @@ def patch(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-    precision: str = "full",
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+    precision: Precision = "full",
 ) -> Report:
     """Compute the losses of a transformers model's logits by `linear_cross_entropy`, without storing the logits.
 

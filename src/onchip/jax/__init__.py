@@ -5,16 +5,15 @@ from onchip.core.machine import naming_extra
 with naming_extra("onchip.jax", "jax"):
     import jax as _jax  # noqa: F401
 
-from onchip.frontend.options import LossStats as CrossEntropyStats
-from onchip.frontend.options import LossStats as LinearCrossEntropyStats
+from onchip.frontend.jax_types import LossStats as CrossEntropyStats
+from onchip.frontend.jax_types import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.ops.fp8_linear.jax_op import fp8_linear
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
-from onchip.ops.linear_log_probs.jax_op import linear_log_probs
+from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs.jax_rows import log_probs
-from onchip.ops.linear_log_probs.spec import LogProbs
 
 __all__ = [
     "CrossEntropyStats",

@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 
 NAME = "jax"
-IDS = "labels"
 DTYPES = ("float32", "bfloat16", "float16")
 
 xp = jnp

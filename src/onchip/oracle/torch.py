@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NAME = "torch"
-IDS = "target"
 """The ops' name for the argument with one label per token."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

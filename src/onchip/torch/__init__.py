@@ -6,17 +6,16 @@ with naming_extra("onchip.torch", "torch"):
     import torch as _torch  # noqa: F401
 
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
-from onchip.frontend.options import LossStats as CrossEntropyStats
-from onchip.frontend.options import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
+from onchip.frontend.torch_types import LossStats as CrossEntropyStats
+from onchip.frontend.torch_types import LossStats as LinearCrossEntropyStats
 from onchip.ops.cross_entropy.torch_op import CrossEntropyLoss, cross_entropy
 from onchip.ops.fp8_linear.torch_module import Fp8Linear, convert_linears, weights_unchanged
 from onchip.ops.fp8_linear.torch_op import fp8_linear, quantize_activation, quantize_weight
 from onchip.ops.linear_cross_entropy.torch_module import LMHead, lm_loss
 from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy
 from onchip.ops.linear_jsd.torch_op import jsd, linear_jsd
-from onchip.ops.linear_log_probs.spec import LogProbs
-from onchip.ops.linear_log_probs.torch_op import linear_log_probs
+from onchip.ops.linear_log_probs.torch_op import LogProbs, linear_log_probs
 from onchip.ops.linear_log_probs.torch_rows import log_probs
 
 __all__ = [

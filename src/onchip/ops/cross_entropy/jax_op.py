@@ -5,7 +5,7 @@ and gradient of a chunk are those of the losses of a linear layer (`onchip.vocab
 docstring.
 """
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,12 @@ from onchip.frontend.jax_inputs import (
     dtype_of,
     options_of,
     platform,
+    take_target,
 )
 from onchip.frontend.jax_labels import is_soft
-from onchip.frontend.options import shapes_of
+from onchip.frontend.jax_types import Array, LossKeywords, Number, WithStats
+from onchip.frontend.options import Reduction, ScratchBytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.ops.cross_entropy import jax_soft, spec
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.vocab.chunks import Config
@@ -33,46 +36,82 @@ from onchip.vocab.xla.tiles import Columns, Logits, TokenStats, cut_rows, logits
 from onchip.vocab.xla.walk import by_rows, statistics
 
 BACKENDS = ("xla",)
+Backend = Literal["auto", "xla"]
 
 
+class OfLogits(LossKeywords, total=False):
+    """What it takes by keyword, but for labels and return_stats."""
+
+    backend: Backend
+
+
+@overload
 def cross_entropy(
-    logits: Any,  # [..., V]
-    labels: Any,  # [...]
+    logits: Array,
+    target: Array | TopK[Array] | None = None,
     *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[False] = False,
+    **options: Unpack[OfLogits],
+) -> jax.Array: ...
+@overload
+def cross_entropy(
+    logits: Array,
+    target: Array | TopK[Array] | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[True],
+    **options: Unpack[OfLogits],
+) -> WithStats: ...
+@overload
+def cross_entropy(
+    logits: Array,
+    target: Array | TopK[Array] | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: bool,
+    **options: Unpack[OfLogits],
+) -> jax.Array | WithStats: ...
+def cross_entropy(
+    logits: Array,  # [..., V]
+    target: Array | TopK[Array] | None = None,  # [...], or probabilities
+    *,
+    labels: Array | TopK[Array] | None = None,  # another name of target
     ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: Any = None,
-    token_weight: Any = None,  # [...]
-    class_weight: Any = None,  # [V]
-    label_smoothing: Any = 0.0,
-    z_loss: Any = 0.0,
-    softcap: Any = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    token_weight: Array | None = None,  # [...]
+    class_weight: Array | None = None,  # [V]
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
     return_stats: bool = False,
-    backend: str = "auto",
-    scratch_bytes: int | float | str | None = None,
-) -> Any:
+    backend: Backend = "auto",
+    scratch_bytes: ScratchBytes = None,
+) -> jax.Array | WithStats:
     r"""Cross-entropy of logits that exist already, in little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
     lse = log(sum(exp(z))), the loss of a token is::
 
-        token_weight * ((1 - label_smoothing) * (lse - z[label]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
+        token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
-    the mean of `optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)`, without a float32
+    the mean of `optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), target)`, without a float32
     copy of the logits.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
         logits: [..., V] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  -inf takes an entry
             out of the vocabulary (without softcap, which makes it -softcap).  NumPy's float64 counts as float32 where
             JAX's 64-bit mode is off.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
             ignore_index or return_stats.
+        labels: another name of target, by keyword.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]) and
             `return_stats`: as in `linear_cross_entropy`.
@@ -84,8 +123,8 @@ def cross_entropy(
     What `linear_cross_entropy` says of numbers that are 0-d arrays, traced or not, holds here too.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or of labels' shape; with return_stats `(loss,
-        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A label that is neither
+        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        CrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A target that is neither
         ignore_index nor in [0, V) makes its token's loss and gradient NaN: no value of an array is read while tracing.
 
     Raises:
@@ -102,8 +141,8 @@ def cross_entropy(
         >>> import jax, jax.numpy as jnp
         >>> from onchip.jax import cross_entropy
         >>> logits = jax.random.normal(jax.random.key(0), (2, 8, 100))
-        >>> labels = jnp.arange(16).reshape(2, 8)
-        >>> loss, grad = jax.jit(jax.value_and_grad(cross_entropy))(logits, labels)
+        >>> target = jnp.arange(16).reshape(2, 8)
+        >>> loss, grad = jax.jit(jax.value_and_grad(cross_entropy))(logits, target)
         >>> grad.shape
         (2, 8, 100)
 
@@ -111,23 +150,25 @@ def cross_entropy(
     (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
     given = locals()
-    if is_soft(labels, logits):
-        return jax_soft.run(given, dict.fromkeys(BACKENDS))
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels")
+    name, target = take_target(OP, given)
+    if is_soft(target, logits):
+        return jax_soft.run(given, name, dict.fromkeys(BACKENDS))
+    assert not isinstance(target, TopK)
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), name)
     options = options_of(OP, Options, given, logits.size)
     check_normalizer(OP, normalizer, reduction)
     total = accumulator(dtype_of(logits))
     numbers = checked_numbers(OP, options, given, total)
 
     vocab = logits.shape[-1]
-    rows = jnp.asarray(logits).reshape(labels.size, vocab)
-    constants = Constants.of(labels, vocab, options, token_weight, normalizer, class_weight, numbers, total)
+    rows = jnp.asarray(logits).reshape(target.size, vocab)
+    constants = Constants.of(target, vocab, options, token_weight, normalizer, class_weight, numbers, total)
     rows, constants = vary_alike((rows, constants))
     choose_backend(OP, backend, dict.fromkeys(BACKENDS))
     static = Static(options, platform())
     empty = len(rows) == 0
     outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, rows, constants)
-    return outputs.shaped(labels.shape)
+    return outputs.shaped(target.shape)
 
 
 def _forward(static: Static, needs: bool, logits: jax.Array, constants: Constants) -> tuple[Outputs, Planned | None]:

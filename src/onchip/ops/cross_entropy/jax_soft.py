@@ -31,13 +31,16 @@ from onchip.vocab.xla.soft import SoftLabels
 from onchip.vocab.xla.tiles import Logits, Transform
 
 
-def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Array:
-    """The loss of the arguments of `cross_entropy`; `refusals` names all backends."""
-    logits, labels = given["logits"], given["labels"]
-    shapes = shapes_of(check_label_arrays(OP, given))
+def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array:
+    """The loss of the arguments of `cross_entropy`.
+
+    `name` is the one that the target was given by; `refusals` names all backends.
+    """
+    logits, target = given["logits"], given[name]
+    shapes = shapes_of(check_label_arrays(OP, given, name))
     check_logits(OP, shapes)
     vocab = logits.shape[-1]
-    topk.check_label_shapes(OP, "labels", shapes, "logits", vocab)
+    topk.check_label_shapes(OP, name, shapes, "logits", vocab)
     options = options_of(OP, Options, given, logits.size)
     topk.refuse_options(OP, options)
     dtype = accumulator(dtype_of(logits))
@@ -47,9 +50,9 @@ def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Arr
     total = logits.size // vocab
     rows = jnp.asarray(logits).reshape(total, vocab)
     constants = SoftLabels(
-        *parts_of(labels, total, vocab, dtype),
-        Transform(*(numbers[name] for name in Transform._fields)),
-        TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
+        *parts_of(target, total, vocab, dtype),
+        Transform(*(numbers[x] for x in Transform._fields)),
+        TokenLoss(*(numbers[x] for x in TokenLoss._fields)),
         per_token_constant(given["token_weight"], dtype),
         as_constant(given["normalizer"], dtype),
         as_constant(given["class_weight"], dtype),

@@ -5,11 +5,11 @@ The public function checks its inputs (torch_inputs.py) and calls a backend's op
 a new tensor, or with inplace_backward over the logits.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import Tensor
 
-from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_inputs import (
     LOSS_DTYPES,
@@ -23,6 +23,7 @@ from onchip.frontend.torch_inputs import (
 from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
 from onchip.ops.cross_entropy import spec, torch_soft, triton_op
 from onchip.ops.cross_entropy.spec import OP, Options
 from onchip.ops.cross_entropy.torch_inputs import (
@@ -47,12 +48,61 @@ from onchip.vocab.torch.tiles import Tokens
 BACKENDS = ("triton", "torch")
 
 
+class OfModule(LossKeywords, total=False):
+    """What the module takes by keyword, but for return_stats."""
+
+    temperature: float
+    inplace_backward: bool
+
+
+class OfCall(OfToken, total=False):
+    """What the module's forward takes by keyword, but for labels."""
+
+    normalizer: float | Tensor | None
+    temperature: float | Tensor | None
+
+
+class OfLogits(LossKeywords, OfToken, total=False):
+    """What the function takes by keyword, but for labels and return_stats."""
+
+    temperature: float | Tensor
+    inplace_backward: bool
+
+
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor | TopK[Tensor] | None = None,
+    *,
+    labels: Tensor | TopK[Tensor] | None = None,
+    return_stats: Literal[False] = False,
+    **options: Unpack[OfLogits],
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor | TopK[Tensor] | None = None,
+    *,
+    labels: Tensor | TopK[Tensor] | None = None,
+    return_stats: Literal[True],
+    **options: Unpack[OfLogits],
+) -> WithStats: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor | TopK[Tensor] | None = None,
+    *,
+    labels: Tensor | TopK[Tensor] | None = None,
+    return_stats: bool,
+    **options: Unpack[OfLogits],
+) -> Tensor | WithStats: ...
 def cross_entropy(
     logits: Tensor,  # [..., V]
-    target: Tensor | TopK,  # [...], or probabilities
+    target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
     *,
+    labels: Tensor | TopK[Tensor] | None = None,  # another name of target
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
     token_weight: Tensor | None = None,  # [...]
     class_weight: Tensor | None = None,  # [V]
@@ -64,9 +114,9 @@ def cross_entropy(
     check_inputs: bool = False,
     return_stats: bool = False,
     inplace_backward: bool = False,
-    backend: str = "auto",
-    scratch_bytes: int | float | str | None = None,
-) -> Any:
+    backend: Backend = "auto",
+    scratch_bytes: ScratchBytes = None,
+) -> Tensor | WithStats:
     """Cross-entropy of logits that exist already, in little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
@@ -86,6 +136,7 @@ def cross_entropy(
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
             inplace_backward; "torch" runs them.
+        labels: another name of target, by keyword.
         ignore_index: and `reduction`, `normalizer`, `token_weight` [...], `class_weight` [V] (float32 or of
             logits' dtype), `label_smoothing`, `z_loss`, `softcap`, `logit_scale`, `temperature` (a number or [...]),
             `check_inputs` and `return_stats`: as of `linear_cross_entropy`.
@@ -130,6 +181,7 @@ def cross_entropy(
     Sources: the gradient from the log-sum-exp alone, and over the logits' memory, as in Liger Kernel
     (arXiv:2410.10989); z-loss from PaLM (arXiv:2204.02311), softcap from Gemma 2 (arXiv:2408.00118).
     """
+    _, target = one_target(OP, target, labels)
     if is_soft(target, logits):
         return torch_soft.run(
             logits,
@@ -192,7 +244,7 @@ def cross_entropy(
     return (out.loss, out.stats()) if return_stats else out.loss
 
 
-class CrossEntropyLoss(LossModule):
+class CrossEntropyLoss(LossModule[Result]):
     """`cross_entropy` as a module, in the place of `torch.nn.CrossEntropyLoss` on logits [..., V].
 
     Takes the options of `cross_entropy` once; what changes from call to call goes to `forward`.  Unlike with
@@ -207,11 +259,23 @@ class CrossEntropyLoss(LossModule):
         >>> loss.backward()
     """
 
+    @overload
+    def __init__(
+        self: "CrossEntropyLoss[Tensor]", *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "CrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[OfModule]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "CrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[OfModule]
+    ) -> None: ...
     def __init__(
         self,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         normalizer: float | Tensor | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -221,26 +285,39 @@ class CrossEntropyLoss(LossModule):
         check_inputs: bool = False,
         return_stats: bool = False,
         inplace_backward: bool = False,
-        backend: str = "auto",
-        scratch_bytes: int | float | str | None = None,
+        backend: Backend = "auto",
+        scratch_bytes: ScratchBytes = None,
     ) -> None:
         super().__init__(OP, Options, BACKENDS, locals())
 
     def forward(
         self,
         logits: Tensor,  # [..., V]
-        target: Tensor | TopK,  # [...], or probabilities
+        target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
         *,
+        labels: Tensor | TopK[Tensor] | None = None,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
-    ) -> Any:
+    ) -> Result:
         """The loss, or `(loss, stats)`; arguments as of `cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
             normalizer=normalizer, token_weight=token_weight, class_weight=class_weight, temperature=temperature
         )
-        return cross_entropy(logits, target, **keywords)
+        made: Any = cross_entropy(logits, target, labels=labels, **keywords)
+        return made  # type: ignore[no-any-return]
+
+    if TYPE_CHECKING:  # torch.nn.Module's has no types
+
+        def __call__(
+            self,
+            logits: Tensor,
+            target: Tensor | TopK[Tensor] | None = None,
+            *,
+            labels: Tensor | TopK[Tensor] | None = None,
+            **options: Unpack[OfCall],
+        ) -> Result: ...
 
 
 # ------------------------------------------------------------------------------------------------------- the operators

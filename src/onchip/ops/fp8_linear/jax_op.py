@@ -4,7 +4,7 @@ All three are A B^T of matrices with rows along the sum, so backward's are of tr
 padded with zeros to whole groups of a sum and to the kernel's multiples elsewhere; padding of a result is cut off.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,27 @@ from jax import lax
 
 from onchip.core.backends import choose_backend
 from onchip.fp8.jax_quantize import Quantized, dequantize, operand
-from onchip.fp8.numbers import OP, Options
+from onchip.fp8.numbers import OP, GradDtype, Options, Scale
 from onchip.frontend.jax_call import with_gradients
 from onchip.frontend.jax_inputs import check_kinds, platform, require_arrays
+from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_one_of
 from onchip.ops.fp8_linear import spec
 
-LAYOUTS = ("nk", "kn")
+WeightLayout = Literal["nk", "kn"]
+LAYOUTS = get_args(WeightLayout)
+Backend = Literal["auto", "mosaic_gpu", "xla"]
 
 
 def fp8_linear(
-    x: Any,  # [..., K]
-    weight: Any,  # [N, K], or [K, N] with weight_layout="kn"
-    bias: Any = None,  # [N]
+    x: Array,  # [..., K]
+    weight: Array,  # [N, K], or [K, N] with weight_layout="kn"
+    bias: Array | None = None,  # [N]
     *,
-    weight_layout: str = "nk",
-    grad_dtype: str = "e4m3",
-    scale: str = "float32",
-    backend: str = "auto",
+    weight_layout: WeightLayout = "nk",
+    grad_dtype: GradDtype = "e4m3",
+    scale: Scale = "float32",
+    backend: Backend = "auto",
 ) -> jax.Array:
     r"""Linear layer in blockwise FP8, forward and backward: x @ weight.T + bias.
 

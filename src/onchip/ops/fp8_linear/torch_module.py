@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.types import Device
 
 from onchip.core.backends import choose_backend
-from onchip.fp8.numbers import OP, Options
+from onchip.fp8.numbers import OP, GradDtype, Options, Scale
 from onchip.fp8.torch_operands import QuantizedActivation, QuantizedWeight
 from onchip.frontend.options import require_bool
 from onchip.frontend.torch_inputs import is_dtensor
 from onchip.frontend.torch_module import stand_in
-from onchip.ops.fp8_linear.torch_op import BACKENDS, fp8_linear, quantize_weight
+from onchip.ops.fp8_linear.torch_op import BACKENDS, Backend, fp8_linear, quantize_weight
 
 
 class _Kept(NamedTuple):
@@ -58,18 +59,18 @@ class Fp8Linear(torch.nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
-        grad_dtype: str = "e4m3",
-        scale: str = "float32",
-        backend: str = "auto",
+        grad_dtype: GradDtype = "e4m3",
+        scale: Scale = "float32",
+        backend: Backend = "auto",
         main_grad: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self._set_options(Options(grad_dtype, scale), backend, main_grad)
 
-    def _set_options(self, options: Options, backend: str, main_grad: bool) -> None:
+    def _set_options(self, options: Options, backend: Backend, main_grad: bool) -> None:
         choose_backend(OP, backend, dict.fromkeys(BACKENDS))
         require_bool(OP, "main_grad", main_grad)
         self.options = options
@@ -79,11 +80,11 @@ class Fp8Linear(torch.nn.Linear):
     @classmethod
     def from_linear(
         cls,
-        linear: torch.nn.Linear,
+        linear: torch.nn.Module,
         *,
-        grad_dtype: str = "e4m3",
-        scale: str = "float32",
-        backend: str = "auto",
+        grad_dtype: GradDtype = "e4m3",
+        scale: Scale = "float32",
+        backend: Backend = "auto",
         main_grad: bool = False,
     ) -> "Fp8Linear":
         """A layer with the parameters of `linear` themselves, not copies, its hooks and its training mode.
@@ -118,6 +119,10 @@ class Fp8Linear(torch.nn.Linear):
             weight_grad_out=out,
         )
 
+    if TYPE_CHECKING:  # torch.nn.Module's has no types
+
+        def __call__(self, input: Tensor | QuantizedActivation) -> Tensor: ...
+
     def _weight(self) -> tuple[Tensor | QuantizedWeight, bool]:
         """What `fp8_linear` takes as its weight and as check_inputs."""
         weight = self.weight
@@ -145,9 +150,9 @@ def convert_linears(
     model: torch.nn.Module,
     filter: Callable[[str, torch.nn.Linear], bool] | None = None,
     *,
-    grad_dtype: str = "e4m3",
-    scale: str = "float32",
-    backend: str = "auto",
+    grad_dtype: GradDtype = "e4m3",
+    scale: Scale = "float32",
+    backend: Backend = "auto",
     main_grad: bool = False,
 ) -> list[str]:
     """Put an `Fp8Linear` with the same parameters in the place of each `torch.nn.Linear` of `model`.

@@ -6,14 +6,14 @@ backward; `_gradients` quantises the output's gradient.  Each backend is a quant
 `multiply` of `onchip.fp8`.  The maths is in the package's docstring.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.backends import choose_backend
 from onchip.fp8 import numbers
-from onchip.fp8.numbers import OP, Options
+from onchip.fp8.numbers import OP, GradDtype, Options, Scale
 from onchip.fp8.torch_operands import (
     Copies,
     QuantizedActivation,
@@ -31,6 +31,7 @@ from onchip.ops.fp8_linear import spec
 
 _DEVICES = ("cpu", "cuda", "meta")
 BACKENDS = ("scaled_mm", "triton", "dequantize")
+Backend = Literal["auto", "scaled_mm", "triton", "dequantize"]
 
 
 def fp8_linear(
@@ -38,9 +39,9 @@ def fp8_linear(
     weight: Tensor | QuantizedWeight,  # [N, K]
     bias: Tensor | None = None,  # [N]
     *,
-    grad_dtype: str = "e4m3",
-    scale: str = "float32",
-    backend: str = "auto",
+    grad_dtype: GradDtype = "e4m3",
+    scale: Scale = "float32",
+    backend: Backend = "auto",
     check_inputs: bool = False,
     weight_grad_out: Tensor | None = None,  # [N, K] float32
 ) -> Tensor:
@@ -115,7 +116,7 @@ def fp8_linear(
     return OPERATOR(call).out
 
 
-def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "auto") -> QuantizedActivation:
+def quantize_activation(x: Tensor, *, scale: Scale = "float32", backend: Backend = "auto") -> QuantizedActivation:
     """x in FP8, for several layers that read the same activation: q, k and v, or gate and up.
 
     Each `fp8_linear` that is given the result skips quantising, and all of them keep one copy for backward.  Gradients
@@ -153,7 +154,7 @@ def quantize_activation(x: Tensor, *, scale: str = "float32", backend: str = "au
     return QuantizedActivation(x, *copies_of(name, x, scale, chosen, by_block=False, wanted=wanted), scale)
 
 
-def quantize_weight(weight: Tensor, *, scale: str = "float32", backend: str = "auto") -> QuantizedWeight:
+def quantize_weight(weight: Tensor, *, scale: Scale = "float32", backend: Backend = "auto") -> QuantizedWeight:
     """weight in FP8, for several calls between two changes of it: the micro-batches of a step.
 
     Each `fp8_linear`, or `linear_cross_entropy` with precision="fp8", that is given the result skips quantising.
@@ -202,7 +203,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
     return dtype
 
 
-def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | None]:
+def refusals(device: torch.device, grad_dtype: GradDtype = "e4m3") -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call on this device, or None."""
     known = device.type in _DEVICES
     return {
@@ -212,7 +213,7 @@ def refusals(device: torch.device, grad_dtype: str = "e4m3") -> dict[str, str | 
     }
 
 
-def _choose(op: str, backend: str, x: Tensor, grad_dtype: str = "e4m3") -> str:
+def _choose(op: str, backend: str, x: Tensor, grad_dtype: GradDtype = "e4m3") -> str:
     return choose_backend(op, backend, refusals(x.device, grad_dtype))
 
 

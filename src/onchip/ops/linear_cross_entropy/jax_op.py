@@ -8,7 +8,7 @@ package's docstring.
 
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,14 @@ from onchip.frontend.jax_inputs import (
     dtype_of,
     options_of,
     platform,
+    take_target,
 )
 from onchip.frontend.jax_labels import is_soft
-from onchip.frontend.options import shapes_of
+from onchip.frontend.jax_types import Array, LossKeywords, Number, WeightLayout, WithStats
+from onchip.frontend.options import Reduction, ScratchBytes, shapes_of
+from onchip.frontend.topk import TopK
 from onchip.ops.linear_cross_entropy import jax_soft, spec
-from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.ops.linear_cross_entropy.spec import OP, Options, Strategy
 from onchip.vocab.memory import Problem
 from onchip.vocab.mosaic import op as mosaic_op
 from onchip.vocab.triton import jax_op as jax_triton
@@ -42,66 +45,116 @@ BACKENDS = {
     "gpu": ("mosaic_gpu", "xla", "triton"),
     "tpu": ("xla", "mosaic_gpu", "triton"),
 }
+Backend = Literal["auto", "mosaic_gpu", "xla", "triton"]
 MODULES: dict[str, ModuleType] = {"xla": jax_xla, "mosaic_gpu": mosaic_op, "triton": jax_triton}
 
 
+class OfLayer(LossKeywords, total=False):
+    """What a layer with this loss takes by keyword, but for labels and return_stats."""
+
+    shift: bool
+    strategy: Strategy
+    backend: Backend
+
+
+class OfHead(OfLayer, total=False):
+    """What the function takes by keyword, but for labels and return_stats."""
+
+    weight_layout: WeightLayout
+
+
+@overload
 def linear_cross_entropy(
-    hidden: Any,  # [..., H]
-    weight: Any,  # [V, H], or [H, V] with weight_layout="hv"
-    labels: Any,  # [...]
-    bias: Any = None,  # [V]
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
     *,
-    weight_layout: str = "vh",
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[False] = False,
+    **options: Unpack[OfHead],
+) -> jax.Array: ...
+@overload
+def linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: Literal[True],
+    **options: Unpack[OfHead],
+) -> WithStats: ...
+@overload
+def linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array | TopK[Array] | None = None,
+    bias: Array | None = None,
+    *,
+    labels: Array | TopK[Array] | None = None,
+    return_stats: bool,
+    **options: Unpack[OfHead],
+) -> jax.Array | WithStats: ...
+def linear_cross_entropy(
+    hidden: Array,  # [..., H]
+    weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
+    target: Array | TopK[Array] | None = None,  # [...], or probabilities
+    bias: Array | None = None,  # [V]
+    *,
+    labels: Array | TopK[Array] | None = None,  # another name of target
+    weight_layout: WeightLayout = "vh",
     shift: bool = False,
     ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: Any = None,
-    token_weight: Any = None,  # [...]
-    class_weight: Any = None,  # [V]
-    label_smoothing: Any = 0.0,
-    z_loss: Any = 0.0,
-    softcap: Any = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
-    scratch_bytes: int | float | str | None = None,
-    strategy: str = "auto",
-    backend: str = "auto",
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    token_weight: Array | None = None,  # [...]
+    class_weight: Array | None = None,  # [V]
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
+    scratch_bytes: ScratchBytes = None,
+    strategy: Strategy = "auto",
+    backend: Backend = "auto",
     return_stats: bool = False,
-) -> Any:
+) -> jax.Array | WithStats:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
 
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
     a / temperature) and lse = log(sum(exp(z))), the loss of a token is::
 
-        token_weight * ((1 - label_smoothing) * (lse - z[label]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
+        token_weight * ((1 - label_smoothing) * (lse - z[target]) + label_smoothing * (lse - mean(z)) + z_loss * lse**2)
 
     'mean' divides the sum over tokens by `normalizer`, or else by the number of tokens that are not ignored.  So it is
-    the mean of `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T + bias, labels)`, with float32 logits
+    the mean of `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T + bias, target)`, with float32 logits
     whatever the inputs' dtype.  It works under jit, grad, vmap, scan and `jax.checkpoint`.
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 or float64, T tokens in the leading dimensions.  NumPy's float64
             counts as float32 where JAX's 64-bit mode is off.
         weight: [V, H], or [H, V] with weight_layout="hv" (never transposed in memory), of hidden's dtype.
-        labels: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
-            sum(q * (lse - z)) in place of lse - z[label]: floating point [..., V], the probability of each entry, or
+        target: [...] of any integer dtype: the vocabulary index of each token, or `ignore_index`.  Or soft labels, with
+            sum(q * (lse - z)) in place of lse - z[target]: floating point [..., V], the probability of each entry, or
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1 and is a constant to autodiff.  All tokens count, and there is no
             ignore_index, return_stats or strategy="stash"; "xla" runs them.
+        labels: another name of target, by keyword.
         bias: [V] of hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         weight_layout: "vh" or "hv".
         shift: position i of each sequence [..., S] predicts label i + 1, and the last one costs nothing, as in
             `onchip.torch`.  Each device must hold whole sequences inside of `jax.shard_map`.  Not with soft labels:
-            pass hidden[..., :-1, :] with the labels [..., 1:, :].
-        ignore_index: tokens with this label cost no loss and leave exact zeros, whatever they hold.
-        reduction: "mean", "sum" or "none" (the loss then has labels' shape).
+            pass hidden[..., :-1, :] with target[..., 1:, :].
+        ignore_index: tokens with this target cost no loss and leave exact zeros, whatever they hold.
+        reduction: "mean", "sum" or "none" (the loss then has target's shape).
         normalizer: above 0: what "mean" divides by instead of the token count, as in `onchip.torch`.
         token_weight: [...] factor of each token's loss; does not change what "mean" divides by.
-        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[label] of lse - z[label]
+        class_weight: [V] float32 or of weight's dtype, 0 or more: factors of the classes, w[target] of lse - z[target]
             and w[v] of each lse - z[v] that label smoothing adds; z-loss has none.  "mean" then divides by the sum of
-            w[label] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
+            w[target] over tokens that are not ignored (by 1 where that is 0), unless there is a normalizer.
             With soft labels it multiplies each entry's probability, and "mean" divides by the number of tokens.
-        label_smoothing: in [0, 1]: the part of the label's probability that is spread evenly over the vocabulary.
+        label_smoothing: in [0, 1]: the part of the target's probability that is spread evenly over the vocabulary.
         z_loss: 0 or more: factor of lse**2, which keeps logits from drifting.
         softcap: above 0, or None: squashes the logits smoothly into (-softcap, softcap).
         logit_scale: above 0: factor of the logits, before softcap.
@@ -129,10 +182,10 @@ def linear_cross_entropy(
     constants to autodiff.
 
     Returns:
-        The loss in float32, of float64 inputs in float64, 0-d or of labels' shape; with return_stats `(loss,
-        LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A label that is neither
-        ignore_index nor in [0, V) makes its token's loss, and the gradients that it enters, NaN: no value of an array
-        is read while tracing.
+        The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
+        LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.  A target that is
+        neither ignore_index nor in [0, V) makes its token's loss, and the gradients that it enters, NaN: no value of
+        an array is read while tracing.
 
     Raises:
         TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
@@ -149,8 +202,8 @@ def linear_cross_entropy(
         >>> from onchip.jax import linear_cross_entropy
         >>> hidden = jax.random.normal(jax.random.key(0), (2, 8, 16))
         >>> weight = jax.random.normal(jax.random.key(1), (100, 16))
-        >>> labels = jnp.arange(16).reshape(2, 8)
-        >>> loss, grads = jax.jit(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1)))(hidden, weight, labels)
+        >>> target = jnp.arange(16).reshape(2, 8)
+        >>> loss, grads = jax.jit(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1)))(hidden, weight, target)
         >>> grads[1].shape
         (100, 16)
 
@@ -158,20 +211,24 @@ def linear_cross_entropy(
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
     given = locals()
+    name, target = take_target(OP, given)
     check_layout(OP, weight_layout)
-    if is_soft(labels, hidden):
+    if is_soft(target, hidden):
         names = BACKENDS.get(platform(), ("xla",))
-        return jax_soft.run(given, {x: None if x == "xla" else "its labels are ids; pass backend='xla'" for x in names})
-    spec.check_shapes(shapes_of(check_arrays(OP, given)), "labels", weight_layout)
-    options = options_of(OP, Options, given, labels.size * weight.size // hidden.shape[-1])
-    spec.check_shift(options, labels.shape, "labels of shape [..., S]")
+        return jax_soft.run(
+            given, name, {x: None if x == "xla" else "its targets are ids; pass backend='xla'" for x in names}
+        )
+    assert not isinstance(target, TopK)
+    spec.check_shapes(shapes_of(check_arrays(OP, given)), name, weight_layout)
+    options = options_of(OP, Options, given, target.size * weight.size // hidden.shape[-1])
+    spec.check_shift(options, target.shape, f"{name} of shape [..., S]")
     check_normalizer(OP, normalizer, reduction)
     total = accumulator(dtype_of(hidden))
     numbers = checked_numbers(OP, options, given, total)
 
     projection = Projection.of(hidden, weight, bias, weight_layout)
     constants = Constants.of(
-        labels, projection.vocab, options, token_weight, normalizer, class_weight, numbers, total, shift
+        target, projection.vocab, options, token_weight, normalizer, class_weight, numbers, total, shift
     )
     projection, constants = vary_alike((projection, constants))
     static = Static(options, platform())
@@ -180,11 +237,11 @@ def linear_cross_entropy(
     static = static._replace(backend=choose_backend(OP, backend, refused))
     empty = problem.tokens == 0
     outputs = Outputs.of_nothing(reduction, return_stats, total) if empty else _op(static, projection, constants)
-    return outputs.shaped(labels.shape)
+    return outputs.shaped(target.shape)
 
 
 def refusals(
-    problem: Problem, platform: str, weight_layout: str = "vh", strategy: str = "auto"
+    problem: Problem, platform: str, weight_layout: WeightLayout = "vh", strategy: Strategy = "auto"
 ) -> dict[str, str | None]:
     """Why each backend of the platform, best first, can't serve a call, or None."""
     names = BACKENDS.get(platform, ("xla",))

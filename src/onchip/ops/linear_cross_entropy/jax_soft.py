@@ -32,20 +32,23 @@ from onchip.vocab.xla.soft import SoftLabels
 from onchip.vocab.xla.tiles import Projection, Transform
 
 
-def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Array:
-    """The loss of the arguments of `linear_cross_entropy`, on "xla"; `refusals` names all backends."""
-    hidden, weight, bias, labels = (given[name] for name in ("hidden", "weight", "bias", "labels"))
-    arrays = check_label_arrays(OP, given)
+def run(given: Mapping[str, Any], name: str, refusals: Mapping[str, str | None]) -> jax.Array:
+    """The loss of the arguments of `linear_cross_entropy`, on "xla".
+
+    `name` is the one that the target was given by; `refusals` names all backends.
+    """
+    hidden, weight, bias, target = (given[x] for x in ("hidden", "weight", "bias", name))
+    arrays = check_label_arrays(OP, given, name)
     check_product_dtype(OP, arrays)
     vocab = check_head(OP, shapes_of(arrays), layout=given["weight_layout"])
-    topk.check_label_shapes(OP, "labels", shapes_of(arrays), "hidden", vocab)
+    topk.check_label_shapes(OP, name, shapes_of(arrays), "hidden", vocab)
     total = hidden.size // hidden.shape[-1]
     options = options_of(OP, Options, given, total * vocab)
     topk.refuse_options(OP, options)
     if options.shift:
         raise ValueError(
-            f"{OP}: shift=True is of labels that are ids; pass hidden[..., :-1, :] with the labels [..., 1:, :] of the "
-            "next positions"
+            f"{OP}: shift=True is of targets that are ids; pass hidden[..., :-1, :] with {name}[..., 1:, :], those "
+            "of the next positions"
         )
     if options.strategy == "stash":
         raise ValueError(f"{OP}: soft labels are computed by strategy 'recompute'; got 'stash'; pass 'auto'")
@@ -55,9 +58,9 @@ def run(given: Mapping[str, Any], refusals: Mapping[str, str | None]) -> jax.Arr
     choose_backend(OP, given["backend"], refusals)
     projection = Projection.of(hidden, weight, bias, given["weight_layout"])
     constants = SoftLabels(
-        *parts_of(labels, total, vocab, dtype),
-        Transform(*(numbers[name] for name in Transform._fields)),
-        TokenLoss(*(numbers[name] for name in TokenLoss._fields)),
+        *parts_of(target, total, vocab, dtype),
+        Transform(*(numbers[x] for x in Transform._fields)),
+        TokenLoss(*(numbers[x] for x in TokenLoss._fields)),
         per_token_constant(given["token_weight"], dtype),
         as_constant(given["normalizer"], dtype),
         as_constant(given["class_weight"], dtype),

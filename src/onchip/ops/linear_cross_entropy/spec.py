@@ -1,12 +1,15 @@
 """What every front end of linear_cross_entropy shares: options and what shapes go together."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from onchip.frontend.options import LossOptions, Shapes, check_class_weight, check_head, check_options, check_tokens
 
 OP = "linear_cross_entropy"
-STRATEGIES = ("auto", "stash", "recompute")
-PRECISIONS = ("full", "fp8")
+Strategy = Literal["auto", "stash", "recompute"]
+STRATEGIES = get_args(Strategy)
+Precision = Literal["full", "fp8"]
+PRECISIONS = get_args(Precision)
 
 
 @dataclass(frozen=True)

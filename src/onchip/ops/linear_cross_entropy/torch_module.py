@@ -3,15 +3,17 @@
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
+from torch.types import Device
 
 from onchip.frontend.torch_inputs import dtype_name, is_dtensor, require_tensor
 from onchip.frontend.torch_module import described, stand_in
-from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, linear_cross_entropy
+from onchip.frontend.torch_types import Result, WithStats
+from onchip.ops.linear_cross_entropy.torch_op import LinearCrossEntropyLoss, OfHead, OfModule, linear_cross_entropy
 
 OPTIONS = tuple(inspect.signature(LinearCrossEntropyLoss).parameters)
 # Whose forward hands all its arguments on to the module inside.
@@ -23,7 +25,7 @@ LORA = ("peft.tuners.lora.layer", "Linear")
 SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 
 
-class LMHead(Linear):
+class LMHead(Linear, Generic[Result]):
     """`torch.nn.Linear` that also computes the loss of its logits: `linear_cross_entropy` in its own forward.
 
     `head(hidden)` gives the logits as `nn.Linear` does.  `head(hidden, labels)` gives their loss, without storing them.
@@ -50,13 +52,49 @@ class LMHead(Linear):
         (torch.Size([100, 16]), torch.Size([2, 8, 100]))
     """
 
+    @overload
+    def __init__(
+        self: "LMHead[Tensor]",
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        return_stats: Literal[False] = False,
+        **options: Unpack[OfModule],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LMHead[WithStats]",
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        return_stats: Literal[True],
+        **options: Unpack[OfModule],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LMHead[Tensor | WithStats]",
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        return_stats: bool,
+        **options: Unpack[OfModule],
+    ) -> None: ...
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
@@ -69,8 +107,23 @@ class LMHead(Linear):
         LinearCrossEntropyLoss(**options)  # which checks them
         self.options = {"shift": True, **options}
 
+    @overload
     @classmethod
-    def from_linear(cls, linear: Linear, **options: Any) -> "LMHead":
+    def from_linear(
+        cls, linear: Module, *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
+    ) -> "LMHead[Tensor]": ...
+    @overload
+    @classmethod
+    def from_linear(
+        cls, linear: Module, *, return_stats: Literal[True], **options: Unpack[OfModule]
+    ) -> "LMHead[WithStats]": ...
+    @overload
+    @classmethod
+    def from_linear(
+        cls, linear: Module, *, return_stats: bool, **options: Unpack[OfModule]
+    ) -> "LMHead[Tensor | WithStats]": ...
+    @classmethod
+    def from_linear(cls, linear: Module, **options: Any) -> "LMHead[Any]":
         """A head with the parameters of `linear` themselves, not copies, its hooks and its training mode.
 
         A weight that is tied to an embedding stays tied.  Convert a model's head before FSDP2 or PEFT wraps it.
@@ -95,6 +148,18 @@ class LMHead(Linear):
         made._set_options(options)
         return made
 
+    @overload
+    def forward(self, input: Tensor, labels: None = None) -> Tensor: ...
+    @overload
+    def forward(self, input: Tensor, labels: Tensor, **options: Unpack[OfHead]) -> Result: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor, *, return_stats: Literal[False], **options: Unpack[OfHead]
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
+    ) -> WithStats: ...
     def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
         """The logits of `input`, or with labels their loss.
 
@@ -127,12 +192,41 @@ class LMHead(Linear):
             )
         return linear_cross_entropy(input, self.weight, labels, self.bias, **self.options | options)
 
+    if TYPE_CHECKING:  # torch.nn.Module's has no types
+
+        @overload
+        def __call__(self, input: Tensor, labels: None = None) -> Tensor: ...
+        @overload
+        def __call__(self, input: Tensor, labels: Tensor, **options: Unpack[OfHead]) -> Result: ...
+        @overload
+        def __call__(
+            self, input: Tensor, labels: Tensor, *, return_stats: Literal[False], **options: Unpack[OfHead]
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, input: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
+        ) -> WithStats: ...
+
+        def __call__(self, *given: Any, **options: Any) -> Any: ...
+
     def extra_repr(self) -> str:
         """nn.Linear's, and the options that were given."""
         given = {name: x for name, x in self.options.items() if name != "shift" or x is not True}
         return ", ".join([super().extra_repr(), *(f"{name}={x!r}" for name, x in given.items())])
 
 
+@overload
+def lm_loss(  # type: ignore[overload-overlap]  # an LMHead is a Module
+    head: LMHead[Result], hidden: Tensor, labels: Tensor, **options: Unpack[OfHead]
+) -> Result: ...
+@overload
+def lm_loss(
+    head: Module, hidden: Tensor, labels: Tensor, *, return_stats: Literal[False] = False, **options: Unpack[OfHead]
+) -> Tensor: ...
+@overload
+def lm_loss(
+    head: Module, hidden: Tensor, labels: Tensor, *, return_stats: Literal[True], **options: Unpack[OfHead]
+) -> WithStats: ...
 def lm_loss(head: Module, hidden: Tensor, labels: Tensor, **options: Any) -> Any:
     """The loss of a language model's head, whatever its class, without storing the logits.
 

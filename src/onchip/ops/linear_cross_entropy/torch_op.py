@@ -6,13 +6,13 @@
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from onchip.fp8.torch_operands import QuantizedWeight
-from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.options import Reduction, ScratchBytes, one_target, scratch_in_bytes, shapes_of
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -30,8 +30,9 @@ from onchip.frontend.torch_inputs import (
 from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed
+from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
 from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_soft, triton_op
-from onchip.ops.linear_cross_entropy.spec import OP, Options
+from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
@@ -42,15 +43,76 @@ from onchip.vocab.triton import setup
 BACKENDS = ("triton", "torch")
 
 
+class OfModule(LossKeywords, total=False):
+    """What the module takes by keyword, but for return_stats."""
+
+    shift: bool
+    strategy: Strategy
+    precision: Precision
+    temperature: float
+
+
+class OfCall(OfToken, total=False):
+    """What the module's forward takes by keyword, but for labels."""
+
+    normalizer: float | Tensor | None
+    temperature: float | Tensor | None
+    weight_grad_out: Tensor | None
+
+
+class OfHead(LossKeywords, OfToken, total=False):
+    """What the function takes by keyword, but for labels and return_stats."""
+
+    shift: bool
+    strategy: Strategy
+    precision: Precision
+    temperature: float | Tensor
+    weight_grad_out: Tensor | None
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor | QuantizedWeight,
+    target: Tensor | TopK[Tensor] | None = None,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor | TopK[Tensor] | None = None,
+    return_stats: Literal[False] = False,
+    **options: Unpack[OfHead],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor | QuantizedWeight,
+    target: Tensor | TopK[Tensor] | None = None,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor | TopK[Tensor] | None = None,
+    return_stats: Literal[True],
+    **options: Unpack[OfHead],
+) -> WithStats: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor | QuantizedWeight,
+    target: Tensor | TopK[Tensor] | None = None,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor | TopK[Tensor] | None = None,
+    return_stats: bool,
+    **options: Unpack[OfHead],
+) -> Tensor | WithStats: ...
 def linear_cross_entropy(
     hidden: Tensor,  # [..., H]
     weight: Tensor | QuantizedWeight,  # [V, H]
-    target: Tensor | TopK,  # [...], or probabilities
+    target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
     bias: Tensor | None = None,  # [V]
     *,
+    labels: Tensor | TopK[Tensor] | None = None,  # another name of target
     shift: bool = False,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
     token_weight: Tensor | None = None,  # [...]
     class_weight: Tensor | None = None,  # [V]
@@ -60,13 +122,13 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     check_inputs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    strategy: str = "auto",
-    backend: str = "auto",
+    scratch_bytes: ScratchBytes = None,
+    strategy: Strategy = "auto",
+    backend: Backend = "auto",
     return_stats: bool = False,
     weight_grad_out: Tensor | None = None,  # [V, H] float32 or float64
-    precision: str = "full",
-) -> Any:
+    precision: Precision = "full",
+) -> Tensor | WithStats:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
 
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
@@ -88,6 +150,7 @@ def linear_cross_entropy(
             `TopK(indices, values, kind, rest="truncated")`, that of K entries [..., K], kind being "probs" or
             "log_probs".  q need not sum to 1.  All tokens count, and there is no ignore_index, return_stats or
             precision="fp8"; "triton" runs those of K entries, without label_smoothing.
+        labels: another name of target, by keyword.
         bias: [V] of weight's or hidden's dtype.  Without softcap -inf takes an entry out of the vocabulary.
         shift: target holds the labels as they are, [..., S]: position i of each sequence predicts label i + 1, and the
             last one costs nothing.  token_weight is by label too, and shifted with it; all else is by position of
@@ -163,6 +226,7 @@ def linear_cross_entropy(
     Sources: 'stash' is the chunked loss of Liger Kernel (arXiv:2410.10989), 'recompute' that of Cut Cross-Entropy
     (arXiv:2411.09009) without its gradient filter, which makes it exact.
     """
+    _, target = one_target(OP, target, labels)
     if is_soft(target, hidden):
         return torch_soft.run(
             hidden,
@@ -225,7 +289,7 @@ def linear_cross_entropy(
         token_weight = None if token_weight is None else _next(token_weight, 0, token_weight.dtype)
         shifted_bytes = sum(x.numel() * x.element_size() for x in (target, token_weight) if x is not None)
     weights = Weights.of(OP, options, target, token_weight, normalizer, class_weight, dtype)
-    chosen = precision
+    chosen: str = precision
     if precision == "full":
         refusal = setup.refusal(hidden.device.type, hidden.device.index, dtype)
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
@@ -254,8 +318,8 @@ def linear_cross_entropy(
     else:
         # Before the targets are read, the worst case.
         problem = call.problem(compacted=call.device == "cpu")
-        strategy = memory.choose_strategy(problem, options.strategy, call.budget)
-        operator, arguments = STASHED if strategy == "stash" else RECOMPUTED, call
+        way = memory.choose_strategy(problem, options.strategy, call.budget)
+        operator, arguments = STASHED if way == "stash" else RECOMPUTED, call
     # `operator(arguments)`, with one function less on the stack.
     if operator.is_plain(arguments):
         with inside_operator(hidden):
@@ -273,7 +337,7 @@ def _next(x: Tensor, last: int, dtype: torch.dtype) -> Tensor:
     return made
 
 
-class LinearCrossEntropyLoss(LossModule):
+class LinearCrossEntropyLoss(LossModule[Result]):
     """`linear_cross_entropy` as a module that owns no parameter: give it hidden and weight where logits stood.
 
     Takes the options of `linear_cross_entropy` once; what changes from call to call goes to `forward`.
@@ -287,12 +351,24 @@ class LinearCrossEntropyLoss(LossModule):
         >>> loss.backward()
     """
 
+    @overload
+    def __init__(
+        self: "LinearCrossEntropyLoss[Tensor]", *, return_stats: Literal[False] = False, **options: Unpack[OfModule]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LinearCrossEntropyLoss[WithStats]", *, return_stats: Literal[True], **options: Unpack[OfModule]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: "LinearCrossEntropyLoss[Tensor | WithStats]", *, return_stats: bool, **options: Unpack[OfModule]
+    ) -> None: ...
     def __init__(
         self,
         *,
         shift: bool = False,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         normalizer: float | Tensor | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -300,11 +376,11 @@ class LinearCrossEntropyLoss(LossModule):
         logit_scale: float = 1.0,
         temperature: float = 1.0,
         check_inputs: bool = False,
-        scratch_bytes: int | float | str | None = None,
-        strategy: str = "auto",
-        backend: str = "auto",
+        scratch_bytes: ScratchBytes = None,
+        strategy: Strategy = "auto",
+        backend: Backend = "auto",
         return_stats: bool = False,
-        precision: str = "full",
+        precision: Precision = "full",
     ) -> None:
         super().__init__(OP, Options, BACKENDS, locals())
 
@@ -312,15 +388,16 @@ class LinearCrossEntropyLoss(LossModule):
         self,
         hidden: Tensor,  # [..., H]
         weight: Tensor | QuantizedWeight,  # [V, H]
-        target: Tensor | TopK,  # [...], or probabilities
+        target: Tensor | TopK[Tensor] | None = None,  # [...], or probabilities
         bias: Tensor | None = None,  # [V]
         *,
+        labels: Tensor | TopK[Tensor] | None = None,
         normalizer: float | Tensor | None = None,
         token_weight: Tensor | None = None,  # [...]
         class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
         weight_grad_out: Tensor | None = None,  # [V, H] float32 or float64
-    ) -> Any:
+    ) -> Result:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
             normalizer=normalizer,
@@ -329,7 +406,21 @@ class LinearCrossEntropyLoss(LossModule):
             temperature=temperature,
             weight_grad_out=weight_grad_out,
         )
-        return linear_cross_entropy(hidden, weight, target, bias, **keywords)
+        made: Any = linear_cross_entropy(hidden, weight, target, bias, labels=labels, **keywords)
+        return made  # type: ignore[no-any-return]
+
+    if TYPE_CHECKING:  # torch.nn.Module's has no types
+
+        def __call__(
+            self,
+            hidden: Tensor,
+            weight: Tensor | QuantizedWeight,
+            target: Tensor | TopK[Tensor] | None = None,
+            bias: Tensor | None = None,
+            *,
+            labels: Tensor | TopK[Tensor] | None = None,
+            **options: Unpack[OfCall],
+        ) -> Result: ...
 
 
 # ------------------------------------------------------------------------------------------------ registered operators

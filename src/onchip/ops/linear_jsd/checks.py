@@ -86,7 +86,6 @@ def _constant_teacher(how: Mapping[str, Any], student_hidden: Any, teacher_logit
 
 def _call(fw: Any, how: Mapping[str, Any], **given: Any) -> dict[str, Any]:
     name, arguments = _arguments(given)
-    arguments[fw.IDS] = arguments.pop("target", None)
     for weight in {"student_weight", "teacher_weight"} & set(arguments):
         if how.get("weight_layout") == "hv":
             arguments[weight] = arguments[weight].T

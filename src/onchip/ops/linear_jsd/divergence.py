@@ -42,7 +42,7 @@ def rows(
     of: Arrays,
     options: Options,
     z: Array,  # [n, V] float32: the student's logits
-    teacher: Array | TopK,  # [n, V] float32 logits, or of [n, K] indices and float32 values
+    teacher: Array | TopK[Array],  # [n, V] float32 logits, or of [n, K] indices and float32 values
     label: Array,  # [n], in [0, V)
     want: tuple[bool, bool] = (True, True),
 ) -> Gradients:
@@ -111,7 +111,7 @@ def _mixture_terms(xp: Any, d: Array, s: Array, t: Array, beta: float) -> tuple[
     return by_s, by_t
 
 
-def _topk(of: Arrays, options: Options, z: Array, teacher: TopK) -> tuple[Array, Callable[[], Array]]:
+def _topk(of: Arrays, options: Options, z: Array, teacher: TopK[Array]) -> tuple[Array, Callable[[], Array]]:
     """The losses with a top-k teacher, and what makes the gradient of z, which is over temperature."""
     xp, beta, (indices, values, kind, rest) = of.xp, options.beta, teacher
     if kind == "logits":

@@ -8,7 +8,7 @@ divergence.py.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,16 @@ from onchip.frontend.jax_inputs import (
     plain_labels,
     platform,
     require_arrays,
+    take_target,
 )
+from onchip.frontend.jax_types import Array, Number, WeightLayout
+from onchip.frontend.options import Reduction, ScratchBytes
 from onchip.frontend.topk import TopK
 from onchip.ops.linear_jsd import divergence, memory
 from onchip.ops.linear_jsd.memory import Head, Problem
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
-from onchip.vocab.xla.loss import Reduction, TokenLoss
+from onchip.vocab.xla.loss import Reduction as Reduced
+from onchip.vocab.xla.loss import TokenLoss
 from onchip.vocab.xla.tiles import (
     Columns,
     Logits,
@@ -50,33 +54,35 @@ from onchip.vocab.xla.tiles import (
 from onchip.vocab.xla.walk import by_rows
 
 BACKENDS = ("xla",)
+Backend = Literal["auto", "xla"]
 
 
 def linear_jsd(
-    student_hidden: Any,  # [..., Hs]
-    student_weight: Any,  # [V, Hs], or [Hs, V] with weight_layout="hv"
-    teacher_hidden: Any = None,  # [..., Ht]
-    teacher_weight: Any = None,  # [V, Ht], or [Ht, V]
+    student_hidden: Array,  # [..., Hs]
+    student_weight: Array,  # [V, Hs], or [Hs, V] with weight_layout="hv"
+    teacher_hidden: Array | None = None,  # [..., Ht]
+    teacher_weight: Array | None = None,  # [V, Ht], or [Ht, V]
     *,
-    weight_layout: str = "vh",
+    weight_layout: WeightLayout = "vh",
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    labels: Any = None,  # [...]
+    target: Array | None = None,  # [...]
+    labels: Array | None = None,  # another name of target
     ignore_index: int = -100,
-    token_weight: Any = None,  # [...]
-    reduction: str = "mean",
-    normalizer: Any = None,
-    student_bias: Any = None,  # [V]
-    teacher_bias: Any = None,  # [V]
-    teacher_logits: Any = None,  # [..., V]
-    teacher_topk: TopK | None = None,
+    token_weight: Array | None = None,  # [...]
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    student_bias: Array | None = None,  # [V]
+    teacher_bias: Array | None = None,  # [V]
+    teacher_logits: Array | None = None,  # [..., V]
+    teacher_topk: TopK[Array] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
 
     With s = softmax((student_hidden @ student_weight.T + student_bias) / temperature), t the same of the teacher and
@@ -85,7 +91,7 @@ def linear_jsd(
         jsd  = (1 - beta) * KL(s || m) + beta * KL(t || m)     # beta 0: KL(t || s); beta 1: KL(s || t)
         loss = token_weight * (hard_weight * cross_entropy + (1 - hard_weight) * jsd)
 
-    where cross_entropy is the student's with `labels`, at temperature 1, and `jsd` is multiplied by temperature**2 if
+    where cross_entropy is the student's with `target`, at temperature 1, and `jsd` is multiplied by temperature**2 if
     `temperature_squared`.  KL(p || q) = sum(p * log(p / q)), in nats.  The loss is 0 or more, and exactly 0 with
     exactly zero gradients where both models' logits are the same numbers.  No model's [tokens, V] logits are stored.
     It works under jit, grad, vmap, scan and `jax.checkpoint`.
@@ -102,12 +108,13 @@ def linear_jsd(
             the divergence itself is 0 at both ends, so that the value jumps there.
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
-        labels: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        labels: another name of target.
         ignore_index, token_weight, reduction, normalizer: as of `linear_cross_entropy`; the arrays are constants.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
         teacher_topk: `TopK(indices, values, kind, rest)` instead of them, where only K entries are known.
-        hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `labels`; the rest is divergence.
+        hard_weight: in [0, 1]: the part of the loss that is the cross-entropy with `target`; the rest is divergence.
         vocab: entries from this one on, padding, are out of both distributions.  V may then differ between the models.
         teacher_grad: give gradients to the teacher's arrays too.  Otherwise the teacher is a constant.
         scratch_bytes: bound on the temporary memory: bytes, a text like "1GiB", or a float in (0, 1], that part of both
@@ -120,7 +127,7 @@ def linear_jsd(
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or [...].  If every token is ignored, "mean" is 0 with
         zero gradients.  With beta 0 it is infinite where the student gives probability 0 to what the teacher doesn't;
-        with beta 1 the reverse (and the gradients there are not finite).  A label that is neither ignore_index nor in
+        with beta 1 the reverse (and the gradients there are not finite).  A target that is neither ignore_index nor in
         [0, V), or a top-k index outside of it, makes its token's loss and the gradients that it enters NaN; repeated
         indices are not looked for.
 
@@ -148,24 +155,25 @@ def linear_jsd(
 
 
 def jsd(
-    student_logits: Any,  # [..., V]
-    teacher_logits: Any = None,  # [..., V]
+    student_logits: Array,  # [..., V]
+    teacher_logits: Array | None = None,  # [..., V]
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
     temperature_squared: bool = False,
-    labels: Any = None,  # [...]
+    target: Array | None = None,  # [...]
+    labels: Array | None = None,  # another name of target
     ignore_index: int = -100,
-    token_weight: Any = None,  # [...]
-    reduction: str = "mean",
-    normalizer: Any = None,
-    teacher_topk: TopK | None = None,
+    token_weight: Array | None = None,  # [...]
+    reduction: Reduction = "mean",
+    normalizer: Number | None = None,
+    teacher_topk: TopK[Array] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
     The loss is that of `linear_jsd`, with s = softmax(student_logits / temperature) and t the same of the teacher.
@@ -228,21 +236,22 @@ class _Static(NamedTuple):
     topk_rest: str
 
 
-def _call(op: str, given: Mapping[str, Any]) -> Any:
+def _call(op: str, given: dict[str, Any]) -> jax.Array:
     """`given` are the arguments of a public function."""
-    options, topk, labels = Options.of(op, given), given["teacher_topk"], given["labels"]
-    named, layout = named_arrays(op, given, "labels"), given.get("weight_layout", "vh")
+    name, target = take_target(op, given, needed=False)
+    options, topk = Options.of(op, given), given["teacher_topk"]
+    named, layout = named_arrays(op, given, name), given.get("weight_layout", "vh")
     check_layout(op, layout)
     arrays = require_arrays(op, named, optional=())
     # In the other layout a weight is checked as if transposed.
     turned = ("student_weight", "teacher_weight") if layout == "hv" else ()
-    shapes = {name: x.shape[::-1] if name in turned else x.shape for name, x in arrays.items()}
-    shape, size = check_shapes(options, shapes, "labels")
+    shapes = {n: x.shape[::-1] if n in turned else x.shape for n, x in arrays.items()}
+    shape, size = check_shapes(options, shapes, name)
     options = options.with_scratch(given, math.prod(shape) * size)
     check_kinds(
         op,
         arrays,
-        integers=("labels", "teacher_topk.indices"),
+        integers=(name, "teacher_topk.indices"),
         constants=("token_weight",),
         labels=("teacher_topk.values",),
         dtypes=LOSS_DTYPE_BYTES.keys(),
@@ -255,9 +264,9 @@ def _call(op: str, given: Mapping[str, Any]) -> Any:
     total = math.prod(shape)
     taught = _model(given, "teacher", size)
     models = _model(given, "student", size), taught if options.teacher_grad else jax.tree.map(lax.stop_gradient, taught)
-    no_labels = jnp.zeros(total, jnp.int32)
+    no_target = jnp.zeros(total, jnp.int32)
     constants = _Constants(
-        no_labels if labels is None else plain_labels(labels, size, options.ignore_index).reshape(-1),
+        no_target if target is None else plain_labels(target, size, options.ignore_index).reshape(-1),
         None if topk is None else plain_labels(_flat(topk.indices), size, -1),
         None if topk is None else lax.stop_gradient(jnp.asarray(_flat(topk.values), dtype)),
         per_token_constant(given["token_weight"], dtype),
@@ -269,7 +278,7 @@ def _call(op: str, given: Mapping[str, Any]) -> Any:
     _plan(static, _none(models), False, models, constants)  # a budget that is too small shows here
     if total == 0:
         return jnp.zeros(shape if options.reduction == "none" else (), dtype)
-    made = _op(static, models, constants)
+    made: jax.Array = _op(static, models, constants)
     return made.reshape(shape) if options.reduction == "none" else made
 
 
@@ -333,7 +342,7 @@ def _walk(
     given = [(_source(static, x), need) for x, need in zip(models, needs, strict=True) if x is not None]
     sources = [x for x, _ in given]
     total = sources[0].accumulator
-    reduction = Reduction.of(tokens, labels, constants.token_weight, constants.normalizer, mean, total)
+    reduction = Reduced.of(tokens, labels, constants.token_weight, constants.normalizer, mean, total)
     row_scale = reduction.row_scale(jnp.ones(()) if grad_loss is None else grad_loss, tokens)
 
     def step(start: jax.Array, own: jax.Array, teacher: Any = None) -> tuple[jax.Array, list[Any]]:
@@ -349,7 +358,8 @@ def _walk(
         if constants.indices is not None and constants.values is not None:
             ids, values = take(constants.indices), take(constants.values)
             values = jnp.where(ids < 0, jnp.nan, values)
-            teacher = TopK(jnp.maximum(ids, 0), values, static.topk_kind, static.topk_rest)
+            words: Any = (static.topk_kind, static.topk_rest)
+            teacher = TopK(jnp.maximum(ids, 0), values, *words)
         value, *gradients = divergence.rows(_ARRAYS, static.options, own, teacher, jnp.maximum(label, 0))
         return jnp.where(there, value, 0), [scaled(g) for g in gradients]
 

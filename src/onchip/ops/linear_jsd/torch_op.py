@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.frontend.options import Reduction, ScratchBytes, one_target
 from onchip.frontend.topk import TopK
 from onchip.frontend.torch_autograd import is_plain_one, scale_stash
 from onchip.frontend.torch_inputs import (
@@ -23,6 +24,7 @@ from onchip.frontend.torch_inputs import (
     require_tensors,
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_jsd import memory, triton_op
 from onchip.ops.linear_jsd.spec import LOGITS_OP, OP, PARTS, Options, check_shapes, named_arrays
 from onchip.ops.linear_jsd.torch_call import PARAMETERS, Call, Model
@@ -42,20 +44,21 @@ def linear_jsd(
     temperature: float = 1.0,
     temperature_squared: bool = False,
     target: Tensor | None = None,  # [...]
+    labels: Tensor | None = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
     student_bias: Tensor | None = None,  # [V]
     teacher_bias: Tensor | None = None,  # [V]
     teacher_logits: Tensor | None = None,  # [..., V]
-    teacher_topk: TopK | None = None,
+    teacher_topk: TopK[Tensor] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between a student's and a teacher's next-token distributions.
 
@@ -81,6 +84,7 @@ def linear_jsd(
         temperature: above 0: divides both models' logits.
         temperature_squared: multiply the divergence by temperature**2, which keeps its gradients' size.
         target: [...] of any integer dtype: `ignore_index` takes a token out; otherwise the label in [0, V).
+        labels: another name of target.
         ignore_index, token_weight, reduction, normalizer, check_inputs: as of `linear_cross_entropy`.
         student_bias, teacher_bias: [V] of their weights' dtypes.  -inf takes an entry out of that distribution.
         teacher_logits: [..., V] float32, bfloat16, float16 or float64, instead of teacher_hidden and teacher_weight.
@@ -134,7 +138,7 @@ def linear_jsd(
         beta=beta,
         temperature=temperature,
         temperature_squared=temperature_squared,
-        target=target,
+        target=one_target(OP, target, labels, needed=False)[1],
         ignore_index=ignore_index,
         token_weight=token_weight,
         reduction=reduction,
@@ -160,17 +164,18 @@ def jsd(
     temperature: float = 1.0,
     temperature_squared: bool = False,
     target: Tensor | None = None,  # [...]
+    labels: Tensor | None = None,  # another name of target
     ignore_index: int = -100,
     token_weight: Tensor | None = None,  # [...]
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     normalizer: float | Tensor | None = None,
-    teacher_topk: TopK | None = None,
+    teacher_topk: TopK[Tensor] | None = None,
     hard_weight: float = 0.0,
     vocab: int | None = None,
     teacher_grad: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     r"""Generalised Jensen-Shannon divergence between two models' existing logits.
 
@@ -206,7 +211,7 @@ def jsd(
         beta=beta,
         temperature=temperature,
         temperature_squared=temperature_squared,
-        target=target,
+        target=one_target(LOGITS_OP, target, labels, needed=False)[1],
         ignore_index=ignore_index,
         token_weight=token_weight,
         reduction=reduction,

@@ -99,7 +99,7 @@ class _Linear:
         self.sums.add(values, values.to(self.operand), self.rows, start, stop, 0, weight)
 
 
-def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK:
+def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK[Tensor]:
     """Those of the computed tokens [start, stop); NaN where an index is out of range: on the CPU that has raised."""
     assert call.indices is not None
     assert call.values is not None
@@ -110,7 +110,8 @@ def _topk_rows(call: Call, tokens: Tokens, start: int, stop: int) -> TopK:
     ids = ids.to(torch.int64)
     bad = (ids < 0) | (ids >= call.size)
     values = values.to(tokens.dtype).masked_fill(bad, math.nan)
-    return TopK(ids.masked_fill(bad, 0), values, call.topk_kind, call.topk_rest)
+    words: Any = (call.topk_kind, call.topk_rest)
+    return TopK(ids.masked_fill(bad, 0), values, *words)
 
 
 def _cross_entropy(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ over the logits are those of `onchip.vocab.xla.walk`, the maths is in the packag
 """
 
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,10 @@ from onchip.frontend.jax_inputs import (
     plain_labels,
     platform,
 )
-from onchip.frontend.options import shapes_of
+from onchip.frontend.jax_types import Array, Number, WeightLayout
+from onchip.frontend.options import ScratchBytes, shapes_of
 from onchip.ops.linear_log_probs import spec
-from onchip.ops.linear_log_probs.spec import OP, LogProbs, Options
+from onchip.ops.linear_log_probs.spec import OP, Options, Outputs
 from onchip.vocab.xla import memory, walk
 from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import (
@@ -40,29 +41,122 @@ from onchip.vocab.xla.tiles import (
     shares,
 )
 
-Array = jax.Array
 BACKENDS = ("xla",)
+Backend = Literal["auto", "xla"]
 
 
+class LogProbs(NamedTuple):
+    """What `linear_log_probs` and `log_probs` return if more than log_prob was asked for.
+
+    What wasn't asked for is None, whatever its type here.
+    """
+
+    log_prob: jax.Array
+    """[...] or [..., K] float32, of float64 inputs float64, as are the others: log-probability of each id; 0 for
+    ignored ones."""
+    entropy: jax.Array
+    """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
+    lse: jax.Array
+    """[...]: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
+    top1: jax.Array
+    """[...] int32: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
+    tokens."""
+    mean_logits: jax.Array
+    """[...]: mean of the final logits over the vocabulary, -inf where one of them is; 0 for such tokens."""
+    log_sum_sq_probs: jax.Array
+    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for such tokens."""
+
+
+class Keywords(TypedDict, total=False):
+    """What both ops take by keyword beside what they are asked for."""
+
+    ignore_index: int
+    softcap: Number | None
+    logit_scale: Number
+    temperature: Number
+    scratch_bytes: ScratchBytes
+    backend: Backend
+
+
+class JustLogProb(Keywords, total=False):
+    """Nothing else is asked for."""
+
+    entropy: Literal[False]
+    lse: Literal[False]
+    top1: Literal[False]
+    mean_logits: Literal[False]
+    log_sum_sq_probs: Literal[False]
+
+
+class More(Keywords, total=False):
+    """Something else is asked for."""
+
+    entropy: Literal[True]
+    lse: Literal[True]
+    top1: Literal[True]
+    mean_logits: Literal[True]
+    log_sum_sq_probs: Literal[True]
+
+
+class Either(Keywords, total=False):
+    """Whether something else is asked for, the types don't know."""
+
+    entropy: bool
+    lse: bool
+    top1: bool
+    mean_logits: bool
+    log_sum_sq_probs: bool
+
+
+@overload
 def linear_log_probs(
-    hidden: Any,  # [..., H]
-    weight: Any,  # [V, H], or [H, V] with weight_layout="hv"
-    ids: Any,  # [...] or [..., K]
-    bias: Any = None,  # [V]
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    bias: Array | None = None,
     *,
-    weight_layout: str = "vh",
+    weight_layout: WeightLayout = "vh",
+    **options: Unpack[JustLogProb],
+) -> jax.Array: ...
+@overload
+def linear_log_probs(
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    bias: Array | None = None,
+    *,
+    weight_layout: WeightLayout = "vh",
+    **options: Unpack[More],
+) -> LogProbs: ...
+@overload
+def linear_log_probs(
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    bias: Array | None = None,
+    *,
+    weight_layout: WeightLayout = "vh",
+    **options: Unpack[Either],
+) -> jax.Array | LogProbs: ...
+def linear_log_probs(
+    hidden: Array,  # [..., H]
+    weight: Array,  # [V, H], or [H, V] with weight_layout="hv"
+    ids: Array,  # [...] or [..., K]
+    bias: Array | None = None,  # [V]
+    *,
+    weight_layout: WeightLayout = "vh",
     ignore_index: int = -100,
-    softcap: Any = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
     entropy: bool = False,
     lse: bool = False,
     top1: bool = False,
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array | LogProbs:
     r"""Log-probabilities of given ids under a linear layer's softmax, without storing the [tokens, vocab] logits.
 
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
@@ -140,19 +234,21 @@ def linear_log_probs(
     return returned(options, outputs, ids.shape, shape)
 
 
-def returned(options: Options, outputs: LogProbs, of_ids: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+def returned(
+    options: Options, outputs: Outputs, of_ids: tuple[int, ...], shape: tuple[int, ...]
+) -> jax.Array | LogProbs:
     """What a public function returns, for ids and tokens of these shapes."""
-    log_prob = outputs.log_prob.reshape(of_ids)
+    log_prob: jax.Array = outputs.log_prob.reshape(of_ids)
     asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):
         return log_prob
-    more = (x.reshape(shape) if wanted else None for x, wanted in zip(outputs[1:], asked, strict=True))
+    more: Any = (x.reshape(shape) if wanted else None for x, wanted in zip(outputs[1:], asked, strict=True))
     return LogProbs(log_prob, *more)
 
 
 def _forward(
-    static: Static, needs: Projection, projection: Projection, constants: tuple[Array, Transform]
-) -> tuple[LogProbs, Planned | None]:
+    static: Static, needs: Projection, projection: Projection, constants: tuple[jax.Array, Transform]
+) -> tuple[Outputs, Planned | None]:
     (ids, transform), options = constants, static.options
     more = options.mean_logits + options.log_sum_sq_probs
     asked = {"ids": ids.shape[1], "stats": options.entropy, "more_stats": more}
@@ -164,7 +260,7 @@ def _forward(
     return outputs_of(stats, tokens), Planned((call, known_of(stats)), plan) if problem.any_grad else None
 
 
-def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogProbs) -> Projection:
+def _backward(static: Static, needs: Projection, saved: Planned, upstream: Outputs) -> Projection:
     call, stats = saved.arrays
     gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream)
     return walk.gradients(saved.plan, needs, call, stats, gradient)
@@ -173,22 +269,22 @@ def _backward(static: Static, needs: Projection, saved: Planned, upstream: LogPr
 _op = with_gradients(OP, _forward, _backward)
 
 
-def of_no_tokens(dtype: Any) -> LogProbs:
+def of_no_tokens(dtype: Any) -> Outputs:
     none = jnp.zeros(0, dtype)
-    return LogProbs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
+    return Outputs(none, none, none, jnp.zeros(0, jnp.int32), none, none)
 
 
 def wanted_of(options: Options) -> Wanted:
     return Wanted(options.entropy, options.top1, options.mean_logits, options.log_sum_sq_probs)
 
 
-def outputs_of(stats: TokenStats, tokens: Tokens) -> LogProbs:
+def outputs_of(stats: TokenStats, tokens: Tokens) -> Outputs:
     """By token, of statistics by row."""
 
-    def spread(x: Array | None) -> Array | None:
+    def spread(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else tokens.spread(x)
 
-    return LogProbs(
+    return Outputs(
         spread(stats.log_prob),
         spread(stats.entropy),
         spread(stats.lse),
@@ -203,11 +299,11 @@ def known_of(stats: TokenStats) -> TokenStats:
     return TokenStats(stats.lse, stats.log_prob, stats.entropy, stats.mean)
 
 
-def gradient_by_outputs(tokens: Tokens, ids: Array, stats: TokenStats, upstream: LogProbs) -> TokenGradient:
+def gradient_by_outputs(tokens: Tokens, ids: jax.Array, stats: TokenStats, upstream: Outputs) -> TokenGradient:
     """The gradient by each token's logits; None in `upstream` is zero."""
     dtype = stats.lse.dtype
 
-    def rows(grad: Any) -> Array | None:
+    def rows(grad: Any) -> jax.Array | None:
         return None if grad is None else tokens.take(grad.astype(dtype), 0)
 
     g, g_entropy, g_lse = map(rows, (upstream.log_prob, upstream.entropy, upstream.lse))

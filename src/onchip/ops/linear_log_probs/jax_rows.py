@@ -5,7 +5,7 @@ and gradient of a chunk are those of linear_log_probs; the maths is in the packa
 """
 
 import math
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,16 @@ from onchip.frontend.jax_inputs import (
     plain_labels,
     platform,
 )
-from onchip.frontend.options import shapes_of
+from onchip.frontend.jax_types import Array, Number
+from onchip.frontend.options import ScratchBytes, shapes_of
 from onchip.ops.linear_log_probs import spec
 from onchip.ops.linear_log_probs.jax_op import (
     BACKENDS,
+    Backend,
+    Either,
+    JustLogProb,
+    LogProbs,
+    More,
     gradient_by_outputs,
     known_of,
     of_no_tokens,
@@ -32,32 +38,36 @@ from onchip.ops.linear_log_probs.jax_op import (
     returned,
     wanted_of,
 )
-from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions, LogProbs
+from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions, Outputs
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.xla.loss import Call
 from onchip.vocab.xla.tiles import Columns, Logits, Transform, cut_rows, logits_gradient, select_tokens
 from onchip.vocab.xla.walk import by_rows, statistics
 
-Array = jax.Array
 
-
+@overload
+def log_probs(logits: Array, ids: Array, **options: Unpack[JustLogProb]) -> jax.Array: ...
+@overload
+def log_probs(logits: Array, ids: Array, **options: Unpack[More]) -> LogProbs: ...
+@overload
+def log_probs(logits: Array, ids: Array, **options: Unpack[Either]) -> jax.Array | LogProbs: ...
 def log_probs(
-    logits: Any,  # [..., V]
-    ids: Any,  # [...] or [..., K]
+    logits: Array,  # [..., V]
+    ids: Array,  # [...] or [..., K]
     *,
     ignore_index: int = -100,
-    softcap: Any = None,
-    logit_scale: Any = 1.0,
-    temperature: Any = 1.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    temperature: Number = 1.0,
     entropy: bool = False,
     lse: bool = False,
     top1: bool = False,
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> jax.Array | LogProbs:
     """Log-probabilities of given ids under the softmax of logits that exist already, in little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and
@@ -120,8 +130,8 @@ def log_probs(
 
 
 def _forward(
-    static: Static, needs: bool, logits: Array, constants: tuple[Array, Transform]
-) -> tuple[LogProbs, Planned | None]:
+    static: Static, needs: bool, logits: jax.Array, constants: tuple[jax.Array, Transform]
+) -> tuple[Outputs, Planned | None]:
     (ids, transform), options = constants, static.options
     problem = row_memory.Problem(
         tokens=len(logits),
@@ -145,13 +155,13 @@ def _forward(
     return outputs_of(stats, tokens), saved if needs else None
 
 
-def _backward(static: Static, needs: bool, saved: Planned, upstream: LogProbs) -> Array:
+def _backward(static: Static, needs: bool, saved: Planned, upstream: Outputs) -> Array:
     """The gradient of the logits [T, V] in their dtype."""
     (logits, call, stats), chunk = saved.arrays, saved.plan
     source = Logits.of(logits)
     gradient = gradient_by_outputs(call.tokens, call.ids, stats, upstream).times(call.transform.factor())
 
-    def step(start: Any, z: Array) -> tuple[tuple[()], list[Array]]:
+    def step(start: Any, z: jax.Array) -> tuple[tuple[()], list[jax.Array]]:
         known, of_chunk, ids = cut_rows((stats, gradient, call.ids), start, chunk)
         z, slope = call.transform.of_chunk(start, chunk).apply(z)
         return (), [logits_gradient(z, slope, known, of_chunk, ids, Columns(0, source.vocab))]

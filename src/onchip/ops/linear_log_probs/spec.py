@@ -41,23 +41,15 @@ class LogitsOptions(Options):
         check_options(LOGITS_OP, self)
 
 
-class LogProbs(NamedTuple):
-    """What `linear_log_probs` and `log_probs` return if more than log_prob was asked for; None is what wasn't."""
+class Outputs(NamedTuple):
+    """What is computed of each id and token; None is what wasn't asked for."""
 
     log_prob: Any
-    """[...] or [..., K] float32, of float64 inputs float64, as are the others: log-probability of each id; 0 for
-    ignored ones."""
     entropy: Any
-    """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
     lse: Any
-    """[...]: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
     top1: Any
-    """[...] int64, in JAX int32: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
-    tokens."""
     mean_logits: Any
-    """[...]: mean of the final logits over the vocabulary, -inf where one of them is; 0 for such tokens."""
     log_sum_sq_probs: Any
-    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for such tokens."""
 
 
 def check_shapes(shapes: Shapes, layout: str | None = None) -> None:

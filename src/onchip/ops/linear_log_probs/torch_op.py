@@ -6,12 +6,12 @@ few numbers per token.  Backward walks over the logits again.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
     check_tensors,
     choose_torch_backend,
@@ -21,8 +21,9 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import spec, triton_op
-from onchip.ops.linear_log_probs.spec import OP, LogProbs, Options
+from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
 from onchip.vocab.torch import walk
@@ -34,6 +35,82 @@ from onchip.vocab.triton import setup
 BACKENDS = ("triton", "torch")  # "auto" takes the first that can run
 
 
+class LogProbs(NamedTuple):
+    """What `linear_log_probs` and `log_probs` return if more than log_prob was asked for.
+
+    What wasn't asked for is None, whatever its type here.
+    """
+
+    log_prob: Tensor
+    """[...] or [..., K] float32, of float64 inputs float64, as are the others: log-probability of each id; 0 for
+    ignored ones."""
+    entropy: Tensor
+    """[...]: entropy of the softmax, in nats; 0 for tokens whose ids are all ignored.  Differentiable."""
+    lse: Tensor
+    """[...]: log-sum-exp of the final logits; 0 for such tokens.  Differentiable."""
+    top1: Tensor
+    """[...] int64: the vocabulary index of the largest logit (the first one, where they tie); -1 for such
+    tokens."""
+    mean_logits: Tensor
+    """[...]: mean of the final logits over the vocabulary, -inf where one of them is; 0 for such tokens."""
+    log_sum_sq_probs: Tensor
+    """[...]: log(sum(p**2)) of the softmax p, at most 0; 0 for such tokens."""
+
+
+class Keywords(TypedDict, total=False):
+    """What both ops take by keyword beside what they are asked for."""
+
+    ignore_index: int
+    softcap: float | None
+    logit_scale: float
+    temperature: float | Tensor
+    scratch_bytes: ScratchBytes
+    backend: Backend
+    check_inputs: bool
+
+
+class JustLogProb(Keywords, total=False):
+    """Nothing else is asked for."""
+
+    entropy: Literal[False]
+    lse: Literal[False]
+    top1: Literal[False]
+    mean_logits: Literal[False]
+    log_sum_sq_probs: Literal[False]
+
+
+class More(Keywords, total=False):
+    """Something else is asked for."""
+
+    entropy: Literal[True]
+    lse: Literal[True]
+    top1: Literal[True]
+    mean_logits: Literal[True]
+    log_sum_sq_probs: Literal[True]
+
+
+class Either(Keywords, total=False):
+    """Whether something else is asked for, the types don't know."""
+
+    entropy: bool
+    lse: bool
+    top1: bool
+    mean_logits: bool
+    log_sum_sq_probs: bool
+
+
+@overload
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[JustLogProb]
+) -> Tensor: ...
+@overload
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[More]
+) -> LogProbs: ...
+@overload
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[Either]
+) -> Tensor | LogProbs: ...
 def linear_log_probs(
     hidden: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
@@ -50,9 +127,9 @@ def linear_log_probs(
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> Tensor | LogProbs:
     r"""Log-probabilities of given ids under a linear layer's softmax, without storing the [tokens, vocab] logits.
 
     With a = (hidden @ weight.T + bias) * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap
@@ -151,12 +228,13 @@ def linear_log_probs(
     return returned(options, operator(call).out)
 
 
-def returned(options: Options, made: Outputs) -> Any:
+def returned(options: Options, made: Outputs) -> Tensor | LogProbs:
     """What a public function returns."""
     asked = (options.entropy, options.lse, options.top1, options.mean_logits, options.log_sum_sq_probs)
     if not any(asked):
         return made.log_prob
-    return LogProbs(made.log_prob, *(x if wanted else None for x, wanted in zip(made[1:], asked, strict=True)))
+    more: Any = (x if wanted else None for x, wanted in zip(made[1:], asked, strict=True))
+    return LogProbs(made.log_prob, *more)
 
 
 # ------------------------------------------------------------------------------------------------- registered operator

@@ -4,18 +4,28 @@ The operator is that of triton_rows.py, or `_forward` here, which walks over the
 (`onchip.vocab.rows.torch`) and keeps a few numbers per token.  `_gradients` walks over them again into a new tensor.
 """
 
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import scratch_in_bytes, shapes_of
+from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import check_tensors, choose_torch_backend, temperature_tensor
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import spec, triton_rows
 from onchip.ops.linear_log_probs.rows_call import Kept, RowsCall
 from onchip.ops.linear_log_probs.spec import LOGITS_OP, LogitsOptions
-from onchip.ops.linear_log_probs.torch_op import TorchOutputs, asked_by, gradient_by_outputs, returned
+from onchip.ops.linear_log_probs.torch_op import (
+    Either,
+    JustLogProb,
+    LogProbs,
+    More,
+    TorchOutputs,
+    asked_by,
+    gradient_by_outputs,
+    returned,
+)
 from onchip.vocab.chunks import Config
 from onchip.vocab.rows import memory as row_memory
 from onchip.vocab.rows import torch as torch_rows
@@ -27,6 +37,12 @@ from onchip.vocab.torch.tiles import Ids
 BACKENDS = ("triton", "torch")
 
 
+@overload
+def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[JustLogProb]) -> Tensor: ...
+@overload
+def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[More]) -> LogProbs: ...
+@overload
+def log_probs(logits: Tensor, ids: Tensor, **options: Unpack[Either]) -> Tensor | LogProbs: ...
 def log_probs(
     logits: Tensor,  # [..., V]
     ids: Tensor,  # [...] or [..., K]
@@ -41,9 +57,9 @@ def log_probs(
     mean_logits: bool = False,
     log_sum_sq_probs: bool = False,
     check_inputs: bool = False,
-    scratch_bytes: int | float | str | None = None,
-    backend: str = "auto",
-) -> Any:
+    scratch_bytes: ScratchBytes = None,
+    backend: Backend = "auto",
+) -> Tensor | LogProbs:
     """Log-probabilities of given ids under the softmax of logits that exist already, in little memory beside them.
 
     With a = logits * logit_scale, z = softcap * tanh(a / softcap) / temperature (without softcap a / temperature) and

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.frontend.options import LossStats
 from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_types import LossStats
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
 from onchip.vocab.torch.tiles import ClassWeights, Ids, Tokens
 
@@ -124,7 +124,8 @@ class Outputs(NamedTuple):
 
     def stats(self) -> LossStats:
         """What the caller gets with return_stats."""
-        return LossStats(*self[1:], target_logit=self.log_prob + self.lse)
+        made: Any = (*self[1:], self.log_prob + self.lse)  # none of it is None then
+        return LossStats(*made)
 
 
 def scaled_rows(tokens: Tokens, options: Any, upstream: Tensor, operand: torch.dtype) -> tuple[Tensor, Tensor | None]:

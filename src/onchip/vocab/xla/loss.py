@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from onchip.frontend.jax_call import IGNORED, OUT_OF_RANGE
 from onchip.frontend.jax_inputs import as_constant, per_token_constant, plain_labels
-from onchip.frontend.options import LossStats
+from onchip.frontend.jax_types import LossStats, WithStats
 from onchip.vocab.xla.tiles import TokenGradient, Tokens, TokenStats, Transform, Wanted, float16_scale
 
 Array = jax.Array
@@ -120,7 +120,7 @@ class Outputs(NamedTuple):
         stats = LossStats(none, none, none, jnp.zeros(0, bool), jnp.zeros(0, jnp.int32), none)
         return Outputs(loss, stats if return_stats else None)
 
-    def shaped(self, shape: tuple[int, ...]) -> Any:
+    def shaped(self, shape: tuple[int, ...]) -> Array | WithStats:
         """What a public function returns, for labels of this shape: the loss, or with its statistics."""
         loss = self.loss.reshape(shape) if self.loss.ndim else self.loss
         if self.stats is None:

@@ -1,0 +1,51 @@
+"""Types of JAX's public functions."""
+
+from typing import Literal, NamedTuple, TypedDict
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from onchip.frontend.options import Reduction, ScratchBytes
+
+Array = jax.Array | npt.NDArray[np.generic]
+"""What a function takes as an array."""
+Number = float | Array | np.generic
+"""A number: Python's or NumPy's, or a 0-d array."""
+WeightLayout = Literal["vh", "hv"]
+
+
+class LossStats(NamedTuple):
+    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
+
+    lse: jax.Array
+    """[...] of the loss's dtype: log-sum-exp of the final logits."""
+    log_prob: jax.Array
+    """[...] of the loss's dtype: log-probability of the target."""
+    entropy: jax.Array
+    """[...] of the loss's dtype: entropy of the softmax, in nats."""
+    correct: jax.Array
+    """[...] bool: whether the target is the argmax."""
+    argmax: jax.Array
+    """[...] int32: the vocabulary index of the largest logit (the first one, where logits tie)."""
+    target_logit: jax.Array
+    """[...] of the loss's dtype: the target's final logit, log_prob + lse."""
+
+
+WithStats = tuple[jax.Array, LossStats]
+
+
+class LossKeywords(TypedDict, total=False):
+    """What every cross-entropy takes by keyword, but for return_stats."""
+
+    ignore_index: int
+    reduction: Reduction
+    normalizer: Number | None
+    token_weight: Array | None
+    class_weight: Array | None
+    label_smoothing: Number
+    z_loss: Number
+    softcap: Number | None
+    logit_scale: Number
+    temperature: Number
+    scratch_bytes: ScratchBytes

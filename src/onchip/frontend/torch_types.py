@@ -1,0 +1,54 @@
+"""Types of PyTorch's public functions."""
+
+from typing import Literal, NamedTuple, TypedDict
+
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from onchip.frontend.options import Reduction, ScratchBytes
+
+Backend = Literal["auto", "triton", "torch"]
+
+
+class LossStats(NamedTuple):
+    """Per-token statistics of a cross-entropy, without gradients; ignored tokens hold 0 (False, in argmax -1)."""
+
+    lse: Tensor
+    """[...] of the loss's dtype: log-sum-exp of the final logits."""
+    log_prob: Tensor
+    """[...] of the loss's dtype: log-probability of the target."""
+    entropy: Tensor
+    """[...] of the loss's dtype: entropy of the softmax, in nats."""
+    correct: Tensor
+    """[...] bool: whether the target is the argmax."""
+    argmax: Tensor
+    """[...] int64: the vocabulary index of the largest logit (the first one, where logits tie)."""
+    target_logit: Tensor
+    """[...] of the loss's dtype: the target's final logit, log_prob + lse."""
+
+
+WithStats = tuple[Tensor, LossStats]
+Result = TypeVar("Result", default=Tensor)
+"""What a module of a loss returns: the loss, or with return_stats the loss and its statistics."""
+
+
+class OfToken(TypedDict, total=False):
+    """What a call of a cross-entropy takes and its module doesn't."""
+
+    token_weight: Tensor | None
+    class_weight: Tensor | None
+
+
+class LossKeywords(TypedDict, total=False):
+    """What every cross-entropy and its module take by keyword, but for return_stats."""
+
+    ignore_index: int
+    reduction: Reduction
+    normalizer: float | Tensor | None
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    check_inputs: bool
+    scratch_bytes: ScratchBytes
+    backend: Backend
