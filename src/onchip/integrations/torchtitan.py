@@ -181,7 +181,7 @@ class TitanFp8Linear(Fp8Linear, Module):  # type: ignore[misc]
         backend: str = "auto"
 
     def __init__(self, config: Config) -> None:
-        # Words that `Fp8Linear` checks: torchtitan's command line takes no Literal of a config.
+        # `Fp8Linear` checks the words.
         options: Any = {"grad_dtype": config.grad_dtype, "scale": config.scale, "backend": config.backend}
         super().__init__(config.in_features, config.out_features, bias=config.bias, **options)
 
