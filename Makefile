@@ -6,7 +6,7 @@ INSTALL := pyproject.toml constraints.txt tools/install.sh
 # The Python that runs the GPU tests and benchmarks: set it where an environment with CUDA exists already.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test check check-examples test-gpu test-browser bench docs clean
+.PHONY: demo test test-all check check-examples test-gpu test-browser bench docs clean
 
 demo: $(VENV)/.for-demo
 	$(BIN)/onchip demo --out build/demo
@@ -15,6 +15,10 @@ demo: $(VENV)/.for-demo
 # One thread each: workers whose threads wait for each other on the same cores took up to 10 times as long.
 test: $(VENV)/.for-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# With the variants that `make test` leaves out: some five minutes more.
+test-all: $(VENV)/.for-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu and not browser' -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.for-dev
 	$(BIN)/ruff check .

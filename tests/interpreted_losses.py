@@ -41,6 +41,8 @@ CHECKS = {f"{check.__name__}-{name}": partial(check, loss)
 CHECKS |= {name: f for name, f in every_loss.CHECKS.items()
            if name.startswith(("ignored_tokens", "inputs_left_alone", "retained_graph", "schema_is_true"))
            and not name.startswith("ignored_tokens-linear_jsd-none")}  # fmt: skip
+# All of these run for 'torch' on the CPU, and for the kernels on a GPU.
+SLOW = frozenset(CHECKS)
 check = registering(CHECKS)
 
 

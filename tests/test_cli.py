@@ -254,6 +254,7 @@ def test_check_of_a_sample_in_both_frameworks(few_cases):
     assert {r["quantity"] for r in document["rows"]} >= QUANTITIES
 
 
+@pytest.mark.slow
 def test_check_of_all_dtypes_and_strategies(few_cases):
     document = run_json("check", "linear_cross_entropy", "--full", "--framework", "torch", "--device", "cpu")
     assert document["ok"]

@@ -16,20 +16,28 @@ SCRIPTS = {"losses": interpreted_losses} | {script: __import__(script) for scrip
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the checks of a script said, run when the first of them is asked for."""
+    """What the checks of a script said, the slow ones or the others, run when the first of them is asked for."""
     known = {}
 
-    def of(name):
-        if name not in known:
+    def of(name, slow):
+        if (name, slow) not in known:
             script = SCRIPTS[name]
-            known[name] = run_all(script.__file__, list(script.CHECKS), tmp_path_factory.mktemp(name))
-        return known[name]
+            names = [x for x in script.CHECKS if (x in getattr(script, "SLOW", ())) == slow]
+            known[name, slow] = run_all(script.__file__, names, tmp_path_factory.mktemp(name))
+        return known[name, slow]
 
     return of
 
 
-@pytest.mark.parametrize(("script", "name"), [(s, name) for s, script in SCRIPTS.items() for name in script.CHECKS])
-def test_interpreted(script, name, outcomes):
-    said, errors = outcomes(script)
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        pytest.param(s, name, marks=[pytest.mark.slow] if name in getattr(script, "SLOW", ()) else [])
+        for s, script in SCRIPTS.items()
+        for name in script.CHECKS
+    ],
+)
+def test_interpreted(script, name, outcomes, request):
+    said, errors = outcomes(script, bool(request.node.get_closest_marker("slow")))
     assert name in said, f"its process ended before it: {errors}"
     assert not said[name], said[name]

@@ -75,9 +75,10 @@ OPS = {
         ((2, 12, 16), (70, 16), (2, 12, 24), (70, 24)), jsd_op._op.jitted,
     ),
 }  # fmt: skip
-every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 # One with logits that exist and two with products: what a test is of stands in the adapter that all ops share.
-few_ops = pytest.mark.parametrize("op", [OPS[x] for x in FEW], ids=FEW)
+every_op = pytest.mark.parametrize(
+    "op", [pytest.param(op, id=x, marks=[] if x in FEW else [pytest.mark.slow]) for x, op in OPS.items()]
+)
 
 
 def problem(op, tokens=12):
@@ -125,7 +126,7 @@ def test_vmap(op, order):
     assert_same(run(op.loss), run(op.plain))
 
 
-@few_ops
+@every_op
 def test_scan(op):
     parameters, labels = problem(op)
     axes = per_example(op)
@@ -160,7 +161,7 @@ def test_upstream_gradients_per_token(op):
         assert_same(got, expected[: len(arguments)])
 
 
-@few_ops
+@every_op
 def test_integer_labels_get_float0_and_constants_zero(op):
     parameters, labels = problem(op)
     last = len(parameters)
@@ -213,7 +214,7 @@ def test_forward_mode_of_fp8_linear_raises():
         jax.jvp(lambda x: fp8_linear(x, w), (x,), (x,))
 
 
-@few_ops
+@every_op
 def test_64_bit_mode_changes_nothing_and_bits_are_the_same(op):
     parameters, labels = problem(op)
     run = gradients(op.loss, op)
@@ -249,7 +250,7 @@ def test_nothing_leaks_from_ignored_tokens(op):
         assert_same(got, expected)
 
 
-@few_ops
+@every_op
 def test_no_tokens_and_all_ignored(op):
     for tokens in (0, 12):
         parameters, labels = problem(op, tokens)

@@ -509,6 +509,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_of_linear_cross_entropy_is_right_under_the_interpreter() -> None:
     paths = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}

@@ -90,6 +90,7 @@ def test_a_change_that_nothing_counts(change):
         assert_equal(made, right)
 
 
+@pytest.mark.slow
 def test_compiled():
     """Inductor gives one buffer after the other the same memory, and the same tensor in Python; and what a compiled
     function updates has the version of after the update from its start.

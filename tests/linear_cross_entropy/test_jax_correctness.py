@@ -44,6 +44,7 @@ def test_check_cases(case, strategy):
 
 
 # Compiling takes nearly all of the time: `onchip check` runs all combinations.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "dtype"),
     [

@@ -246,6 +246,7 @@ def test_products(vocab_major, interpreter):
     assert relative(gradient, values.T @ s.rows64) < 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_major", [False], ids=["HV"])
 def test_gradient_again(vocab_major, interpreter):
     """With bias, softcap, and label smoothing's part; half of the tokens' weight gradient is from kept exponentials."""

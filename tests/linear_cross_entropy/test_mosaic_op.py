@@ -50,7 +50,9 @@ def written_in_place(text):
     return text.count("output_operand_alias<")
 
 
-@pytest.mark.parametrize(("model", "layout"), [("llama3.1-8b", "vh"), ("gpt-oss-120b", "hv")])
+@pytest.mark.parametrize(
+    ("model", "layout"), [("llama3.1-8b", "vh"), pytest.param("gpt-oss-120b", "hv", marks=pytest.mark.slow)]
+)
 def test_models_lower_and_nothing_is_copied(model, layout, as_on_hopper):
     text = lowered(4096, *MODELS[model], layout=layout)
     more = model == "gpt-oss-120b"  # tokens than H
@@ -72,6 +74,7 @@ def test_models_lower_and_nothing_is_copied(model, layout, as_on_hopper):
     assert "stablehlo.copy" not in text
 
 
+@pytest.mark.slow
 def test_exponentials_in_scratch_lower(as_on_hopper, monkeypatch):
     c = mosaic_spec.MosaicPlan(
         "stash", 1000, kept_in_gradient=256, chunk=512, kept_in_scratch=128, halves=True, recompute_chunks=2
