@@ -163,7 +163,12 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize(
-    ("framework", "op"), [*(("torch", op) for op in SMALL), ("jax", "linear_cross_entropy"), ("jax", "linear_jsd")]
+    ("framework", "op"),
+    [
+        *(("torch", op) for op in SMALL),
+        ("jax", "linear_cross_entropy"),
+        pytest.param("jax", "linear_jsd", marks=pytest.mark.slow),
+    ],
 )
 def test_the_reference_is_the_oracle_and_finds_a_wrong_gradient(framework, op, monkeypatch):
     target = benchmark_of(op, framework)

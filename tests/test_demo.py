@@ -326,6 +326,7 @@ def test_page_escapes_the_sample(tiny_run):
     assert "<script>" not in report.html_page(document)
 
 
+@pytest.mark.slow
 def test_same_seed_same_run(tiny_runs, tmp_path, monkeypatch):
     make_short(monkeypatch)
     document = tiny_runs("torch")[0]
@@ -381,7 +382,9 @@ def test_wrong_options_raise_before_any_work(option, value, message, tmp_path):
     assert not out.exists()
 
 
-@pytest.mark.parametrize(("framework", "other"), [("torch", "jax"), ("jax", "torch")])
+@pytest.mark.parametrize(
+    ("framework", "other"), [("torch", "jax"), pytest.param("jax", "torch", marks=pytest.mark.slow)]
+)
 def test_one_framework_does_not_load_the_other(framework, other):
     code = f"import sys, onchip.demo.run, onchip.demo.{framework}_train; assert {other!r} not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -42,7 +42,11 @@ OF_IDS = (ops.linear_log_probs, ops.log_probs)
 
 @pytest.mark.parametrize(
     ("op", "options", "jit"),
-    [(op, o, (jax.jit, lambda f: f)[i % 2]) for i, (op, (_, several)) in enumerate(JAX.items()) for o in several],
+    [
+        pytest.param(op, o, (jax.jit, lambda f: f)[i % 2], marks=[pytest.mark.slow] if op in OF_IDS else [])
+        for i, (op, (_, several)) in enumerate(JAX.items())
+        for o in several
+    ],
 )
 def test_jax_differentiated_twice(op, options, jit, monkeypatch):
     if "backend" in options:

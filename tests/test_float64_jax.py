@@ -49,7 +49,9 @@ def assert_near(made, expected):
     assert np.linalg.norm(made - expected) <= 1e-12 * max(1, np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] if i % 2 else []) for i, x in enumerate(NAMES)]
+)
 def test_check_grads(name):
     example, other = examples("labels")[name], examples("target")[name]
     options = {key: as_jax(x) for key, x in example.options.items()}

@@ -76,9 +76,18 @@ OPS = {
     ),
 }  # fmt: skip
 # One with logits that exist and two with products: what a test is of stands in the adapter that all ops share.
-every_op = pytest.mark.parametrize(
-    "op", [pytest.param(op, id=x, marks=[] if x in FEW else [pytest.mark.slow]) for x, op in OPS.items()]
-)
+
+
+def each(ops, *more):
+    """Each of these, by name, and more of its parameters; those beyond a few are slow."""
+    marks = {x: () if x in FEW else (pytest.mark.slow,) for x in ops}
+    return [
+        pytest.param(op, *(values[i % 2] for values in more), id=x, marks=marks[x])
+        for i, (x, op) in enumerate(ops.items())
+    ]
+
+
+every_op = pytest.mark.parametrize("op", each(OPS))
 
 
 def problem(op, tokens=12):
@@ -97,7 +106,7 @@ def gradients(f, op):
     return jax.value_and_grad(f, tuple(range(len(op.parameters))))
 
 
-@pytest.mark.parametrize(("op", "jit"), [(op, i % 2 == 0) for i, op in enumerate(OPS.values())])
+@pytest.mark.parametrize(("op", "jit"), each(OPS, (True, False)))
 def test_gradients_also_of_zero_and_numpy(op, jit):
     wrap = (lambda f: jax.jit(jax.checkpoint(f))) if jit else (lambda f: f)
     parameters, labels = problem(op)
@@ -109,9 +118,7 @@ def test_gradients_also_of_zero_and_numpy(op, jit):
     assert_same(op.loss(*given), op.plain(*parameters, labels))
 
 
-@pytest.mark.parametrize(
-    ("op", "order"), [(op, ("vmap of grad", "grad of vmap")[i % 2]) for i, op in enumerate(OPS.values())]
-)
+@pytest.mark.parametrize(("op", "order"), each(OPS, ("vmap of grad", "grad of vmap")))
 def test_vmap(op, order):
     parameters, labels = problem(op)
     labels = labels.at[0, 2:9].set(-100)  # the examples differ in how many tokens count
@@ -145,7 +152,7 @@ def test_scan(op):
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS.values() if op.per_token])
+@pytest.mark.parametrize("op", each({x: op for x, op in OPS.items() if op.per_token}))
 def test_upstream_gradients_per_token(op):
     parameters, labels = problem(op)
     labels = labels.at[0, 0].set(-100)
@@ -176,7 +183,7 @@ def test_integer_labels_get_float0_and_constants_zero(op):
     assert not any(g.any() for g in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS.values() if op.constants])
+@pytest.mark.parametrize("op", each({x: op for x, op in OPS.items() if op.constants}))
 def test_a_new_number_does_not_trace_or_compile_again(op):
     parameters, labels = problem(op)
     traces, sizes = 0, set()
@@ -260,7 +267,7 @@ def test_no_tokens_and_all_ignored(op):
         assert not any(x.any() for x in jax.tree.leaves(f(*parameters, jnp.full_like(labels, -100))))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS.values() if op.per_token])
+@pytest.mark.parametrize("op", each({x: op for x, op in OPS.items() if op.per_token}))
 def test_normalizer_makes_accumulated_gradients_those_of_the_whole_batch(op):
     parameters, labels = problem(op)
     labels = labels.at[0, :5].set(-100)

@@ -45,10 +45,10 @@ def _on_the_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("in_scratch", "halves", "together", "layout"),
     [
-        (0, False, 1, "vh"),
+        pytest.param(0, False, 1, "vh", marks=pytest.mark.slow),
         (0, True, 2, "hv"),
         (128, True, 3, "vh"),
-        (384, False, 1, "hv"),
+        pytest.param(384, False, 1, "hv", marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_plan(in_scratch, halves, together, layout, monkeypatch):
@@ -85,8 +85,14 @@ def test_gradients_made_in_forward(size, dtype, layout, monkeypatch):
     assert_right(case, dtype, backend="mosaic_gpu", weight_layout=layout)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("wanted", [(0,), (1,)])
+@pytest.mark.parametrize(
+    ("wanted", "reduction"),
+    [
+        ((0,), "none"),
+        ((1,), "mean"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (((0,), "mean"), ((1,), "none"))),
+    ],
+)
 def test_one_gradient_made_in_forward(wanted, reduction, monkeypatch):
     """The same as that of logits that are recomputed; hidden's also of losses by token."""
     hidden, weight, labels, _ = small_problem(256, 128, 1088, "bfloat16")
@@ -173,7 +179,7 @@ def test_forward_in_chunks_of_tokens(monkeypatch):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("transform", ["scan", "vmap"])
+@pytest.mark.parametrize("transform", [pytest.param("scan", marks=pytest.mark.slow), "vmap"])
 def test_transforms(transform, monkeypatch):
     plan = MosaicPlan("stash", 256, kept_in_gradient=128, chunk=512)
     monkeypatch.setattr(mosaic_op, "plan", lambda *_: plan)

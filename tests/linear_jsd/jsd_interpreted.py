@@ -136,5 +136,12 @@ def what_is_refused_says_why():
         op(h, w, x, v, scratch_bytes=1)
 
 
+# What differs from another by a number.
+SLOW = (
+    "case-per token",
+    "places-held in scratch",
+    *(f"logits-{x}, beta {b}" for x in ("logits", "close") for b in (0.0, 1.0)),
+)
+
 if __name__ == "__main__":
     main(CHECKS, sys.argv[1:])
