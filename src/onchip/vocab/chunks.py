@@ -51,6 +51,8 @@ class Planner(Generic[Plan]):
     advice: str = "raise scratch_bytes"
     slack: float = 1.0
     """Plans that cost up to so many times the least pass for equally fast: no model is better than that."""
+    many_launches: Callable[[Any, Plan], bool] = lambda p, c: False
+    """Whether a plan keeps the host busy: of equally fast ones it is taken last."""
 
     def scratch_bytes(self, p: Any, c: Plan) -> int:
         """Peak memory above inputs, results and returned gradients, in bytes."""
@@ -66,7 +68,7 @@ class Planner(Generic[Plan]):
 
     @lru_cache(maxsize=1024)  # noqa: B019 - planners live as long as their modules
     def plan(self, p: Any, strategy: str = "auto", budget: int | None = None) -> Plan:
-        """The plan of the least cost whose scratch fits the budget; of equally fast ones the smallest.
+        """The plan of the least cost whose scratch fits the budget; of equally fast ones the smallest of few launches.
 
         Raises:
             ValueError: nothing fits; the message names the smallest budget that does.
@@ -78,7 +80,8 @@ class Planner(Generic[Plan]):
         if not fitting:
             self.require(p, strategy, budget)
         fastest = min(cost for _, cost, _ in fitting)
-        return min((x for x in fitting if x[1] <= self.slack * fastest), key=lambda x: x[:2])[2]
+        equal = [x for x in fitting if x[1] <= self.slack * fastest]
+        return min(equal, key=lambda x: (self.many_launches(p, x[2]), *x[:2]))[2]
 
 
 def default_scratch(logits_bytes: int, useful: int = 0) -> int:

@@ -24,6 +24,8 @@ VOCAB_TILE = 256
 # Tiles of the vocabulary in the smallest chunk of the gradients, and in the smallest that costs little.
 SMALLEST_CHUNK, USEFUL_CHUNK = 1, 16
 FORWARD_SCRATCH = 64 * MIB
+# Launches of weight's product: with more the host is kept busy, and the GPU is no faster.
+MOST_WEIGHT_CHUNKS = 11
 # Tokens of the smallest chunk whose product is added to the weight's float32 sum.
 SMALLEST_SUMMED = 512
 
@@ -418,6 +420,13 @@ def _keep_what_fits(p: Problem, c: TritonPlan, budget: int) -> TritonPlan:
 
 
 PLANNER: Planner[TritonPlan] = Planner(
-    scratch_parts, _candidates, predict, least_scratch, default_scratch, needs, slack=1.007
+    scratch_parts,
+    _candidates,
+    predict,
+    least_scratch,
+    default_scratch,
+    needs,
+    slack=1.007,
+    many_launches=lambda p, c: p.grad_weight and c.weight_chunk * MOST_WEIGHT_CHUNKS < p.vocab and not c.in_forward,
 )
 plan, scratch_bytes = PLANNER.plan, PLANNER.scratch_bytes
