@@ -1,0 +1,239 @@
+"""Hopper kernels of grouped products in Pallas Mosaic GPU, with their launchers.
+
+Both are the persistent product of `onchip.kernels.mosaic.product`.  TMA reads blocks of operands whose first row is a
+multiple of 8, and groups begin anywhere.  So
+
+- `rows_product` cuts all rows into tiles of tile_m and visits a tile once for each group that has rows in it; of the
+  result it stores that group's rows.  Rows without a group are one more group, of one step.
+- `weight_product` cuts all rows into blocks of tile_k; its steps for a group are the blocks that have rows of it.  The
+  first and the last block of each group are read from copies, made by XLA, with zeros in place of the other groups'
+  rows, so that whatever these hold stays out of the sums.  An empty group has one step, of zeros.
+
+Visits are counted and looked up on the device, in int32 arrays that XLA makes.  `fill` is as in
+`onchip.groups.xla.products`, and all arguments are.
+
+Source: megablox, the grouped product of MegaBlocks (arXiv:2211.15841), visits tiles like this.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from onchip.groups.xla.groups import starts_of
+from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, Refs, Step, load_block, persistent_product, send_to
+
+_ROWS = 8
+"""What is copied by blocks has a multiple of so many rows."""
+ROWS_CONFIG = MosaicConfig(tile_m=128, tile_n=256, staging_slots=1)
+FEW_ROWS_CONFIG = replace(ROWS_CONFIG, tile_m=64, stages=5, split="n")
+WEIGHT_CONFIG = MosaicConfig(tile_m=128, tile_n=256)
+
+
+class Visits(NamedTuple):
+    """Which rows a tile's visit is for: [bound] int32 each, in the order of the rows."""
+
+    count: Array  # [1]
+    tile: Array
+    group: Array  # G: rows without a group
+    begin: Array  # the group's first row
+    end: Array  # past its last one
+
+
+def visits_of(ends: Array, rows: int, tile: int) -> Visits:
+    """Each nonempty group's visits to the tiles that have rows of it; at most ceil(rows / tile) + G."""
+    ends = jnp.concatenate([ends, jnp.full(1, rows, jnp.int32)])
+    starts = starts_of(ends)
+    first = starts // tile
+    last = jnp.cumsum(jnp.where(ends > starts, -(-ends // tile) - first, 0))
+    number = jnp.arange(-(-rows // tile) + len(ends) - 1, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right"), len(ends) - 1).astype(jnp.int32)
+    return Visits(last[-1:], first[group] + number - starts_of(last)[group], group, starts[group], ends[group])
+
+
+def rows_product(
+    x: Array,  # [T, K]
+    weight: Array,  # [G, N, K], or [G, K, N]
+    ends: Array,  # [G] int32
+    fill: Array,  # 0-d float32
+    *,
+    over: int,
+    dtype: Any,
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> Array:
+    """Row t of x times the weight of its group: [T, N], rounded once to `dtype`; rows without a group are `fill`.
+
+    over: the dimension of weight that is summed over: 2 for [G, N, K], 1 for [G, K, N].
+    """
+    (rows, k), groups, n = x.shape, len(weight), weight.shape[3 - over]
+    if rows == 0:
+        return jnp.zeros((0, n), dtype)
+    c = config or (FEW_ROWS_CONFIG if rows < 96 * groups else ROWS_CONFIG)
+    visits = visits_of(ends, rows, c.tile_m)
+    columns = 128 // jnp.dtype(dtype).itemsize
+    assert k % c.tile_k == n % BOX == 0
+
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        return refs["count"][0], -(-n // c.tile_n), k // c.tile_k
+
+    def steps_of(refs: Refs, i: Any, j: Any) -> Any:
+        return jnp.where(refs["group"][i] < groups, jnp.int32(k // c.tile_k), jnp.int32(1))
+
+    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+        load_block(refs["x"], refs["tile"][s.i] * c.tile_m, c.tile_m, s.k * c.tile_k, c.tile_k, a, barrier)
+        of_group = refs["weight"].at[lax.min(refs["group"][s.i], jnp.int32(groups - 1))]
+        if over == 2:
+            load_block(of_group, s.j * c.tile_n, c.tile_n, s.k * c.tile_k, c.tile_k, b, barrier)
+        else:
+            load_block(of_group, s.k * c.tile_k, c.tile_k, s.j * c.tile_n, c.tile_n, b, barrier)
+
+    def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
+        row = refs["tile"][p.i] * c.tile_m + p.m - p.i * c.tile_m
+        begin, end = refs["begin"][p.i], refs["end"][p.i]
+        value = jnp.where(refs["group"][p.i] < groups, product, refs["fill"][0]).astype(dtype)
+        whole = (begin <= row) & (row + c.part_m <= end)
+
+        @pl.when(whole)
+        def _() -> None:
+            store(lambda n, width: value[:, n : n + width], send_to(refs["out"], row, p.n, columns))
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            staging = refs["staging"].at[p.warpgroup]
+            for m in range(0, c.part_m, BOX):
+                first, last = (lax.min(lax.max(x - row - m, jnp.int32(0)), jnp.int32(BOX)) for x in (begin, end))
+                for n in range(0, c.part_n, columns):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    staging[...] = value[m : m + BOX, n : n + columns]
+                    plgpu.commit_smem()
+                    _send_rows(staging, first, last - first, refs["out"], row + m, p.n + n)
+
+    made = persistent_product(
+        c,
+        x.dtype,
+        "mk",
+        "nk" if over == 2 else "kn",
+        tiles,
+        copies,
+        epilogue,
+        inputs={"x": _padded(x), "weight": weight, "fill": fill.reshape(1), **visits._asdict()},
+        outputs={"out": jax.ShapeDtypeStruct((-(-rows // _ROWS) * _ROWS, n), dtype)},
+        stored=dtype,
+        steps_of=steps_of,
+        # Without the layout of other results: that has rows by eights.
+        scratch={"staging": plgpu.SMEM((2, BOX, columns), dtype)},
+        name="rows_product",
+        interpret=interpret,
+    )
+    out: Array = made["out"]
+    return out[:rows]
+
+
+def _send_rows(staging: Any, first: Any, count: Any, target: Any, row: Any, column: Any) -> None:
+    """Copy so many rows of staging [BOX, columns], from the first on, to those of target from `row` + `first` on.
+
+    The sizes of copies are static: a number of rows is a sum of powers of two.
+    """
+    size = BOX
+    while size > 0:
+        some = (count & size) != 0
+
+        @pl.when(some)
+        def _(first: Any = first, size: int = size) -> None:
+            into = target.at[pl.ds(row + first, size), pl.ds(column, staging.shape[1])]
+            plgpu.copy_smem_to_gmem(staging.at[pl.ds(first, size)], into, commit_group=False)
+
+        first = first + (count & size)
+        size //= 2
+    plgpu.commit_smem_to_gmem_group()
+
+
+def weight_product(
+    left: Array,  # [T, M]
+    right: Array,  # [T, N]
+    ends: Array,  # [G] int32
+    fill: Array,  # 0-d float32
+    dtype: Any,
+    *,
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> Array:
+    """[G, M, N]: for each group left.T @ right over its rows, rounded once; `fill` for empty groups."""
+    c = config or WEIGHT_CONFIG
+    (rows, m), n, groups = left.shape, right.shape[1], len(ends)
+    if rows == 0:
+        return jnp.full((groups, m, n), fill, dtype)
+    columns = 128 // jnp.dtype(dtype).itemsize
+    tiles_m = -(-m // c.tile_m)
+    starts = starts_of(ends)
+    first = starts // c.tile_k
+    blocks = jnp.maximum(-(-ends // c.tile_k) - first, 1)
+
+    def edges(x: Array) -> Array:
+        """The first and the last block of each group, with zeros in place of other rows: [G * 2 * tile_k, .]."""
+        block = jnp.stack([first, first + blocks - 1], 1)
+        row = block[:, :, None] * c.tile_k + jnp.arange(c.tile_k, dtype=jnp.int32)
+        own = (row >= starts[:, None, None]) & (row < ends[:, None, None])
+        taken = jnp.take(x, row.reshape(-1), axis=0, mode="clip")
+        return jnp.where(own.reshape(-1, 1), taken, 0)
+
+    def tiles(refs: Refs) -> tuple[Any, Any, Any]:
+        return groups * tiles_m, -(-n // c.tile_n), -(-rows // c.tile_k)
+
+    def group_of(i: Any) -> tuple[Any, Any]:
+        """The group, and the row in its result, of a row of tiles."""
+        group = lax.div(i, jnp.int32(tiles_m))
+        return group, (i - group * tiles_m) * c.tile_m
+
+    def steps_of(refs: Refs, i: Any, j: Any) -> Any:
+        return refs["blocks"][group_of(i)[0]]
+
+    def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
+        group, row = group_of(s.i)
+        column = s.j * c.tile_n
+
+        def load(left: Any, right: Any, first: Any) -> None:
+            load_block(left, first, c.tile_k, row, c.tile_m, a, barrier)
+            load_block(right, first, c.tile_k, column, c.tile_n, b, barrier)
+
+        edge = 2 * group + jnp.where(s.k > 0, jnp.int32(1), jnp.int32(0))
+        lax.cond(
+            (s.k == 0) | (s.k == refs["blocks"][group] - 1),
+            lambda: load(refs["left_edges"], refs["right_edges"], edge * c.tile_k),
+            lambda: load(refs["left"], refs["right"], (refs["first"][group] + s.k) * c.tile_k),
+        )
+
+    def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
+        group, row = group_of(p.i)
+        value = (product + refs["fill"][0]).astype(dtype)  # if that isn't 0, all groups are empty
+        send = send_to(refs["out"].at[group], row + p.m - p.i * c.tile_m, p.n, columns)
+        store(lambda n, width: value[:, n : n + width], send)
+
+    inputs = {"left": _padded(left), "right": _padded(right), "left_edges": edges(left), "right_edges": edges(right)}
+    made = persistent_product(
+        c,
+        left.dtype,
+        "km",
+        "kn",
+        tiles,
+        copies,
+        epilogue,
+        inputs={**inputs, "first": first, "blocks": blocks, "fill": fill.reshape(1)},
+        outputs={"out": jax.ShapeDtypeStruct((groups, m, n), dtype)},
+        stored=dtype,
+        steps_of=steps_of,
+        name="grouped_weight_product",
+        interpret=interpret,
+    )
+    out: Array = made["out"]
+    return out
+
+
+def _padded(x: Array) -> Array:
+    return jnp.pad(x, ((0, -len(x) % _ROWS), (0, 0)))
