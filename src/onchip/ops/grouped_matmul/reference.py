@@ -103,4 +103,4 @@ def swiglu_gradient(gate: Array, up: Array, grad: Array) -> tuple[Array, Array]:
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)), without overflow."""
     e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1.0, e) / (1 + e)
+    return np.asarray(np.where(x >= 0, 1.0, e) / (1 + e), np.float64)
