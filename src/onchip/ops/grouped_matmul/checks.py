@@ -52,7 +52,7 @@ def plain_refusals(
         from onchip.ops.grouped_matmul import jax_op
         from onchip.oracle.jax import platform_of
 
-        return jax_op.refusals(platform_of(device), dtype)
+        return jax_op.refusals(platform_of(device), dtype, given.get("n", 128), given.get("k", 128))
     import torch
 
     from onchip.ops.grouped_matmul import torch_op

@@ -69,7 +69,7 @@ def grouped_matmul(
         group_offsets: [G] integers in place of group_sizes: where each group ends, their cumulative sums.
         weight_layout: "gnk" or "gkn".
         bias: [G, N] float32 or of x's dtype.
-        row_scale: [T] float32 (float64 for a float64 x), such as the router's weights.
+        row_scale: [T] float32 or of x's dtype, such as the router's weights.
         activation: None, or "swiglu": of N = 2 F columns of y half are gate and half up.
         gate_up: where: "concatenated" (gate first, then up), or "interleaved" (gate, up, gate, up, ...).
         rows: [T] integers: row i of the product reads x[rows[i]].  The gradient of a row of x that is read several
@@ -114,7 +114,7 @@ def grouped_matmul(
     arrays = require_arrays(OP, named, optional=("bias", "row_scale", "rows", "scatter_rows"))
     _check_dtypes(arrays)
     p = check_shapes(options, {name: a.shape for name, a in arrays.items()})
-    chosen = choose_backend(OP, backend, refusals(platform(), dtype_of(x).name, p))
+    chosen = choose_backend(OP, backend, refusals(platform(), dtype_of(x).name, p.n, p.k))
     _check_values(p, which, arrays, check_inputs)
 
     made = {name: _as_jax(a) for name, a in arrays.items()}
@@ -134,11 +134,10 @@ def _check_dtypes(arrays: dict[str, Any]) -> None:
     total = accumulator(dtype)
     if dtype_of(arrays["weight"]) != dtype:
         raise TypeError(f"{OP}: x is {dtype} but weight is {dtype_of(arrays['weight'])}; cast one of them")
-    if "bias" in arrays and dtype_of(arrays["bias"]) not in (dtype, total):
-        of = "" if dtype == total else f" or {dtype}, as x"
-        raise TypeError(f"{OP}: bias must be {total}{of}; got {dtype_of(arrays['bias'])}")
-    if "row_scale" in arrays and dtype_of(arrays["row_scale"]) != total:
-        raise TypeError(f"{OP}: row_scale must be {total}; got {dtype_of(arrays['row_scale'])}; cast it")
+    for name in ("bias", "row_scale"):
+        if name in arrays and dtype_of(arrays[name]) not in (dtype, total):
+            of = "" if dtype == total else f" or {dtype}, as x"
+            raise TypeError(f"{OP}: {name} must be {total}{of}; got {dtype_of(arrays[name])}; cast it")
 
 
 def _check_values(p: Problem, which: str, arrays: dict[str, Any], check_inputs: bool) -> None:
@@ -163,19 +162,19 @@ def _as_jax(a: Any) -> JaxArray:
 # ------------------------------------------------------------------------------------------------------------- backends
 
 
-def refusals(platform: str, dtype: str, p: Problem) -> dict[str, str | None]:
+def refusals(platform: str, dtype: str, n: int, k: int) -> dict[str, str | None]:
     """Why each backend, best first, can't serve a call, or None."""
-    return {"mosaic_gpu": mosaic_refusal(platform, dtype, p), "xla": None}
+    return {"mosaic_gpu": mosaic_refusal(platform, dtype, n, k), "xla": None}
 
 
-def mosaic_refusal(platform: str, dtype: str, p: Problem) -> str | None:
+def mosaic_refusal(platform: str, dtype: str, n: int, k: int) -> str | None:
     """Why the kernels can't serve a call, or None."""
     if platform != "gpu":
         return f"it runs on NVIDIA GPUs, not on {platform!r}"
     if dtype not in ("bfloat16", "float16"):
         return f"it is for bfloat16 and float16, not {dtype}"
-    if p.n % 64 or p.k % 64 or min(p.n, p.k) < 128:
-        return f"K and N must be multiples of 64 and at least 128; got K={p.k}, N={p.n}"
+    if n % 64 or k % 64 or min(n, k) < 128:
+        return f"K and N must be multiples of 64 and at least 128; got K={k}, N={n}"
     capability = getattr(jax.devices()[0], "compute_capability", "none")
     return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
 
@@ -245,7 +244,7 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[
             y = y + layer.bias.astype(total)[groups.group_of_rows(ends, tokens)]
         out = _activate(static.options, y)
         if layer.row_scale is not None:
-            out = out * layer.row_scale[:, None]
+            out = out * layer.row_scale.astype(total)[:, None]
         if at.scatter_rows is None:
             out = jnp.where(groups.has_group(ends, tokens)[:, None], out, fill)
         else:
@@ -271,7 +270,7 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
             grad_scale = (g * _activate(options, y)).sum(1)
             grad_scale = jnp.where(groups.has_group(ends, p.tokens), grad_scale, fill)
         if row_scale is not None:
-            g = g * row_scale[:, None]
+            g = g * row_scale.astype(total)[:, None]
         d = g if options.activation is None else _swiglu_gradient(options, y, g)
         if needs.bias:
             grad_bias = groups.group_sums(d, ends) + fill
