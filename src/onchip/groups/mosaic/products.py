@@ -31,7 +31,7 @@ from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, Refs, Step, l
 _ROWS = 8
 """What is copied by blocks has a multiple of so many rows."""
 ROWS_CONFIG = MosaicConfig(tile_m=128, tile_n=256, staging_slots=1)
-FEW_ROWS_CONFIG = replace(ROWS_CONFIG, tile_m=64, stages=5, split="n")
+FEW_ROWS_CONFIG = replace(ROWS_CONFIG, tile_m=64, split="n")
 WEIGHT_CONFIG = MosaicConfig(tile_m=128, tile_n=256)
 
 
