@@ -104,23 +104,32 @@ def poison_of(plan):
 
 
 @triton.jit
+def rows_of(index, first, end, limit, R: tl.constexpr):
+    """Of R rows of a group from `first` on, the rows of the matrix that pointers read, and whether they are there.
+
+    Without `index`, row i is row i, else index[i], where that is below `limit`.
+    """
+    r = first + tl.arange(0, R)
+    inside = r < end
+    if index is not None:
+        r = tl.load(index + r, mask=inside, other=0)
+        inside = inside & (r < limit)
+    return r, inside
+
+
+@triton.jit
 def load_rows(
-    x, stride, index, first, end, column, columns,
-    limit, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr,
+    x, stride, r, inside, first, end, column, columns,
+    R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The block [R, C] of x whose rows are those of a group from `first` on, 0 past its end and past the columns.
 
-    With `index`, row i is x's row index[i]; an index that isn't below `limit` stands for a row of zeros.
+    Without a descriptor, `r` and `inside` are what `rows_of` gives.
     """
     if TMA:
         return tl.reshape(x.load([LAST, end, LAST - (end - first), column]), (R, C))
     else:  # noqa: RET505 - without it, Triton compiles what follows for a descriptor too
-        r = first + tl.arange(0, R)
         c = column + tl.arange(0, C)
-        inside = r < end
-        if index is not None:
-            r = tl.load(index + r, mask=inside, other=limit)
-            inside = inside & (r < limit)
         at = x + r.to(tl.int64)[:, None] * stride + c[None, :]
         return tl.load(at, mask=inside[:, None] & (c < columns)[None, :], other=0.0)
 
@@ -230,12 +239,13 @@ def grouped_product(
         g = tl.load(at)
         first = tl.load(at + 1)
         end = tl.load(at + 2)
+        r, inside = rows_of(index, first, end, limit, BLOCK_M)
         if GATED == CONCATENATED:
             column = j * HALF
             gate = tl.zeros((BLOCK_M, HALF), tl.float32)
             up = tl.zeros((BLOCK_M, HALF), tl.float32)
             for k in range(steps):
-                a = load_rows(x, x_stride, index, first, end, k * BLOCK_K, K, limit, BLOCK_M, BLOCK_K, TMA_X)
+                a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
                 b = load_weight(
                     weight, weight_stride_g, weight_stride_n, weight_stride_k, g, column, k * BLOCK_K, N, K,
                     HALF, BLOCK_K, TURNED, TMA_WEIGHT,
@@ -263,7 +273,7 @@ def grouped_product(
             column = j * BLOCK_N
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(steps):
-                a = load_rows(x, x_stride, index, first, end, k * BLOCK_K, K, limit, BLOCK_M, BLOCK_K, TMA_X)
+                a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
                 b = load_weight(
                     weight, weight_stride_g, weight_stride_n, weight_stride_k, g, column, k * BLOCK_K, N, K,
                     BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT,
@@ -279,8 +289,8 @@ def grouped_product(
 
         scale = 1.0
         if row_scale is not None:
-            r = first + tl.arange(0, BLOCK_M)
-            scale = tl.load(row_scale + r, mask=r < end, other=0.0).to(tl.float32)[:, None]
+            t = first + tl.arange(0, BLOCK_M)
+            scale = tl.load(row_scale + t, mask=t < end, other=0.0).to(tl.float32)[:, None]
         if GATED == PLAIN:
             store_rows(
                 out, out_stride, first, end, j * BLOCK_N, N, acc * scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT
@@ -317,29 +327,31 @@ def grouped_weight_gradient(
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
     TMA_OUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """a.T @ b over each group's rows: 0 for a group without any."""
+    """a.T @ b over each group's rows: 0 for a group without any.  A program for each tile.
+
+    Groups take different times: programs that begin as others end level that out, as a loop over tiles would not.
+    """
     tiles_a = tl.cdiv(A, BLOCK_A)
     tiles_b = tl.cdiv(B, BLOCK_B)
-    per_group = tiles_a * tiles_b
-    poison = poison_of(plan)
-    for tile in range(tl.program_id(0), G * per_group, PROGRAMS):
-        g = tile // per_group
-        i, j = place_tile(tile % per_group, tiles_a, tiles_b, GROUP)
-        start = tl.load(plan + HEAD + g)
-        end = tl.load(plan + HEAD + g + 1)
-        acc = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
-        for first in range(start, end, BLOCK_M):
-            u = load_rows(a, a_stride, a_index, first, end, i * BLOCK_A, A, limit, BLOCK_M, BLOCK_A, TMA_A)
-            v = load_rows(b, b_stride, b_index, first, end, j * BLOCK_B, B, limit, BLOCK_M, BLOCK_B, TMA_B)
-            acc = tl.dot(u.T, v, acc, input_precision=PRECISION)
-        store_gradient(out, g, i * BLOCK_A, j * BLOCK_B, A, B, acc + poison, BLOCK_A, BLOCK_B, ADD, PARTS, TMA_OUT)
+    g = tl.program_id(0) // (tiles_a * tiles_b)
+    i, j = place_tile(tl.program_id(0) % (tiles_a * tiles_b), tiles_a, tiles_b, GROUP)
+    start = tl.load(plan + HEAD + g)
+    end = tl.load(plan + HEAD + g + 1)
+    acc = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
+    for first in range(start, end, BLOCK_M):
+        r, inside = rows_of(a_index, first, end, limit, BLOCK_M)
+        u = load_rows(a, a_stride, r, inside, first, end, i * BLOCK_A, A, BLOCK_M, BLOCK_A, TMA_A)
+        r, inside = rows_of(b_index, first, end, limit, BLOCK_M)
+        v = load_rows(b, b_stride, r, inside, first, end, j * BLOCK_B, B, BLOCK_M, BLOCK_B, TMA_B)
+        acc = tl.dot(u.T, v, acc, input_precision=PRECISION)
+    acc += poison_of(plan)
+    store_gradient(out, g, i * BLOCK_A, j * BLOCK_B, A, B, acc, BLOCK_A, BLOCK_B, ADD, PARTS, TMA_OUT)
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def weight_gradient(
     tma: bool | None = None,
 ) -> Launch:
     """out = a.T @ b of each group's rows, or added to it."""
-    _, capability, processors, shared = describe(out.device)
+    _, capability, _, shared = describe(out.device)
     c = config or gradient_config(shared, a.element_size())
     tma = capability >= 90 if tma is None else tma
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
@@ -171,14 +171,13 @@ def weight_gradient(
         "BLOCK_A": ROWS,
         "BLOCK_B": c.columns,
         "GROUP": c.group,
-        "PROGRAMS": processors,
         "PARTS": parts,
         "TMA_A": tma_a,
         "TMA_B": tma_b,
         "TMA_OUT": tma_out,
         "PRECISION": precision(a),
     }
-    return Launch(kernels.grouped_weight_gradient, (min(tiles, processors),), arguments, c.warps, c.stages)
+    return Launch(kernels.grouped_weight_gradient, (tiles,), arguments, c.warps, c.stages)
 
 
 def product_gradient(

@@ -23,7 +23,7 @@ class ProductConfig:
 def product_config(shared: int, element_bytes: int) -> ProductConfig:
     """The config of output and x's gradient, by the device's shared memory per block in bytes."""
     if element_bytes == 4:  # products in float32, without tensor cores
-        return ProductConfig(columns=64, depth=32, stages=2, parts=1)
+        return ProductConfig(columns=64, depth=16, stages=2, parts=1)
     if shared >= 227 * 1024:
         return ProductConfig()
     return ProductConfig(columns=128, stages=3 if shared >= 160 * 1024 else 2)
