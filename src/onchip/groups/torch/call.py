@@ -13,7 +13,9 @@ class Call(NamedTuple):
     """The operator's arguments."""
 
     x: Tensor  # [T, K]; with rows [M, K]
-    weight: Tensor  # [G, N, K] or [G, K, N], of x's dtype
+    weight: Tensor  # [G, N, K] or [G, K, N]
+    cast_x: Tensor  # both in the products' dtype: under autocast another than their own
+    cast_weight: Tensor
     groups: Tensor  # [G]: sizes or offsets
     bias: Tensor | None  # [G, N]
     row_scale: Tensor | None  # [T]
@@ -41,7 +43,7 @@ class Outputs(NamedTuple):
 class Kept(NamedTuple):
     """What backward is given."""
 
-    x: Tensor | None  # for the weight's gradient
+    x: Tensor | None  # for the weight's gradient, in the products' dtype
     weight: Tensor | None  # for x's
     groups: Tensor
     row_scale: Tensor | None
@@ -78,7 +80,7 @@ def keeps_product(call: Call) -> bool:
 
 def fake(call: Call) -> Outputs:
     """Memory for the results."""
-    p, x = call.problem, call.x
+    p, x = call.problem, call.cast_x
     triton = call.backend == "triton"
 
     def indices(given: Tensor | None) -> Tensor | None:
@@ -112,8 +114,8 @@ def plan_numbers(p: Problem) -> int:
 def save(call: Call, outputs: Outputs) -> Kept:
     triton = call.backend == "triton"
     return Kept(
-        call.x if call.grads[1] else None,
-        call.weight if call.grads[0] else None,
+        call.cast_x if call.grads[1] else None,
+        call.cast_weight if call.grads[0] else None,
         call.groups,
         call.row_scale,
         call.rows,

@@ -29,11 +29,11 @@ def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def forward(call: Call) -> Outputs:
-    made, total = fake(call), accumulator(call.x.dtype)
-    weight = by_row(call.weight, call.options)
+    made, total = fake(call), accumulator(call.cast_x.dtype)
+    weight = by_row(call.cast_weight, call.options)
     out = torch.zeros_like(made.out, dtype=total)
     for g, mine in slices(call.which, call.groups):
-        x = call.x[mine if call.rows is None else call.rows[mine]]
+        x = call.cast_x[mine if call.rows is None else call.rows[mine]]
         y = x.to(total) @ weight[g].to(total).T
         if call.bias is not None:
             y += call.bias[g].to(total)

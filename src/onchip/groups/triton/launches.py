@@ -1,4 +1,6 @@
-"""The launches of grouped_matmul's Triton kernels, one function for each.  A `Launch` is run, or compiled ahead of time.
+"""The launches of grouped_matmul's Triton kernels, one function for each.
+
+A `Launch` is run, or compiled ahead of time.
 """
 
 from collections.abc import Sequence
@@ -75,31 +77,26 @@ def product(
     if options is not None and options.activation is not None:
         gated = 1 if options.gate_up == "concatenated" else 2
     half = c.columns // 2
+    parts = c.parts * max(1, out.element_size() // x.element_size())
+    width = half if gated == 1 else c.columns  # of a block of the weight
     if x.stride(1) != 1:
         x = x.contiguous()
     turned = weight.stride(2) != 1
-    of_weight = weight.mT if turned else weight  # as it lies
-    rows = (half if gated == 1 else c.columns), c.depth
-    tma_weight = tma and of_weight.stride(2) == 1 and suits(of_weight)
+    as_it_lies = weight.mT if turned else weight
+    block = (1, c.depth, width) if turned else (1, width, c.depth)
     tma_x = tma and index is None and suits(x)
+    tma_weight = tma and as_it_lies.stride(2) == 1 and suits(as_it_lies)
     tma_out = tma and suits(out)
     # A block of gate must not reach into up.
     tma_before = tma and before is not None and suits(before) and (gated != 1 or n // 2 % half == 0)
-    out_columns = c.columns // c.parts if gated == 0 else half
     arguments = {
         "x": ragged(x, c.depth) if tma_x else x,
-        "weight": block_descriptor(
-            of_weight, of_weight.shape, of_weight.stride(), (1, *(rows[::-1] if turned else rows))
-        )
-        if tma_weight
-        else weight,
+        "weight": block_descriptor(as_it_lies, as_it_lies.shape, as_it_lies.stride(), block) if tma_weight else weight,
         "bias": None if bias is None else bias.contiguous(),
         "row_scale": None if row_scale is None else row_scale.contiguous(),
         "index": index,
-        "out": ragged(out, out_columns) if tma_out else out,
-        "product": ragged(before, half if gated == 1 else c.columns // c.parts)
-        if tma_before and before is not None
-        else before,
+        "out": ragged(out, half if gated else c.columns // parts) if tma_out else out,
+        "product": ragged(before, half if gated == 1 else c.columns // parts) if tma_before else before,
         "plan": of_plan,
         "x_stride": x.stride(0),
         "weight_stride_g": weight.stride(0),
@@ -119,7 +116,7 @@ def product(
         "BLOCK_K": c.depth,
         "GROUP": c.group,
         "PROGRAMS": processors,
-        "PARTS": c.parts,
+        "PARTS": parts,
         "TMA_X": tma_x,
         "TMA_WEIGHT": tma_weight,
         "TMA_OUT": tma_out,
@@ -151,7 +148,7 @@ def weight_gradient(
     tma_a = tma and a_index is None and suits(a)
     tma_b = tma and b_index is None and suits(b)
     tma_out = tma and suits(out)
-    parts = c.parts * max(1, out.element_size() // 2)
+    parts = c.parts * max(1, out.element_size() // a.element_size())
     tiles = groups * -(-rows // ROWS) * -(-columns // c.columns)
     arguments = {
         "a": ragged(a, ROWS, c.depth) if tma_a else a,
@@ -219,17 +216,15 @@ def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     return Launch(kernels.bias_gradient, (groups, -(-columns // 64)), {**arguments, "BLOCK_M": 64, "BLOCK": 64})
 
 
-def sum_rows(
-    x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor
-) -> Sequence[Launch]:
+def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor) -> Sequence[Launch]:
     """Add each row of x to the row of `out` that `index` names."""
     rows, columns = out.shape
     ascending, order = torch.sort(index, stable=True)
     starts = index.new_empty(rows + 1)
     block = min(_COLUMNS, power_of_two(columns))
-    find = {"ascending": ascending, "starts": starts, "T": len(index), "rows": rows}
+    find: dict[str, Any] = {"ascending": ascending, "starts": starts, "T": len(index), "rows": rows}
     find |= {"STEPS": len(index).bit_length(), "BLOCK": _INDICES}
-    add = {"x": x, "row_scale": None if row_scale is None else row_scale.contiguous(), "order": order}
+    add: dict[str, Any] = {"x": x, "row_scale": None if row_scale is None else row_scale.contiguous(), "order": order}
     add |= {"starts": starts, "out": out, "plan": of_plan, "C": columns, "BLOCK": block}
     return (
         Launch(kernels.find_rows, (-(-(rows + 1) // _INDICES),), find),
@@ -243,7 +238,7 @@ def suits(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:-1])
 
 
-def ragged(x: Tensor, columns: int, rows: int = ROWS) -> Any:
+def ragged(x: Any, columns: int, rows: int = ROWS) -> Any:
     """A matrix in blocks of [rows, columns] that end where a group does: see kernels.py."""
     stride = x.stride(0)
     shape = 0x7FFF0000, 0x7FFF0000, _LAST, x.shape[1]

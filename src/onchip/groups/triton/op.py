@@ -35,11 +35,11 @@ def forward(call: Call) -> Outputs:
     before, out = made.product, made.out
     if scatter:  # its rows without their scales
         plain = before if options.activation is None else None
-        out = call.x.new_empty((p.tokens, p.columns)) if plain is None else plain
+        out = call.cast_x.new_empty((p.tokens, p.columns)) if plain is None else plain
         before = None if plain is not None else before
     launches.product(
-        call.x,
-        by_row(call.weight, options),
+        call.cast_x,
+        by_row(call.cast_weight, options),
         out,
         made.plan,
         tokens=p.tokens,

@@ -82,9 +82,9 @@ def grouped_matmul(
         check_inputs: check sizes and indices on the GPU too, which synchronises.  On the CPU they always are.
 
     Returns:
-        [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype,
-        rounded once from float32.  Under autocast x and weight are cast first, as by `F.linear`.  Gradients of x,
-        weight, bias and row_scale have the dtypes of these.
+        [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype, under
+        autocast of autocast's, to which x and weight are cast first.  Gradients have the dtypes of their inputs.  Sums
+        are in float32 and rounded once; with scatter_rows so may be the rows that are added up.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -126,11 +126,12 @@ def grouped_matmul(
     dtype = _product_dtype(x, weight)
     most = max(problem.tokens, problem.source_rows, problem.out_rows)
     chosen = choose_backend(OP, backend, refusals(x.device, dtype, problem.groups, most))
-    x, weight = x.to(dtype), weight.to(dtype)
+    with torch.no_grad():
+        cast_x, cast_weight = x.to(dtype), weight.to(dtype)
     grads = needed(x, weight, bias, row_scale)
     call = Call(
-        x, weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem, which, chosen,
-        check_inputs, grads,
+        x, weight, cast_x, cast_weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem,
+        which, chosen, check_inputs, grads,
     )  # fmt: skip
     return OPERATOR(call).out
 
