@@ -1,11 +1,11 @@
-"""Every wrong call of JAX's grouped_matmul says what is wrong and what to do."""
+"""Every wrong call of JAX's grouped_matmul and moe says what is wrong and what to do."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onchip.jax import grouped_matmul
+from onchip.jax import grouped_matmul, init_moe, moe
 from onchip.ops.grouped_matmul.jax_op import refusals
 from shared import assert_refused
 
@@ -39,12 +39,11 @@ CALLS = {
     "sizes are int8": ({"group_sizes": SIZES.astype("int8")}, TypeError, "group_sizes must be int32 or int64; got int8"),
     "rows are uint32": ({"rows": INDEX.astype("uint32")}, TypeError, "rows must be int32 or int64; got uint32"),
     "rows are bool": ({"rows": INDEX > 0}, TypeError, "rows must hold integers; got bool"),
-    "x is int": ({"x": X.astype(int)}, TypeError, "x must be bfloat16, float16, float32 or float64; got int32"),
-    "weight is float8": ({"weight": W.astype("float8_e4m3fn")}, TypeError, "weight must be bfloat16, float16, float32 or float64"),
+    "x is int": ({"x": X.astype(int)}, TypeError, "x must be float32, bfloat16, float16 or float64; got int32"),
+    "weight is float8": ({"weight": W.astype("float8_e4m3fn")}, TypeError, "weight must be float32, bfloat16, float16 or float64"),
     "dtypes differ": ({"weight": W.astype("bfloat16")}, TypeError, "x is float32 but weight is bfloat16; cast one of them"),
-    "bias is float16": ({"bias": jnp.ones((3, 8), "float16")}, TypeError, "bias must be float32; got float16; cast it"),
-    "row_scale is bfloat16": ({"row_scale": jnp.ones(6, "bfloat16")}, TypeError, "row_scale must be float32; got bfloat16; cast it"),
-    "row_scale is float16, x bfloat16": ({"x": X.astype("bfloat16"), "weight": W.astype("bfloat16"), "row_scale": jnp.ones(6, "float16")}, TypeError, "row_scale must be float32 or bfloat16, as x; got float16"),
+    "bias is int": ({"bias": jnp.ones((3, 8), int)}, TypeError, "bias must be float32, bfloat16, float16 or float64; got int32"),
+    "row_scale is bool": ({"row_scale": INDEX > 0}, TypeError, "row_scale must be float32, bfloat16, float16 or float64; got bool"),
     "scatter_rows without num_rows": ({"scatter_rows": INDEX}, TypeError, "scatter_rows needs num_rows"),
     "num_rows without scatter_rows": ({"num_rows": 3}, TypeError, "pass both or neither"),
     "num_rows is a float": ({"scatter_rows": INDEX, "num_rows": 3.0}, TypeError, "num_rows must be an int; got float"),
@@ -88,3 +87,50 @@ def test_what_the_kernels_refuse():
     for n, k in ((96, 128), (128, 64), (130, 128)):
         assert why("gpu", "bfloat16", n, k) == f"K and N must be multiples of 64 and at least 128; got K={k}, N={n}"
     assert why("gpu", "bfloat16", 128, 192) == "it is for compute capability 9.0 (Hopper); this is none"
+
+
+# ------------------------------------------------------------------------------------------------------------- the layer
+
+PARAMS, X3 = init_moe(jax.random.key(0), 12, 8, 6, 5), jnp.ones((2, 15, 12))
+
+
+def changed(**arrays):
+    return {"params": PARAMS._replace(**arrays)}
+
+
+MOE_CALLS = {
+    "params are a dict": ({"params": PARAMS._asdict()}, TypeError, "params must be MoEParams, as of init_moe; got dict"),
+    "down is None": (changed(down=None), TypeError, "down must be a jax.Array or numpy.ndarray; got NoneType"),
+    "half a shared expert": (changed(shared_down=None), TypeError, "one of shared_gate_up and shared_down; pass both or neither"),
+    "x is a list": ({"x": [[1.0] * 12]}, TypeError, "x must be a jax.Array or numpy.ndarray; got list"),
+    "x is narrow": ({"x": X3[..., 1:]}, ValueError, "x has shape [2, 15, 11] but router has H=12; x must be [..., H]"),
+    "top_k is 0": ({"top_k": 0}, ValueError, "top_k must be in [1, E], E=6; got 0"),
+    "top_k is 7": ({"top_k": 7}, ValueError, "top_k must be in [1, E], E=6; got 7"),
+    "top_k is a float": ({"top_k": 2.0}, TypeError, "top_k must be an int; got float"),
+    "norm_topk is 1": ({"norm_topk": 1}, TypeError, "norm_topk must be True or False; got int"),
+    "router is 1-d": (changed(router=PARAMS.router[0]), ValueError, "router must be [H, E] and down [E, F, H]; got shapes [6] and [6, 8, 12]"),
+    "gate_up is turned": (changed(gate_up=PARAMS.gate_up.swapaxes(1, 2)), ValueError, "gate_up has shape [6, 16, 12]; with these params it must be [6, 12, 16]"),
+    "shared_gate_up is narrow": (changed(shared_gate_up=PARAMS.shared_gate_up[:, 1:]), ValueError, "shared_gate_up has shape [12, 9]; with these params it must be [12, 10]"),
+    "dtypes differ": ({"x": X3.astype("bfloat16")}, TypeError, "x is bfloat16 but gate_up is float32; cast one of them"),
+    "backend": ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'mosaic_gpu', 'xla'; got 'cuda'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOE_CALLS)
+def test_moe_errors(name):
+    changes, kind, message = MOE_CALLS[name]
+    arguments = {"params": PARAMS, "x": X3, "top_k": 2} | changes
+    op = "grouped_matmul" if name == "backend" else "moe"
+    assert_refused(op, lambda: moe(**arguments), kind, message)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+        ((0, 8, 6), ValueError, "hidden must be 1 or more; got 0"),
+        ((12, 8, 2.0), TypeError, "num_experts must be an int; got float"),
+        ((12, 8, 6, -1), ValueError, "shared_intermediate must be 0 or more; got -1"),
+    ],
+)
+def test_init_errors(sizes, kind, message):
+    assert_refused("init_moe", lambda: init_moe(jax.random.key(0), *sizes), kind, message)

@@ -31,8 +31,8 @@ def test_each_row_is_visited_once(tile):
         done = np.zeros(rows, int)
         of_row = np.repeat(np.arange(len(sizes) + 1), (*sizes, rows - sum(sizes)))
         visits = jax.tree.map(np.asarray, find(jnp.asarray(np.cumsum(sizes), jnp.int32)))
-        assert 1 <= visits.count[0] <= len(visits.tile) == -(-rows // tile) + len(sizes)
-        for i in range(visits.count[0]):
+        assert 1 <= visits.number[0] <= len(visits.tile) == -(-rows // tile) + len(sizes)
+        for i in range(visits.number[0]):
             first = visits.tile[i] * tile
             mine = slice(max(first, visits.begin[i]), min(first + tile, visits.end[i]))
             assert (of_row[mine] == visits.group[i]).all()

@@ -38,7 +38,7 @@ WEIGHT_CONFIG = MosaicConfig(tile_m=128, tile_n=256)
 class Visits(NamedTuple):
     """Which rows a tile's visit is for: [bound] int32 each, in the order of the rows."""
 
-    count: Array  # [1]
+    number: Array  # [1]
     tile: Array
     group: Array  # G: rows without a group
     begin: Array  # the group's first row
@@ -51,9 +51,9 @@ def visits_of(ends: Array, rows: int, tile: int) -> Visits:
     starts = starts_of(ends)
     first = starts // tile
     last = jnp.cumsum(jnp.where(ends > starts, -(-ends // tile) - first, 0))
-    number = jnp.arange(-(-rows // tile) + len(ends) - 1, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, number, side="right"), len(ends) - 1).astype(jnp.int32)
-    return Visits(last[-1:], first[group] + number - starts_of(last)[group], group, starts[group], ends[group])
+    visit = jnp.arange(-(-rows // tile) + len(ends) - 1, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, visit, side="right"), len(ends) - 1).astype(jnp.int32)
+    return Visits(last[-1:], first[group] + visit - starts_of(last)[group], group, starts[group], ends[group])
 
 
 def rows_product(
@@ -80,7 +80,7 @@ def rows_product(
     assert k % c.tile_k == n % BOX == 0
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        return refs["count"][0], -(-n // c.tile_n), k // c.tile_k
+        return refs["number"][0], -(-n // c.tile_n), k // c.tile_k
 
     def steps_of(refs: Refs, i: Any, j: Any) -> Any:
         return jnp.where(refs["group"][i] < groups, jnp.int32(k // c.tile_k), jnp.int32(1))

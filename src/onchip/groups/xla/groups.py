@@ -89,4 +89,5 @@ def sum_rows(x: Array, index: Array, ends: Array, rows: int) -> Array:
         row = order[jnp.minimum(begins + number, length - 1)]
         return total + jnp.where((number < addends)[:, None], x[row], 0)
 
-    return lax.fori_loop(0, addends.max(), add, vary_alike(zeros, (x, addends)))
+    total: Array = lax.fori_loop(0, addends.max(), add, vary_alike(zeros, (x, addends)))
+    return total

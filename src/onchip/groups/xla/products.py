@@ -21,7 +21,7 @@ class _Blocks(NamedTuple):
     """Blocks of rows of one group each, group by group."""
 
     size: int
-    count: Array
+    number: Array
     group: Array  # [bound] int32
     begin: Array  # [bound] int32: its own first row
     end: Array  # [bound] int32: past its last row
@@ -78,7 +78,8 @@ def rows_product(x: Array, weight: Array, ends: Array, fill: Array, *, over: int
         before = lax.dynamic_slice_in_dim(out, first, blocks.size)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(own, product, before), first, 0)
 
-    return lax.fori_loop(0, blocks.count, block, vary_alike(out, (x, weight, ends)))
+    made: Array = lax.fori_loop(0, blocks.number, block, vary_alike(out, (x, weight, ends)))
+    return made
 
 
 def weight_product(left: Array, right: Array, ends: Array, fill: Array, dtype: Any) -> Array:
@@ -101,4 +102,5 @@ def weight_product(left: Array, right: Array, ends: Array, fill: Array, dtype: A
         return lax.dynamic_update_index_in_dim(out, sums.astype(dtype), group, 0), sums
 
     state = vary_alike((out, jnp.zeros(shape, total)), (left, right, ends))
-    return lax.fori_loop(0, blocks.count, block, state)[0]
+    made: Array = lax.fori_loop(0, blocks.number, block, state)[0]
+    return made

@@ -73,7 +73,7 @@ def init_moe(
     keys = iter(jax.random.split(key, 5))
 
     def normal(*shape: int, dtype: DTypeLike = dtype) -> jax.Array:
-        return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(dtype)
+        return jnp.asarray(jax.random.normal(next(keys), shape) * shape[-2] ** -0.5, dtype)
 
     router = normal(hidden, num_experts, dtype=jnp.float32)
     experts = normal(num_experts, hidden, 2 * intermediate), normal(num_experts, intermediate, hidden)
@@ -182,7 +182,7 @@ def _check(params: Any, x: Any, top_k: Any, norm_topk: Any) -> None:
         raise ValueError(f"{OP}: top_k must be in [1, E], E={experts}; got {top_k}")
     if x.ndim < 1 or x.shape[-1] != hidden:
         raise ValueError(f"{OP}: x has shape {list(x.shape)} but router has H={hidden}; x must be [..., H]")
-    right = {"gate_up": (experts, hidden, 2 * inner), "down": (experts, inner, hidden)}
+    right: dict[str, tuple[int, ...]] = {"gate_up": (experts, hidden, 2 * inner), "down": (experts, inner, hidden)}
     if params.shared_down is not None:
         shared = params.shared_down.shape[0]
         right |= {"shared_gate_up": (hidden, 2 * shared), "shared_down": (shared, hidden)}

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array as JaxArray
 
 from onchip.core.backends import choose_backend
+from onchip.core.sizes import LOSS_DTYPE_BYTES
 from onchip.frontend.jax_call import vary_alike, with_gradients
 from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, platform, require_arrays
 from onchip.frontend.jax_types import Array
@@ -31,7 +32,6 @@ from onchip.groups.xla import groups, products
 
 Backend = Literal["auto", "mosaic_gpu", "xla"]
 _INTEGERS = ("group_sizes", "group_offsets", "rows", "scatter_rows")
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def grouped_matmul(
@@ -68,8 +68,8 @@ def grouped_matmul(
         group_sizes: [G] integers, 0 or more, of sum T at most.  Their values may be traced.
         group_offsets: [G] integers in place of group_sizes: where each group ends, their cumulative sums.
         weight_layout: "gnk" or "gkn".
-        bias: [G, N] float32 or of x's dtype.
-        row_scale: [T] float32 or of x's dtype, such as the router's weights.
+        bias: [G, N] of any of the dtypes, added in float32.
+        row_scale: [T] of any of the dtypes, such as the router's weights; multiplied in float32.
         activation: None, or "swiglu": of N = 2 F columns of y half are gate and half up.
         gate_up: where: "concatenated" (gate first, then up), or "interleaved" (gate, up, gate, up, ...).
         rows: [T] integers: row i of the product reads x[rows[i]].  The gradient of a row of x that is read several
@@ -126,18 +126,13 @@ def grouped_matmul(
 
 
 def _check_dtypes(arrays: dict[str, Any]) -> None:
-    check_kinds(OP, arrays, integers=_INTEGERS, dtypes=_DTYPES)
+    check_kinds(OP, arrays, integers=_INTEGERS, dtypes=LOSS_DTYPE_BYTES.keys())
     for name in _INTEGERS:
         if name in arrays and arrays[name].dtype.name not in ("int32", "int64"):
             raise TypeError(f"{OP}: {name} must be int32 or int64; got {arrays[name].dtype}")
-    dtype = dtype_of(arrays["x"])
-    total = accumulator(dtype)
-    if dtype_of(arrays["weight"]) != dtype:
-        raise TypeError(f"{OP}: x is {dtype} but weight is {dtype_of(arrays['weight'])}; cast one of them")
-    for name in ("bias", "row_scale"):
-        if name in arrays and dtype_of(arrays[name]) not in (dtype, total):
-            of = "" if dtype == total else f" or {dtype}, as x"
-            raise TypeError(f"{OP}: {name} must be {total}{of}; got {dtype_of(arrays[name])}; cast it")
+    dtype, of_weight = dtype_of(arrays["x"]), dtype_of(arrays["weight"])
+    if of_weight != dtype:
+        raise TypeError(f"{OP}: x is {dtype} but weight is {of_weight}; cast one of them")
 
 
 def _check_values(p: Problem, which: str, arrays: dict[str, Any], check_inputs: bool) -> None:
@@ -264,14 +259,14 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
         # Rows without a group may hold anything in all of these.
         g = grad_out if at.scatter_rows is None else groups.take_rows(grad_out, at.scatter_rows)
         g = g.astype(total)
-        y = None if y is None else y.astype(total)
+        wide: Any = None if y is None else y.astype(total)
         grad_x = grad_weight = grad_bias = grad_scale = None
         if needs.row_scale:
-            grad_scale = (g * _activate(options, y)).sum(1)
+            grad_scale = (g * _activate(options, wide)).sum(1)
             grad_scale = jnp.where(groups.has_group(ends, p.tokens), grad_scale, fill)
         if row_scale is not None:
             g = g * row_scale.astype(total)[:, None]
-        d = g if options.activation is None else _swiglu_gradient(options, y, g)
+        d = g if options.activation is None else _swiglu_gradient(options, wide, g)
         if needs.bias:
             grad_bias = groups.group_sums(d, ends) + fill
         d = d.astype(x.dtype)
