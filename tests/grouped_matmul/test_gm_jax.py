@@ -61,7 +61,7 @@ def test_float64_interleaved_offsets():
         np.testing.assert_allclose(a, right, rtol=1e-12, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------- rows and their groups
+# ------------------------------------------------------------------------------------------------ rows and their groups
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": "swiglu"}], ids=["plain", "swiglu"])

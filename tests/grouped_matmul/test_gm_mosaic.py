@@ -15,8 +15,9 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.groups.mosaic import products
 from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, visits_of
+from onchip.groups.problem import Options
 from onchip.jax import grouped_matmul
-from onchip.ops.grouped_matmul import jax_op
+from onchip.ops.grouped_matmul import jax_op, reference
 from shared_jax import quick_compilation  # noqa: F401
 
 INTERPRETER = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
@@ -52,17 +53,16 @@ def lower(f, *shapes):
 ENDS, FILL = ((4,), jnp.int32), ((), jnp.float32)
 
 
-@pytest.mark.parametrize("config", [ROWS_CONFIG, FEW_ROWS_CONFIG], ids=str)
-@pytest.mark.parametrize(("over", "dtype"), [(2, jnp.float32), (1, BF16)])
-def test_rows_product_lowers(over, dtype, config):
-    f = partial(products.rows_product, over=over, dtype=dtype, config=config)
-    lower(f, ((1003, 320), BF16), ((4, 192, 320) if over == 2 else (4, 320, 192), BF16), ENDS, FILL)
+@pytest.mark.parametrize("config", [ROWS_CONFIG, FEW_ROWS_CONFIG], ids=lambda c: c.split)
+@pytest.mark.parametrize(("layout", "swiglu", "dtype"), [("gnk", True, BF16), ("gkn", False, jnp.float32)])
+def test_rows_product_lowers(layout, swiglu, dtype, config):
+    f = partial(products.rows_product, layout=layout, swiglu=swiglu, keeps=True, dtype=dtype, config=config)
+    weight = ((4, 384, 320) if layout == "gnk" else (4, 320, 384), BF16)
+    lower(f, ((1003, 320), BF16), weight, ENDS, FILL, ((4, 384), BF16), ((1003,), jnp.float32))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
-def test_weight_product_lowers(dtype):
-    f = partial(products.weight_product, dtype=dtype, config=WEIGHT_CONFIG)
-    lower(f, ((1003, 320), BF16), ((1003, 192), BF16), ENDS, FILL)
+def test_weight_product_lowers():
+    lower(products.weight_product, ((1003, 320), BF16), ((1003, 192), BF16), ENDS, FILL)
 
 
 @pytest.mark.parametrize("layout", ["gkn", pytest.param("gnk", marks=pytest.mark.slow)])
@@ -85,39 +85,58 @@ def test_the_op_lowers(layout, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------------- interpreted
 
-SIZES, T, K, N = (70, 0, 61, 50), 200, 128, 128
+SIZES, T, K, N = (70, 0, 50, 7), 140, 128, 256
 
 
 @pytest.fixture
 def problem():
     """Rows past the last group's hold NaN and infinities."""
     rng = np.random.default_rng(0)
-    x, d, w = (rng.standard_normal(shape) for shape in ((T, K), (T, N), (4, K, N)))
-    x[sum(SIZES) :], d[sum(SIZES) :] = np.nan, np.inf
-    ends = jnp.asarray(np.cumsum(SIZES), jnp.int32)
-    return *(jnp.asarray(a, BF16) for a in (x, d, w)), ends
+    x, d, w, b, s = (rng.standard_normal(shape) for shape in ((T, K), (T, K), (4, N, K), (4, N), T))
+    x[sum(SIZES) :], d[sum(SIZES) :], s[sum(SIZES) :] = np.nan, np.inf, np.nan
+    x, d, w, b = (jnp.asarray(a, BF16) for a in (x, d, w, b))
+    return x, d, w, b, jnp.float32(s), jnp.asarray(np.cumsum(SIZES), jnp.int32)
 
 
-def parts(x):
-    return np.split(np.asarray(x, np.float64), np.cumsum(SIZES))[: len(SIZES)]
-
-
-def test_rows_product(problem):
-    """[G, K, N]; the other layout differs in a product's operand, which the interpreter makes itself."""
-    x, _, w, ends = problem
-    config = replace(FEW_ROWS_CONFIG, tile_n=128, stages=2, group=2)
-    f = partial(products.rows_product, over=1, dtype=jnp.float32, config=config, interpret=INTERPRETER)
-    made = np.asarray(jax.jit(f)(x, w, ends, jnp.float32(0)))
+def assert_near(made, right):
+    made = np.asarray(made, np.float64)
     assert not made[sum(SIZES) :].any()
-    right = np.concatenate([a @ np.asarray(b, np.float64) for a, b in zip(parts(x), w, strict=True)])
-    assert np.linalg.norm(made[: sum(SIZES)] - right) < 1e-6 * np.linalg.norm(right)
+    assert np.linalg.norm(made[: sum(SIZES)] - right[: sum(SIZES)]) < 2**-8 * np.linalg.norm(right[: sum(SIZES)])
+
+
+@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layer(keeps, problem):
+    """With all that the kernel may do: gate and up are those of one tile."""
+    x, _, w, b, s, ends = problem
+    config = replace(FEW_ROWS_CONFIG, stages=2, group=2)
+    options = Options(activation="swiglu")
+    run = partial(products.layer, options=options, keeps=keeps, config=config, interpret=INTERPRETER)
+    out, y = jax.jit(run)(x, w, ends, jnp.float32(0), b, s)
+    given = (np.nan_to_num(np.asarray(a, np.float64)) for a in (x, w, b, s))
+    x, w, b, s = given
+    right = reference.grouped_matmul(x, w, SIZES, bias=b, row_scale=s, activation="swiglu").out
+    assert_near(out, right)
+    if keeps:
+        assert_near(jnp.concatenate(y, 1), reference.grouped_matmul(x, w, SIZES, bias=b).out)
+
+
+@pytest.mark.slow
+def test_layer_in_the_other_layout(problem):
+    x, _, w, _, _, ends = problem
+    config = replace(ROWS_CONFIG, tile_n=128, stages=2, group=2)
+    options = Options(weight_layout="gkn")
+    run = partial(products.layer, options=options, keeps=False, config=config, interpret=INTERPRETER)
+    out, _ = jax.jit(lambda x, w: run(x, w, ends, jnp.float32(0), None, None))(x, w.swapaxes(1, 2))
+    x, w = (np.nan_to_num(np.asarray(a, np.float64)) for a in (x, w))
+    assert_near(out, reference.grouped_matmul(x, w, SIZES).out)
 
 
 def test_weight_product(problem):
-    x, d, _, ends = problem
+    x, d, *_, ends = problem
     config = replace(WEIGHT_CONFIG, tile_n=128, stages=2, group=2)
-    f = partial(products.weight_product, dtype=jnp.float32, config=config, interpret=INTERPRETER)
-    made = np.asarray(jax.jit(f)(d, x, ends, jnp.float32(0)))
+    run = partial(products.weight_product, config=config, interpret=INTERPRETER)
+    made = np.asarray(jax.jit(run)(d, x, ends, jnp.float32(0)), np.float64)
     assert not made[1].any()
-    right = np.stack([a.T @ b for a, b in zip(parts(d), parts(x), strict=True)])
-    assert np.linalg.norm(made - right) < 1e-6 * np.linalg.norm(right)
+    d, x = (np.split(np.asarray(a, np.float64), ends)[: len(SIZES)] for a in (d, x))
+    right = np.stack([a.T @ b for a, b in zip(d, x, strict=True)])
+    assert np.linalg.norm(made - right) < 2**-8 * np.linalg.norm(right)

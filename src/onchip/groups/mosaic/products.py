@@ -9,14 +9,15 @@ multiple of 8, and groups begin anywhere.  So
   first and the last block of each group are read from copies, made by XLA, with zeros in place of the other groups'
   rows, so that whatever these hold stays out of the sums.  An empty group has one step, of zeros.
 
-Visits are counted and looked up on the device, in int32 arrays that XLA makes.  `fill` is as in
-`onchip.groups.xla.products`, and all arguments are.
+Visits are counted and looked up on the device, in int32 arrays that XLA makes.  `layer` and `weight_product` are called
+as those of `onchip.groups.xla.products`, where `fill` is explained.
 
 Source: megablox, the grouped product of MegaBlocks (arXiv:2211.15841), visits tiles like this.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from onchip.groups.xla.groups import starts_of
+from onchip.groups.problem import Options
+from onchip.groups.xla import products
+from onchip.groups.xla.groups import has_group, starts_of
+from onchip.groups.xla.swiglu import activated
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, Refs, Step, load_block, persistent_product, send_to
+from onchip.kernels.mosaic.registers import Registers
 
+LOG2E = 1.4426950408889634
 _ROWS = 8
 """What is copied by blocks has a multiple of so many rows."""
 ROWS_CONFIG = MosaicConfig(tile_m=128, tile_n=256, staging_slots=1)
@@ -56,83 +62,164 @@ def visits_of(ends: Array, rows: int, tile: int) -> Visits:
     return Visits(last[-1:], first[group] + visit - starts_of(last)[group], group, starts[group], ends[group])
 
 
+def layer(
+    x: Array,  # [T, K]
+    weight: Array,  # [G, N, K], or [G, K, N]
+    ends: Array,  # [G] int32
+    fill: Array,  # 0-d float32
+    bias: Array | None,  # [G, N]
+    row_scale: Array | None,  # [T]
+    options: Options,
+    keeps: bool,
+    *,
+    config: MosaicConfig | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array | None]:
+    """The result of each row, and its products with bias if `keeps`: [T, N], or gate and up as [2, T, F].
+
+    The activation is the kernel's where it can bring blocks of gate and up for one tile: for gate first, then up, in
+    rows of the weight.  Elsewhere XLA applies it, and row_scale, to products in float32.
+    """
+    n, rows = weight.shape[1 if options.weight_layout == "gnk" else 2], len(x)
+    if len(x) == 0:
+        return products.layer(x, weight, ends, fill, bias, row_scale, options, keeps)
+    run = partial(rows_product, x, weight, ends, fill, bias, layout=options.weight_layout, config=config)
+    run = partial(run, interpret=interpret)
+    split = options.weight_layout == "gnk" and options.gate_up == "concatenated" and n // 2 % BOX == 0 and n >= 4 * BOX
+    if options.activation is None or split:
+        return run(row_scale, swiglu=options.activation is not None, keeps=keeps, dtype=x.dtype)
+    y, _ = run(None, swiglu=False, keeps=False, dtype=jnp.float32)
+    out = activated(options, y)
+    if row_scale is not None:
+        out = jnp.where(has_group(ends, rows)[:, None], out * row_scale[:, None].astype(jnp.float32), fill)
+    return out.astype(x.dtype), y.astype(x.dtype) if keeps else None
+
+
 def rows_product(
     x: Array,  # [T, K]
     weight: Array,  # [G, N, K], or [G, K, N]
     ends: Array,  # [G] int32
     fill: Array,  # 0-d float32
+    bias: Array | None,  # [G, N]
+    row_scale: Array | None,  # [T]
     *,
-    over: int,
+    layout: str,
+    swiglu: bool,
+    keeps: bool,
     dtype: Any,
     config: MosaicConfig | None = None,
     interpret: Any = None,
-) -> Array:
-    """Row t of x times the weight of its group: [T, N], rounded once to `dtype`; rows without a group are `fill`.
-
-    over: the dimension of weight that is summed over: 2 for [G, N, K], 1 for [G, K, N].
-    """
-    (rows, k), groups, n = x.shape, len(weight), weight.shape[3 - over]
-    if rows == 0:
-        return jnp.zeros((0, n), dtype)
+) -> tuple[Array, Array | None]:
+    """The kernel of `layer`, with results of `dtype`."""
+    (rows, k), groups = x.shape, len(weight)
+    turned = layout == "gkn"
+    n = weight.shape[2 if turned else 1]
     c = config or (FEW_ROWS_CONFIG if rows < 96 * groups else ROWS_CONFIG)
     visits = visits_of(ends, rows, c.tile_m)
+    wide = -(-rows // _ROWS) * _ROWS
     columns = 128 // jnp.dtype(dtype).itemsize
-    assert k % c.tile_k == n % BOX == 0
+    # Of a tile's columns, those of each warpgroup's part are of the gate, and then of the up projection.
+    half = c.part_n // 2 if swiglu else 0
+    out_n = n // 2 if swiglu else n
+    tiles_n = -(-out_n // (c.tile_n // 2 if swiglu else c.tile_n))
+    assert k % c.tile_k == out_n % BOX == 0
+    assert not (swiglu and turned)
+    registers = Registers(interpret)
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
-        return refs["number"][0], -(-n // c.tile_n), k // c.tile_k
+        return refs["number"][0], tiles_n, k // c.tile_k
 
     def steps_of(refs: Refs, i: Any, j: Any) -> Any:
         return jnp.where(refs["group"][i] < groups, jnp.int32(k // c.tile_k), jnp.int32(1))
 
+    def group_of(refs: Refs, i: Any) -> Any:
+        return lax.min(refs["group"][i], jnp.int32(groups - 1))
+
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
-        load_block(refs["x"], refs["tile"][s.i] * c.tile_m, c.tile_m, s.k * c.tile_k, c.tile_k, a, barrier)
-        of_group = refs["weight"].at[lax.min(refs["group"][s.i], jnp.int32(groups - 1))]
-        if over == 2:
-            load_block(of_group, s.j * c.tile_n, c.tile_n, s.k * c.tile_k, c.tile_k, b, barrier)
+        at_k = s.k * c.tile_k
+        load_block(refs["x"], refs["tile"][s.i] * c.tile_m, c.tile_m, at_k, c.tile_k, a, barrier)
+        of_group = refs["weight"].at[group_of(refs, s.i)]
+        if turned:
+            load_block(of_group, at_k, c.tile_k, s.j * c.tile_n, c.tile_n, b, barrier)
+        elif not swiglu:
+            load_block(of_group, s.j * c.tile_n, c.tile_n, at_k, c.tile_k, b, barrier)
         else:
-            load_block(of_group, s.k * c.tile_k, c.tile_k, s.j * c.tile_n, c.tile_n, b, barrier)
+            for i in range(c.tile_n // half):
+                first = s.j * (c.tile_n // 2) + i // 2 * half + i % 2 * out_n
+                load_block(of_group, first, half, at_k, c.tile_k, b.at[pl.ds(i * half, half)], barrier)
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         row = refs["tile"][p.i] * c.tile_m + p.m - p.i * c.tile_m
         begin, end = refs["begin"][p.i], refs["end"][p.i]
-        value = jnp.where(refs["group"][p.i] < groups, product, refs["fill"][0]).astype(dtype)
+        column = lax.div(p.n, jnp.int32(2)) if swiglu else p.n
+
+        def with_bias(value: Any, first: Any) -> Any:
+            if bias is None:
+                return value
+            of_group = refs["bias"].at[group_of(refs, p.i), pl.ds(first, value.shape[1])]
+            return value + registers.spread(registers.load(of_group, 0), value.shape, 0)
+
+        if swiglu:
+            gate, up = with_bias(product[:, :half], column), with_bias(product[:, half:], column + out_n)
+            y, out = [gate, up], gate / (1 + jnp.exp2(gate * -LOG2E)) * up
+        else:
+            out = with_bias(product, column)
+            y = [out]
+        if row_scale is not None:
+            scale = registers.load(refs["row_scale"].at[pl.ds(row, c.part_m)], 1)
+            out = out * registers.spread(scale, out.shape, 1)
+        results = [(refs["out"], out)]
+        if keeps:
+            results += [(refs["y"].at[i], value) for i, value in enumerate(y)] if swiglu else [(refs["y"], y[0])]
+        grouped = refs["group"][p.i] < groups
+        made = [(target, jnp.where(grouped, value, refs["fill"][0]).astype(dtype)) for target, value in results]
         whole = (begin <= row) & (row + c.part_m <= end)
 
         @pl.when(whole)
         def _() -> None:
-            store(lambda n, width: value[:, n : n + width], send_to(refs["out"], row, p.n, columns))
+            for target, value in made:
+                strip = lambda n, width, value=value: value[:, n : n + width]  # noqa: E731
+                store(strip, send_to(target, row, column, columns), value.shape[1])
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
             staging = refs["staging"].at[p.warpgroup]
-            for m in range(0, c.part_m, BOX):
-                first, last = (lax.min(lax.max(x - row - m, jnp.int32(0)), jnp.int32(BOX)) for x in (begin, end))
-                for n in range(0, c.part_n, columns):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    staging[...] = value[m : m + BOX, n : n + columns]
-                    plgpu.commit_smem()
-                    _send_rows(staging, first, last - first, refs["out"], row + m, p.n + n)
+            for target, value in made:
+                for m in range(0, c.part_m, BOX):
+                    first, last = (lax.min(lax.max(x - row - m, jnp.int32(0)), jnp.int32(BOX)) for x in (begin, end))
+                    for n in range(0, value.shape[1], columns):
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        staging[...] = value[m : m + BOX, n : n + columns]
+                        plgpu.commit_smem()
+                        _send_rows(staging, first, last - first, target, row + m, column + n)
 
+    def vector(x: Array | None, size: int) -> Array | None:
+        """In float32, with so many numbers more: tiles may reach beyond."""
+        return None if x is None else jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, size)])
+
+    inputs = {"x": _padded(x), "weight": weight, "bias": vector(bias, c.tile_n), "fill": fill.reshape(1)}
+    outputs = {"out": jax.ShapeDtypeStruct((wide, out_n), dtype)}
+    if keeps:
+        outputs["y"] = jax.ShapeDtypeStruct((2, wide, out_n) if swiglu else (wide, n), dtype)
     made = persistent_product(
         c,
         x.dtype,
         "mk",
-        "nk" if over == 2 else "kn",
+        "kn" if turned else "nk",
         tiles,
         copies,
         epilogue,
-        inputs={"x": _padded(x), "weight": weight, "fill": fill.reshape(1), **visits._asdict()},
-        outputs={"out": jax.ShapeDtypeStruct((-(-rows // _ROWS) * _ROWS, n), dtype)},
+        inputs={**inputs, "row_scale": vector(row_scale, c.tile_m), **visits._asdict()},
+        outputs=outputs,
         stored=dtype,
+        right_copies=c.tile_n // half if swiglu else 1,
         steps_of=steps_of,
         # Without the layout of other results: that has rows by eights.
         scratch={"staging": plgpu.SMEM((2, BOX, columns), dtype)},
-        name="rows_product",
+        name="grouped_rows_product",
         interpret=interpret,
     )
-    out: Array = made["out"]
-    return out[:rows]
+    return made["out"][:rows], made["y"][..., :rows, :] if keeps else None
 
 
 def _send_rows(staging: Any, first: Any, count: Any, target: Any, row: Any, column: Any) -> None:
@@ -159,16 +246,15 @@ def weight_product(
     right: Array,  # [T, N]
     ends: Array,  # [G] int32
     fill: Array,  # 0-d float32
-    dtype: Any,
     *,
     config: MosaicConfig | None = None,
     interpret: Any = None,
 ) -> Array:
-    """[G, M, N]: for each group left.T @ right over its rows, rounded once; `fill` for empty groups."""
+    """[G, M, N]: for each group left.T @ right over its rows; of their dtype."""
     c = config or WEIGHT_CONFIG
-    (rows, m), n, groups = left.shape, right.shape[1], len(ends)
+    (rows, m), n, groups, dtype = left.shape, right.shape[1], len(ends), left.dtype
     if rows == 0:
-        return jnp.full((groups, m, n), fill, dtype)
+        return products.weight_product(left, right, ends, fill)
     columns = 128 // jnp.dtype(dtype).itemsize
     tiles_m = -(-m // c.tile_m)
     starts = starts_of(ends)

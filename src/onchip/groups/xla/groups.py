@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from onchip.frontend.jax_call import vary_alike
+from onchip.frontend.jax_inputs import accumulator
 
 
 def ends_of_sizes(sizes: Array, rows: int) -> tuple[Array, Array]:
@@ -34,12 +35,6 @@ def starts_of(ends: Array) -> Array:
 def has_group(ends: Array, rows: int) -> Array:
     """[rows] bool: whether a row is before the last group's end."""
     return jnp.arange(rows, dtype=jnp.int32) < ends[-1]
-
-
-def group_of_rows(ends: Array, rows: int) -> Array:
-    """[rows] int32: each row's group; the last one for rows past the end."""
-    group = jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right")
-    return jnp.minimum(group, len(ends) - 1).astype(jnp.int32)
 
 
 def group_sums(x: Array, ends: Array, block: int = 128) -> Array:
@@ -72,22 +67,23 @@ def take_rows(x: Array, index: Array) -> Array:
 
 
 def sum_rows(x: Array, index: Array, ends: Array, rows: int) -> Array:
-    """[rows, N]: row i of x [T, N] is added to row index[i], in the order of i and without atomics, where it has a group.
+    """[rows, N] of x's dtype: row i of x [T, N] is added to row index[i], if it has a group.
 
-    As many passes over the result as addends go to one row, at most: in a mixture of experts, experts per token.
+    That is in the order of i, without atomics and in the accumulator's dtype.  It takes as many passes over the result
+    as addends go to one row, at most: in a mixture of experts, experts per token.
     """
-    length, width = x.shape
-    zeros = jnp.zeros((rows, width), x.dtype)
+    (length, width), total = x.shape, accumulator(x.dtype)
+    zeros = jnp.zeros((rows, width), total)
     if length == 0 or rows == 0:
-        return zeros
+        return zeros.astype(x.dtype)
     key = jnp.where(has_group(ends, length), index, rows).astype(jnp.int32)
     order = jnp.argsort(key, stable=True)
     limits = jnp.searchsorted(key[order], jnp.arange(rows + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
     begins, addends = limits[:-1], limits[1:] - limits[:-1]
 
-    def add(number: Any, total: Array) -> Array:
+    def add(number: Any, sums: Array) -> Array:
         row = order[jnp.minimum(begins + number, length - 1)]
-        return total + jnp.where((number < addends)[:, None], x[row], 0)
+        return sums + jnp.where((number < addends)[:, None], x[row].astype(total), 0)
 
-    total: Array = lax.fori_loop(0, addends.max(), add, vary_alike(zeros, (x, addends)))
-    return total
+    sums: Array = lax.fori_loop(0, addends.max(), add, vary_alike(zeros, (x, addends)))
+    return sums.astype(x.dtype)

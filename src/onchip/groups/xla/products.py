@@ -7,6 +7,7 @@ A row of another group, or of none, never enters a result, whatever it holds.
 groups are all empty.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from jax import Array, lax
 
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import accumulator
+from onchip.groups.problem import Options
 from onchip.groups.xla.groups import starts_of
+from onchip.groups.xla.swiglu import activated
 
 
 class _Blocks(NamedTuple):
@@ -56,37 +59,47 @@ def _dot(a: Array, b: Array, over: tuple[int, int], total: Any) -> Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=total)
 
 
-def rows_product(x: Array, weight: Array, ends: Array, fill: Array, *, over: int, dtype: Any) -> Array:
-    """Row t of x [T, K] times the weight of its group: [T, N], rounded once to `dtype`.
-
-    over: the dimension of weight [G, ., .] that is summed over: 2 for [G, N, K], 1 for [G, K, N].
-    """
+def layer(
+    x: Array,  # [T, K]
+    weight: Array,  # [G, N, K], or [G, K, N]
+    ends: Array,  # [G] int32
+    fill: Array,  # 0-d
+    bias: Array | None,  # [G, N]
+    row_scale: Array | None,  # [T]
+    options: Options,
+    keeps: bool,
+) -> tuple[Array, Array | None]:
+    """The result of each row, and its products with bias if `keeps`, of x's dtype."""
     rows, total = len(x), accumulator(x.dtype)
-    out = jnp.full((rows, weight.shape[3 - over]), fill, dtype)
-    if rows == 0:
-        return out
-    blocks = _blocks(ends, rows)
+    over = 2 if options.weight_layout == "gnk" else 1
+    n = weight.shape[3 - over]
+    columns = (n if options.activation is None else n // 2, *((n,) if keeps else ()))
+    outs = tuple(jnp.full((rows, c), fill, x.dtype) for c in columns)
+    if rows > 0:
+        blocks = _blocks(ends, rows)
 
-    def block(i: Any, out: Array) -> Array:
-        first, own = blocks.rows(i, rows)
-        product = _dot(
-            lax.dynamic_slice_in_dim(x, first, blocks.size),
-            lax.dynamic_index_in_dim(weight, blocks.group[i], keepdims=False),
-            (1, over - 1),
-            total,
-        ).astype(dtype)
-        before = lax.dynamic_slice_in_dim(out, first, blocks.size)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(own, product, before), first, 0)
+        def block(i: Any, outs: tuple[Array, ...]) -> tuple[Array, ...]:
+            first, own = blocks.rows(i, rows)
+            of_rows = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=blocks.size)
+            of_group = lax.dynamic_index_in_dim(weight, blocks.group[i], keepdims=False)
+            y = _dot(of_rows(x), of_group, (1, over - 1), total)
+            if bias is not None:
+                y = y + bias[blocks.group[i]].astype(total)
+            out = activated(options, y)
+            if row_scale is not None:
+                out = out * of_rows(row_scale)[:, None].astype(total)
+            made = [jnp.where(own, new.astype(x.dtype), of_rows(old)) for old, new in zip(outs, (out, y), strict=False)]
+            return tuple(lax.dynamic_update_slice_in_dim(o, m, first, 0) for o, m in zip(outs, made, strict=True))
 
-    made: Array = lax.fori_loop(0, blocks.number, block, vary_alike(out, (x, weight, ends)))
-    return made
+        outs = lax.fori_loop(0, blocks.number, block, vary_alike(outs, (x, weight, bias, row_scale, ends)))
+    return outs[0], outs[1] if keeps else None
 
 
-def weight_product(left: Array, right: Array, ends: Array, fill: Array, dtype: Any) -> Array:
-    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N], rounded once."""
+def weight_product(left: Array, right: Array, ends: Array, fill: Array) -> Array:
+    """[G, M, N]: for each group left.T @ right over its rows of left [T, M] and right [T, N]; of their dtype."""
     rows, total = len(left), accumulator(left.dtype)
     shape = left.shape[1], right.shape[1]
-    out = jnp.full((len(ends), *shape), fill, dtype)
+    out = jnp.full((len(ends), *shape), fill, left.dtype)
     if rows == 0:
         return out
     blocks = _blocks(ends, rows)
@@ -99,7 +112,7 @@ def weight_product(left: Array, right: Array, ends: Array, fill: Array, dtype: A
         begins = (i == 0) | (blocks.group[jnp.maximum(i - 1, 0)] != group)
         sums = jnp.where(begins, 0, sums) + _dot(a, b, (0, 0), total)
         # The group's sum so far: the last one stays.
-        return lax.dynamic_update_index_in_dim(out, sums.astype(dtype), group, 0), sums
+        return lax.dynamic_update_index_in_dim(out, sums.astype(left.dtype), group, 0), sums
 
     state = vary_alike((out, jnp.zeros(shape, total)), (left, right, ends))
     made: Array = lax.fori_loop(0, blocks.number, block, state)[0]

@@ -240,6 +240,7 @@ def persistent_product(
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any],
     stored: Any = None,
+    right_copies: int = 1,
     halves: bool = False,
     steps_of: Callable[[Refs, Any, Any], Any] | None = None,
     scratch: Mapping[str, Any] | None = None,
@@ -254,10 +255,12 @@ def persistent_product(
         matrices with BOX rows and columns each.
     tiles: of the references, the numbers of rows and of columns of tiles and of steps; each at least 1.
     copies: called with (references, step, shared memory of the left operand, of the right one, barrier), and that of
-        the vectors of `promotion`; it issues one copy for each of them, or for each box.
+        the vectors of `promotion`; it issues one copy for each of them, or for each box, and `right_copies` of the
+        right operand.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
         `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
-        columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.
+        columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.  A value
+        that has other columns than the accumulator says how many, in a third argument.
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     steps_of: of the references and a tile's row and column, its number of steps, at least 1, where tiles differ.
@@ -287,7 +290,7 @@ def persistent_product(
     if needed > SHARED_BYTES:
         raise ValueError(f"{name}: {c} needs {needed} bytes of shared memory, of which a block has {SHARED_BYTES}")
     columns = 128 // jnp.dtype(stored).itemsize if stores else 0
-    copies_per_step = (shape_a[0] if boxes else 1) + 1 + len(brought)
+    copies_per_step = (shape_a[0] if boxes else 1) + right_copies + len(brought)
     programs = multiprocessors() if interpret is None else 2
 
     def body(refs: Refs, a_smem: Any, b_smem: Any, full: Any, free: Any, *more: Any) -> None:
@@ -493,7 +496,7 @@ def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int)
     """What sends blocks of a value [rows, width] off by way of `staging` [slots, BOX, columns]."""
     together = c.staging_slots * columns
 
-    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None]) -> None:
+    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None], width: int = width) -> None:
         for n in range(0, width, together):
             size = min(together, width - n)
             value = strip(n, size)

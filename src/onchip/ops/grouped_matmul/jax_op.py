@@ -1,6 +1,7 @@
-"""grouped_matmul for JAX: what surrounds the products, which are XLA's, on any device, or the Mosaic kernels'.
+"""grouped_matmul for JAX: the public function, and what surrounds the products of its two backends.
 
-Bias, activation, row scales, gathers and sums over rows are XLA's for both backends.
+`layer` and `weight_product` of `onchip.groups.xla.products`, on any device, or `onchip.groups.mosaic.products`, are the
+products.  Gathers, sums over rows and the activation's gradient are XLA's for both.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from onchip.groups.problem import (
     check_shapes,
     check_values,
 )
-from onchip.groups.xla import groups, products
+from onchip.groups.xla import groups, products, swiglu
 
 Backend = Literal["auto", "mosaic_gpu", "xla"]
 _INTEGERS = ("group_sizes", "group_offsets", "rows", "scatter_rows")
@@ -90,10 +91,12 @@ def grouped_matmul(
         ValueError: a wrong shape, option, size or index, or a backend that can't serve the call.
         NotImplementedError: differentiated twice.
 
-    Memory: y in float32, T N * 4 bytes, where there is a bias, an activation, row_scale or scatter_rows; of x's rows
-    with `rows` a copy.  Backward makes that copy again, and the gradients of y in x's dtype.  From forward to backward y
-    is kept in x's dtype if there is an activation or row_scale needs a gradient, and otherwise only arguments are.
-    There is no array of G x T.  Under vmap one element is served after the other.
+    Memory: kept for backward are the arguments, and with an activation, or where row_scale needs a gradient, y, T N
+    numbers of x's dtype.  Beside it, of x's dtype: with `rows` a copy of the rows that are read, in backward again;
+    with `scatter_rows` T rows of the result; in backward the gradient of y.  "mosaic_gpu" makes y in float32 first, if
+    the activation's gate and up are interleaved, its weight is "gkn", or F no multiple of 64 or below 128; and in
+    backward it has copies of up to 128 rows of each group of both operands of the weight's gradient.  There is no
+    array of G x T.  Under vmap one element is served after the other.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -222,29 +225,16 @@ class _Saved(NamedTuple):
 
 
 def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[Any, Any]:
-    keeps = static.options.activation is not None or bool(needs.row_scale)
+    keeps = any(needs) if static.options.activation is not None else bool(needs.row_scale)
 
     def run(layer: _Layer, at: _Rows) -> tuple[Any, Any]:
-        dtype, tokens = layer.x.dtype, static.problem.tokens
-        total = accumulator(dtype)
-        ends, fill = _limits(static, at, total)
-        plain = layer.bias is None and layer.row_scale is None and at.scatter_rows is None and not keeps
-        source = layer.x if at.rows is None else groups.take_rows(layer.x, at.rows)
-        over = 2 if static.options.weight_layout == "gnk" else 1
-        product = _engine(static.backend).rows_product
-        y = product(source, layer.weight, ends, fill, over=over, dtype=dtype if plain else total)
-        if plain:
-            return y, None
-        if layer.bias is not None:
-            y = y + layer.bias.astype(total)[groups.group_of_rows(ends, tokens)]
-        out = _activate(static.options, y)
-        if layer.row_scale is not None:
-            out = out * layer.row_scale.astype(total)[:, None]
-        if at.scatter_rows is None:
-            out = jnp.where(groups.has_group(ends, tokens)[:, None], out, fill)
-        else:
-            out = groups.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill
-        return out.astype(dtype), y.astype(dtype) if keeps else None
+        ends, fill = _limits(static, at)
+        x = layer.x if at.rows is None else groups.take_rows(layer.x, at.rows)
+        engine = _engine(static.backend)
+        out, y = engine.layer(x, layer.weight, ends, fill, layer.bias, layer.row_scale, static.options, keeps)
+        if at.scatter_rows is not None:
+            out = groups.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill.astype(x.dtype)
+        return out, y
 
     out, y = jax.custom_batching.sequential_vmap(run)(layer, at)
     return out, _Saved(layer, at, y) if any(needs) else None
@@ -255,37 +245,36 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
         (x, weight, _, row_scale), at, y = saved
         p, options, engine = static.problem, static.options, _engine(static.backend)
         total = accumulator(x.dtype)
-        ends, fill = _limits(static, at, total)
+        ends, fill = _limits(static, at)
         # Rows without a group may hold anything in all of these.
         g = grad_out if at.scatter_rows is None else groups.take_rows(grad_out, at.scatter_rows)
         g = g.astype(total)
         wide: Any = None if y is None else y.astype(total)
         grad_x = grad_weight = grad_bias = grad_scale = None
         if needs.row_scale:
-            grad_scale = (g * _activate(options, wide)).sum(1)
+            grad_scale = (g * swiglu.activated(options, wide)).sum(1)
             grad_scale = jnp.where(groups.has_group(ends, p.tokens), grad_scale, fill)
         if row_scale is not None:
             g = g * row_scale.astype(total)[:, None]
-        d = g if options.activation is None else _swiglu_gradient(options, wide, g)
+        d = g if options.activation is None else swiglu.gradient(options, wide, g)
         if needs.bias:
             grad_bias = groups.group_sums(d, ends) + fill
         d = d.astype(x.dtype)
         if needs.x:
-            over = 1 if options.weight_layout == "gnk" else 2
-            dtype = x.dtype if at.rows is None else total
-            grad_x = engine.rows_product(d, weight, ends, fill, over=over, dtype=dtype)
+            turned = Options(weight_layout="gkn" if options.weight_layout == "gnk" else "gnk")
+            grad_x, _ = engine.layer(d, weight, ends, fill, None, None, turned, False)
             if at.rows is not None:
-                grad_x = groups.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill
+                grad_x = groups.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill.astype(x.dtype)
         if needs.weight:
             source = x if at.rows is None else groups.take_rows(x, at.rows)
             operands = (d, source) if options.weight_layout == "gnk" else (source, d)
-            grad_weight = engine.weight_product(*operands, ends, fill, weight.dtype)
+            grad_weight = engine.weight_product(*operands, ends, fill)
         return _Layer(grad_x, grad_weight, grad_bias, grad_scale)
 
     return jax.custom_batching.sequential_vmap(run)(saved, grad_out)  # type: ignore[no-any-return]
 
 
-def _limits(static: _Static, at: _Rows, total: Any) -> tuple[JaxArray, JaxArray]:
+def _limits(static: _Static, at: _Rows) -> tuple[JaxArray, JaxArray]:
     """Where the groups end, and 0; or for wrong sizes or indices zeros, so that nothing is out of bounds, and NaN."""
     p = static.problem
     of = groups.ends_of_sizes if static.which == "group_sizes" else groups.ends_of_offsets
@@ -293,30 +282,7 @@ def _limits(static: _Static, at: _Rows, total: Any) -> tuple[JaxArray, JaxArray]
     for index, limit in ((at.rows, p.source_rows), (at.scatter_rows, p.out_rows)):
         if index is not None:
             right &= groups.in_range(index, ends, limit)
-    return jnp.where(right, ends, 0), jnp.where(right, 0, jnp.nan).astype(total)
-
-
-def _split(options: Options, y: JaxArray) -> tuple[JaxArray, JaxArray]:
-    """Gate and up."""
-    if options.gate_up == "interleaved":
-        return y[:, 0::2], y[:, 1::2]
-    gate, up = jnp.split(y, 2, axis=1)
-    return gate, up
-
-
-def _activate(options: Options, y: JaxArray) -> JaxArray:
-    if options.activation is None:
-        return y
-    gate, up = _split(options, y)
-    return jax.nn.silu(gate) * up
-
-
-def _swiglu_gradient(options: Options, y: JaxArray, g: JaxArray) -> JaxArray:
-    """The gradient of y, given that of silu(gate) * up."""
-    gate, up = _split(options, y)
-    s = jax.nn.sigmoid(gate)
-    made = g * up * s * (1 + gate * (1 - s)), g * gate * s
-    return jnp.stack(made, 2).reshape(y.shape) if options.gate_up == "interleaved" else jnp.concatenate(made, 1)
+    return jnp.where(right, ends, 0), jnp.where(right, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 _grouped = with_gradients(OP, _forward, _backward)
