@@ -54,7 +54,10 @@ ENDS, FILL = ((4,), jnp.int32), ((), jnp.float32)
 
 
 @pytest.mark.parametrize("config", [ROWS_CONFIG, FEW_ROWS_CONFIG], ids=lambda c: c.split)
-@pytest.mark.parametrize(("layout", "swiglu", "dtype"), [("gnk", True, BF16), ("gkn", False, jnp.float32)])
+@pytest.mark.parametrize(
+    ("layout", "swiglu", "dtype"),
+    [("gnk", True, BF16), pytest.param("gkn", False, jnp.float32, marks=pytest.mark.slow)],
+)
 def test_rows_product_lowers(layout, swiglu, dtype, config):
     f = partial(products.rows_product, layout=layout, swiglu=swiglu, keeps=True, dtype=dtype, config=config)
     weight = ((4, 384, 320) if layout == "gnk" else (4, 320, 384), BF16)
