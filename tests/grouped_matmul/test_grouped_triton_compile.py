@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper, fit its shared memory, spill next to nothing, and use its instructions.  No GPU is needed."""
+"""The kernels compile, for Hopper with its instructions, fit shared memory, and spill next to nothing.  No GPU needed."""
 
 from unittest import mock
 
