@@ -1,4 +1,4 @@
-"""The kernels compile, for Hopper with its instructions, fit shared memory, and spill next to nothing.  No GPU needed."""
+"""The kernels compile, for Hopper with its instructions, fit shared memory and spill next to nothing, without a GPU."""
 
 from unittest import mock
 
