@@ -190,6 +190,26 @@ def add_bias(acc, bias, g, n, N, limit):
 
 
 @triton.jit
+def swiglu(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def store_interleaved(
+    out, stride, first, end, column, columns, acc, scale,
+    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Store silu(gate) * up * scale of acc [R, C], whose columns are gate and up by turns."""
+    if PARTS > 1:
+        left, right = halves(acc, R, C)
+        store_interleaved(out, stride, first, end, column, columns, left, scale, R, C // 2, PARTS // 2, TMA)
+        store_interleaved(out, stride, first, end, column + C // 4, columns, right, scale, R, C // 2, PARTS // 2, TMA)
+    else:
+        gate, up = tl.split(tl.reshape(acc, (R, C // 2, 2)))
+        store_rows(out, stride, first, end, column, columns, swiglu(gate, up) * scale, R, C // 2, 1, TMA)
+
+
+@triton.jit
 def grouped_product(
     x,  # [T, K], or its rows that `index` names
     weight,  # [G, N, K]
@@ -257,16 +277,16 @@ def grouped_product(
                 gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
                 up = tl.dot(a, c.T, up, input_precision=PRECISION)
             n = column + tl.arange(0, HALF)
-            gate = add_bias(gate, bias, g, n, N, half)
+            gate = add_bias(gate, bias, g, n, N, half) + poison
             up = add_bias(up, bias, g, half + n, N, N)
             if product is not None:
                 # Of a last tile that is not whole, the columns of gate end before up's begin.
                 store_rows(
-                    product, product_stride, first, end, column, half, gate + poison,
+                    product, product_stride, first, end, column, half, gate,
                     BLOCK_M, HALF, 1, TMA_PRODUCT,
                 )  # fmt: skip
                 store_rows(
-                    product, product_stride, first, end, half + column, N, up + poison,
+                    product, product_stride, first, end, half + column, N, up,
                     BLOCK_M, HALF, 1, TMA_PRODUCT,
                 )  # fmt: skip
         else:
@@ -284,23 +304,23 @@ def grouped_product(
                 store_rows(
                     product, product_stride, first, end, column, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_PRODUCT
                 )  # fmt: skip
-            if GATED == INTERLEAVED:
-                gate, up = tl.split(tl.reshape(acc, (BLOCK_M, HALF, 2)))
 
         scale = 1.0
         if row_scale is not None:
             t = first + tl.arange(0, BLOCK_M)
             scale = tl.load(row_scale + t, mask=t < end, other=0.0).to(tl.float32)[:, None]
         if GATED == PLAIN:
-            store_rows(
-                out, out_stride, first, end, j * BLOCK_N, N, acc * scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT
-            )  # fmt: skip
+            store_rows(out, out_stride, first, end, column, N, acc * scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)
+        elif GATED == CONCATENATED:
+            a = swiglu(gate, up) * scale
+            store_rows(out, out_stride, first, end, column, half, a, BLOCK_M, HALF, 1, TMA_OUT)
         else:
-            a = gate * tl.sigmoid(gate) * up * scale + poison
-            store_rows(out, out_stride, first, end, j * HALF, half, a, BLOCK_M, HALF, 1, TMA_OUT)
+            store_interleaved(
+                out, out_stride, first, end, j * HALF, half, acc, scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT
+            )  # fmt: skip
 
     columns = N if GATED == PLAIN else half
-    WIDTH: tl.constexpr = BLOCK_N // PARTS if GATED == PLAIN else HALF
+    WIDTH: tl.constexpr = HALF if GATED == CONCATENATED else (BLOCK_N if GATED == PLAIN else HALF) // PARTS
     tiles_c = tl.cdiv(columns, WIDTH)
     zeros = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(T - total, BLOCK_M) * tiles_c, PROGRAMS):

@@ -78,7 +78,10 @@ def product(
         gated = 1 if options.gate_up == "concatenated" else 2
     half = c.columns // 2
     parts = c.parts * max(1, out.element_size() // x.element_size())
+    if gated == 2 and parts > 1:  # two results are staged at once
+        parts *= 2
     width = half if gated == 1 else c.columns  # of a block of the weight
+    out_width = (c.columns // parts, half, half // parts)[gated]
     if x.stride(1) != 1:
         x = x.contiguous()
     turned = weight.stride(2) != 1
@@ -95,7 +98,7 @@ def product(
         "bias": None if bias is None else bias.contiguous(),
         "row_scale": None if row_scale is None else row_scale.contiguous(),
         "index": index,
-        "out": ragged(out, half if gated else c.columns // parts) if tma_out else out,
+        "out": ragged(out, out_width) if tma_out else out,
         "product": ragged(before, half if gated == 1 else c.columns // parts) if tma_before else before,
         "plan": of_plan,
         "x_stride": x.stride(0),
