@@ -108,9 +108,9 @@ MOE_CALLS = {
     "top_k is 7": ({"top_k": 7}, ValueError, "top_k must be in [1, E], E=6; got 7"),
     "top_k is a float": ({"top_k": 2.0}, TypeError, "top_k must be an int; got float"),
     "norm_topk is 1": ({"norm_topk": 1}, TypeError, "norm_topk must be True or False; got int"),
-    "router is 1-d": (changed(router=PARAMS.router[0]), ValueError, "router must be [H, E] and down [E, F, H]; got shapes [6] and [6, 8, 12]"),
-    "gate_up is turned": (changed(gate_up=PARAMS.gate_up.swapaxes(1, 2)), ValueError, "gate_up has shape [6, 16, 12]; with these params it must be [6, 12, 16]"),
-    "shared_gate_up is narrow": (changed(shared_gate_up=PARAMS.shared_gate_up[:, 1:]), ValueError, "shared_gate_up has shape [12, 9]; with these params it must be [12, 10]"),
+    "router is 1-d": (changed(router=PARAMS.router[0]), ValueError, "router must be [E, H] and down [E, H, F]; got shapes [12] and [6, 12, 8]"),
+    "gate_up is turned": (changed(gate_up=PARAMS.gate_up.swapaxes(1, 2)), ValueError, "gate_up has shape [6, 12, 16]; with these params it must be [6, 16, 12]"),
+    "shared_gate_up is narrow": (changed(shared_gate_up=PARAMS.shared_gate_up[:, 1:]), ValueError, "shared_gate_up has shape [10, 11]; with these params it must be [10, 12]"),
     "dtypes differ": ({"x": X3.astype("bfloat16")}, TypeError, "x is bfloat16 but gate_up is float32; cast one of them"),
 }  # fmt: skip
 

@@ -16,14 +16,14 @@ X = jax.random.normal(jax.random.key(1), (2, T // 2, H))
 def looped(params, x, top_k, norm_topk):
     """Every expert for every token, with weights of 0 for those that aren't its own."""
     x = x.reshape(-1, H)
-    probs = jax.nn.softmax(x @ params.router)
+    probs = jax.nn.softmax(x @ params.router.T)
     chosen = probs >= jnp.sort(probs)[:, E - top_k, None]
     weight = jnp.where(chosen, probs, 0)
     weight = weight / weight.sum(1, keepdims=True) if norm_topk else weight
 
     def swiglu(x, gate_up, down):
-        y = x @ gate_up
-        return (jax.nn.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]) @ down
+        y = x @ gate_up.T
+        return (jax.nn.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]) @ down.T
 
     y = sum(weight[:, e, None] * swiglu(x, params.gate_up[e], params.down[e]) for e in range(E))
     y = y + swiglu(x, params.shared_gate_up, params.shared_down)

@@ -152,44 +152,48 @@ def rows_product(
         row = refs["tile"][p.i] * c.tile_m + p.m - p.i * c.tile_m
         begin, end = refs["begin"][p.i], refs["end"][p.i]
         column = lax.div(p.n, jnp.int32(2)) if swiglu else p.n
+        scale = None if row_scale is None else registers.load(refs["row_scale"].at[pl.ds(row, c.part_m)], 1)
 
-        def with_bias(value: Any, first: Any) -> Any:
+        # Values are made strip by strip: there are no registers for a second one of the accumulator's size.
+        def y(which: int, n: int, width: int) -> Any:
+            """Columns of the products, or of their gate (0) or up (1) half, with bias."""
+            value = product[:, which * half + n : which * half + n + width]
             if bias is None:
                 return value
-            of_group = refs["bias"].at[group_of(refs, p.i), pl.ds(first, value.shape[1])]
+            of_group = refs["bias"].at[group_of(refs, p.i), pl.ds(which * out_n + column + n, width)]
             return value + registers.spread(registers.load(of_group, 0), value.shape, 0)
 
-        if swiglu:
-            gate, up = with_bias(product[:, :half], column), with_bias(product[:, half:], column + out_n)
-            y, out = [gate, up], gate / (1 + jnp.exp2(gate * -LOG2E)) * up
-        else:
-            out = with_bias(product, column)
-            y = [out]
-        if row_scale is not None:
-            scale = registers.load(refs["row_scale"].at[pl.ds(row, c.part_m)], 1)
-            out = out * registers.spread(scale, out.shape, 1)
-        results = [(refs["out"], out)]
-        if keeps:
-            results += [(refs["y"].at[i], value) for i, value in enumerate(y)] if swiglu else [(refs["y"], y[0])]
-        grouped = refs["group"][p.i] < groups
-        made = [(target, jnp.where(grouped, value, refs["fill"][0]).astype(dtype)) for target, value in results]
+        def finished(value: Any) -> Any:
+            return jnp.where(refs["group"][p.i] < groups, value, refs["fill"][0]).astype(dtype)
+
+        def result(n: int, width: int) -> Any:
+            value = y(0, n, width)
+            if swiglu:
+                value = value / (1 + jnp.exp2(value * -LOG2E)) * y(1, n, width)
+            return finished(value if scale is None else value * registers.spread(scale, value.shape, 1))
+
+        results: list[tuple[Any, Callable[[int, int], Any]]] = [(refs["out"], result)]
+        for which in range(1 + swiglu if keeps else 0):
+            of_half = refs["y"].at[which] if swiglu else refs["y"]
+            results.append((of_half, lambda n, width, which=which: finished(y(which, n, width))))
         whole = (begin <= row) & (row + c.part_m <= end)
+        width = half if swiglu else c.part_n
 
         @pl.when(whole)
         def _() -> None:
-            for target, value in made:
-                strip = lambda n, width, value=value: value[:, n : n + width]  # noqa: E731
-                store(strip, send_to(target, row, column, columns), value.shape[1])
+            for target, strip in results:
+                store(strip, send_to(target, row, column, columns), width)
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
             staging = refs["staging"].at[p.warpgroup]
-            for target, value in made:
-                for m in range(0, c.part_m, BOX):
-                    first, last = (lax.min(lax.max(x - row - m, jnp.int32(0)), jnp.int32(BOX)) for x in (begin, end))
-                    for n in range(0, value.shape[1], columns):
+            for target, strip in results:
+                for n in range(0, width, columns):
+                    value = strip(n, columns)
+                    for m in range(0, c.part_m, BOX):
+                        first, last = (jnp.clip(x - row - m, 0, BOX) for x in (begin, end))
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staging[...] = value[m : m + BOX, n : n + columns]
+                        staging[...] = value[m : m + BOX]
                         plgpu.commit_smem()
                         _send_rows(staging, first, last - first, target, row + m, column + n)
 

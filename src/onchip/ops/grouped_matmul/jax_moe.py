@@ -16,18 +16,18 @@ OP = "moe"
 
 
 class MoEParams(NamedTuple):
-    """The weights of a layer with E experts from H to F and back; all [in, out].  A pytree."""
+    """The weights of a layer with E experts from H to F and back: all [out, in], as in PyTorch.  A pytree."""
 
     router: Any
-    """[H, E] float32."""
+    """[E, H] float32."""
     gate_up: Any
-    """[E, H, 2 F]: of an expert's columns the first F are the gate's."""
+    """[E, 2 F, H]: of an expert's rows the first F are the gate's."""
     down: Any
-    """[E, F, H]"""
+    """[E, H, F]"""
     shared_gate_up: Any = None
-    """[H, 2 S], of the expert that every token goes to, or None."""
+    """[2 S, H], of the expert that every token goes to, or None."""
     shared_down: Any = None
-    """[S, H] or None."""
+    """[H, S] or None."""
 
 
 class MoEStats(NamedTuple):
@@ -58,7 +58,7 @@ def init_moe(
         >>> import jax
         >>> from onchip.jax import init_moe
         >>> init_moe(jax.random.key(0), 16, 32, 4).gate_up.shape
-        (4, 16, 64)
+        (4, 64, 16)
 
     Raises:
         TypeError: a size that is no int.
@@ -73,13 +73,13 @@ def init_moe(
     keys = iter(jax.random.split(key, 5))
 
     def normal(*shape: int, dtype: DTypeLike = dtype) -> jax.Array:
-        return jnp.asarray(jax.random.normal(next(keys), shape) * shape[-2] ** -0.5, dtype)
+        return jnp.asarray(jax.random.normal(next(keys), shape) * shape[-1] ** -0.5, dtype)
 
-    router = normal(hidden, num_experts, dtype=jnp.float32)
-    experts = normal(num_experts, hidden, 2 * intermediate), normal(num_experts, intermediate, hidden)
+    router = normal(num_experts, hidden, dtype=jnp.float32)
+    experts = normal(num_experts, 2 * intermediate, hidden), normal(num_experts, hidden, intermediate)
     if shared_intermediate == 0:
         return MoEParams(router, *experts)
-    return MoEParams(router, *experts, normal(hidden, 2 * shared_intermediate), normal(shared_intermediate, hidden))
+    return MoEParams(router, *experts, normal(2 * shared_intermediate, hidden), normal(hidden, shared_intermediate))
 
 
 def moe(
@@ -92,9 +92,9 @@ def moe(
 ) -> tuple[jax.Array, MoEStats]:
     r"""A mixture-of-experts layer with SwiGLU experts.  Each token goes to all of its experts: there is no capacity.
 
-    With p = softmax(x @ router) in float32, and over the top_k experts e of largest p, for each token::
+    With p = softmax(router @ x) in float32, and over the top_k experts e of largest p, for each token::
 
-        expert_e(x) = (silu(gate) * up) @ down[e]          # gate, up: halves of x @ gate_up[e]
+        expert_e(x) = down[e] @ (silu(gate) * up)          # gate, up: halves of gate_up[e] @ x
         y = sum over e of w_e * expert_e(x) + shared(x)    # w_e = p_e, divided by their sum with norm_topk
 
     Args:
@@ -127,9 +127,9 @@ def moe(
     (arXiv:2401.04088), the shared expert as in DeepSeekMoE (arXiv:2401.06066).
     """
     _check(params, x, top_k, norm_topk)
-    num_experts = params.router.shape[1]
+    num_experts = len(params.router)
     tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
-    logits = jnp.matmul(tokens.astype(jnp.float32), params.router, precision="highest")
+    logits = jnp.matmul(tokens.astype(jnp.float32), params.router.T, precision="highest")
     probs = jax.nn.softmax(logits)
     weight, expert = lax.top_k(probs, top_k)
     if norm_topk:
@@ -140,22 +140,19 @@ def moe(
     order = jnp.argsort(expert, stable=True)
     token = (order // top_k).astype(jnp.int32)
     counts = jnp.bincount(expert, length=num_experts).astype(jnp.int32)
-    inner = grouped_matmul(
-        tokens, params.gate_up, counts, weight_layout="gkn", activation="swiglu", rows=token, backend=backend
-    )
+    inner = grouped_matmul(tokens, params.gate_up, counts, activation="swiglu", rows=token, backend=backend)
     y = grouped_matmul(
         inner,
         params.down,
         counts,
-        weight_layout="gkn",
         row_scale=weight.reshape(-1)[order],
         scatter_rows=token,
         num_rows=len(tokens),
         backend=backend,
     )
     if params.shared_gate_up is not None:
-        gate, up = jnp.split(tokens @ params.shared_gate_up, 2, axis=1)
-        y = y + (jax.nn.silu(gate) * up) @ params.shared_down
+        gate, up = jnp.split(tokens @ params.shared_gate_up.T, 2, axis=1)
+        y = y + (jax.nn.silu(gate) * up) @ params.shared_down.T
 
     fraction = counts / max(len(expert), 1)
     mean_prob = probs.sum(0) / max(len(tokens), 1)
@@ -176,16 +173,16 @@ def _check(params: Any, x: Any, top_k: Any, norm_topk: Any) -> None:
     require_bool(OP, "norm_topk", norm_topk)
     if params.router.ndim != 2 or params.down.ndim != 3:
         shapes = f"{list(params.router.shape)} and {list(params.down.shape)}"
-        raise ValueError(f"{OP}: router must be [H, E] and down [E, F, H]; got shapes {shapes}")
-    (hidden, experts), inner = params.router.shape, params.down.shape[1]
+        raise ValueError(f"{OP}: router must be [E, H] and down [E, H, F]; got shapes {shapes}")
+    (experts, hidden), inner = params.router.shape, params.down.shape[2]
     if not 1 <= top_k <= experts:
         raise ValueError(f"{OP}: top_k must be in [1, E], E={experts}; got {top_k}")
     if x.ndim < 1 or x.shape[-1] != hidden:
         raise ValueError(f"{OP}: x has shape {list(x.shape)} but router has H={hidden}; x must be [..., H]")
-    right: dict[str, tuple[int, ...]] = {"gate_up": (experts, hidden, 2 * inner), "down": (experts, inner, hidden)}
+    right: dict[str, tuple[int, ...]] = {"gate_up": (experts, 2 * inner, hidden), "down": (experts, hidden, inner)}
     if params.shared_down is not None:
-        shared = params.shared_down.shape[0]
-        right |= {"shared_gate_up": (hidden, 2 * shared), "shared_down": (shared, hidden)}
+        shared = params.shared_down.shape[-1]
+        right |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
     for name, shape in right.items():
         a = getattr(params, name)
         if a.shape != shape:
