@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from onchip.groups.mosaic import products
 from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG, visits_of
+from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.jax import grouped_matmul
 from onchip.ops.grouped_matmul import jax_op, reference
@@ -70,7 +71,7 @@ def test_weight_product_lowers():
 
 @pytest.mark.parametrize("layout", ["gkn", pytest.param("gnk", marks=pytest.mark.slow)])
 def test_the_op_lowers(layout, monkeypatch):
-    """All of it, with a weight that isn't square: three kernels."""
+    """All of it, with a weight that isn't square: three products, and two sums over rows."""
     monkeypatch.setattr(jax_op, "mosaic_refusal", lambda *call: None)
 
     def step(x, w, b, s, sizes, rows):
@@ -83,7 +84,7 @@ def test_the_op_lowers(layout, monkeypatch):
 
     weight = ((4, 256, 192) if layout == "gnk" else (4, 192, 256), BF16)
     shapes = (((300, 192), BF16), weight, ((4, 256), BF16), ((500,), jnp.float32), ENDS, ((500,), jnp.int32))
-    assert lower(step, *shapes).count("custom_call @mosaic_gpu") == 3
+    assert lower(step, *shapes).count("custom_call @mosaic_gpu") == 5
 
 
 # --------------------------------------------------------------------------------------------------------- interpreted
@@ -143,3 +144,17 @@ def test_weight_product(problem):
     d, x = (np.split(np.asarray(a, np.float64), ends)[: len(SIZES)] for a in (d, x))
     right = np.stack([a.T @ b for a, b in zip(d, x, strict=True)])
     assert np.linalg.norm(made - right) < 2**-8 * np.linalg.norm(right)
+
+
+def test_sum_rows():
+    """Rows without addends, with one, with as many as are loaded at a time, and with more."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((50, 192)), BF16).at[40:].set(jnp.nan)
+    index = jnp.asarray(rng.permutation([0] * 5 + [1] + [3] * 10 + [4] * 24 + [6]).tolist() + [2] * 9, jnp.int32)
+    ends = jnp.array([30, 41], jnp.int32)
+    x = x.at[40].set(1)
+    made = jax.jit(partial(sum_rows, rows=8, interpret=INTERPRETER))(x, index, ends)
+    right = np.zeros((8, 192), np.float32)
+    for i in range(41):
+        right[index[i]] += np.asarray(x[i], np.float32)
+    np.testing.assert_array_equal(np.asarray(made, np.float32), np.asarray(jnp.asarray(right, BF16), np.float32))

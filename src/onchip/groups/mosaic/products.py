@@ -26,12 +26,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from onchip.groups.mosaic.sums import sum_rows
 from onchip.groups.problem import Options
 from onchip.groups.xla import products
 from onchip.groups.xla.groups import has_group, starts_of
 from onchip.groups.xla.swiglu import activated
 from onchip.kernels.mosaic.product import BOX, MosaicConfig, Part, Refs, Step, load_block, persistent_product, send_to
 from onchip.kernels.mosaic.registers import Registers
+
+__all__ = ["layer", "sum_rows", "weight_product"]
 
 LOG2E = 1.4426950408889634
 _ROWS = 8

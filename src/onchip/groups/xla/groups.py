@@ -66,6 +66,15 @@ def take_rows(x: Array, index: Array) -> Array:
     return jnp.take(x, index, axis=0, mode="clip") if len(x) else jnp.zeros((len(index), *x.shape[1:]), x.dtype)
 
 
+def rows_by_index(index: Array, ends: Array, rows: int) -> tuple[Array, Array]:
+    """The rows that have a group, [T] int32, in the order of their index, and where those of each index begin and end,
+    [rows + 1] int32; of the same index in the order of the rows."""
+    key = jnp.where(has_group(ends, len(index)), index, rows).astype(jnp.int32)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    limits = jnp.searchsorted(key[order], jnp.arange(rows + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
+    return order, limits
+
+
 def sum_rows(x: Array, index: Array, ends: Array, rows: int) -> Array:
     """[rows, N] of x's dtype: row i of x [T, N] is added to row index[i], if it has a group.
 
@@ -76,9 +85,7 @@ def sum_rows(x: Array, index: Array, ends: Array, rows: int) -> Array:
     zeros = jnp.zeros((rows, width), total)
     if length == 0 or rows == 0:
         return zeros.astype(x.dtype)
-    key = jnp.where(has_group(ends, length), index, rows).astype(jnp.int32)
-    order = jnp.argsort(key, stable=True)
-    limits = jnp.searchsorted(key[order], jnp.arange(rows + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
+    order, limits = rows_by_index(index, ends, rows)
     begins, addends = limits[:-1], limits[1:] - limits[:-1]
 
     def add(number: Any, sums: Array) -> Array:

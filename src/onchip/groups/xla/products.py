@@ -16,8 +16,10 @@ from jax import Array, lax
 from onchip.frontend.jax_call import vary_alike
 from onchip.frontend.jax_inputs import accumulator
 from onchip.groups.problem import Options
-from onchip.groups.xla.groups import starts_of
+from onchip.groups.xla.groups import starts_of, sum_rows
 from onchip.groups.xla.swiglu import activated
+
+__all__ = ["layer", "sum_rows", "weight_product"]
 
 
 class _Blocks(NamedTuple):

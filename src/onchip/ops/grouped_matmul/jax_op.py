@@ -1,7 +1,7 @@
-"""grouped_matmul for JAX: the public function, and what surrounds the products of its two backends.
+"""grouped_matmul for JAX: the public function, and what surrounds the kernels of its two backends.
 
-`layer` and `weight_product` of `onchip.groups.xla.products`, on any device, or `onchip.groups.mosaic.products`, are the
-products.  Gathers, sums over rows and the activation's gradient are XLA's for both.
+Those are `layer`, `weight_product` and `sum_rows` of `onchip.groups.xla.products`, on any device, or of
+`onchip.groups.mosaic.products`.  Gathers and the activation's gradient are XLA's for both.
 """
 
 from dataclasses import dataclass
@@ -233,7 +233,7 @@ def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[
         engine = _engine(static.backend)
         out, y = engine.layer(x, layer.weight, ends, fill, layer.bias, layer.row_scale, static.options, keeps)
         if at.scatter_rows is not None:
-            out = groups.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill.astype(x.dtype)
+            out = engine.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill.astype(x.dtype)
         return out, y
 
     out, y = jax.custom_batching.sequential_vmap(run)(layer, at)
@@ -264,7 +264,7 @@ def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _
             turned = Options(weight_layout="gkn" if options.weight_layout == "gnk" else "gnk")
             grad_x, _ = engine.layer(d, weight, ends, fill, None, None, turned, False)
             if at.rows is not None:
-                grad_x = groups.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill.astype(x.dtype)
+                grad_x = engine.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill.astype(x.dtype)
         if needs.weight:
             source = x if at.rows is None else groups.take_rows(x, at.rows)
             operands = (d, source) if options.weight_layout == "gnk" else (source, d)
