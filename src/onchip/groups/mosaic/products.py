@@ -175,10 +175,13 @@ def rows_product(
                 value = value / (1 + jnp.exp2(value * -LOG2E)) * y(1, n, width)
             return finished(value if scale is None else value * registers.spread(scale, value.shape, 1))
 
+        def kept(which: int) -> Callable[[int, int], Any]:
+            return lambda n, width: finished(y(which, n, width))
+
         results: list[tuple[Any, Callable[[int, int], Any]]] = [(refs["out"], result)]
-        for which in range(1 + swiglu if keeps else 0):
-            of_half = refs["y"].at[which] if swiglu else refs["y"]
-            results.append((of_half, lambda n, width, which=which: finished(y(which, n, width))))
+        if keeps:
+            halves = [refs["y"].at[0], refs["y"].at[1]] if swiglu else [refs["y"]]
+            results += [(target, kept(which)) for which, target in enumerate(halves)]
         whole = (begin <= row) & (row + c.part_m <= end)
         width = half if swiglu else c.part_n
 

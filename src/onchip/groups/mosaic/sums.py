@@ -63,4 +63,5 @@ def sum_rows(x: Array, index: Array, ends: Array, rows: int, *, interpret: Any =
     made = launch(
         body, inputs, outputs, (), grid={"program": programs}, warpgroups=1, name="sum_rows", interpret=interpret
     )
-    return made["out"]
+    out: Array = made["out"]
+    return out
