@@ -103,6 +103,7 @@ MOE_CALLS = {
     "down is None": (changed(down=None), TypeError, "down must be a jax.Array or numpy.ndarray; got NoneType"),
     "half a shared expert": (changed(shared_down=None), TypeError, "one of shared_gate_up and shared_down; pass both or neither"),
     "x is a list": ({"x": [[1.0] * 12]}, TypeError, "x must be a jax.Array or numpy.ndarray; got list"),
+    "x is int": ({"x": X3.astype(int)}, TypeError, "x must be float32, bfloat16, float16 or float64; got int32"),
     "x is narrow": ({"x": X3[..., 1:]}, ValueError, "x has shape [2, 15, 11] but router has H=12; x must be [..., H]"),
     "top_k is 0": ({"top_k": 0}, ValueError, "top_k must be in [1, E], E=6; got 0"),
     "top_k is 7": ({"top_k": 7}, ValueError, "top_k must be in [1, E], E=6; got 7"),

@@ -197,7 +197,9 @@ def rows_product(
                 for n in range(0, width, columns):
                     value = strip(n, columns)
                     for m in range(0, c.part_m, BOX):
-                        first, last = (jnp.clip(x - row - m, 0, BOX) for x in (begin, end))
+                        first, last = (
+                            lax.min(lax.max(x - row - m, jnp.int32(0)), jnp.int32(BOX)) for x in (begin, end)
+                        )
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staging[...] = value[m : m + BOX]
                         plgpu.commit_smem()
@@ -225,7 +227,7 @@ def rows_product(
         right_copies=c.tile_n // half if swiglu else 1,
         steps_of=steps_of,
         # Without the layout of other results: that has rows by eights.
-        scratch={"staging": plgpu.SMEM((2, BOX, columns), dtype)},
+        scratch={"staging": ((2, BOX, columns), dtype)},
         name="grouped_rows_product",
         interpret=interpret,
     )

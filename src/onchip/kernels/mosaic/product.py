@@ -243,7 +243,7 @@ def persistent_product(
     right_copies: int = 1,
     halves: bool = False,
     steps_of: Callable[[Refs, Any, Any], Any] | None = None,
-    scratch: Mapping[str, Any] | None = None,
+    scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
     promotion: Promotion | None = None,
     name: str,
     interpret: Any = None,
@@ -264,7 +264,7 @@ def persistent_product(
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
     steps_of: of the references and a tile's row and column, its number of steps, at least 1, where tiles differ.
-    scratch: shared memory for the epilogue, which finds it among the references.
+    scratch: shapes and dtypes of shared memory for the epilogue, which finds it among the references.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
         and the epilogue is called for each wave, with the wave's place and its result.
     """
@@ -286,7 +286,7 @@ def persistent_product(
     assert steps_of is None or not halves
     own = dict(scratch or {})
     needed = c.shared_bytes(stores, jnp.dtype(dtype_a).itemsize, sum(brought))
-    needed += sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in own.values())
+    needed += sum(math.prod(shape) * jnp.dtype(of).itemsize for shape, of in own.values())
     if needed > SHARED_BYTES:
         raise ValueError(f"{name}: {c} needs {needed} bytes of shared memory, of which a block has {SHARED_BYTES}")
     columns = 128 // jnp.dtype(stored).itemsize if stores else 0
@@ -428,7 +428,7 @@ def persistent_product(
     if stores:
         shared.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
 
-    shared.extend(own.values())
+    shared.extend(plgpu.SMEM(*x) for x in own.values())
     grid = {"multiprocessor": programs}
     return launch(body, inputs, outputs, shared, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
 

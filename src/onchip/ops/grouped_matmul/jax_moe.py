@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from onchip.frontend.jax_inputs import is_array
+from onchip.core.sizes import LOSS_DTYPE_BYTES
+from onchip.frontend.jax_inputs import check_kinds, dtype_of, require_arrays
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool, require_int
 from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
@@ -164,9 +165,8 @@ def _check(params: Any, x: Any, top_k: Any, norm_topk: Any) -> None:
     if not isinstance(params, MoEParams):
         raise TypeError(f"{OP}: params must be MoEParams, as of init_moe; got {type(params).__name__}")
     optional = ("shared_gate_up", "shared_down")
-    for name, a in {"x": x, **params._asdict()}.items():
-        if not is_array(a) and not (a is None and name in optional):
-            raise TypeError(f"{OP}: {name} must be a jax.Array or numpy.ndarray; got {type(a).__name__}")
+    arrays = require_arrays(OP, {"x": x, **params._asdict()}, optional)
+    check_kinds(OP, arrays, integers=(), dtypes=LOSS_DTYPE_BYTES.keys())
     if (params.shared_gate_up is None) != (params.shared_down is None):
         raise TypeError(f"{OP}: params have one of shared_gate_up and shared_down; pass both or neither")
     require_int(OP, "top_k", top_k)
@@ -184,8 +184,8 @@ def _check(params: Any, x: Any, top_k: Any, norm_topk: Any) -> None:
         shared = params.shared_down.shape[-1]
         right |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
     for name, shape in right.items():
-        a = getattr(params, name)
+        a = arrays[name]
         if a.shape != shape:
             raise ValueError(f"{OP}: {name} has shape {list(a.shape)}; with these params it must be {list(shape)}")
-        if a.dtype != x.dtype:
-            raise TypeError(f"{OP}: x is {x.dtype} but {name} is {a.dtype}; cast one of them")
+        if dtype_of(a) != dtype_of(x):
+            raise TypeError(f"{OP}: x is {dtype_of(x)} but {name} is {dtype_of(a)}; cast one of them")
