@@ -197,9 +197,8 @@ def rows_product(
                 for n in range(0, width, columns):
                     value = strip(n, columns)
                     for m in range(0, c.part_m, BOX):
-                        first, last = (
-                            lax.min(lax.max(x - row - m, jnp.int32(0)), jnp.int32(BOX)) for x in (begin, end)
-                        )
+                        limits = (lax.max(x - row - m, jnp.int32(0)) for x in (begin, end))
+                        first, last = (lax.min(x, jnp.int32(BOX)) for x in limits)
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staging[...] = value[m : m + BOX]
                         plgpu.commit_smem()

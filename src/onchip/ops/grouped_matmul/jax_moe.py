@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from onchip.core.sizes import LOSS_DTYPE_BYTES
-from onchip.frontend.jax_inputs import check_kinds, dtype_of, require_arrays
+from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, require_arrays
 from onchip.frontend.jax_types import Array
 from onchip.frontend.options import require_bool, require_int
 from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
@@ -100,7 +100,7 @@ def moe(
 
     Args:
         params: of `init_moe`, or a model's.
-        x: [..., H] float32, bfloat16 or float16, of the experts' dtype.
+        x: [..., H] float32, bfloat16, float16 or float64, of the experts' dtype; float64 makes all of it float64.
         top_k: experts per token.
         norm_topk: weights that sum to 1, which is the softmax over the chosen experts' logits (Mixtral, Qwen3).  False:
             the probabilities among all experts (Switch, DeepSeek-V2).
@@ -130,7 +130,8 @@ def moe(
     _check(params, x, top_k, norm_topk)
     num_experts = len(params.router)
     tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
-    logits = jnp.matmul(tokens.astype(jnp.float32), params.router.T, precision="highest")
+    total = accumulator(tokens.dtype)
+    logits = jnp.matmul(tokens.astype(total), params.router.T.astype(total), precision="highest")
     probs = jax.nn.softmax(logits)
     weight, expert = lax.top_k(probs, top_k)
     if norm_topk:
