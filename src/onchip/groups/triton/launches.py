@@ -177,7 +177,9 @@ def weight_gradient(
         "TMA_OUT": tma_out,
         "PRECISION": precision(a),
     }
-    return Launch(kernels.grouped_weight_gradient, (tiles,), arguments, c.warps, c.stages)
+    # Where an index is fetched before its rows are, of two stages one has rows in shared memory.
+    stages = c.stages if a_index is None and b_index is None else 2 * c.stages - 1
+    return Launch(kernels.grouped_weight_gradient, (tiles,), arguments, c.warps, stages)
 
 
 def product_gradient(
