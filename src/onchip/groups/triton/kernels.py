@@ -264,12 +264,9 @@ def grouped_product(
             up = tl.zeros((BLOCK_M, HALF), tl.float32)
             for k in range(steps):
                 a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
-                b = load_weight(
-                    weight, weight_strides, g, column, k * BLOCK_K, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT
-                )  # fmt: skip
-                c = load_weight(
-                    weight, weight_strides, g, half + column, k * BLOCK_K, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT
-                )  # fmt: skip
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
+                c = load_weight(weight, weight_strides, g, half + column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
                 gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
                 up = tl.dot(a, c.T, up, input_precision=PRECISION)
             n = column + tl.arange(0, HALF)
@@ -277,28 +274,19 @@ def grouped_product(
             up = add_bias(up, bias, g, half + n, N, N)
             if product is not None:
                 # Of a last tile that is not whole, the columns of gate end before up's begin.
-                store_rows(
-                    product, product_stride, first, end, column, half, gate,
-                    BLOCK_M, HALF, 1, TMA_PRODUCT,
-                )  # fmt: skip
-                store_rows(
-                    product, product_stride, first, end, half + column, N, up,
-                    BLOCK_M, HALF, 1, TMA_PRODUCT,
-                )  # fmt: skip
+                store_rows(product, product_stride, first, end, column, half, gate, BLOCK_M, HALF, 1, TMA_PRODUCT)
+                store_rows(product, product_stride, first, end, half + column, N, up, BLOCK_M, HALF, 1, TMA_PRODUCT)
         else:
             column = j * BLOCK_N
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(steps):
                 a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
-                b = load_weight(
-                    weight, weight_strides, g, column, k * BLOCK_K, N, K, BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT
-                )  # fmt: skip
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT)
                 acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
             acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + poison
             if product is not None:
-                store_rows(
-                    product, product_stride, first, end, column, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_PRODUCT
-                )  # fmt: skip
+                store_rows(product, product_stride, first, end, column, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_PRODUCT)
 
         scale = 1.0
         if row_scale is not None:
@@ -310,9 +298,8 @@ def grouped_product(
             a = swiglu(gate, up) * scale
             store_rows(out, out_stride, first, end, column, half, a, BLOCK_M, HALF, 1, TMA_OUT)
         else:
-            store_interleaved(
-                out, out_stride, first, end, j * HALF, half, acc, scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT
-            )  # fmt: skip
+            to = j * HALF
+            store_interleaved(out, out_stride, first, end, to, half, acc, scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)
 
     columns = N if GATED == PLAIN else half
     WIDTH: tl.constexpr = HALF if GATED == CONCATENATED else (BLOCK_N if GATED == PLAIN else HALF) // PARTS
