@@ -4,6 +4,8 @@ import pytest
 import torch
 from grouped_common import EVERYTHING, PLAIN, assert_equal, assert_nan, assert_same, problem, step, strided
 
+from onchip.bench.torch_steps import peak_extra_bytes
+from onchip.core.sizes import MIB
 from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case, even, half_empty, skewed
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.oracle.torch import DTYPES
@@ -129,6 +131,16 @@ def test_weight_grad_out(layout):
     for count in (1, 2):
         grouped_matmul(**arguments, weight_grad_out=total).backward(grad)
         assert_same({"total": total}, {"total": count * right}, 1e-5)
+
+
+@pytest.mark.parametrize(("options", "products"), [({}, 0), (SWIGLU, 2)], ids=["plain", "swiglu"])
+def test_the_peak_of_a_step(options, products):
+    """What is kept for the activation, and its gradient."""
+    case = Case("", even(8192, 16), 2048, 1024, options=options)
+    arguments, grad = on_gpu(case)
+    step(arguments, grad)
+    peak = peak_extra_bytes(lambda: list(step(arguments, grad).values()), device="cuda")
+    assert peak <= products * 8192 * 2048 * 2 + 2 * MIB
 
 
 def test_compile():
