@@ -23,6 +23,7 @@ from grouped_common import (
     step,
     strided,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import main, registering
 from onchip.kernels.triton.launch import Device
@@ -91,6 +92,22 @@ def added(layout):
     for _ in range(2):
         grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
     assert_same({"grad_weight": (total - 0.5) / 2}, oracle(arguments, grad), 1e-6)
+
+
+class Watched(TorchDispatchMode):
+    """While it watches, registered operators are called."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@check()
+def registered():
+    for case in (EVERYTHING, PLAIN):
+        arguments, grad = problem(case)
+        expected = kernels(arguments, grad)
+        with Watched():
+            assert_equal(kernels(arguments, grad), expected)
 
 
 @check()

@@ -4,6 +4,8 @@ import pytest
 import torch
 from grouped_common import EVERYTHING, PLAIN, assert_equal, assert_nan, assert_same, problem, step, strided
 
+from onchip.bench.torch_steps import peak_extra_bytes
+from onchip.core.sizes import MIB
 from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case, even, half_empty, skewed
 from onchip.ops.grouped_matmul.checks import CHECKER
 from onchip.oracle.torch import DTYPES
@@ -21,15 +23,15 @@ def on_gpu(case, dtype=torch.bfloat16, seed=0):
 
 
 def in_float32(arguments, grad):
-    """Of the same numbers, by one dense product for each group in float64."""
-    there = {k: x.detach().double() if torch.is_floating_point(x) else x for k, x in arguments.items()}
-    x, w, sizes = (there[name] for name in ("x", "weight", "group_sizes"))
-    out, grad_x, grad_w, start = torch.zeros_like(grad).double(), torch.zeros_like(x), torch.zeros_like(w), 0
+    """Of the same numbers, by one dense product for each group."""
+    x, w, sizes = (arguments[name].detach() for name in ("x", "weight", "group_sizes"))
+    out, grad_x, grad_w = (torch.zeros_like(like, dtype=torch.float32) for like in (grad, x, w))
+    start = 0
     for g, size in enumerate(sizes.tolist()):
         mine = slice(start, start + size)
         start += size
-        out[mine], grad_x[mine] = x[mine] @ w[g].T, grad[mine].double() @ w[g]
-        grad_w[g] = grad[mine].double().T @ x[mine]
+        out[mine], grad_x[mine] = x[mine].float() @ w[g].float().T, grad[mine].float() @ w[g].float()
+        grad_w[g] = grad[mine].float().T @ x[mine].float()
     return {"out": out, "grad_x": grad_x, "grad_weight": grad_w}
 
 
@@ -64,7 +66,7 @@ def test_more_elements_than_32_bits_count():
     sizes = torch.tensor(skewed(tokens, groups), device="cuda")
     out = grouped_matmul(x, w, sizes)
     last = slice(tokens - int(sizes[-1]), tokens)
-    assert_same({"last": out[last]}, {"last": x[last].double() @ w[-1].double().T}, 4e-3)
+    assert_same({"last": out[last]}, {"last": x[last].float() @ w[-1].float().T}, 4e-3)
 
 
 @pytest.mark.parametrize("case", [PLAIN, EVERYTHING, WHOLE], ids=str)
@@ -129,6 +131,16 @@ def test_weight_grad_out(layout):
     for count in (1, 2):
         grouped_matmul(**arguments, weight_grad_out=total).backward(grad)
         assert_same({"total": total}, {"total": count * right}, 1e-5)
+
+
+@pytest.mark.parametrize(("options", "products"), [({}, 0), (SWIGLU, 2)], ids=["plain", "swiglu"])
+def test_the_peak_of_a_step(options, products):
+    """What is kept for the activation, and its gradient."""
+    case = Case("", even(8192, 16), 2048, 1024, options=options)
+    arguments, grad = on_gpu(case)
+    step(arguments, grad)
+    peak = peak_extra_bytes(lambda: list(step(arguments, grad).values()), device="cuda")
+    assert peak <= products * 8192 * 2048 * 2 + 2 * MIB
 
 
 def test_compile():

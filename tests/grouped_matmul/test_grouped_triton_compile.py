@@ -42,23 +42,23 @@ def weight(**more):
     return launches.weight_gradient(of(T, N), of(T, K), of(G, N, K, dtype=torch.float32), PLAN, **more)
 
 
-@pytest.mark.parametrize(
-    ("make", "device"),
-    [
-        (plain, HOPPER),
-        (turned, HOPPER),
-        (lambda: forward(row_scale=SCALE), HOPPER),
-        (lambda: forward(Options(activation="swiglu", gate_up="interleaved")), HOPPER),
-        (lambda: plain(bias=of(G, N), row_scale=SCALE, before=of(T, N), index=INDEX), HOPPER),
-        (lambda: weight(add=True), HOPPER),
-        (lambda: weight(b_index=INDEX, limit=T), HOPPER),
-        (lambda: plain(torch.float32), HOPPER),
-        (lambda: forward(row_scale=SCALE), AMPERE),
-        (lambda: weight(add=True), ADA),
-    ],
-    ids=["plain", "turned", "swiglu", "interleaved", "gathered", "weight", "weight gathered", "float32", "a100", "ada"],
-)
-def test_products(make, device):
+LAUNCHES = {
+    "swiglu": (lambda: forward(row_scale=SCALE), HOPPER),
+    "gathered": (lambda: plain(bias=of(G, N), row_scale=SCALE, before=of(T, N), index=INDEX), HOPPER),
+    "weight, gathered": (lambda: weight(b_index=INDEX, limit=T), HOPPER),
+    "a100": (lambda: forward(row_scale=SCALE), AMPERE),
+    "plain": (plain, HOPPER),
+    "turned": (turned, HOPPER),
+    "interleaved": (lambda: forward(Options(activation="swiglu", gate_up="interleaved")), HOPPER),
+    "weight": (lambda: weight(add=True), HOPPER),
+    "float32": (lambda: plain(torch.float32), HOPPER),
+    "ada": (lambda: weight(add=True), ADA),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (i > 3)) for i, x in enumerate(LAUNCHES)])
+def test_products(name):
+    make, device = LAUNCHES[name]
     with mock.patch.object(launches, "describe", return_value=device):
         launch = make()
     (found,) = compile_all([launch], device.capability)

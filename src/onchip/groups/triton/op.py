@@ -50,8 +50,7 @@ def forward(call: Call) -> Outputs:
         options=options,
     ).run()
     if made.write is not None and made.out.numel() > 0:
-        for launch in launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan):
-            launch.run()
+        launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan).run()
     return made
 
 
@@ -79,8 +78,7 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         into = grad_x if kept.read is None else grad_x.new_empty((p.tokens, p.k))
         launches.product(d, by_row(kept.weight, options).mT, into, kept.plan, tokens=p.tokens).run()
         if kept.read is not None and grad_x.numel() > 0:
-            for launch in launches.sum_rows(into, None, kept.read, grad_x, kept.plan):
-                launch.run()
+            launches.sum_rows(into, None, kept.read, grad_x, kept.plan).run()
     if wanted[1]:
         assert kept.x is not None
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
