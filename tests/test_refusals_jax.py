@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from onchip.jax import TopK, cross_entropy, fp8_linear, jsd, linear_cross_entropy, linear_jsd, linear_log_probs
+from onchip.jax import (
+    TopK,
+    cross_entropy,
+    fp8_linear,
+    grouped_matmul,
+    jsd,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_log_probs,
+)
 
 X, W, B, IDS = jnp.ones((4, 8)), jnp.ones((16, 8)), jnp.ones(16), jnp.zeros(4, jnp.int32)
 Z, ONES = jnp.ones((4, 16)), jnp.ones(4)
@@ -23,6 +32,9 @@ ARRAYS = {
     },
     jsd: {"student_logits": Z, "teacher_logits": Z, "labels": IDS, "token_weight": ONES},
     fp8_linear: {"x": X, "weight": W, "bias": B},
+    grouped_matmul: {
+        "x": X, "weight": W[None], "group_sizes": IDS[:1], "bias": B[None], "row_scale": ONES, "rows": IDS
+    },
 }  # fmt: skip
 EACH = [(f, name) for f, arrays in ARRAYS.items() for name in arrays]
 # A number or an array.

@@ -10,6 +10,8 @@ from onchip.frontend.jax_types import LossStats as LinearCrossEntropyStats
 from onchip.frontend.topk import TopK
 from onchip.ops.cross_entropy.jax_op import cross_entropy
 from onchip.ops.fp8_linear.jax_op import fp8_linear
+from onchip.ops.grouped_matmul.jax_moe import MoEParams, MoEStats, init_moe, moe
+from onchip.ops.grouped_matmul.jax_op import grouped_matmul
 from onchip.ops.linear_cross_entropy.jax_op import linear_cross_entropy
 from onchip.ops.linear_jsd.jax_op import jsd, linear_jsd
 from onchip.ops.linear_log_probs.jax_op import LogProbs, linear_log_probs
@@ -19,12 +21,17 @@ __all__ = [
     "CrossEntropyStats",
     "LinearCrossEntropyStats",
     "LogProbs",
+    "MoEParams",
+    "MoEStats",
     "TopK",
     "cross_entropy",
     "fp8_linear",
+    "grouped_matmul",
+    "init_moe",
     "jsd",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_probs",
     "log_probs",
+    "moe",
 ]

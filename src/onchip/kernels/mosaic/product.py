@@ -11,6 +11,7 @@ hopper_matmul_mgpu example; here the pipeline is not drained between tiles, so c
 epilogue.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -153,8 +154,8 @@ def send_to(
 class Work:
     """What there is to do: tiles of the result, the last few of them cut in two halves of the steps.
 
-    That is where it fills the device better: as many programs as there are work on one item after the other.  A program
-    has at most one half, as its last item, so it can number its steps as if all tiles were whole.
+    That is where it fills the device better: as many programs as there are work on one item after the other, a half
+    being a program's last item.
     """
 
     def __init__(self, tiles_m: Any, tiles_n: Any, steps: Any, programs: int, group: int, halves: bool) -> None:
@@ -239,7 +240,10 @@ def persistent_product(
     inputs: Mapping[str, Any],
     outputs: Mapping[str, Any],
     stored: Any = None,
+    right_copies: int = 1,
     halves: bool = False,
+    steps_of: Callable[[Refs, Any, Any], Any] | None = None,
+    scratch: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
     promotion: Promotion | None = None,
     name: str,
     interpret: Any = None,
@@ -251,12 +255,16 @@ def persistent_product(
         matrices with BOX rows and columns each.
     tiles: of the references, the numbers of rows and of columns of tiles and of steps; each at least 1.
     copies: called with (references, step, shared memory of the left operand, of the right one, barrier), and that of
-        the vectors of `promotion`; it issues one copy for each of them, or for each box.
+        the vectors of `promotion`; it issues one copy for each of them, or for each box, and `right_copies` of the
+        right operand.
     epilogue: called by each of the two warpgroups with (references, its part, its accumulator [part_m, part_n] float32,
         `store`); store(strip, send) calls send(staging, m, n) for blocks [BOX, 128 bytes] at (m, n) of a value, whose
-        columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.
+        columns [n, n + width) are strip(n, width): called in order, while strips before it are on their way.  A value
+        that has other columns than the accumulator says how many, in a third argument.
     stored: dtype of what `store` is given; None if there is nothing to store, and then no `store`.
     halves: cut the tiles of the last wave into two halves of the steps where that fills the device better.
+    steps_of: of the references and a tile's row and column, its number of steps, at least 1, where tiles differ.
+    scratch: shapes and dtypes of shared memory for the epilogue, which finds it among the references.
     promotion: how a step's product enters the result, where it isn't just added.  The operands are "mk" and "nk" then,
         and the epilogue is called for each wave, with the wave's place and its result.
     """
@@ -275,15 +283,19 @@ def persistent_product(
     dtype_a, dtype_b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     brought = () if promotion is None else promotion.brought
     assert promotion is None or (left, right) == ("mk", "nk")
+    assert steps_of is None or not halves
+    own = dict(scratch or {})
     needed = c.shared_bytes(stores, jnp.dtype(dtype_a).itemsize, sum(brought))
+    needed += sum(math.prod(shape) * jnp.dtype(of).itemsize for shape, of in own.values())
     if needed > SHARED_BYTES:
         raise ValueError(f"{name}: {c} needs {needed} bytes of shared memory, of which a block has {SHARED_BYTES}")
     columns = 128 // jnp.dtype(stored).itemsize if stores else 0
-    copies_per_step = (shape_a[0] if boxes else 1) + 1 + len(brought)
+    copies_per_step = (shape_a[0] if boxes else 1) + right_copies + len(brought)
     programs = multiprocessors() if interpret is None else 2
 
     def body(refs: Refs, a_smem: Any, b_smem: Any, full: Any, free: Any, *more: Any) -> None:
         vectors = more[: len(brought)]
+        refs = {**refs, **dict(zip(own, more[len(more) - len(own) :], strict=True))}
         warpgroup = lax.axis_index("warpgroup")
         program = lax.axis_index("multiprocessor")
         tiles_m, tiles_n, all_steps = (jnp.asarray(x, jnp.int32) for x in tiles(refs))
@@ -293,21 +305,26 @@ def persistent_product(
         def slot_of(number: Any) -> Any:
             return lax.rem(number, jnp.int32(c.stages))
 
+        def item(x: Any) -> tuple[Any, Any, Any, Any]:
+            i, j, first, steps = work.item(program + x * programs)
+            return i, j, first, steps if steps_of is None else steps_of(refs, i, j)
+
         def copy() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
-            def tile(x: Any, _: None) -> None:
-                i, j, first, steps = work.item(program + x * programs)
+            def tile(x: Any, before: Any) -> Any:
+                i, j, first, steps = item(x)
 
                 def step(k: Any, _: None) -> None:
-                    slot = slot_of(x * work.steps + k)
+                    slot = slot_of(before + k)
                     plgpu.barrier_wait(free.at[slot])
                     beside = [x.at[slot] for x in vectors]
                     copies(refs, Step(i, j, first + k), a_smem.at[slot], b_smem.at[slot], full.at[slot], *beside)
 
                 lax.fori_loop(0, steps, step, None)
+                return before + steps
 
-            lax.fori_loop(0, mine, tile, None)
+            lax.fori_loop(0, mine, tile, jnp.int32(0))
             for slot in range(c.stages):  # until the last products have read theirs
                 plgpu.barrier_wait(free.at[slot])
 
@@ -332,9 +349,8 @@ def persistent_product(
                 n = j * c.tile_n + (warpgroup * c.part_n if c.split == "n" else 0)
                 return Part(i, j, m, n, warpgroup, step)
 
-            def tile(x: Any, _: None) -> None:
-                i, j, first, steps = work.item(program + x * programs)
-                before = x * work.steps
+            def tile(x: Any, before: Any) -> Any:
+                i, j, first, steps = item(x)
 
                 def step(k: Any, product: Callable[[Any], Any]) -> Any:
                     plgpu.barrier_wait(full.at[slot_of(before + k)])
@@ -374,10 +390,10 @@ def persistent_product(
                         plgpu.barrier_arrive(free.at[slot_of(before + steps - late)])
 
                 epilogue(refs, place(i, j, first), value, storing(c.part_m, c.part_n))
+                return before + steps
 
-            def promoted_tile(promotion: Promotion, x: Any, _: None) -> None:
-                i, j, first, steps = work.item(program + x * programs)
-                before = x * work.steps
+            def promoted_tile(promotion: Promotion, x: Any, before: Any) -> Any:
+                i, j, first, steps = item(x)
                 step = _promoted_step(c, promotion, warpgroup, (a_smem, b_smem), vectors, interpret)
 
                 def one(k: Any, results: Any) -> Any:
@@ -391,17 +407,18 @@ def persistent_product(
                 at = place(i, j, first)
                 for (m, n), result in zip(waves, results, strict=True):
                     epilogue(refs, at._replace(m=at.m + m, n=at.n + n), result, storing(BOX, promotion.wave_n))
+                return before + steps
 
             def storing(m: int, n: int) -> Any:
-                return _storing(more[-1].at[warpgroup], c, m, n, columns) if stores else None
+                return _storing(more[len(brought)].at[warpgroup], c, m, n, columns) if stores else None
 
-            lax.fori_loop(0, mine, tile if promotion is None else partial(promoted_tile, promotion), None)
+            lax.fori_loop(0, mine, tile if promotion is None else partial(promoted_tile, promotion), jnp.int32(0))
             if stores:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(warpgroup == _MATH, copy, multiply)
 
-    scratch = [
+    shared = [
         swizzled((c.stages, *shape_a), dtype_a),
         swizzled((c.stages, *shape_b), dtype_b),
         plgpu.Barrier(num_arrivals=copies_per_step, num_barriers=c.stages),
@@ -409,10 +426,11 @@ def persistent_product(
         *(plgpu.SMEM((c.stages, length), jnp.float32) for length in brought),
     ]
     if stores:
-        scratch.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
+        shared.append(swizzled((_MATH, c.staging_slots, BOX, columns), stored))
 
+    shared.extend(plgpu.SMEM(*x) for x in own.values())
     grid = {"multiprocessor": programs}
-    return launch(body, inputs, outputs, scratch, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
+    return launch(body, inputs, outputs, shared, grid=grid, warpgroups=_ALL, name=name, interpret=interpret)
 
 
 def _waves(c: MosaicConfig, promotion: Promotion) -> list[tuple[int, int]]:
@@ -478,7 +496,7 @@ def _storing(staging: Any, c: MosaicConfig, rows: int, width: int, columns: int)
     """What sends blocks of a value [rows, width] off by way of `staging` [slots, BOX, columns]."""
     together = c.staging_slots * columns
 
-    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None]) -> None:
+    def store(strip: Callable[[int, int], Any], send: Callable[[Any, int, int], None], width: int = width) -> None:
         for n in range(0, width, together):
             size = min(together, width - n)
             value = strip(n, size)

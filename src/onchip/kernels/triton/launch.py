@@ -114,14 +114,19 @@ _COMPILED: dict[int, _Compiled] = {}  # by the kernel's id: its hash is that of 
 
 
 def descriptor(x: Tensor, stride: int, rows: int, columns: int) -> Any:
-    """A matrix in blocks of [rows, columns], for TMA.  Triton's own way checks all of it, which takes three times as
+    """A matrix in blocks of [rows, columns], for TMA."""
+    return block_descriptor(x, x.shape, (stride, 1), (rows, columns))
+
+
+def block_descriptor(x: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
+    """What begins where `x` does, in blocks, for TMA.  Triton's own way checks all of it, which takes three times as
     long; the caller knows that it suits.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
     made = object.__new__(TensorDescriptor)
     made.base, made.padding = x, "zero"
-    made.shape, made.strides, made.block_shape = list(x.shape), [stride, 1], [rows, columns]
+    made.shape, made.strides, made.block_shape = list(shape), list(strides), list(block)
     return made
 
 

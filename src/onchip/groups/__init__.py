@@ -1,0 +1,1 @@
+"""The engine of grouped products: one product for each group of rows, whose sizes the device knows."""

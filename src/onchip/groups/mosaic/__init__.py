@@ -1,0 +1,1 @@
+"""Products over groups of rows by Hopper kernels in Pallas Mosaic GPU."""

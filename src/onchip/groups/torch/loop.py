@@ -1,0 +1,107 @@
+"""The plain path of grouped_matmul: one group after the other, in float32, on devices whose sizes the host can read."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_register import Made, Wanted
+from onchip.groups.problem import sizes_of
+from onchip.groups.torch.call import Call, Kept, Outputs, by_row, fake, fake_gradients
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why it can't serve a call on this device, or None."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return f"it reads the sizes on the host and runs on cpu tensors, not on {device.type!r}"
+
+
+def slices(which: str, groups: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each group that has rows, and these."""
+    start = 0
+    for g, size in enumerate(sizes_of(which, groups.tolist())):
+        if size > 0:
+            yield g, slice(start, start + size)
+        start += size
+
+
+def forward(call: Call) -> Outputs:
+    made, total = fake(call), accumulator(call.cast_x.dtype)
+    weight = by_row(call.cast_weight, call.options)
+    out = torch.zeros_like(made.out, dtype=total)
+    for g, mine in slices(call.which, call.groups):
+        x = call.cast_x[mine if call.rows is None else call.rows[mine]]
+        y = x.to(total) @ weight[g].to(total).T
+        if call.bias is not None:
+            y += call.bias[g].to(total)
+        if made.product is not None:
+            made.product[mine] = y.to(made.product.dtype)
+        a = activated(y, call.options.gate_up) if call.options.activation else y
+        if call.row_scale is not None:
+            a = a * call.row_scale[mine, None].to(total)
+        if call.scatter_rows is None:
+            out[mine] = a
+        else:
+            out.index_add_(0, call.scatter_rows[mine], a)
+    return made._replace(out=out.to(made.out.dtype))
+
+
+def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    (grad_out,) = upstream
+    assert grad_out is not None
+    assert kept.groups is not None
+    total, options = accumulator(grad_out.dtype), kept.options
+    made = [None if x is None else torch.zeros_like(x, dtype=total) for x in fake_gradients(kept, upstream, wanted)]
+    grad_x, grad_weight, grad_bias, grad_scale = made
+    if wanted[1] and kept.weight_grad_out is not None:
+        grad_weight = kept.weight_grad_out
+    for g, mine in slices(kept.which, kept.groups):
+        d = grad_out[mine if kept.scatter_rows is None else kept.scatter_rows[mine]].to(total)
+        y = None if kept.product is None else kept.product[mine].to(total)
+        if grad_scale is not None:
+            assert y is not None
+            grad_scale[mine] = (d * (activated(y, options.gate_up) if options.activation else y)).sum(1)
+        if kept.row_scale is not None:
+            d = d * kept.row_scale[mine, None].to(total)
+        if options.activation:
+            assert y is not None
+            d = of_activation(y, d, options.gate_up)
+        if grad_x is not None:
+            assert kept.weight is not None
+            dx = d @ by_row(kept.weight, options)[g].to(total)
+            if kept.rows is None:
+                grad_x[mine] = dx
+            else:
+                grad_x.index_add_(0, kept.rows[mine], dx)
+        if grad_weight is not None:
+            assert kept.x is not None
+            x = kept.x[mine if kept.rows is None else kept.rows[mine]].to(total)
+            by_row(grad_weight, options)[g] += d.T @ x
+        if grad_bias is not None:
+            grad_bias[g] = d.sum(0)
+    if kept.weight_grad_out is not None:
+        made[1] = None
+    return [None if x is None else x.to(dtype) for x, dtype in zip(made, kept.dtypes, strict=True)]
+
+
+def activated(y: Tensor, gate_up: str) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = split(y, gate_up)
+    return F.silu(gate) * up
+
+
+def of_activation(y: Tensor, grad: Tensor, gate_up: str) -> Tensor:
+    """The gradient of y, given that of silu(gate) * up."""
+    gate, up = split(y, gate_up)
+    s = torch.sigmoid(gate)
+    both = grad * up * s * (1 + gate * (1 - s)), grad * gate * s
+    return torch.cat(both, 1) if gate_up == "concatenated" else torch.stack(both, 2).flatten(1)
+
+
+def split(y: Tensor, gate_up: str) -> tuple[Tensor, Tensor]:
+    """Gate and up of y [T, 2 F]."""
+    half = y.shape[1] // 2
+    return (y[:, :half], y[:, half:]) if gate_up == "concatenated" else (y[:, 0::2], y[:, 1::2])

@@ -1,0 +1,1 @@
+"""Grouped products by Triton kernels: tiles, kernels, their launches, and what the operator computes with them."""

@@ -1,0 +1,98 @@
+"""What grouped_matmul's operator computes with the Triton kernels, forward and backward.  Triton is imported there."""
+
+import torch
+from torch import Tensor
+
+from onchip.frontend.torch_register import Made, Wanted
+from onchip.groups.torch.call import Call, Kept, Outputs, by_row, fake, fake_gradients
+from onchip.kernels.triton.launch import device_refusal
+
+_MOST_GROUPS, _MOST_ROWS = 16384, 1 << 30
+
+
+def refusal(device: torch.device, dtype: torch.dtype, groups: int, rows: int) -> str | None:
+    """Why the kernels can't serve a call with so many groups, and rows of x, of the product or of the result."""
+    reason = device_refusal(device.type, device.index, dtype)
+    if reason is None and groups > _MOST_GROUPS:
+        reason = f"it takes at most {_MOST_GROUPS} groups, not {groups}"
+    if reason is None and rows > _MOST_ROWS:
+        reason = f"it takes at most {_MOST_ROWS} rows, not {rows}"
+    return reason
+
+
+def forward(call: Call) -> Outputs:
+    from onchip.groups.triton import launches
+
+    made, p, options = fake(call), call.problem, call.options
+    assert made.plan is not None
+    if p.tokens == 0:
+        return made._replace(out=made.out.zero_())
+    launches.plan(p, call.which, call.groups, made.plan).run()
+    for given, limit, into in ((call.rows, p.source_rows, made.read), (call.scatter_rows, p.out_rows, made.write)):
+        if given is not None and into is not None:
+            launches.check_indices(given, limit, into, made.plan).run()
+    scatter = made.write is not None
+    before, out = made.product, made.out
+    if scatter:  # its rows without their scales
+        plain = before if options.activation is None else None
+        out = call.cast_x.new_empty((p.tokens, p.columns)) if plain is None else plain
+        before = None if plain is not None else before
+    launches.product(
+        call.cast_x,
+        by_row(call.cast_weight, options),
+        out,
+        made.plan,
+        tokens=p.tokens,
+        bias=call.bias,
+        row_scale=None if scatter else call.row_scale,
+        index=made.read,
+        before=before,
+        options=options,
+    ).run()
+    if made.write is not None and made.out.numel() > 0:
+        launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan).run()
+    return made
+
+
+def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    from onchip.groups.triton import launches
+
+    (grad_out,) = upstream
+    assert grad_out is not None
+    assert kept.plan is not None
+    p, options = kept.problem, kept.options
+    made = fake_gradients(kept, upstream, wanted)
+    if p.tokens == 0:
+        return [None if x is None else x.zero_() for x in made]
+    grad_x, grad_weight, grad_bias, grad_scale = made
+    d: Tensor | None = grad_out if grad_out.stride(1) == 1 else grad_out.contiguous()
+    if options.activation is not None or kept.row_scale is not None or kept.write is not None:
+        d = grad_out.new_empty((p.tokens, p.n)) if any(wanted[:3]) else None
+        launches.product_gradient(
+            grad_out, kept.product, kept.row_scale, kept.write, d, grad_scale, kept.plan, p.tokens, options
+        ).run()
+    if d is None:
+        return made
+    if grad_x is not None:
+        assert kept.weight is not None
+        into = grad_x if kept.read is None else grad_x.new_empty((p.tokens, p.k))
+        launches.product(d, by_row(kept.weight, options).mT, into, kept.plan, tokens=p.tokens).run()
+        if kept.read is not None and grad_x.numel() > 0:
+            launches.sum_rows(into, None, kept.read, grad_x, kept.plan).run()
+    if wanted[1]:
+        assert kept.x is not None
+        gradient = kept.weight_grad_out if grad_weight is None else grad_weight
+        assert gradient is not None
+        add = grad_weight is None
+        if options.weight_layout == "gnk":
+            both = launches.weight_gradient(
+                d, kept.x, gradient, kept.plan, b_index=kept.read, limit=p.source_rows, add=add
+            )
+        else:
+            both = launches.weight_gradient(
+                kept.x, d, gradient, kept.plan, a_index=kept.read, limit=p.source_rows, add=add
+            )
+        both.run()
+    if grad_bias is not None:
+        launches.bias_gradient(d, grad_bias, kept.plan).run()
+    return made

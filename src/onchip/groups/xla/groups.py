@@ -1,0 +1,96 @@
+"""Which rows belong to which group, and sums over rows in a fixed order, in arrays of fixed shapes.
+
+T rows are sorted by group; `ends` [G] int32 has where each group ends.  Rows past the last end belong to none.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from onchip.frontend.jax_call import vary_alike
+from onchip.frontend.jax_inputs import accumulator
+
+
+def ends_of_sizes(sizes: Array, rows: int) -> tuple[Array, Array]:
+    """Where groups of these sizes end [G] int32, and whether none is negative and they fit into so many rows."""
+    # Sums that stop there can't overflow; what is wrong counts as too much.
+    most = rows + 1
+    clipped = jnp.where(sizes < 0, most, jnp.minimum(sizes, most)).astype(jnp.int32)
+    ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), clipped)
+    return ends, ends[-1] <= rows
+
+
+def ends_of_offsets(offsets: Array, rows: int) -> tuple[Array, Array]:
+    """These ends as [G] int32, and whether the first is 0 or more, none below the one before, and the last one fits."""
+    right = (offsets[0] >= 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= rows)
+    return jnp.clip(offsets, 0, rows).astype(jnp.int32), right
+
+
+def starts_of(ends: Array) -> Array:
+    """Where each group begins."""
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+
+
+def has_group(ends: Array, rows: int) -> Array:
+    """[rows] bool: whether a row is before the last group's end."""
+    return jnp.arange(rows, dtype=jnp.int32) < ends[-1]
+
+
+def group_sums(x: Array, ends: Array, block: int = 128) -> Array:
+    """[G, N]: the sum of each group's rows of x [T, N]: of each block's rows first, then of each group's blocks."""
+    rows, width = x.shape
+    if rows == 0:
+        return jnp.zeros((len(ends), width), x.dtype)
+    starts = starts_of(ends)
+    first_block, blocks = starts // block, -(-ends // block) - starts // block
+    block_ends = jnp.cumsum(jnp.where(ends > starts, blocks, 0))
+    item = jnp.arange(-(-rows // block) + len(ends))
+    group = jnp.searchsorted(block_ends, item, side="right").astype(jnp.int32)
+    of = jnp.minimum(group, len(ends) - 1)
+    number = item - jnp.concatenate([jnp.zeros_like(block_ends[:1]), block_ends[:-1]])[of]
+    row = ((first_block[of] + number) * block)[:, None] + jnp.arange(block)
+    own = (row >= starts[of, None]) & (row < ends[of, None]) & (item < block_ends[-1])[:, None]
+    partial = jnp.where(own[..., None], x[jnp.clip(row, 0, rows - 1)], 0).sum(1)
+    mine = group == jnp.arange(len(ends))[:, None]
+    return jnp.where(mine[..., None], partial, 0).sum(1)
+
+
+def in_range(index: Array, ends: Array, rows: int) -> Array:
+    """Whether the indices of all rows that have a group are those of one of so many rows."""
+    return (((index >= 0) & (index < rows)) | ~has_group(ends, len(index))).all()
+
+
+def take_rows(x: Array, index: Array) -> Array:
+    """x[index]; for an index that is out of range any row."""
+    return jnp.take(x, index, axis=0, mode="clip") if len(x) else jnp.zeros((len(index), *x.shape[1:]), x.dtype)
+
+
+def rows_by_index(index: Array, ends: Array, rows: int) -> tuple[Array, Array]:
+    """The rows that have a group, [T] int32, in the order of their index, and where those of each index begin and end,
+    [rows + 1] int32; of the same index in the order of the rows."""
+    key = jnp.where(has_group(ends, len(index)), index, rows).astype(jnp.int32)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    limits = jnp.searchsorted(key[order], jnp.arange(rows + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
+    return order, limits
+
+
+def sum_rows(x: Array, index: Array, ends: Array, rows: int) -> Array:
+    """[rows, N] of x's dtype: row i of x [T, N] is added to row index[i], if it has a group.
+
+    That is in the order of i, without atomics and in the accumulator's dtype.  It takes as many passes over the result
+    as addends go to one row, at most: in a mixture of experts, experts per token.
+    """
+    (length, width), total = x.shape, accumulator(x.dtype)
+    zeros = jnp.zeros((rows, width), total)
+    if length == 0 or rows == 0:
+        return zeros.astype(x.dtype)
+    order, limits = rows_by_index(index, ends, rows)
+    begins, addends = limits[:-1], limits[1:] - limits[:-1]
+
+    def add(number: Any, sums: Array) -> Array:
+        row = order[jnp.minimum(begins + number, length - 1)]
+        return sums + jnp.where((number < addends)[:, None], x[row].astype(total), 0)
+
+    sums: Array = lax.fori_loop(0, addends.max(), add, vary_alike(zeros, (x, addends)))
+    return sums.astype(x.dtype)

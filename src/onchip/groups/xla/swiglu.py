@@ -1,0 +1,35 @@
+"""silu(gate) * up and its gradient, of rows that hold both, in JAX."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from onchip.groups.problem import Options
+
+
+def split(options: Options, y: Array) -> tuple[Array, Array]:
+    """Gate and up, each [T, F], of y [T, 2 F], or of y [2, T, F], which has them apart."""
+    if y.ndim == 3:
+        return y[0], y[1]
+    if options.gate_up == "interleaved":
+        return y[:, 0::2], y[:, 1::2]
+    gate, up = jnp.split(y, 2, axis=1)
+    return gate, up
+
+
+def activated(options: Options, y: Array) -> Array:
+    """The activation of y, or y if there is none."""
+    if options.activation is None:
+        return y
+    gate, up = split(options, y)
+    return jax.nn.silu(gate) * up
+
+
+def gradient(options: Options, y: Array, g: Array) -> Array:
+    """The gradient of y as [T, 2 F], given that of the activation."""
+    gate, up = split(options, y)
+    s = jax.nn.sigmoid(gate)
+    parts = g * up * s * (1 + gate * (1 - s)), g * gate * s
+    if options.gate_up == "interleaved":
+        return jnp.stack(parts, 2).reshape(len(g), -1)
+    return jnp.concatenate(parts, 1)

@@ -1,0 +1,24 @@
+r"""One linear layer for each group of rows: the products of a mixture of experts.
+
+Rows are sorted by group.  Group g has the rows [e_{g-1}, e_g) with e_g = s_0 + ... + s_g, its weight W_g [N, K] and its
+bias b_g [N].  For row i of group g
+
+    y_i = W_g x_i + b_g
+    a_i = y_i, or with activation="swiglu" silu(gate_i) * up_i, halves of y_i
+    out_i = c_i a_i
+
+with c the row scales.  Row i reads x_i, or x_{r_i} with `rows`, and goes to row i of the result, or is added to row
+q_i with `scatter_rows`.  Rows past e_{G-1} belong to no group: they are not read, and what they would write is 0.
+
+With d_i the gradient of y_i, backward is
+
+    dx_i = W_g^T d_i        dW_g = sum over the group's rows of d_i x_i^T        db_g = sum of d_i
+    dc_i = a_i . dout_i
+
+`dx` of a row of x that several rows of the product read is the sum over these.
+
+Source: megablox, the grouped product of MegaBlocks (arXiv:2211.15841) on dense tiles: one product over all rows, whose
+tiles each belong to one group, and the device finds which ones there are.
+
+What computes it is in `onchip.groups`; docs/architecture.md shows what lives where.
+"""

@@ -1,0 +1,85 @@
+"""How the op is compared with its oracle: what `onchip check` and the tests run.  No framework."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from onchip.ops.grouped_matmul import reference
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case, make_inputs
+from onchip.ops.grouped_matmul.reference import Array
+from onchip.oracle.checks import DEVIATIONS, Checker, op_in
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11, "float64": 2.0**-53}
+
+
+def limits(
+    case: Case, dtype: str, how: Mapping[str, Any], oracle: reference.Result, given: Mapping[str, Array]
+) -> dict[str, tuple[Array, float]]:
+    return {name: (getattr(oracle, name), limit) for name, limit in bounds(case, dtype).items()}
+
+
+def bounds(case: Case, dtype: str) -> dict[str, float]:
+    """Limits of the relative errors: of sums of products in float32, and of each rounding to `dtype`.
+
+    The output is rounded once, with `scatter_rows` each addend too.  The gradients are products of what was rounded: of
+    the gradient of the products, made of a rounded pre-activation where there is an activation.
+    """
+    scattered, activated = "num_rows" in case.options, "activation" in case.options
+    unit = UNIT_ROUNDOFF[dtype]
+    roundings = {"out": 1 + scattered, "grad_x": 2 + activated, "grad_weight": 2 + activated}
+    roundings |= {"grad_bias": 2 + activated, "grad_row_scale": 2}
+    # Partial sums grow as they go: the walk's variance is a third of that at full size, of a twelfth of an ulp.
+    step = DEVIATIONS * 2 * (unit if dtype == "float64" else UNIT_ROUNDOFF["float32"])
+    walk = {name: step * (1 + float(np.sqrt(length / 24))) for name, length in lengths(case).items()}
+    return {name: walk[name] + unit * roundings[name] for name in walk}
+
+
+def lengths(case: Case) -> dict[str, int]:
+    """How many numbers each result sums up."""
+    forward, rows = case.k, max(case.sizes)
+    return {
+        "out": forward,
+        "grad_x": forward + case.n,
+        "grad_weight": forward + rows,
+        "grad_bias": forward + rows,
+        "grad_row_scale": forward + case.n,
+    }
+
+
+def plain_refusals(
+    device: str, dtype: str = "bfloat16", framework: str = "torch", given: Mapping[str, Any] = {}
+) -> dict[str, str | None]:
+    """As `kernel_refusals`, of the op's own backends."""
+    if framework == "jax":
+        from onchip.ops.grouped_matmul import jax_op
+        from onchip.oracle.jax import platform_of
+
+        return jax_op.refusals(platform_of(device), dtype, given.get("n", 128), given.get("k", 128))
+    import torch
+
+    from onchip.ops.grouped_matmul import torch_op
+
+    return torch_op.refusals(torch.device(device), getattr(torch, dtype), len(given.get("sizes", ())))
+
+
+def _call(fw: Any, how: Mapping[str, Any], x: Any, weight: Any, group_sizes: Any, **more: Any) -> dict[str, Any]:
+    del more["grad_out"]
+    weight = fw.xp.swapaxes(weight, 1, 2) if how.get("weight_layout") == "gkn" else weight
+    return {"out": op_in(fw, "grouped_matmul")(x, weight, group_sizes, **how, **more)}
+
+
+CHECKER = Checker(
+    names=("x", "weight", "group_sizes", "bias", "row_scale", "rows", "scatter_rows", "grad_out"),
+    inputs=lambda case, dtype: make_inputs(case),
+    oracle=reference.grouped_matmul,
+    call=_call,
+    cases=CHECK_CASES,
+    hows=lambda fw: [{"weight_layout": x} for x in ("gnk", "gkn")],
+    refusals=plain_refusals,
+    values=("out",),
+    keywords=lambda inputs: {},
+    defaults={"torch": {"backend": "torch"}, "jax": {"backend": "xla"}},
+    constant=lambda name, inputs, how: name == "grad_out",  # among the arguments to be rounded as they are
+    limits=limits,
+)

@@ -1,0 +1,192 @@
+"""A mixture-of-experts layer for JAX on top of grouped_matmul, in plain functions: a reference to use or to copy."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from onchip.core.sizes import LOSS_DTYPE_BYTES
+from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, require_arrays
+from onchip.frontend.jax_types import Array
+from onchip.frontend.options import require_bool, require_int
+from onchip.ops.grouped_matmul.jax_op import Backend, grouped_matmul
+
+OP = "moe"
+
+
+class MoEParams(NamedTuple):
+    """The weights of a layer with E experts from H to F and back: all [out, in], as in PyTorch.  A pytree."""
+
+    router: Any
+    """[E, H] float32."""
+    gate_up: Any
+    """[E, 2 F, H]: of an expert's rows the first F are the gate's."""
+    down: Any
+    """[E, H, F]"""
+    shared_gate_up: Any = None
+    """[2 S, H], of the expert that every token goes to, or None."""
+    shared_down: Any = None
+    """[H, S] or None."""
+
+
+class MoEStats(NamedTuple):
+    """How tokens were spread over the experts."""
+
+    counts: jax.Array
+    """[E] int32: the tokens that went to each expert."""
+    fraction: jax.Array
+    """[E] float32: `counts` divided by their sum."""
+    mean_prob: jax.Array
+    """[E] float32: the router's probability of each expert, the mean over tokens."""
+    aux_loss: jax.Array
+    """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), 1 if both are even.  Its gradient is that of
+    mean_prob."""
+
+
+def init_moe(
+    key: jax.Array,
+    hidden: int,  # H
+    intermediate: int,  # F
+    num_experts: int,  # E
+    shared_intermediate: int = 0,  # S
+    dtype: DTypeLike = jnp.float32,  # of the experts
+) -> MoEParams:
+    """Random weights of a layer, normal with standard deviation 1 / sqrt(inputs).
+
+    Example:
+        >>> import jax
+        >>> from onchip.jax import init_moe
+        >>> init_moe(jax.random.key(0), 16, 32, 4).gate_up.shape
+        (4, 64, 16)
+
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: a size below 1, or shared_intermediate below 0.
+    """
+    sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts}
+    for name, size in (sizes | {"shared_intermediate": shared_intermediate}).items():
+        require_int("init_moe", name, size)
+        least = 0 if name == "shared_intermediate" else 1
+        if size < least:
+            raise ValueError(f"init_moe: {name} must be {least} or more; got {size}")
+    keys = iter(jax.random.split(key, 5))
+
+    def normal(*shape: int, dtype: DTypeLike = dtype) -> jax.Array:
+        return jnp.asarray(jax.random.normal(next(keys), shape) * shape[-1] ** -0.5, dtype)
+
+    router = normal(num_experts, hidden, dtype=jnp.float32)
+    experts = normal(num_experts, 2 * intermediate, hidden), normal(num_experts, hidden, intermediate)
+    if shared_intermediate == 0:
+        return MoEParams(router, *experts)
+    return MoEParams(router, *experts, normal(2 * shared_intermediate, hidden), normal(hidden, shared_intermediate))
+
+
+def moe(
+    params: MoEParams,
+    x: Array,  # [..., H]
+    *,
+    top_k: int,
+    norm_topk: bool = True,
+    backend: Backend = "auto",
+) -> tuple[jax.Array, MoEStats]:
+    r"""A mixture-of-experts layer with SwiGLU experts.  Each token goes to all of its experts: there is no capacity.
+
+    With p = softmax(router @ x) in float32, and over the top_k experts e of largest p, for each token::
+
+        expert_e(x) = down[e] @ (silu(gate) * up)          # gate, up: halves of gate_up[e] @ x
+        y = sum over e of w_e * expert_e(x) + shared(x)    # w_e = p_e, divided by their sum with norm_topk
+
+    Args:
+        params: of `init_moe`, or a model's.
+        x: [..., H] float32, bfloat16, float16 or float64, of the experts' dtype; float64 makes all of it float64.
+        top_k: experts per token.
+        norm_topk: weights that sum to 1, which is the softmax over the chosen experts' logits (Mixtral, Qwen3).  False:
+            the probabilities among all experts (Switch, DeepSeek-V2).
+        backend: of `grouped_matmul`.
+
+    Returns:
+        y [..., H] of x's dtype, and `MoEStats`.  Add a small part of its `aux_loss` to the loss (0.01 in Switch) to
+        balance the experts.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes that don't go together, or a top_k that isn't in [1, E].
+
+    Memory: as of two calls of `grouped_matmul` of T * top_k rows, with `rows` and with `scatter_rows`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from onchip.jax import init_moe, moe
+        >>> params = init_moe(jax.random.key(0), 16, 32, num_experts=4)
+        >>> y, stats = moe(params, jnp.ones((2, 5, 16)), top_k=2)
+        >>> y.shape, int(stats.counts.sum())
+        ((2, 5, 16), 20)
+
+    Sources: the layer and its balancing loss as in Switch Transformers (arXiv:2101.03961), top-k as in Mixtral
+    (arXiv:2401.04088), the shared expert as in DeepSeekMoE (arXiv:2401.06066).
+    """
+    _check(params, x, top_k, norm_topk)
+    num_experts = len(params.router)
+    tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
+    total = accumulator(tokens.dtype)
+    logits = jnp.matmul(tokens.astype(total), params.router.T.astype(total), precision="highest")
+    probs = jax.nn.softmax(logits)
+    weight, expert = lax.top_k(probs, top_k)
+    if norm_topk:
+        weight = weight / weight.sum(1, keepdims=True)
+
+    # Row i of the products is the choice order[i] of all T * top_k, sorted by expert.
+    expert = expert.reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    token = (order // top_k).astype(jnp.int32)
+    counts = jnp.bincount(expert, length=num_experts).astype(jnp.int32)
+    inner = grouped_matmul(tokens, params.gate_up, counts, activation="swiglu", rows=token, backend=backend)
+    y = grouped_matmul(
+        inner,
+        params.down,
+        counts,
+        row_scale=weight.reshape(-1)[order],
+        scatter_rows=token,
+        num_rows=len(tokens),
+        backend=backend,
+    )
+    if params.shared_gate_up is not None:
+        gate, up = jnp.split(tokens @ params.shared_gate_up.T, 2, axis=1)
+        y = y + (jax.nn.silu(gate) * up) @ params.shared_down.T
+
+    fraction = counts / max(len(expert), 1)
+    mean_prob = probs.sum(0) / max(len(tokens), 1)
+    stats = MoEStats(counts, fraction, mean_prob, num_experts * (fraction * mean_prob).sum())
+    return y.reshape(x.shape), stats
+
+
+def _check(params: Any, x: Any, top_k: Any, norm_topk: Any) -> None:
+    if not isinstance(params, MoEParams):
+        raise TypeError(f"{OP}: params must be MoEParams, as of init_moe; got {type(params).__name__}")
+    optional = ("shared_gate_up", "shared_down")
+    arrays = require_arrays(OP, {"x": x, **params._asdict()}, optional)
+    check_kinds(OP, arrays, integers=(), dtypes=LOSS_DTYPE_BYTES.keys())
+    if (params.shared_gate_up is None) != (params.shared_down is None):
+        raise TypeError(f"{OP}: params have one of shared_gate_up and shared_down; pass both or neither")
+    require_int(OP, "top_k", top_k)
+    require_bool(OP, "norm_topk", norm_topk)
+    if params.router.ndim != 2 or params.down.ndim != 3:
+        shapes = f"{list(params.router.shape)} and {list(params.down.shape)}"
+        raise ValueError(f"{OP}: router must be [E, H] and down [E, H, F]; got shapes {shapes}")
+    (experts, hidden), inner = params.router.shape, params.down.shape[2]
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"{OP}: top_k must be in [1, E], E={experts}; got {top_k}")
+    if x.ndim < 1 or x.shape[-1] != hidden:
+        raise ValueError(f"{OP}: x has shape {list(x.shape)} but router has H={hidden}; x must be [..., H]")
+    right: dict[str, tuple[int, ...]] = {"gate_up": (experts, 2 * inner, hidden), "down": (experts, hidden, inner)}
+    if params.shared_down is not None:
+        shared = params.shared_down.shape[-1]
+        right |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared)}
+    for name, shape in right.items():
+        a = arrays[name]
+        if a.shape != shape:
+            raise ValueError(f"{OP}: {name} has shape {list(a.shape)}; with these params it must be {list(shape)}")
+        if dtype_of(a) != dtype_of(x):
+            raise TypeError(f"{OP}: x is {dtype_of(x)} but {name} is {dtype_of(a)}; cast one of them")

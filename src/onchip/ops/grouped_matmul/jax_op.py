@@ -1,0 +1,288 @@
+"""grouped_matmul for JAX: the public function, and what surrounds the kernels of its two backends.
+
+Those are `layer`, `weight_product` and `sum_rows` of `onchip.groups.xla.products`, on any device, or of
+`onchip.groups.mosaic.products`.  Gathers and the activation's gradient are XLA's for both.
+"""
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array as JaxArray
+
+from onchip.core.backends import choose_backend
+from onchip.core.sizes import LOSS_DTYPE_BYTES
+from onchip.frontend.jax_call import vary_alike, with_gradients
+from onchip.frontend.jax_inputs import accumulator, check_kinds, dtype_of, platform, require_arrays
+from onchip.frontend.jax_types import Array
+from onchip.frontend.options import require_bool
+from onchip.groups.problem import (
+    OP,
+    GateUp,
+    Options,
+    Problem,
+    WeightLayout,
+    check_one_of_two,
+    check_shapes,
+    check_values,
+)
+from onchip.groups.xla import groups, products, swiglu
+
+Backend = Literal["auto", "mosaic_gpu", "xla"]
+_INTEGERS = ("group_sizes", "group_offsets", "rows", "scatter_rows")
+
+
+def grouped_matmul(
+    x: Array,  # [T, K]; with rows [M, K]
+    weight: Array,  # [G, N, K], or [G, K, N] with weight_layout="gkn"
+    group_sizes: Array | None = None,  # [G]
+    *,
+    group_offsets: Array | None = None,  # [G], in place of group_sizes
+    weight_layout: WeightLayout = "gnk",
+    bias: Array | None = None,  # [G, N]
+    row_scale: Array | None = None,  # [T]
+    activation: Literal["swiglu"] | None = None,
+    gate_up: GateUp = "concatenated",
+    rows: Array | None = None,  # [T]
+    scatter_rows: Array | None = None,  # [T]
+    num_rows: int | None = None,
+    backend: Backend = "auto",
+    check_inputs: bool = False,
+) -> jax.Array:
+    r"""One linear layer for each group of rows, as for the experts of a mixture of experts.
+
+    Rows are sorted by group, and group g has group_sizes[g] of them.  For row i of group g::
+
+        y[i]   = weight[g] @ x[i] + bias[g]         # x[rows[i]] with rows
+        a[i]   = y[i]                               # silu(gate) * up with activation="swiglu"
+        out[i] = row_scale[i] * a[i]                # added to out[scatter_rows[i]] with scatter_rows
+
+    Sums are in float32 (of float64 in float64), and each result is rounded once.  Rows past the last group's end belong
+    to none: whatever they hold, their results and gradients are exact zeros.
+
+    Args:
+        x: [T, K], or with `rows` [M, K], float32, bfloat16, float16 or float64 (backend "xla").
+        weight: [G, N, K], or [G, K, N] with weight_layout="gkn", of x's dtype; read as it lies, without a copy.
+        group_sizes: [G] integers, 0 or more, of sum T at most.  Their values may be traced.
+        group_offsets: [G] integers in place of group_sizes: where each group ends, their cumulative sums.
+        weight_layout: "gnk" or "gkn".
+        bias: [G, N] of any of the dtypes, added in float32.
+        row_scale: [T] of any of the dtypes, such as the router's weights; multiplied in float32.
+        activation: None, or "swiglu": of N = 2 F columns of y half are gate and half up.
+        gate_up: where: "concatenated" (gate first, then up), or "interleaved" (gate, up, gate, up, ...).
+        rows: [T] integers: row i of the product reads x[rows[i]].  The gradient of a row of x that is read several
+            times is the sum, in a fixed order.
+        scatter_rows: [T] integers: row i is added to that row of the result, in float32 and in the order of i.
+        num_rows: rows of the result with scatter_rows.
+        backend: "xla" (plain JAX, any device), "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and
+            float16, K and N multiples of 64 and at least 128) or "auto": the latter where it can run.
+        check_inputs: raise for sizes and indices that are wrong, which waits for the device.  On the CPU that is so
+            anyway, but for traced values, with which it can't be asked for.
+
+    Returns:
+        [T, N] of x's dtype ([T, F] with an activation), or [num_rows, .].  Gradients have the dtypes of their inputs.
+        Wrong sizes or indices that nothing could raise for make NaN of it all, and of the gradients.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; forward-mode differentiation.
+        ValueError: a wrong shape, option, size or index, or a backend that can't serve the call.
+        NotImplementedError: differentiated twice.
+
+    Memory: kept for backward are the arguments, and with an activation, or where row_scale needs a gradient, y, T N
+    numbers of x's dtype.  Beside it, of x's dtype: with `rows` a copy of the rows that are read, in backward again;
+    with `scatter_rows` T rows of the result; in backward the gradient of y.  "mosaic_gpu" makes y in float32 first, if
+    the activation's gate and up are interleaved, its weight is "gkn", or F no multiple of 64 or below 128; and in
+    backward it has copies of up to 128 rows of each group of both operands of the weight's gradient.  There is no
+    array of G x T.  Under vmap one element is served after the other.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from onchip.jax import grouped_matmul
+        >>> x, weight = jnp.ones((10, 16)), jnp.ones((3, 8, 16))
+        >>> sizes = jnp.array([4, 0, 5])
+        >>> out = jax.jit(grouped_matmul)(x, weight, sizes)
+        >>> out.shape, float(out[8, 0]), float(out[9, 0])
+        ((10, 8), 16.0, 0.0)
+
+    Source: megablox, the grouped product of MegaBlocks (arXiv:2211.15841) on dense tiles.
+    """
+    options = Options(weight_layout, activation, gate_up, num_rows)
+    require_bool(OP, "check_inputs", check_inputs)
+    which, given = check_one_of_two(group_sizes, group_offsets)
+    named = {"x": x, "weight": weight, which: given, "bias": bias, "row_scale": row_scale, "rows": rows}
+    named["scatter_rows"] = scatter_rows
+    arrays = require_arrays(OP, named, optional=("bias", "row_scale", "rows", "scatter_rows"))
+    _check_dtypes(arrays)
+    p = check_shapes(options, {name: a.shape for name, a in arrays.items()})
+    chosen = choose_backend(OP, backend, refusals(platform(), dtype_of(x).name, p.n, p.k))
+    _check_values(p, which, arrays, check_inputs)
+
+    made = {name: _as_jax(a) for name, a in arrays.items()}
+    made = vary_alike(made)
+    layer = _Layer(made["x"], made["weight"], made.get("bias"), made.get("row_scale"))
+    where = _Rows(made[which], made.get("rows"), made.get("scatter_rows"))
+    out: jax.Array = _grouped(_Static(chosen, options, p, which), layer, where)
+    return out
+
+
+def _check_dtypes(arrays: dict[str, Any]) -> None:
+    check_kinds(OP, arrays, integers=_INTEGERS, dtypes=LOSS_DTYPE_BYTES.keys())
+    for name in _INTEGERS:
+        if name in arrays and arrays[name].dtype.name not in ("int32", "int64"):
+            raise TypeError(f"{OP}: {name} must be int32 or int64; got {arrays[name].dtype}")
+    dtype, of_weight = dtype_of(arrays["x"]), dtype_of(arrays["weight"])
+    if of_weight != dtype:
+        raise TypeError(f"{OP}: x is {dtype} but weight is {of_weight}; cast one of them")
+
+
+def _check_values(p: Problem, which: str, arrays: dict[str, Any], check_inputs: bool) -> None:
+    values = {name: arrays.get(name) for name in (which, "rows", "scatter_rows")}
+    traced = [name for name, a in values.items() if isinstance(a, jax.core.Tracer)]
+    if traced and check_inputs:
+        raise ValueError(
+            f"{OP}: check_inputs=True reads the values of {traced[0]}, which has none while it is traced; "
+            "call it outside of jit, or leave check_inputs out: what is wrong makes NaN"
+        )
+    if not traced and (check_inputs or platform() == "cpu"):
+        check_values(p, which, *(None if a is None else np.asarray(a) for a in values.values()))
+
+
+def _as_jax(a: Any) -> JaxArray:
+    """As JAX's own array; of NumPy's 64-bit integers JAX would cut off the upper half, so they are kept in range."""
+    if isinstance(a, np.ndarray) and a.dtype == np.int64:
+        return jnp.asarray(a.clip(-1, 2**31 - 1).astype(np.int32))
+    return jnp.asarray(a)
+
+
+# ------------------------------------------------------------------------------------------------------------- backends
+
+
+def refusals(platform: str, dtype: str, n: int, k: int) -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call, or None."""
+    return {"mosaic_gpu": mosaic_refusal(platform, dtype, n, k), "xla": None}
+
+
+def mosaic_refusal(platform: str, dtype: str, n: int, k: int) -> str | None:
+    """Why the kernels can't serve a call, or None."""
+    if platform != "gpu":
+        return f"it runs on NVIDIA GPUs, not on {platform!r}"
+    if dtype not in ("bfloat16", "float16"):
+        return f"it is for bfloat16 and float16, not {dtype}"
+    if n % 64 or k % 64 or min(n, k) < 128:
+        return f"K and N must be multiples of 64 and at least 128; got K={k}, N={n}"
+    capability = getattr(jax.devices()[0], "compute_capability", "none")
+    return None if str(capability) == "9.0" else f"it is for compute capability 9.0 (Hopper); this is {capability}"
+
+
+def _engine(backend: str) -> ModuleType:
+    """The module of the products."""
+    if backend == "mosaic_gpu":
+        from onchip.groups.mosaic import products as mosaic_products  # Pallas takes a second to import
+
+        return mosaic_products
+    return products
+
+
+# ----------------------------------------------------------------------------------------------------------- the layer
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What is known when tracing."""
+
+    backend: str
+    options: Options
+    problem: Problem
+    which: str
+
+
+class _Layer(NamedTuple):
+    """The arrays that have gradients, those, and which of them are needed."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    row_scale: Any
+
+
+class _Rows(NamedTuple):
+    """Which rows are whose."""
+
+    groups: Any  # sizes or offsets
+    rows: Any
+    scatter_rows: Any
+
+
+class _Saved(NamedTuple):
+    """What backward needs."""
+
+    layer: _Layer
+    at: _Rows
+    y: Any  # [T, N] of x's dtype, or None
+
+
+def _forward(static: _Static, needs: _Layer, layer: _Layer, at: _Rows) -> tuple[Any, Any]:
+    keeps = any(needs) if static.options.activation is not None else bool(needs.row_scale)
+
+    def run(layer: _Layer, at: _Rows) -> tuple[Any, Any]:
+        ends, fill = _limits(static, at)
+        x = layer.x if at.rows is None else groups.take_rows(layer.x, at.rows)
+        engine = _engine(static.backend)
+        out, y = engine.layer(x, layer.weight, ends, fill, layer.bias, layer.row_scale, static.options, keeps)
+        if at.scatter_rows is not None:
+            out = engine.sum_rows(out, at.scatter_rows, ends, static.problem.out_rows) + fill.astype(x.dtype)
+        return out, y
+
+    out, y = jax.custom_batching.sequential_vmap(run)(layer, at)
+    return out, _Saved(layer, at, y) if any(needs) else None
+
+
+def _backward(static: _Static, needs: _Layer, saved: _Saved, grad_out: Any) -> _Layer:
+    def run(saved: _Saved, grad_out: Any) -> _Layer:
+        (x, weight, _, row_scale), at, y = saved
+        p, options, engine = static.problem, static.options, _engine(static.backend)
+        total = accumulator(x.dtype)
+        ends, fill = _limits(static, at)
+        # Rows without a group may hold anything in all of these.
+        g = grad_out if at.scatter_rows is None else groups.take_rows(grad_out, at.scatter_rows)
+        g = g.astype(total)
+        wide: Any = None if y is None else y.astype(total)
+        grad_x = grad_weight = grad_bias = grad_scale = None
+        if needs.row_scale:
+            grad_scale = (g * swiglu.activated(options, wide)).sum(1)
+            grad_scale = jnp.where(groups.has_group(ends, p.tokens), grad_scale, fill)
+        if row_scale is not None:
+            g = g * row_scale.astype(total)[:, None]
+        d = g if options.activation is None else swiglu.gradient(options, wide, g)
+        if needs.bias:
+            grad_bias = groups.group_sums(d, ends) + fill
+        d = d.astype(x.dtype)
+        if needs.x:
+            turned = Options(weight_layout="gkn" if options.weight_layout == "gnk" else "gnk")
+            grad_x, _ = engine.layer(d, weight, ends, fill, None, None, turned, False)
+            if at.rows is not None:
+                grad_x = engine.sum_rows(grad_x, at.rows, ends, p.source_rows) + fill.astype(x.dtype)
+        if needs.weight:
+            source = x if at.rows is None else groups.take_rows(x, at.rows)
+            operands = (d, source) if options.weight_layout == "gnk" else (source, d)
+            grad_weight = engine.weight_product(*operands, ends, fill)
+        return _Layer(grad_x, grad_weight, grad_bias, grad_scale)
+
+    return jax.custom_batching.sequential_vmap(run)(saved, grad_out)  # type: ignore[no-any-return]
+
+
+def _limits(static: _Static, at: _Rows) -> tuple[JaxArray, JaxArray]:
+    """Where the groups end, and 0; or for wrong sizes or indices zeros, so that nothing is out of bounds, and NaN."""
+    p = static.problem
+    of = groups.ends_of_sizes if static.which == "group_sizes" else groups.ends_of_offsets
+    ends, right = of(at.groups, p.tokens)
+    for index, limit in ((at.rows, p.source_rows), (at.scatter_rows, p.out_rows)):
+        if index is not None:
+            right &= groups.in_range(index, ends, limit)
+    return jnp.where(right, ends, 0), jnp.where(right, jnp.float32(0), jnp.float32(jnp.nan))
+
+
+_grouped = with_gradients(OP, _forward, _backward)

@@ -1,0 +1,187 @@
+"""grouped_matmul for PyTorch: the public function and its operator.
+
+The public function checks its inputs without reading a value, chooses a backend and calls the operator, which calls
+the backend: `onchip.groups.torch` or `onchip.groups.triton`.  The maths is in the package's docstring.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from onchip.core.backends import choose_backend
+from onchip.frontend.options import require_bool, shapes_of
+from onchip.frontend.torch_inputs import (
+    DTYPES,
+    LOSS_DTYPES,
+    check_kinds,
+    check_weight_grad_out,
+    dtype_name,
+    require_tensors,
+)
+from onchip.frontend.torch_register import Made, Operator, Wanted, needed
+from onchip.frontend.torch_types import Backend
+from onchip.groups.problem import OP, Activation, GateUp, Options, WeightLayout, check_one_of_two, check_shapes
+from onchip.groups.torch import loop
+from onchip.groups.torch.call import Call, Kept, Outputs, check, fake, fake_gradients, save
+from onchip.groups.triton import op as kernels
+
+# Best first: the order in which "auto" asks them.
+BACKENDS = ("triton", "torch")
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def grouped_matmul(
+    x: Tensor,  # [T, K]; with rows [M, K]
+    weight: Tensor,  # [G, N, K], or [G, K, N] with weight_layout="gkn"
+    group_sizes: Tensor | None = None,  # [G]
+    *,
+    group_offsets: Tensor | None = None,  # [G]
+    weight_layout: WeightLayout = "gnk",
+    bias: Tensor | None = None,  # [G, N]
+    row_scale: Tensor | None = None,  # [T]
+    activation: Activation | None = None,
+    gate_up: GateUp = "concatenated",
+    rows: Tensor | None = None,  # [T]
+    scatter_rows: Tensor | None = None,  # [T]
+    num_rows: int | None = None,
+    weight_grad_out: Tensor | None = None,  # as the weight, float32
+    backend: Backend = "auto",
+    check_inputs: bool = False,
+) -> Tensor:
+    r"""A linear layer for each group of rows, forward and backward: the products of a mixture of experts.
+
+    Rows are sorted by group; row i, of group g, is multiplied by that group's weight::
+
+        y[i]   = weight[g] @ x[rows[i]] + bias[g]            # rows[i] is i without rows
+        a[i]   = y[i], or silu(gate[i]) * up[i]              # activation="swiglu": halves of y[i]
+        out[i] = row_scale[i] * a[i]
+
+    With `scatter_rows`, row i is added to row `scatter_rows[i]` of the result instead.
+
+    Args:
+        x: [T, K] float32, bfloat16 or float16, on the CPU float64 too.  With `rows` [M, K], in any order.
+        weight: [G, N, K], of x's dtype, any strides: it is read as it lies.
+        group_sizes: [G] int32 or int64: how many rows each group has.  Any may be 0, and their sum may be less than T:
+            rows past it are not read, NaN or not, and are 0 in the result and in x's gradient.
+        group_offsets: [G] int32 or int64, in place of group_sizes: where each group ends, their cumulative sums.
+        weight_layout: "gnk", or "gkn" for a weight [G, K, N].
+        bias: [G, N] of any of the dtypes, added in float32.
+        row_scale: [T] of any of the dtypes: each row of the result is multiplied by its number, in float32.
+        activation: None, or "swiglu" for silu(gate) * up of the float32 sums: N = 2 F, and the result has F columns.
+        gate_up: of the activation: "concatenated" (F rows of each weight for gate, then F for up) or "interleaved"
+            (gate, up, gate, up).
+        rows: [T] int32 or int64: the row of x that each row reads.  A row of x may be read any number of times.
+        scatter_rows: [T] int32 or int64: the row of the result that each row is added to, the sums in float32 and in
+            the same order every time.  Needs `num_rows`.
+        num_rows: how many rows the result then has.  Those that nothing is added to are 0.
+        weight_grad_out: float32, contiguous, of weight's shape: backward adds the weight's gradient to it, and weight
+            gets none of its own.  For a main gradient that is kept in float32 over micro-batches.
+        backend: "triton" (kernels for NVIDIA GPUs of compute capability 8.0 or later; no float64), "torch" (plain
+            PyTorch, on the CPU) or "auto": the first of these that can run the call.
+        check_inputs: check sizes and indices on the GPU too, which synchronises.  On the CPU they always are.
+
+    Returns:
+        [T, N], [T, F] with an activation, or with scatter_rows that many columns and num_rows rows; of x's dtype, under
+        autocast of autocast's, to which x and weight are cast first.  Gradients have the dtypes of their inputs.  Sums
+        are in float32 and rounded once; with scatter_rows so may be the rows that are added up.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device or option, or a backend that can't run the call; a negative size, sizes whose
+            sum passes T, or an index out of range: on the GPU only with check_inputs, and without it all of the result
+            and of the gradients is NaN, and nothing outside of the tensors is read or written.
+        RuntimeError: differentiated twice, or called inside a torch.func transform.
+
+    Memory: kept for backward are x and the weight, under autocast their copies, and with an activation, or where
+    row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the
+    result beside it; backward the gradient of y, T * N numbers, where there is an activation, a row scale or
+    scatter_rows; with rows T rows of x's gradient beside it; and 4 * (3 * (T / 128 + G) + G + 5) bytes for the plan of
+    tiles.  "torch": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import grouped_matmul
+        >>> tokens, experts = torch.randn(6, 16), torch.randn(3, 32, 16, requires_grad=True)
+        >>> expert_of = torch.tensor([2, 0, 0, 2, 0, 2])
+        >>> order = expert_of.argsort(stable=True)
+        >>> sizes = torch.bincount(expert_of, minlength=3)
+        >>> out = grouped_matmul(tokens, experts, sizes, rows=order, scatter_rows=order, num_rows=6)
+        >>> torch.testing.assert_close(out[0], experts[2] @ tokens[0])
+        >>> out.sum().backward()
+        >>> experts.grad.shape
+        torch.Size([3, 32, 16])
+
+    Source: MegaBlocks (arXiv:2211.15841) and its JAX kernel megablox: one product whose tiles each belong to a group.
+    """
+    options = Options(weight_layout, activation, gate_up, num_rows)
+    require_bool(OP, "check_inputs", check_inputs)
+    which, groups = check_one_of_two(group_sizes, group_offsets)
+    named = {"x": x, "weight": weight, which: groups, "bias": bias, "row_scale": row_scale, "rows": rows}
+    named["scatter_rows"] = scatter_rows
+    tensors = require_tensors(OP, named, ("bias", "row_scale", "rows", "scatter_rows"))
+    _check_dtypes(tensors, which)
+    problem = check_shapes(options, shapes_of(tensors))
+    check_weight_grad_out(OP, weight_grad_out, weight)
+    dtype = _product_dtype(x, weight)
+    most = max(problem.tokens, problem.source_rows, problem.out_rows)
+    chosen = choose_backend(OP, backend, refusals(x.device, dtype, problem.groups, most))
+    cast_x, cast_weight = (a if a.dtype == dtype else a.detach().to(dtype) for a in (x, weight))
+    grads = needed(x, weight, bias, row_scale)
+    call = Call(
+        x, weight, cast_x, cast_weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem,
+        which, chosen, check_inputs, grads,
+    )  # fmt: skip
+    return OPERATOR(call).out
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor], which: str) -> None:
+    integers = (which, "rows", "scatter_rows")
+    check_kinds(OP, tensors, integers=integers, dtypes=LOSS_DTYPES)
+    for name in integers:
+        if name in tensors and tensors[name].dtype not in _INTEGERS:
+            raise TypeError(f"{OP}: {name} must be int32 or int64; got {dtype_name(tensors[name].dtype)}")
+
+
+def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """That of x and weight, or autocast's."""
+    device = x.device.type
+    if x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if dtype not in DTYPES:
+            raise TypeError(f"{OP}: autocast to {dtype_name(dtype)} is not supported")
+        return dtype
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"{OP}: x is {dtype_name(x.dtype)} but weight is {dtype_name(weight.dtype)}; cast one of them, or run "
+            "under torch.autocast"
+        )
+    return x.dtype
+
+
+def refusals(device: torch.device, dtype: torch.dtype, groups: int = 1, rows: int = 1) -> dict[str, str | None]:
+    """Why each backend, best first, can't serve a call, or None."""
+    return {"triton": kernels.refusal(device, dtype, groups, rows), "torch": loop.refusal(device)}
+
+
+def _forward(call: Call) -> Outputs:
+    check(call)
+    return kernels.forward(call) if call.backend == "triton" else loop.forward(call)
+
+
+def _gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
+    of = kernels.gradients if kept.backend == "triton" else loop.gradients
+    return of(kept, upstream, wanted)
+
+
+OPERATOR = Operator(
+    "grouped_matmul",
+    op=OP,
+    forward=_forward,
+    fake=fake,
+    save=save,
+    gradients=_gradients,
+    fake_gradients=fake_gradients,
+    differentiable=("x", "weight", "bias", "row_scale"),
+    adds_to={"weight": "weight_grad_out"},
+)

@@ -1,0 +1,149 @@
+"""The 'mosaic_gpu' backend of grouped_matmul on a Hopper GPU: compiled, against the oracle, and what the CPU can't
+show."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from onchip.groups.mosaic import products
+from onchip.groups.mosaic.products import FEW_ROWS_CONFIG, ROWS_CONFIG, WEIGHT_CONFIG
+from onchip.groups.problem import Options
+from onchip.groups.xla import products as xla_products
+from onchip.jax import grouped_matmul, init_moe, moe
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, Case
+from onchip.ops.grouped_matmul.checks import CHECKER
+from shared import assert_within_bounds
+
+pytestmark = pytest.mark.gpu
+op = partial(grouped_matmul, backend="mosaic_gpu")
+CASES = (
+    Case("ragged", (3, 700, 1, 46, 0, 130), 384, 320, tail=20),
+    Case("many groups", tuple(i % 40 for i in range(70)), 256, 192, tail=3),
+    Case("all groups empty", (0, 0), 128, 128, tail=20),
+    Case("no rows", (0, 0, 0), 128, 128),
+    Case("one row", (0, 1), 128, 192),
+    Case("bias and scales", (200, 0, 440), 320, 256, tail=6, bias=True, row_scale=True),
+    Case("swiglu", (200, 0, 440), 640, 256, tail=6, bias=True, row_scale=True, options=SWIGLU),
+    Case("narrow swiglu", (200, 0, 440), 192, 256, tail=6, row_scale=True, options=SWIGLU),
+    Case("interleaved", (200, 0, 440), 384, 256, bias=True, options={**SWIGLU, "gate_up": "interleaved"}),
+    Case("everything", (500, 0, 1300, 70), 512, 384, tail=9, bias=True, row_scale=True, source_rows=700,
+         options={**SWIGLU, "num_rows": 750}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["gnk", "gkn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype, layout):
+    assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", weight_layout=layout, backend="mosaic_gpu"))
+
+
+@pytest.mark.parametrize("layout", ["gnk", "gkn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CHECK_CASES, ids=str)
+def test_xla_cases(case, dtype, layout):
+    assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", weight_layout=layout, backend="xla"))
+
+
+def tensors(rows=5000, groups=6, n=640, k=512):
+    """Groups of all sizes, and rows past them that hold NaN."""
+    rng = np.random.default_rng(0)
+    x, d = (jnp.asarray(rng.standard_normal((rows, size)), jnp.bfloat16).at[4700:].set(jnp.nan) for size in (k, n))
+    weight = jnp.asarray(rng.standard_normal((groups, n, k)) * 0.1, jnp.bfloat16)
+    ends = jnp.array([7, 7, 1500, 1800, 4692, 4700], jnp.int32)
+    return x, d, weight, ends
+
+
+def assert_near(made, right):
+    made, right = np.asarray(made, np.float64), np.asarray(right, np.float64)
+    assert np.linalg.norm(made - right) < 2**-8 * np.linalg.norm(right)
+
+
+ROWS_CONFIGS = (
+    ROWS_CONFIG,
+    FEW_ROWS_CONFIG,
+    replace(ROWS_CONFIG, tile_n=128, stages=5, in_flight=0),
+    replace(ROWS_CONFIG, split="n", group=1),
+    replace(ROWS_CONFIG, tile_m=256, tile_n=128),
+)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("config", ROWS_CONFIGS, ids=str)
+def test_configs_of_rows(config, swiglu):
+    x, _, weight, ends = tensors()
+    options = Options(activation="swiglu" if swiglu else None)
+    arguments = x, weight, ends, jnp.float32(0), None, None
+    made = jax.jit(lambda: products.layer(*arguments, options, True, config=config))()
+    right = jax.jit(lambda: xla_products.layer(*arguments, options, True))()
+    assert_near(made[0], right[0])
+    assert not made[0][4700:].any()
+    assert_near(jnp.concatenate(made[1], 1) if swiglu else made[1], right[1])
+
+
+@pytest.mark.parametrize(
+    "config", [WEIGHT_CONFIG, replace(WEIGHT_CONFIG, tile_n=128, stages=5), replace(WEIGHT_CONFIG, split="n")], ids=str
+)
+def test_configs_of_the_weights_gradient(config):
+    x, d, _, ends = tensors()
+    made = jax.jit(lambda: products.weight_product(d, x, ends, jnp.float32(0), config=config))()
+    assert_near(made, jax.jit(lambda: xla_products.weight_product(d, x, ends, jnp.float32(0)))())
+    assert not made[1].any()
+
+
+def test_wrong_numbers_make_nan():
+    x, _, weight, _ = tensors()
+    rows = jnp.arange(5000).at[100].set(5000)
+
+    @jax.jit
+    def step(sizes, rows):
+        out, pullback = jax.vjp(lambda x, w: op(x, w, sizes, rows=rows), x, weight)
+        return out, *pullback(jnp.ones_like(out))
+
+    right, wrong = jnp.array([7, 0, 93, 300, 2000, 3]), jnp.array([7, 0, 4990, 4, 0, 0])
+    assert not any(jnp.isnan(a).any() for a in step(right, jnp.arange(5000)))
+    for given in ((wrong, jnp.arange(5000)), (right.at[0].set(-1), jnp.arange(5000)), (right, rows)):
+        assert all(jnp.isnan(a).all() for a in step(*given))
+    with pytest.raises(ValueError, match=r"rows\[100\] is 5000 but x has 5000 rows"):
+        op(x, weight, right, rows=rows, check_inputs=True)
+
+
+def test_runs_and_transformations_agree():
+    """The same bits from run to run, under checkpoint and vmap, with rows that are read and written several times."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 700, 256)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((4, 384, 256)) * 0.1, jnp.bfloat16)
+    rows = jnp.asarray(rng.integers(0, 700, 2000))
+    sizes = jnp.array([900, 0, 1000, 80])
+
+    def loss(x, w):
+        out = op(x, w, sizes, rows=rows, scatter_rows=rows, num_rows=700, bias=jnp.ones((4, 384)))
+        return jnp.square(out.astype(jnp.float32)).mean()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    each = [gradients(x[i], weight) for i in range(2)]
+    again = gradients(x[0], weight)
+    checkpointed = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1)))(x[0], weight)
+    mapped = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None)))(x, weight)
+    for i in range(2):
+        for made in (again[i], checkpointed[i], mapped[i][0]):
+            np.testing.assert_array_equal(np.asarray(made, np.float32), np.asarray(each[0][i], np.float32))
+
+
+def test_layer_of_experts():
+    params = init_moe(jax.random.key(0), 256, 384, 8, 128, jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (3, 301, 256), jnp.bfloat16)
+
+    def loss(params, x, backend):
+        y, stats = moe(params, x, top_k=2, backend=backend)
+        return jnp.square(y.astype(jnp.float32)).mean() + stats.aux_loss, y
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    made, right = run(params, x, "mosaic_gpu"), run(params, x, "xla")
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(right), strict=True):
+        a, b = (np.asarray(z, np.float64) for z in (a, b))
+        assert np.linalg.norm(a - b) <= 2**-6 * np.linalg.norm(b)
