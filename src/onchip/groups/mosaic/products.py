@@ -199,10 +199,12 @@ def rows_product(
                     for m in range(0, c.part_m, BOX):
                         limits = (lax.max(x - row - m, jnp.int32(0)) for x in (begin, end))
                         first, last = (lax.min(x, jnp.int32(BOX)) for x in limits)
+                        # A copy of one row knows no columns' end: what is past it would be in the next row.
+                        count = jnp.where(column + n < out_n, last - first, jnp.int32(0))
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staging[...] = value[m : m + BOX]
                         plgpu.commit_smem()
-                        _send_rows(staging, first, last - first, target, row + m, column + n)
+                        _send_rows(staging, first, count, target, row + m, column + n)
 
     def vector(x: Array | None, size: int) -> Array | None:
         """In float32, with so many numbers more: tiles may reach beyond."""

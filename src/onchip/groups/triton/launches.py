@@ -69,9 +69,9 @@ def product(
 ) -> Launch:
     """out = activation(x @ weight.T + bias) * row_scale of each group, and `before` what the activation is given."""
     _, capability, processors, shared = describe(out.device)
-    c = config or product_config(shared, x.element_size())
-    tma = capability >= 90 if tma is None else tma
     groups, n, k = weight.shape
+    c = config or product_config(shared, x.element_size(), short=tokens <= ROWS * groups)
+    tma = capability >= 90 if tma is None else tma
     gated = 0
     if options is not None and options.activation is not None:
         gated = 1 if options.gate_up == "concatenated" else 2
