@@ -1,7 +1,7 @@
-"""MaxText's loss through onchip: `install()` replaces the function that computes it where `num_vocab_tiling` is above 1.
+"""MaxText's loss through onchip, where `num_vocab_tiling` is above 1.
 
-There MaxText 0.2.5 hands the last layer's hidden states to `vocab_tiling_nnx_loss`.  `uninstall()` puts MaxText's own
-back.
+There MaxText 0.2.5 hands the last layer's hidden states to `vocab_tiling_nnx_loss`.  `install()` replaces that
+function, and `uninstall()` puts MaxText's own back.
 """
 
 import importlib
@@ -133,8 +133,8 @@ def _parameter(layer: Any, name: str, config: Any) -> jax.Array:
     others = sorted(str(key) for key in nnx.state(layer, nnx.Param) if key != name)
     if others:
         raise ValueError(
-            f"{NAME}: the head has {', '.join(others)} beside {name}, as biases, FP8 weights and LoRA adapters give it; "
-            "leave it out of these, or use MaxText's own loss (uninstall)"
+            f"{NAME}: the head has {', '.join(others)} beside {name}, as a bias, FP8 weights or LoRA give it; leave "
+            "the head out of these, or use MaxText's own loss (uninstall)"
         )
     value: jax.Array = getattr(layer, name).get_value()
     return jax.device_put(value, jax.memory.Space.Device) if config.parameter_memory_host_offload else value
