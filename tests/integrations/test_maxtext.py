@@ -225,12 +225,12 @@ def test_a_target_out_of_range_is_nan_where_it_counts():
 # ------------------------------------------------------------------------------------------------------ several devices
 
 
-def sharding_module(monkeypatch, batch, length):
+def sharding_module(monkeypatch, spec):
     """MaxText's, with rules by which [B, S] lie along these axes."""
 
     def create_sharding(mesh, logical_names):
         assert logical_names == ("activation_embed_and_logits_batch", "activation_length")
-        return SimpleNamespace(spec=P(batch, length))
+        return SimpleNamespace(spec=spec)
 
     for name in ("maxtext", "maxtext.utils", "maxtext.utils.sharding"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -254,7 +254,7 @@ def main():
     cfg = config(z_loss_multiplier=1e-2)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "context"))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        sharding_module(monkeypatch, ("fsdp",), "context")
+        sharding_module(monkeypatch, P(("fsdp",), "context"))
         assert_close(run(vocab_tiling_nnx_loss, cfg, mesh=mesh), run(plain, cfg))
 
 
@@ -325,11 +325,11 @@ def test_targets_that_are_no_integers():
         vocab_tiling_nnx_loss(model, x, data | {"targets": x[..., 0]}, model.decoder.config, True)
 
 
-@pytest.mark.parametrize(("batch", "length"), [(None, None), ("data", None), (("data", "fsdp"), "context")])
-def test_axes_that_shard_something_else_than_tokens(batch, length, monkeypatch):
-    sharding_module(monkeypatch, batch, length)
+@pytest.mark.parametrize("spec", [P(), P(None, None), P("data", None), P(("data", "fsdp"), "context")])
+def test_axes_that_shard_something_else_than_tokens(spec, monkeypatch):
+    sharding_module(monkeypatch, spec)
     mesh = SimpleNamespace(size=8, shape={"data": 4, "fsdp": 1, "tensor": 2})
-    axes = "tensor .of 2." if batch else "data .of 4., tensor .of 2."
+    axes = "tensor .of 2." if any(spec) else "data .of 4., tensor .of 2."
     with pytest.raises(
         ValueError, match=f"shards tokens only, and the mesh has {axes}; set the parallelism of that axis"
     ):

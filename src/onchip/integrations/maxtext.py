@@ -44,15 +44,16 @@ def vocab_tiling_nnx_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """What stands for MaxText's function: (loss, z-loss), both float32 sums over the tokens that count.
 
-    With y the model's final norm and dropout of hidden_states and z the logits of its head, which are
-    ``y @ logits_dense.kernel``, or for a tied head
-    ``softcap(y @ bfloat16(embedding).T / sqrt(H))``, and lse = log(sum(exp(z)))::
+    With y = dropout(decoder_norm(hidden_states)) and lse = log(sum(exp(z)))::
 
-        loss = sum((lse - z[target] + z_loss_multiplier * lse**2)[segment != 0])
-        z-loss = sum((z_loss_multiplier * lse**2)[segment != 0])
+        z = y @ logits_dense.kernel, or with logits_via_embedding  c * tanh(y @ bfloat16(embedding).T / sqrt(H) / c)
+        z-loss = sum(z_loss_multiplier * lse**2)
+        loss = sum(lse - z[target]) + z-loss
 
-    The loss has gradients, of hidden_states and of the model's parameters; the z-loss is a part of it, and has none.
-    Logits are float32, whatever `cast_logits_to_fp32` and `logits_dot_in_fp32` say.
+    over the tokens whose segment isn't 0; c is `final_logits_soft_cap`, and `normalize_embedding_logits` divides by
+    sqrt(H).  The loss has gradients of hidden_states and of the model's parameters, the z-loss has none.  Logits are
+    float32, whatever `cast_logits_to_fp32` says.  Hidden states and head are multiplied in the model's dtype; a head
+    that isn't tied in float32 with `logits_dot_in_fp32`, which onchip's kernels don't take.
 
     Args:
         model: MaxText's `Transformer`.
@@ -85,18 +86,25 @@ def vocab_tiling_nnx_loss(
     hidden = model.decoder.dropout(model.decoder.decoder_norm(hidden_states), deterministic=deterministic)
     hidden, weight, options = _head(model, hidden, config)
     labels = jnp.where(segments != 0, labels, IGNORED)
-    loss = partial(_sums, z_loss=config.z_loss_multiplier, axes=_names(tokens), **options)
+    loss: Any = partial(_sums, axes=_names(tokens), z_loss=config.z_loss_multiplier, options=options)
     if model.mesh.size > 1:
         # Each device has its tokens and the whole head, whose gradient JAX sums over them.  The kernels' outputs don't
         # say over which axes they vary.
         loss = jax.shard_map(
             loss, mesh=model.mesh, in_specs=(P(*tokens, None), P(), tokens), out_specs=(P(), P()), check_vma=False
         )
-    return loss(hidden, weight, labels)
+    sums: tuple[jax.Array, jax.Array] = loss(hidden, weight, labels)
+    return sums
 
 
 def _sums(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, *, z_loss: float, axes: tuple[str, ...], **options: Any
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    z_loss: float,
+    options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
     """The loss and the z-loss in it, of the tokens of all devices along the axes."""
     loss_of = partial(
@@ -164,8 +172,8 @@ def _token_axes(mesh: Any) -> P:
     """The mesh's axes over which MaxText shards [B, S]; raise if it shards something else too."""
     if mesh.size == 1:
         return P()
-    batch, length = importlib.import_module("maxtext.utils.sharding").create_sharding(mesh, TOKENS).spec
-    tokens = P(batch, length)
+    spec = importlib.import_module("maxtext.utils.sharding").create_sharding(mesh, TOKENS).spec
+    tokens = P(*(*spec, None, None)[:2])  # it may be empty
     others = [f"{name} (of {size})" for name, size in mesh.shape.items() if size > 1 and name not in _names(tokens)]
     if others:
         raise ValueError(
