@@ -31,6 +31,7 @@ def without(package, code):
         ("onchip.integrations.flax", "jax", "jax,integrations"),
         ("onchip.integrations.flax", "flax", "jax,integrations"),
         ("onchip.integrations.levanter", "jax", "jax"),
+        ("onchip.integrations.maxtext", "flax", "jax,integrations"),
     ],
 )
 def test_a_missing_framework_is_named_with_its_extra(module, package, extras):

@@ -7,7 +7,7 @@ rest and stays as it is.  Then the stack's examples in docs/guides run, and its 
 gradients with onchip and by the stack's own functions.  The table goes to the terminal, with --page also into the page.
 The exit status is 1 if a stack failed.
 
-STACK is a name of the table; without any, all run, in about five minutes.  Megatron-LM's branch comes from REPOSITORY.
+STACK is a name of the table; without any, all run, in about six minutes.  Megatron-LM's branch comes from REPOSITORY.
 """
 
 import argparse
@@ -15,8 +15,10 @@ import contextlib
 import copy
 import datetime
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +114,7 @@ def install(name: str, folder: Path, megatron: str) -> None:
             subprocess.run([*git, "checkout", "--quiet", "FETCH_HEAD"], check=True)
         else:
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", made]
+            command += ["--ignore-requires-python"]  # MaxText asks for 3.12, and what is used of it runs with 3.11
             subprocess.run([*command, *STACKS[name].packages], check=True)
         shutil.copytree(made, folder, ignore=shutil.ignore_patterns(".git"))
 
@@ -612,6 +616,109 @@ def megatron() -> Checked:
     return "`GPTModel.forward(output_processor=)`", how
 
 
+class StandIns:
+    """Finds empty modules in the place of packages, whose every name is there: they can be imported and do nothing."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.prefixes = tuple(f"{package}." for package in packages)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if f"{name}.".startswith(self.prefixes):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def named(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {}) if name[0].isupper() else unittest.mock.MagicMock()
+
+        module.__getattr__ = named  # type: ignore[method-assign]
+
+
+def maxtext() -> Checked:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    # What the model of the check doesn't use; the modules of MaxText's own need Python 3.12, JAX 0.11 or more packages.
+    sys.meta_path.insert(
+        0,
+        StandIns(  # type: ignore[arg-type]
+            (
+                *("aqt", "drjax", "grain", "pathwaysutils", "qwix", "tokamax"),
+                *("maxtext.input_pipeline", "maxtext.kernels.attention.jax_flash_attention", "maxtext.kernels.mhc"),
+            )
+        ),
+    )
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+    from flax.core.spmd import logical_axis_rules
+    from jax.sharding import Mesh
+
+    with contextlib.redirect_stdout(None):
+        from maxtext.configs import pyconfig
+        from maxtext.models.models import Transformer
+        from maxtext.trainers.pre_train import train
+
+    from onchip.integrations import maxtext as integration
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    base = Path(train.__file__).parents[2] / "configs" / "base.yml"
+    size = {"base_emb_dim": 32, "head_dim": 16, "base_num_query_heads": 2, "base_num_kv_heads": 2, "base_mlp_dim": 32}
+    size |= {"vocab_size": 96, "base_num_decoder_layers": 1, "max_target_length": 16, "per_device_batch_size": 1}
+    plain = {"attention": "dot_product", "dtype": "float32", "enable_checkpointing": False, "hardware": "cpu"}
+    plain |= {"dataset_type": "synthetic", "run_name": "check", "skip_jax_distributed_system": True}
+    ids = jnp.asarray(torch.cat([tokens(), tokens().flip(0)]).numpy(), jnp.int32)
+    data = {"inputs": ids, "inputs_position": jnp.arange(16) + 0 * ids, "inputs_segmentation": jnp.ones_like(ids)}
+    data |= {"targets": jnp.roll(ids, -1, 1), "targets_segmentation": jnp.ones_like(ids).at[0, 10:].set(0)}
+
+    def step(tied: bool, **axes: int) -> list[Any]:
+        """The loss and the gradients of one batch, by MaxText's `loss_fn`; of a tied head the embedding's last."""
+        settings = {"logits_via_embedding": tied, "final_logits_soft_cap": 3.0, "z_loss_multiplier": 1e-2}
+        with contextlib.redirect_stdout(None):
+            config = pyconfig.initialize([None, str(base)], num_vocab_tiling=4, **settings, **size, **plain)
+        shape = [axes.get(name, 1) for name in config.mesh_axes]
+        mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), config.mesh_axes)
+        with mesh, logical_axis_rules(config.logical_axis_rules):
+            model = Transformer(config, mesh, quant=None, rngs=nnx.Rngs(params=0, dropout=1))
+            graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+
+            def loss(parameters: Any) -> Any:
+                value, aux = train.loss_fn(nnx.merge(graph, parameters, rest, copy=True), config, {**data}, None, None)
+                return value, aux["z_loss"]
+
+            made = jax.jit(jax.value_and_grad(loss, has_aux=True))(parameters)
+        return [np.asarray(x) for x in jax.tree.leaves(made)]
+
+    ways: list[dict[str, Any]] = [{"tied": False}, {"tied": True}, {"tied": False, "fsdp": 2, "context": 2}]
+    theirs = [step(**way) for way in ways]
+    own = train.vocab_tiling_nnx_loss
+    code, printed = re.findall(r"^```(?:python|text)\n(.*?)^```", section("MaxText"), flags=re.MULTILINE | re.DOTALL)[
+        :2
+    ]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(code, PAGE.name, "exec"), {})
+    if said.getvalue() != printed or train.vocab_tiling_nnx_loss is not integration.vocab_tiling_nnx_loss:
+        raise AssertionError(f"install() printed {said.getvalue()!r}")
+    ours = [step(**way) for way in ways]
+    integration.uninstall()
+    if train.vocab_tiling_nnx_loss is not own:
+        raise AssertionError("uninstall left onchip's")
+    # MaxText rounds the gradient of a tied head to bfloat16, and so does onchip.
+    rounded = agreed([ours[1].pop()], [theirs[1].pop()], bound=2**-8)
+    errors = [agreed(*pair) for pair in zip(ours, theirs, strict=True)]
+    how = (
+        "its `loss_fn` of a Transformer with stand-ins for packages that it imports, against its own, head of its own "
+        f"and tied, loss and gradients: {max(errors[:2]):.0e}, of the tied embedding, which MaxText rounds to "
+        f"bfloat16: {rounded:.0e}; with FSDP and context parallelism on 4 devices: {errors[2]:.0e}; {tests('maxtext')}"
+    )
+    return "`vocab_tiling_nnx_loss`", how
+
+
 STACKS = {
     "transformers": Stack("transformers", transformers),
     "PEFT": Stack("peft", peft),
@@ -672,6 +779,7 @@ STACKS = {
         levanter,
         ("marin-levanter==0.2.20.dev202606180959", "braceexpand==0.1.7", "jaxtyping==0.3.11"),
     ),
+    "MaxText": Stack("maxtext", maxtext, ("maxtext==0.2.5", "antlr4-python3-runtime==4.13.2", "omegaconf==2.4.0")),
 }
 """In the page's order."""
 

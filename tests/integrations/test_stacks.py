@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 DISTRIBUTIONS = {
     "axolotl": ("axolotl", "0.19"),
     "llamafactory": ("llamafactory", "0.9.5"),
+    "maxtext": ("maxtext", "0.2.5"),
     "nemo": ("nemo-automodel", "0.7"),
     "torchtitan": ("torchtitan", "0.3"),
     "verl": ("verl", "0.9"),
@@ -37,7 +38,8 @@ def start(name):
     """What a user does first with an integration."""
     if name == "verl":
         return verl.install()
-    return importlib.import_module(f"onchip.integrations.{name}")
+    module = importlib.import_module(f"onchip.integrations.{name}")
+    return module.install() if name == "maxtext" else module
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
