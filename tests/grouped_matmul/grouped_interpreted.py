@@ -200,6 +200,12 @@ def no_rows_at_all():
         made = kernels(arguments, grad)
         assert not any(x.any() for x in made.values())
         assert made["grad_x"].shape == arguments["x"].shape
+        total = torch.zeros_like(arguments["weight"])
+        with mock.patch.object(torch_op, "check"):
+            arguments["group_sizes"][0] = 1
+            assert_nan(kernels(arguments, grad))
+            grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
+        assert total.isnan().all()
 
 
 @check()
