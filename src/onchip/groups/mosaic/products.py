@@ -133,13 +133,10 @@ def rows_product(
     def steps_of(refs: Refs, i: Any, j: Any) -> Any:
         return jnp.where(refs["group"][i] < groups, jnp.int32(k // c.tile_k), jnp.int32(1))
 
-    def group_of(refs: Refs, i: Any) -> Any:
-        return lax.min(refs["group"][i], jnp.int32(groups - 1))
-
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         at_k = s.k * c.tile_k
         load_block(refs["x"], refs["tile"][s.i] * c.tile_m, c.tile_m, at_k, c.tile_k, a, barrier)
-        of_group = refs["weight"].at[group_of(refs, s.i)]
+        of_group = refs["weight"].at[lax.min(refs["group"][s.i], jnp.int32(groups - 1))]
         if not gnk:
             load_block(of_group, at_k, c.tile_k, s.j * c.tile_n, c.tile_n, b, barrier)
         elif not swiglu:
@@ -151,7 +148,8 @@ def rows_product(
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         row = refs["tile"][p.i] * c.tile_m + p.m - p.i * c.tile_m
-        begin, end = refs["begin"][p.i], refs["end"][p.i]
+        group, begin, end = (refs[name][p.i] for name in ("group", "begin", "end"))
+        of_none = refs["fill"][0]
         column = lax.div(p.n, jnp.int32(2)) if swiglu else p.n
         scale = None if row_scale is None else registers.load(refs["row_scale"].at[pl.ds(row, c.part_m)], 1)
 
@@ -161,11 +159,11 @@ def rows_product(
             value = product[:, which * half + n : which * half + n + width]
             if bias is None:
                 return value
-            of_group = refs["bias"].at[group_of(refs, p.i), pl.ds(which * out_n + column + n, width)]
+            of_group = refs["bias"].at[lax.min(group, jnp.int32(groups - 1)), pl.ds(which * out_n + column + n, width)]
             return value + registers.spread(registers.load(of_group, 0), value.shape, 0)
 
         def finished(value: Any) -> Any:
-            return jnp.where(refs["group"][p.i] < groups, value, refs["fill"][0]).astype(dtype)
+            return jnp.where(group < groups, value, of_none).astype(dtype)
 
         def result(n: int, width: int) -> Any:
             value = y(0, n, width)

@@ -74,8 +74,8 @@ def grouped_matmul(
         row_scale: [T] of any of the dtypes, such as the router's weights; multiplied in float32.
         activation: None, or "swiglu": of N = 2 F columns of y half are gate and half up.
         gate_up: where: "concatenated" (gate first, then up), or "interleaved" (gate, up, gate, up, ...).
-        rows: [T] int32 or int64: row i of the product reads x[rows[i]].  The gradient of a row of x that is read several
-            times is the sum, in a fixed order.
+        rows: [T] int32 or int64: row i of the product reads x[rows[i]].  The gradient of a row of x that is read
+            several times is the sum, in a fixed order.
         scatter_rows: [T] int32 or int64: row i is added to that row of the result, in float32 and in the order of i.
         num_rows: rows of the result with scatter_rows.
         backend: "xla" (plain JAX, any device), "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and
