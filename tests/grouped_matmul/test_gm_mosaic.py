@@ -60,7 +60,7 @@ ENDS, FILL = ((4,), jnp.int32), ((), jnp.float32)
     [("gnk", True, BF16), pytest.param("gkn", False, jnp.float32, marks=pytest.mark.slow)],
 )
 def test_rows_product_lowers(layout, swiglu, dtype, config):
-    f = partial(products.rows_product, layout=layout, swiglu=swiglu, keeps=True, dtype=dtype, config=config)
+    f = partial(products.rows_product, gnk=layout == "gnk", swiglu=swiglu, keeps=True, dtype=dtype, config=config)
     weight = ((4, 384, 320) if layout == "gnk" else (4, 320, 384), BF16)
     lower(f, ((1003, 320), BF16), weight, ENDS, FILL, ((4, 384), BF16), ((1003,), jnp.float32))
 

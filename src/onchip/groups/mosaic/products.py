@@ -83,18 +83,17 @@ def layer(
     The activation is the kernel's where it can bring blocks of gate and up for one tile: for gate first, then up, in
     rows of the weight.  Elsewhere XLA applies it, and row_scale, to products in float32.
     """
-    n, rows = weight.shape[1 if options.weight_layout == "gnk" else 2], len(x)
     if len(x) == 0:
         return products.layer(x, weight, ends, fill, bias, row_scale, options, keeps)
-    run = partial(rows_product, x, weight, ends, fill, bias, layout=options.weight_layout, config=config)
-    run = partial(run, interpret=interpret)
-    split = options.weight_layout == "gnk" and options.gate_up == "concatenated" and n // 2 % BOX == 0 and n >= 4 * BOX
-    if options.activation is None or split:
-        return run(row_scale, swiglu=options.activation is not None, keeps=keeps, dtype=x.dtype)
+    swiglu, gnk = options.activation is not None, options.weight_layout == "gnk"
+    run = partial(rows_product, x, weight, ends, fill, bias, gnk=gnk, config=config, interpret=interpret)
+    out_n = weight.shape[1] // 2
+    if not swiglu or (gnk and options.gate_up == "concatenated" and out_n % BOX == 0 and out_n >= 2 * BOX):
+        return run(row_scale, swiglu=swiglu, keeps=keeps, dtype=x.dtype)
     y, _ = run(None, swiglu=False, keeps=False, dtype=jnp.float32)
     out = activated(options, y)
     if row_scale is not None:
-        out = jnp.where(has_group(ends, rows)[:, None], out * row_scale[:, None].astype(jnp.float32), fill)
+        out = jnp.where(has_group(ends, len(x))[:, None], out * row_scale[:, None].astype(jnp.float32), fill)
     return out.astype(x.dtype), y.astype(x.dtype) if keeps else None
 
 
@@ -106,7 +105,7 @@ def rows_product(
     bias: Array | None,  # [G, N]
     row_scale: Array | None,  # [T]
     *,
-    layout: str,
+    gnk: bool,
     swiglu: bool,
     keeps: bool,
     dtype: Any,
@@ -115,8 +114,7 @@ def rows_product(
 ) -> tuple[Array, Array | None]:
     """The kernel of `layer`, with results of `dtype`."""
     (rows, k), groups = x.shape, len(weight)
-    turned = layout == "gkn"
-    n = weight.shape[2 if turned else 1]
+    n = weight.shape[1 if gnk else 2]
     c = config or (FEW_ROWS_CONFIG if rows < 96 * groups else ROWS_CONFIG)
     visits = visits_of(ends, rows, c.tile_m)
     wide = -(-rows // _ROWS) * _ROWS
@@ -126,7 +124,7 @@ def rows_product(
     out_n = n // 2 if swiglu else n
     tiles_n = -(-out_n // (c.tile_n // 2 if swiglu else c.tile_n))
     assert k % c.tile_k == out_n % BOX == 0
-    assert not (swiglu and turned)
+    assert gnk or not swiglu
     registers = Registers(interpret)
 
     def tiles(refs: Refs) -> tuple[Any, Any, Any]:
@@ -135,14 +133,11 @@ def rows_product(
     def steps_of(refs: Refs, i: Any, j: Any) -> Any:
         return jnp.where(refs["group"][i] < groups, jnp.int32(k // c.tile_k), jnp.int32(1))
 
-    def group_of(refs: Refs, i: Any) -> Any:
-        return lax.min(refs["group"][i], jnp.int32(groups - 1))
-
     def copies(refs: Refs, s: Step, a: Any, b: Any, barrier: Any) -> None:
         at_k = s.k * c.tile_k
         load_block(refs["x"], refs["tile"][s.i] * c.tile_m, c.tile_m, at_k, c.tile_k, a, barrier)
-        of_group = refs["weight"].at[group_of(refs, s.i)]
-        if turned:
+        of_group = refs["weight"].at[lax.min(refs["group"][s.i], jnp.int32(groups - 1))]
+        if not gnk:
             load_block(of_group, at_k, c.tile_k, s.j * c.tile_n, c.tile_n, b, barrier)
         elif not swiglu:
             load_block(of_group, s.j * c.tile_n, c.tile_n, at_k, c.tile_k, b, barrier)
@@ -153,7 +148,8 @@ def rows_product(
 
     def epilogue(refs: Refs, p: Part, product: Any, store: Callable[..., None]) -> None:
         row = refs["tile"][p.i] * c.tile_m + p.m - p.i * c.tile_m
-        begin, end = refs["begin"][p.i], refs["end"][p.i]
+        group, begin, end = (refs[name][p.i] for name in ("group", "begin", "end"))
+        of_none = refs["fill"][0]
         column = lax.div(p.n, jnp.int32(2)) if swiglu else p.n
         scale = None if row_scale is None else registers.load(refs["row_scale"].at[pl.ds(row, c.part_m)], 1)
 
@@ -163,11 +159,11 @@ def rows_product(
             value = product[:, which * half + n : which * half + n + width]
             if bias is None:
                 return value
-            of_group = refs["bias"].at[group_of(refs, p.i), pl.ds(which * out_n + column + n, width)]
+            of_group = refs["bias"].at[lax.min(group, jnp.int32(groups - 1)), pl.ds(which * out_n + column + n, width)]
             return value + registers.spread(registers.load(of_group, 0), value.shape, 0)
 
         def finished(value: Any) -> Any:
-            return jnp.where(refs["group"][p.i] < groups, value, refs["fill"][0]).astype(dtype)
+            return jnp.where(group < groups, value, of_none).astype(dtype)
 
         def result(n: int, width: int) -> Any:
             value = y(0, n, width)
@@ -183,6 +179,7 @@ def rows_product(
             halves = [refs["y"].at[0], refs["y"].at[1]] if swiglu else [refs["y"]]
             results += [(target, kept(which)) for which, target in enumerate(halves)]
         whole = (begin <= row) & (row + c.part_m <= end)
+        some = (begin < row + c.part_m) & (row < end)
         width = half if swiglu else c.part_n
 
         @pl.when(whole)
@@ -190,7 +187,7 @@ def rows_product(
             for target, strip in results:
                 store(strip, send_to(target, row, column, columns), width)
 
-        @pl.when(jnp.logical_not(whole))
+        @pl.when(some & jnp.logical_not(whole))
         def _() -> None:
             staging = refs["staging"].at[p.warpgroup]
             for target, strip in results:
@@ -218,7 +215,7 @@ def rows_product(
         c,
         x.dtype,
         "mk",
-        "kn" if turned else "nk",
+        "nk" if gnk else "kn",
         tiles,
         copies,
         epilogue,

@@ -60,22 +60,23 @@ def grouped_matmul(
         a[i]   = y[i]                               # silu(gate) * up with activation="swiglu"
         out[i] = row_scale[i] * a[i]                # added to out[scatter_rows[i]] with scatter_rows
 
-    Sums are in float32 (of float64 in float64), and each result is rounded once.  Rows past the last group's end belong
-    to none: whatever they hold, their results and gradients are exact zeros.
+    Sums are in float32 (of float64 in float64) and rounded once; rows that scatter_rows adds up, and those that are
+    added up in x's gradient with `rows`, are rounded before too.  Rows past the last group's end belong to none:
+    whatever they hold, their results and gradients are exact zeros.
 
     Args:
         x: [T, K], or with `rows` [M, K], float32, bfloat16, float16 or float64 (backend "xla").
         weight: [G, N, K], or [G, K, N] with weight_layout="gkn", of x's dtype; read as it lies, without a copy.
-        group_sizes: [G] integers, 0 or more, of sum T at most.  Their values may be traced.
-        group_offsets: [G] integers in place of group_sizes: where each group ends, their cumulative sums.
+        group_sizes: [G] int32 or int64, 0 or more, of sum T at most.  Their values may be traced.
+        group_offsets: [G] int32 or int64 in place of group_sizes: where each group ends, their cumulative sums.
         weight_layout: "gnk" or "gkn".
         bias: [G, N] of any of the dtypes, added in float32.
         row_scale: [T] of any of the dtypes, such as the router's weights; multiplied in float32.
         activation: None, or "swiglu": of N = 2 F columns of y half are gate and half up.
         gate_up: where: "concatenated" (gate first, then up), or "interleaved" (gate, up, gate, up, ...).
-        rows: [T] integers: row i of the product reads x[rows[i]].  The gradient of a row of x that is read several
-            times is the sum, in a fixed order.
-        scatter_rows: [T] integers: row i is added to that row of the result, in float32 and in the order of i.
+        rows: [T] int32 or int64: row i of the product reads x[rows[i]].  The gradient of a row of x that is read
+            several times is the sum, in a fixed order.
+        scatter_rows: [T] int32 or int64: row i is added to that row of the result, in float32 and in the order of i.
         num_rows: rows of the result with scatter_rows.
         backend: "xla" (plain JAX, any device), "mosaic_gpu" (NVIDIA GPUs of compute capability 9.0; bfloat16 and
             float16, K and N multiples of 64 and at least 128) or "auto": the latter where it can run.
