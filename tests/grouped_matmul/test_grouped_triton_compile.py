@@ -34,6 +34,12 @@ def plain(dtype=torch.bfloat16, **more):
     return launches.product(x, w, out, PLAN, tokens=T, **more)
 
 
+def narrow():
+    """The result goes through TMA, and of the product, whose gate ends within a block, nothing does."""
+    x, weight, out, before = of(T, K), of(G, 80, K), of(T, 40), of(T, 80)
+    return launches.product(x, weight, out, PLAN, tokens=T, before=before, options=SWIGLU)
+
+
 def turned():
     return launches.product(of(T, N), of(G, N, K).mT, of(T, K), PLAN, tokens=T)
 
@@ -50,6 +56,7 @@ LAUNCHES = {
     "plain": (plain, HOPPER),
     "turned": (turned, HOPPER),
     "interleaved": (lambda: forward(Options(activation="swiglu", gate_up="interleaved")), HOPPER),
+    "narrow gate": (narrow, HOPPER),
     "weight": (lambda: weight(add=True), HOPPER),
     "float32": (lambda: plain(torch.float32), HOPPER),
     "ada": (lambda: weight(add=True), ADA),

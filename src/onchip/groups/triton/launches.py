@@ -91,6 +91,8 @@ def product(
     tma_out = tma and suits(out)
     # A block of gate must not reach into up.
     tma_before = tma and before is not None and suits(before) and (gated != 1 or n // 2 % half == 0)
+    # What TMA stores and what pointers store is staged apart: that is room for a step less.
+    stages = c.stages - 1 if tma_out and before is not None and not tma_before else c.stages
     arguments = {
         "x": ragged(x, c.depth) if tma_x else x,
         "weight": block_descriptor(as_it_lies, as_it_lies.shape, as_it_lies.stride(), block) if tma_weight else weight,
@@ -123,7 +125,7 @@ def product(
         "TMA_PRODUCT": tma_before,
         "PRECISION": precision(x),
     }
-    return Launch(kernels.grouped_product, (processors,), arguments, c.warps, c.stages)
+    return Launch(kernels.grouped_product, (processors,), arguments, c.warps, stages)
 
 
 def weight_gradient(
