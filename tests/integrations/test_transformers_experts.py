@@ -7,14 +7,15 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.integrations.moe import use_experts_implementation
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from integrations.transformers_models import TINY, build, step
 from onchip.integrations import transformers_experts
 from onchip.integrations.transformers import register_experts
 
-# Fused SwiGLU; a sigmoid's scores and shared experts; biases, interleaved and clamped; [E, K, N] weights.
-MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "aria_text")
+# Two with SwiGLU; a sigmoid's scores and shared experts; biases, [E, K, N] weights, interleaved and clamped.
+MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 @pytest.fixture(autouse=True)
@@ -55,24 +56,50 @@ def test_losses_and_gradients_are_the_models_own(name, calls):
     made, found = step(model)
     assert calls
     assert (calls[0]["activation"] is None) == (name != "gpt_oss")
-    assert (calls[0]["weight_layout"] == "gkn") == (name in ("gpt_oss", "aria_text"))
+    assert (calls[0]["weight_layout"] == "gkn") == (name == "gpt_oss")
     assert abs(made.loss - expected.loss) < 1e-5
     assert error(found, grads) < 1e-5
 
 
-def test_experts_without_a_gate():
+class Transposed(nn.Module):
+    """Experts with weights [E, K, N], biases and plain SwiGLU."""
+
+    def __init__(self, config):
+        super().__init__()
+        for name, shape in {"gate_up_proj": (4, 32, 48), "down_proj": (4, 24, 32)}.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+            setattr(self, f"{name}_bias", nn.Parameter(torch.empty(4, shape[2])))
+        self.num_experts, self.act_fn = 4, nn.SiLU()
+
+    def forward(self, x, ids, weights):
+        y = 0
+        for e in range(4):
+            inner = self._apply_gate(x @ self.gate_up_proj[e] + self.gate_up_proj_bias[e])
+            y += (inner @ self.down_proj[e] + self.down_proj_bias[e]) * (weights * (ids == e)).sum(1, keepdim=True)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["no gate", "transposed"])
+def test_other_layouts(kind, calls):
     config = SimpleNamespace(
         n_routed_experts=4, hidden_size=32, moe_intermediate_size=16, moe_latent_size=None, mlp_hidden_act="relu2"
     )
-    experts = NemotronHExperts(config).double()
+    decorated = use_experts_implementation(Transposed, is_transposed=True, has_bias=True)
+    experts = (NemotronHExperts if kind == "no gate" else decorated)(config).double()
     for p in experts.parameters():
         nn.init.normal_(p)
     x, weights = (torch.rand(11, n, dtype=torch.float64, requires_grad=True) for n in (32, 2))
+    ids = torch.randint(4, (11, 2))
+    ids[:, 1] = (ids[:, 0] + 1) % 4
     made = []
     for config._experts_implementation in ("eager", "onchip"):
-        y = experts(x, torch.randint(4, (11, 2), generator=torch.Generator().manual_seed(0)), weights)
+        y = experts(x, ids, weights)
         made.append((y, *torch.autograd.grad(y.square().sum(), (x, weights, *experts.parameters()))))
     torch.testing.assert_close(*made)
+    (named,) = calls
+    assert (named["activation"] is None, named["weight_layout"]) == (
+        (False, "gnk") if kind == "no gate" else (True, "gkn")
+    )
 
 
 def tiny(**more):
