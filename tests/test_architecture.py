@@ -18,10 +18,10 @@ def test_arrows_go_one_way():
     assert lint_imports(config_filename="pyproject.toml", no_cache=True) == 0
 
 
-OF_OPS = [f"onchip.bench.ops.{op}" for op in (*OPS, "fp8_linear")]
+OF_OPS = [f"onchip.bench.ops.{op}" for op in (*OPS, "fp8_linear", "grouped_matmul")]
 # These import cases.py and reference.py too.
-CHECKS = [f"onchip.ops.{op}.checks" for op in (*OPS, "fp8_linear")]
-PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory"]
+CHECKS = [f"onchip.ops.{op}.checks" for op in (*OPS, "fp8_linear", "grouped_matmul")]
+PLANNERS = ["onchip.vocab.xla.memory", "onchip.frontend.options", "onchip.vocab.memory", "onchip.groups.problem"]
 
 
 @pytest.mark.parametrize(

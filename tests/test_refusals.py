@@ -11,6 +11,7 @@ from onchip.torch import (
     TopK,
     cross_entropy,
     fp8_linear,
+    grouped_matmul,
     jsd,
     linear_cross_entropy,
     linear_jsd,
@@ -35,6 +36,10 @@ TENSORS = {
     jsd: {"student_logits": Z, "teacher_logits": Z, "target": IDS, "token_weight": ONES},
     fp8_linear: {"x": X, "weight": W, "bias": B, "weight_grad_out": torch.zeros(16, 8)},
     quantize_activation: {"x": X},
+    grouped_matmul: {
+        "x": X, "weight": W[None], "group_sizes": torch.tensor([3]), "bias": B[None], "row_scale": ONES, "rows": IDS,
+        "weight_grad_out": torch.zeros(1, 16, 8),
+    },
 }  # fmt: skip
 EACH = [(f, name) for f, tensors in TENSORS.items() for name in tensors]
 by_name = {"ids": lambda x: x if isinstance(x, str) else getattr(x, "__name__", None)}

@@ -90,6 +90,7 @@ _SIZES = {
     "vocab": "V",
     "ids": "K",
     "m": "M",
+    "groups": "G",
     "n": "N",
     "k": "K",
 }

@@ -45,14 +45,14 @@ class Kept(NamedTuple):
 
     x: Tensor | None  # for the weight's gradient, in the products' dtype
     weight: Tensor | None  # for x's
-    groups: Tensor
-    row_scale: Tensor | None
+    groups: Tensor | None  # these three for 'torch'
     rows: Tensor | None
     scatter_rows: Tensor | None
-    product: Tensor | None
-    plan: Tensor | None
+    plan: Tensor | None  # these three for 'triton'
     read: Tensor | None
     write: Tensor | None
+    row_scale: Tensor | None
+    product: Tensor | None
     weight_grad_out: Tensor | None
     options: Options
     problem: Problem
@@ -116,14 +116,14 @@ def save(call: Call, outputs: Outputs) -> Kept:
     return Kept(
         call.cast_x if call.grads[1] else None,
         call.cast_weight if call.grads[0] else None,
-        call.groups,
-        call.row_scale,
-        call.rows,
-        call.scatter_rows,
-        outputs.product if keeps_product(call) else None,
+        None if triton else call.groups,
+        None if triton else call.rows,
+        None if triton else call.scatter_rows,
         outputs.plan if triton else None,
         outputs.read if triton and call.rows is not None else None,
         outputs.write if triton and call.scatter_rows is not None else None,
+        call.row_scale,
+        outputs.product if keeps_product(call) else None,
         call.weight_grad_out,
         call.options,
         call.problem,

@@ -52,6 +52,7 @@ def forward(call: Call) -> Outputs:
 def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     (grad_out,) = upstream
     assert grad_out is not None
+    assert kept.groups is not None
     total, options = accumulator(grad_out.dtype), kept.options
     made = [None if x is None else torch.zeros_like(x, dtype=total) for x in fake_gradients(kept, upstream, wanted)]
     grad_x, grad_weight, grad_bias, grad_scale = made

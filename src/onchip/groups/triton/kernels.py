@@ -159,7 +159,7 @@ def store_rows(
 
 @triton.jit
 def load_weight(
-    weight, stride_g, stride_n, stride_k, g, n, k, N, K,
+    weight, strides, g, n, k, N, K,
     R: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The block [R, C] at (n, k) of a group's weight [N, K], 0 past K.  TURNED: the descriptor is of [G, K, N]."""
@@ -171,8 +171,8 @@ def load_weight(
     else:
         i = n + tl.arange(0, R)
         j = k + tl.arange(0, C)
-        at = weight + g.to(tl.int64) * stride_g
-        at = at + i.to(tl.int64)[:, None] * stride_n + j.to(tl.int64)[None, :] * stride_k
+        at = weight + g.to(tl.int64) * strides[0]
+        at = at + i.to(tl.int64)[:, None] * strides[1] + j.to(tl.int64)[None, :] * strides[2]
         return tl.load(at, mask=(i < N)[:, None] & (j < K)[None, :], other=0.0)
 
 
@@ -190,6 +190,26 @@ def add_bias(acc, bias, g, n, N, limit):
 
 
 @triton.jit
+def swiglu(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def store_interleaved(
+    out, stride, first, end, column, columns, acc, scale,
+    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Store silu(gate) * up * scale of acc [R, C], whose columns are gate and up by turns."""
+    if PARTS > 1:
+        left, right = halves(acc, R, C)
+        store_interleaved(out, stride, first, end, column, columns, left, scale, R, C // 2, PARTS // 2, TMA)
+        store_interleaved(out, stride, first, end, column + C // 4, columns, right, scale, R, C // 2, PARTS // 2, TMA)
+    else:
+        gate, up = tl.split(tl.reshape(acc, (R, C // 2, 2)))
+        store_rows(out, stride, first, end, column, columns, swiglu(gate, up) * scale, R, C // 2, 1, TMA)
+
+
+@triton.jit
 def grouped_product(
     x,  # [T, K], or its rows that `index` names
     weight,  # [G, N, K]
@@ -200,9 +220,7 @@ def grouped_product(
     product,  # [T, N] out: before activation and scale
     plan,
     x_stride,
-    weight_stride_g,
-    weight_stride_n,
-    weight_stride_k,
+    weight_strides,  # of G, N and K
     out_stride,
     product_stride,
     limit,
@@ -246,61 +264,45 @@ def grouped_product(
             up = tl.zeros((BLOCK_M, HALF), tl.float32)
             for k in range(steps):
                 a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
-                b = load_weight(
-                    weight, weight_stride_g, weight_stride_n, weight_stride_k, g, column, k * BLOCK_K, N, K,
-                    HALF, BLOCK_K, TURNED, TMA_WEIGHT,
-                )  # fmt: skip
-                c = load_weight(
-                    weight, weight_stride_g, weight_stride_n, weight_stride_k, g, half + column, k * BLOCK_K, N, K,
-                    HALF, BLOCK_K, TURNED, TMA_WEIGHT,
-                )  # fmt: skip
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
+                c = load_weight(weight, weight_strides, g, half + column, d, N, K, HALF, BLOCK_K, TURNED, TMA_WEIGHT)
                 gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
                 up = tl.dot(a, c.T, up, input_precision=PRECISION)
             n = column + tl.arange(0, HALF)
-            gate = add_bias(gate, bias, g, n, N, half)
+            gate = add_bias(gate, bias, g, n, N, half) + poison
             up = add_bias(up, bias, g, half + n, N, N)
             if product is not None:
                 # Of a last tile that is not whole, the columns of gate end before up's begin.
-                store_rows(
-                    product, product_stride, first, end, column, half, gate + poison,
-                    BLOCK_M, HALF, 1, TMA_PRODUCT,
-                )  # fmt: skip
-                store_rows(
-                    product, product_stride, first, end, half + column, N, up + poison,
-                    BLOCK_M, HALF, 1, TMA_PRODUCT,
-                )  # fmt: skip
+                store_rows(product, product_stride, first, end, column, half, gate, BLOCK_M, HALF, 1, TMA_PRODUCT)
+                store_rows(product, product_stride, first, end, half + column, N, up, BLOCK_M, HALF, 1, TMA_PRODUCT)
         else:
             column = j * BLOCK_N
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for k in range(steps):
                 a = load_rows(x, x_stride, r, inside, first, end, k * BLOCK_K, K, BLOCK_M, BLOCK_K, TMA_X)
-                b = load_weight(
-                    weight, weight_stride_g, weight_stride_n, weight_stride_k, g, column, k * BLOCK_K, N, K,
-                    BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT,
-                )  # fmt: skip
+                d = k * BLOCK_K
+                b = load_weight(weight, weight_strides, g, column, d, N, K, BLOCK_N, BLOCK_K, TURNED, TMA_WEIGHT)
                 acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
             acc = add_bias(acc, bias, g, column + tl.arange(0, BLOCK_N), N, N) + poison
             if product is not None:
-                store_rows(
-                    product, product_stride, first, end, column, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_PRODUCT
-                )  # fmt: skip
-            if GATED == INTERLEAVED:
-                gate, up = tl.split(tl.reshape(acc, (BLOCK_M, HALF, 2)))
+                store_rows(product, product_stride, first, end, column, N, acc, BLOCK_M, BLOCK_N, PARTS, TMA_PRODUCT)
 
         scale = 1.0
         if row_scale is not None:
             t = first + tl.arange(0, BLOCK_M)
             scale = tl.load(row_scale + t, mask=t < end, other=0.0).to(tl.float32)[:, None]
         if GATED == PLAIN:
-            store_rows(
-                out, out_stride, first, end, j * BLOCK_N, N, acc * scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT
-            )  # fmt: skip
+            store_rows(out, out_stride, first, end, column, N, acc * scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)
+        elif GATED == CONCATENATED:
+            a = swiglu(gate, up) * scale
+            store_rows(out, out_stride, first, end, column, half, a, BLOCK_M, HALF, 1, TMA_OUT)
         else:
-            a = gate * tl.sigmoid(gate) * up * scale + poison
-            store_rows(out, out_stride, first, end, j * HALF, half, a, BLOCK_M, HALF, 1, TMA_OUT)
+            to = j * HALF
+            store_interleaved(out, out_stride, first, end, to, half, acc, scale, BLOCK_M, BLOCK_N, PARTS, TMA_OUT)
 
     columns = N if GATED == PLAIN else half
-    WIDTH: tl.constexpr = BLOCK_N // PARTS if GATED == PLAIN else HALF
+    WIDTH: tl.constexpr = HALF if GATED == CONCATENATED else (BLOCK_N if GATED == PLAIN else HALF) // PARTS
     tiles_c = tl.cdiv(columns, WIDTH)
     zeros = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(T - total, BLOCK_M) * tiles_c, PROGRAMS):
@@ -458,28 +460,6 @@ def bias_gradient(
         total += tl.load(at, mask=(r < end)[:, None] & (c < N)[None, :], other=0.0).to(tl.float32)
     value = tl.sum(total, 0) + poison_of(plan)
     tl.store(out + g.to(tl.int64) * N + c, value.to(out.dtype.element_ty), mask=c < N)
-
-
-@triton.jit
-def find_rows(
-    ascending,  # [T] int32
-    starts,  # [rows + 1] int32 out: of the numbers that are r, where the first is or would be
-    T,
-    rows,
-    STEPS: tl.constexpr,  # 2**STEPS > T
-    BLOCK: tl.constexpr,
-):
-    """Search for each row by halving."""
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low = tl.zeros((BLOCK,), tl.int32)
-    high = tl.zeros((BLOCK,), tl.int32) + T
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        searching = low < high
-        less = tl.load(ascending + middle, mask=searching, other=0) < r
-        low = tl.where(searching & less, middle + 1, low)
-        high = tl.where(searching & (less == 0), middle, high)
-    tl.store(starts + r, low, mask=r <= rows)
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 A `Launch` is run, or compiled ahead of time.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,7 +77,10 @@ def product(
         gated = 1 if options.gate_up == "concatenated" else 2
     half = c.columns // 2
     parts = c.parts * max(1, out.element_size() // x.element_size())
+    if gated == 2 and parts > 1:  # two results are staged at once
+        parts *= 2
     width = half if gated == 1 else c.columns  # of a block of the weight
+    out_width = (c.columns // parts, half, half // parts)[gated]
     if x.stride(1) != 1:
         x = x.contiguous()
     turned = weight.stride(2) != 1
@@ -95,13 +97,11 @@ def product(
         "bias": None if bias is None else bias.contiguous(),
         "row_scale": None if row_scale is None else row_scale.contiguous(),
         "index": index,
-        "out": ragged(out, half if gated else c.columns // parts) if tma_out else out,
+        "out": ragged(out, out_width) if tma_out else out,
         "product": ragged(before, half if gated == 1 else c.columns // parts) if tma_before else before,
         "plan": of_plan,
         "x_stride": x.stride(0),
-        "weight_stride_g": weight.stride(0),
-        "weight_stride_n": weight.stride(1),
-        "weight_stride_k": weight.stride(2),
+        "weight_strides": weight.stride(),
         "out_stride": out.stride(0),
         "product_stride": 0 if before is None else before.stride(0),
         "limit": len(x),
@@ -174,7 +174,9 @@ def weight_gradient(
         "TMA_OUT": tma_out,
         "PRECISION": precision(a),
     }
-    return Launch(kernels.grouped_weight_gradient, (tiles,), arguments, c.warps, c.stages)
+    # Where an index is fetched before its rows are, of two stages one has rows in shared memory.
+    stages = c.stages if a_index is None and b_index is None else 2 * c.stages - 1
+    return Launch(kernels.grouped_weight_gradient, (tiles,), arguments, c.warps, stages)
 
 
 def product_gradient(
@@ -216,20 +218,22 @@ def bias_gradient(grad: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     return Launch(kernels.bias_gradient, (groups, -(-columns // 64)), {**arguments, "BLOCK_M": 64, "BLOCK": 64})
 
 
-def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor) -> Sequence[Launch]:
+def sum_rows(x: Tensor, row_scale: Tensor | None, index: Tensor, out: Tensor, of_plan: Tensor) -> Launch:
     """Add each row of x to the row of `out` that `index` names."""
     rows, columns = out.shape
     ascending, order = torch.sort(index, stable=True)
-    starts = index.new_empty(rows + 1)
     block = min(_COLUMNS, power_of_two(columns))
-    find: dict[str, Any] = {"ascending": ascending, "starts": starts, "T": len(index), "rows": rows}
-    find |= {"STEPS": len(index).bit_length(), "BLOCK": _INDICES}
-    add: dict[str, Any] = {"x": x, "row_scale": None if row_scale is None else row_scale.contiguous(), "order": order}
-    add |= {"starts": starts, "out": out, "plan": of_plan, "C": columns, "BLOCK": block}
-    return (
-        Launch(kernels.find_rows, (-(-(rows + 1) // _INDICES),), find),
-        Launch(kernels.sum_rows, (rows, -(-columns // block)), add),
-    )
+    arguments = {
+        "x": x,
+        "row_scale": None if row_scale is None else row_scale.contiguous(),
+        "order": order,
+        "starts": torch.searchsorted(ascending, torch.arange(rows + 1, dtype=index.dtype, device=index.device)),
+        "out": out,
+        "plan": of_plan,
+        "C": columns,
+        "BLOCK": block,
+    }
+    return Launch(kernels.sum_rows, (rows, -(-columns // block)), arguments)
 
 
 def suits(x: Tensor) -> bool:

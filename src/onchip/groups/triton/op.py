@@ -25,18 +25,19 @@ def forward(call: Call) -> Outputs:
 
     made, p, options = fake(call), call.problem, call.options
     assert made.plan is not None
-    if p.tokens == 0:
-        return made._replace(out=made.out.zero_())
     launches.plan(p, call.which, call.groups, made.plan).run()
+    if p.tokens == 0:
+        made.out.copy_(of_nothing(made.plan))
+        return made
     for given, limit, into in ((call.rows, p.source_rows, made.read), (call.scatter_rows, p.out_rows, made.write)):
         if given is not None and into is not None:
             launches.check_indices(given, limit, into, made.plan).run()
-    scatter = made.write is not None
-    before, out = made.product, made.out
-    if scatter:  # its rows without their scales
-        plain = before if options.activation is None else None
-        out = call.cast_x.new_empty((p.tokens, p.columns)) if plain is None else plain
-        before = None if plain is not None else before
+    out, before = made.out, made.product
+    if made.write is not None:  # rows without their scales; those are what is kept where there is no activation
+        if before is not None and options.activation is None:
+            out, before = before, None
+        else:
+            out = call.cast_x.new_empty((p.tokens, p.columns))
     launches.product(
         call.cast_x,
         by_row(call.cast_weight, options),
@@ -44,14 +45,13 @@ def forward(call: Call) -> Outputs:
         made.plan,
         tokens=p.tokens,
         bias=call.bias,
-        row_scale=None if scatter else call.row_scale,
+        row_scale=None if made.write is not None else call.row_scale,
         index=made.read,
         before=before,
         options=options,
     ).run()
     if made.write is not None and made.out.numel() > 0:
-        for launch in launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan):
-            launch.run()
+        launches.sum_rows(out, call.row_scale, made.write, made.out, made.plan).run()
     return made
 
 
@@ -64,7 +64,9 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
     p, options = kept.problem, kept.options
     made = fake_gradients(kept, upstream, wanted)
     if p.tokens == 0:
-        return [None if x is None else x.zero_() for x in made]
+        if wanted[1] and kept.weight_grad_out is not None:
+            kept.weight_grad_out.add_(of_nothing(kept.plan))
+        return [None if x is None else x.copy_(of_nothing(kept.plan)) for x in made]
     grad_x, grad_weight, grad_bias, grad_scale = made
     d: Tensor | None = grad_out if grad_out.stride(1) == 1 else grad_out.contiguous()
     if options.activation is not None or kept.row_scale is not None or kept.write is not None:
@@ -79,22 +81,22 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         into = grad_x if kept.read is None else grad_x.new_empty((p.tokens, p.k))
         launches.product(d, by_row(kept.weight, options).mT, into, kept.plan, tokens=p.tokens).run()
         if kept.read is not None and grad_x.numel() > 0:
-            for launch in launches.sum_rows(into, None, kept.read, grad_x, kept.plan):
-                launch.run()
+            launches.sum_rows(into, None, kept.read, grad_x, kept.plan).run()
     if wanted[1]:
         assert kept.x is not None
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
         assert gradient is not None
-        add = grad_weight is None
+        add, limit = grad_weight is None, p.source_rows
         if options.weight_layout == "gnk":
-            both = launches.weight_gradient(
-                d, kept.x, gradient, kept.plan, b_index=kept.read, limit=p.source_rows, add=add
-            )
+            launch = launches.weight_gradient(d, kept.x, gradient, kept.plan, b_index=kept.read, limit=limit, add=add)
         else:
-            both = launches.weight_gradient(
-                kept.x, d, gradient, kept.plan, a_index=kept.read, limit=p.source_rows, add=add
-            )
-        both.run()
+            launch = launches.weight_gradient(kept.x, d, gradient, kept.plan, a_index=kept.read, limit=limit, add=add)
+        launch.run()
     if grad_bias is not None:
         launches.bias_gradient(d, grad_bias, kept.plan).run()
     return made
+
+
+def of_nothing(plan: Tensor) -> Tensor:
+    """What a sum over no rows is: 0, or NaN where sizes say that there are some."""
+    return plan[2:3].view(torch.float32)

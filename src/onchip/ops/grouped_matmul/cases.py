@@ -35,6 +35,10 @@ class Case:
     def tokens(self) -> int:
         return sum(self.sizes) + self.tail
 
+    @property
+    def groups(self) -> int:
+        return len(self.sizes)
+
 
 class Inputs(NamedTuple):
     """Arrays of one case; what the case doesn't have is None."""

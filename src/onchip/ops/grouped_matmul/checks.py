@@ -16,6 +16,10 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11, 
 def limits(
     case: Case, dtype: str, how: Mapping[str, Any], oracle: reference.Result, given: Mapping[str, Array]
 ) -> dict[str, tuple[Array, float]]:
+    return {name: (getattr(oracle, name), limit) for name, limit in bounds(case, dtype).items()}
+
+
+def bounds(case: Case, dtype: str) -> dict[str, float]:
     """Limits of the relative errors: of sums of products in float32, and of each rounding to `dtype`.
 
     The output is rounded once, with `scatter_rows` each addend too.  The gradients are products of what was rounded: of
@@ -23,13 +27,12 @@ def limits(
     """
     scattered, activated = "num_rows" in case.options, "activation" in case.options
     unit = UNIT_ROUNDOFF[dtype]
-    # Partial sums grow as they go: the walk's variance is a third of that at full size, of a twelfth of an ulp.
-    sums = DEVIATIONS * 2 * max(unit if dtype == "float64" else 2.0**-24, 2.0**-53)
-    walk = {name: sums * (1 + float(np.sqrt(length / 24))) for name, length in lengths(case).items()}
     roundings = {"out": 1 + scattered, "grad_x": 2 + activated, "grad_weight": 2 + activated}
     roundings |= {"grad_bias": 2 + activated, "grad_row_scale": 2}
-    some = {name: walk[name] + unit * roundings[name] for name in oracle._fields}
-    return {name: (getattr(oracle, name), limit) for name, limit in some.items()}
+    # Partial sums grow as they go: the walk's variance is a third of that at full size, of a twelfth of an ulp.
+    step = DEVIATIONS * 2 * (unit if dtype == "float64" else UNIT_ROUNDOFF["float32"])
+    walk = {name: step * (1 + float(np.sqrt(length / 24))) for name, length in lengths(case).items()}
+    return {name: walk[name] + unit * roundings[name] for name in walk}
 
 
 def lengths(case: Case) -> dict[str, int]:

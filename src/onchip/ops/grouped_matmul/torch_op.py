@@ -93,11 +93,11 @@ def grouped_matmul(
             and of the gradients is NaN, and nothing outside of the tensors is read or written.
         RuntimeError: differentiated twice, or called inside a torch.func transform.
 
-    Memory: kept for backward are x, the weight, and with an activation, or where row_scale needs a gradient, the
-    product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the result beside it; backward the
-    gradient of y, T * N numbers, where there is an activation, a row scale or scatter_rows; with rows T rows of x's
-    gradient beside it; and 4 * (3 * (T / 128 + G) + G + 5) bytes for the plan of tiles.  "torch": a group's weight and
-    rows in float32, and results and gradients in float32 until they are rounded.
+    Memory: kept for backward are x and the weight, under autocast their copies, and with an activation, or where
+    row_scale needs a gradient, the product y, T * N numbers of x's dtype.  "triton": with scatter_rows T rows of the
+    result beside it; backward the gradient of y, T * N numbers, where there is an activation, a row scale or
+    scatter_rows; with rows T rows of x's gradient beside it; and 4 * (3 * (T / 128 + G) + G + 5) bytes for the plan of
+    tiles.  "torch": a group's weight and rows in float32, and results and gradients in float32 until they are rounded.
 
     Example:
         >>> import torch
@@ -126,8 +126,7 @@ def grouped_matmul(
     dtype = _product_dtype(x, weight)
     most = max(problem.tokens, problem.source_rows, problem.out_rows)
     chosen = choose_backend(OP, backend, refusals(x.device, dtype, problem.groups, most))
-    with torch.no_grad():
-        cast_x, cast_weight = x.to(dtype), weight.to(dtype)
+    cast_x, cast_weight = (a if a.dtype == dtype else a.detach().to(dtype) for a in (x, weight))
     grads = needed(x, weight, bias, row_scale)
     call = Call(
         x, weight, cast_x, cast_weight, groups, bias, row_scale, rows, scatter_rows, weight_grad_out, options, problem,

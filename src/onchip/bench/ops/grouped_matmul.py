@@ -1,0 +1,156 @@
+"""The benchmark of grouped_matmul: its inputs, its peers, and what a result is checked by.
+
+Modes are the product, the whole step and, in PyTorch, each of backward's two products alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from onchip.bench.harness import Op
+from onchip.bench.peers import Implementation, gpu_only, imported, optional, own
+from onchip.bench.timing import Step
+from onchip.ops.grouped_matmul import cases
+from onchip.ops.grouped_matmul.checks import bounds
+from onchip.oracle.checks import dtype_name, op_in
+
+# What each mode returns.
+RETURNED = {
+    "forward": ("out",),
+    "forward+backward": ("out", "grad_x", "grad_weight"),
+    "dgrad": ("grad_x",),
+    "wgrad": ("grad_weight",),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one case, in the dtype and on the device of the run."""
+
+    case: cases.Case
+    x: Any  # [T, K], a leaf that requires grad
+    weight: Any  # [G, N, K], likewise
+    sizes: Any  # [G] int32
+    grad_out: Any  # [T, N]
+
+
+def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
+    """The inputs of `case`, drawn on the device."""
+    assert case == cases.Case(case.name, case.sizes, case.n, case.k)
+    import numpy as np
+
+    normal = fw.drawer(device)
+    weight = normal(case.groups * case.n, case.k, case.k**-0.5, dtype=dtype).reshape(case.groups, case.n, case.k)
+    x = fw.leaf(normal(case.tokens, case.k, dtype=dtype), dtype)
+    sizes = fw.ids(np.array(case.sizes, np.int32), device)
+    return Problem(case, x, fw.parameter(weight), sizes, normal(case.tokens, case.n, dtype=dtype))
+
+
+@dataclass
+class Benchmark(Op):
+    """The benchmark in PyTorch."""
+
+    def plain_steps(self, problem: Problem, function: Callable[[Any, Any, Any], Any]) -> Mapping[str, Step]:
+        """The steps of a differentiable function of x, the weight and the sizes."""
+        import torch
+
+        leaves = {"grad_x": problem.x, "grad_weight": problem.weight}
+        steps: dict[str, Step] = self.fw.steps(function, (*leaves.values(), problem.sizes), 2, (problem.grad_out,))
+        graph: list[Any] = []  # made by the first step that needs it
+
+        def backward(mode: str) -> Sequence[Any]:
+            if not graph:
+                graph.append(function(problem.x, problem.weight, problem.sizes))
+            wanted = [leaves[name] for name in RETURNED[mode]]
+            return torch.autograd.grad(graph[0], wanted, problem.grad_out, retain_graph=True)
+
+        return {**steps, **{mode: partial(backward, mode) for mode in ("dgrad", "wgrad")}}
+
+    def floor(self, problem: Problem, mode: str) -> Step:
+        """A dense product of as many operations by cuBLAS: of all rows by one group's weight."""
+        import torch
+
+        x, weight, g = problem.x.detach(), problem.weight.detach()[0], problem.grad_out
+        if mode == "dgrad":
+            return lambda: [torch.mm(g, weight)]
+        if mode == "wgrad":
+            return lambda: [torch.mm(g.T, x)]
+        step: Step = self.fw.products(mode, x, weight)
+        return step
+
+    def reference(self, problem: Problem) -> Problem:
+        """The inputs: in float64 a group at a time fits in memory, all results don't."""
+        return problem
+
+    def check(self, reference: Problem, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
+        """The relative error of each result, against products of each group in float64."""
+        wide, limits = self.fw.wide, bounds(reference.case, dtype_name(reference.x.dtype))
+        errors: dict[str, tuple[float, float]] = {}
+        for name, result in zip(RETURNED[mode], returned, strict=True):
+            error = norm = 0.0
+            start = 0
+            for g, size in enumerate(reference.case.sizes):
+                mine = slice(start, start + size)
+                start += size
+                x, weight, grad = wide(reference.x[mine]), wide(reference.weight[g]), wide(reference.grad_out[mine])
+                a, b = {"out": (x, weight.T), "grad_x": (grad, weight), "grad_weight": (grad.T, x)}[name]
+                right = a @ b
+                made = wide(result[g] if name == "grad_weight" else result[mine])
+                if made.shape != right.shape:
+                    raise ValueError(f"{name} has shape {list(made.shape)} where {list(right.shape)} is right")
+                error += float(((made - right) ** 2).sum())
+                norm += float((right**2).sum())
+            errors[name] = math.sqrt(error / norm), limits[name]
+        return errors
+
+
+# -------------------------------------------------------------------------------------------------- implementations
+
+
+def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
+    def load(backend: str) -> Callable[..., Any]:
+        return partial(op_in(fw, "grouped_matmul"), backend=backend)
+
+    narrow = ("bfloat16",)
+    return (
+        *own(load, ("triton",)),
+        optional("torch F.grouped_mm", "torch", _grouped_mm, gpu_only("torch", narrow, "torch")),
+        optional(
+            "quack", "quack-kernels", partial(imported, "quack.gemm_interface:gemm"),
+            gpu_only("quack-kernels", ("bfloat16", "float16")), _quack_steps,
+        ),
+    )  # fmt: skip
+
+
+def _grouped_mm() -> Callable[..., Any]:
+    import torch
+
+    def product(x: Any, weight: Any, sizes: Any) -> Any:
+        offsets = sizes.cumsum(0, dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x, weight.mT, offs=offsets)
+
+    return product
+
+
+def _quack_steps(problem: Problem, gemm: Callable[..., Any]) -> Mapping[str, Step]:
+    """Its products aren't differentiable: each is called by itself."""
+    import torch
+
+    x, weight, g = problem.x.detach(), problem.weight.detach(), problem.grad_out
+
+    def starts() -> Any:
+        return torch.nn.functional.pad(problem.sizes.cumsum(0, dtype=torch.int32), (1, 0))
+
+    made: dict[str, Callable[[], Any]] = {
+        "forward": lambda: gemm(x, weight.mT, cu_seqlens_m=starts()),
+        "dgrad": lambda: gemm(g, weight, cu_seqlens_m=starts()),
+        "wgrad": lambda: gemm(g.T, x, cu_seqlens_k=starts()),
+    }
+    steps: dict[str, Step] = {mode: partial(lambda run: [run()], run) for mode, run in made.items()}
+    steps["forward+backward"] = lambda: [run() for run in made.values()]
+    return steps
+
+
+TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make, MODES=tuple(RETURNED))

@@ -1,0 +1,69 @@
+"""What the tests of grouped_matmul share."""
+
+import torch
+
+from onchip.ops.grouped_matmul import reference
+from onchip.ops.grouped_matmul.cases import Case, make_inputs
+from onchip.oracle.torch import as_array
+from onchip.torch import grouped_matmul
+
+SWIGLU = {"activation": "swiglu"}
+EVERYTHING = Case("everything", (10, 0, 17, 3), 24, 16, tail=5, bias=True, row_scale=True, source_rows=12,
+                  options={**SWIGLU, "num_rows": 14})  # fmt: skip
+PLAIN = Case("plain", (20, 0, 44), 40, 24, tail=6)
+NAMES = ("x", "weight", "bias", "row_scale")
+
+
+def problem(case=EVERYTHING, dtype=torch.float32, device="cpu", seed=0):
+    """The arguments of a case by name, those that can be differentiated as leaves, and the gradient of its result."""
+    made = make_inputs(case, seed)._asdict()
+    arguments = {}
+    for name, x in made.items():
+        if x is not None:
+            x = torch.from_numpy(x).to(device)
+            arguments[name] = x.to(dtype).requires_grad_(name in NAMES) if x.is_floating_point() else x
+    grad = arguments.pop("grad_out").detach()
+    return arguments | case.options, grad
+
+
+def leaves(arguments):
+    return {name: arguments[name] for name in NAMES if name in arguments and arguments[name].requires_grad}
+
+
+def step(arguments, grad, **more):
+    """Output and gradients by name."""
+    out = grouped_matmul(**arguments, **more)
+    given = leaves(arguments)
+    return {"out": out.detach()} | dict(
+        zip((f"grad_{name}" for name in given), torch.autograd.grad(out, list(given.values()), grad), strict=True)
+    )
+
+
+def oracle(arguments, grad):
+    plain = {k: as_array(x) if isinstance(x, torch.Tensor) else x for k, x in arguments.items()}
+    return reference.grouped_matmul(**plain, grad_out=as_array(grad))
+
+
+def assert_same(made, expected, bound=1e-5):
+    """By the relative norm of each; on a GPU that is taken there."""
+    for name, x in made.items():
+        right = torch.as_tensor(expected[name] if isinstance(expected, dict) else getattr(expected, name)).detach()
+        error = (x.detach().to(right.dtype) - right.to(x.device)).norm() / right.norm().clamp(min=1e-30)
+        assert error <= bound, (name, error)
+
+
+def assert_equal(made, expected):
+    """Bit for bit."""
+    for name, x in made.items():
+        assert torch.equal(x, expected[name]), name
+
+
+def assert_nan(made):
+    """All of each."""
+    for name, x in made.items():
+        assert x.isnan().all(), name
+
+
+def strided(x):
+    """With every other number of memory."""
+    return torch.stack([x.detach(), x.detach()], -1)[..., 0].requires_grad_(x.requires_grad)

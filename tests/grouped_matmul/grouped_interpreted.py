@@ -1,0 +1,221 @@
+"""The Triton kernels of grouped_matmul under Triton's interpreter, on the CPU: what test_interpreted.py starts.
+
+Triton reads TRITON_INTERPRET when it is imported, so these checks need a process of their own.  What nobody wrote is
+NaN, so a result that depends on it is NaN too.
+
+    TRITON_INTERPRET=1 python grouped_interpreted.py NAME ...     prints a line of JSON for each check
+"""
+
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from grouped_common import (
+    EVERYTHING,
+    NAMES,
+    PLAIN,
+    assert_equal,
+    assert_nan,
+    assert_same,
+    oracle,
+    problem,
+    step,
+    strided,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from interpreter import main, registering
+from onchip.kernels.triton.launch import Device
+from onchip.ops.grouped_matmul import torch_op
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, SWIGLU, Case
+from onchip.ops.grouped_matmul.checks import CHECKER
+from onchip.torch import grouped_matmul
+from shared import assert_within_bounds
+
+CHECKS = {}
+check = registering(CHECKS)
+DTYPES = (torch.float32, torch.float16)
+CASES = {case.name: (case, i % 2) for i, case in enumerate(CHECK_CASES)}
+# All rows by descriptors, with columns that fill tiles of gate and up, and some that don't.
+WIDE = Case("wide", (130, 3), 512, 72, row_scale=True, options=SWIGLU)
+
+
+def kernels(arguments, grad, **more):
+    return step(arguments, grad, backend="triton", **more)
+
+
+@check(*CASES)
+def case(name):
+    """In one of both dtypes and layouts; the next case in the others."""
+    problem, i = CASES[name]
+    layout = ("gnk", "gkn")[i]
+    assert_within_bounds(CHECKER.check_case(problem, DTYPES[i], backend="triton", weight_layout=layout))
+
+
+@check(0, 1)
+def wide(i):
+    assert_within_bounds(CHECKER.check_case(WIDE, DTYPES[i], backend="triton", weight_layout=("gkn", "gnk")[i]))
+
+
+@check()
+def pointers():
+    """As on a GPU without descriptors."""
+    from onchip.groups.triton import launches
+
+    with mock.patch.object(launches, "describe", return_value=Device("", 80, 3, 101376)):
+        for problem in (EVERYTHING, PLAIN):
+            assert_within_bounds(CHECKER.check_case(problem, torch.float16, backend="triton"))
+
+
+@check()
+def strides():
+    arguments, grad = problem()
+    expected = kernels(arguments, grad)
+    assert_equal(kernels(arguments, grad), expected)
+    for name in ("x", "weight", "bias", "row_scale", "rows"):
+        arguments[name] = strided(arguments[name]) if name != "rows" else arguments[name].repeat_interleave(2)[::2]
+    assert_same(kernels(arguments, strided(grad)), expected, 1e-6)
+    arguments, _ = problem(PLAIN)
+    grad = torch.randn(1).expand(PLAIN.tokens, PLAIN.n)
+    assert_same(kernels(arguments, grad), oracle(arguments, grad))
+
+
+@check("gnk", "gkn")
+def added(layout):
+    """A float32 main gradient over two micro-batches."""
+    arguments, grad = problem(PLAIN, torch.float16)
+    if layout == "gkn":
+        arguments["weight"] = arguments["weight"].detach().mT.contiguous().requires_grad_()
+    total = torch.full(arguments["weight"].shape, 0.5)
+    arguments["weight_layout"] = layout
+    for _ in range(2):
+        grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
+    assert_same({"grad_weight": (total - 0.5) / 2}, oracle(arguments, grad), 1e-6)
+
+
+class Watched(TorchDispatchMode):
+    """While it watches, registered operators are called."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@check()
+def registered():
+    for case in (EVERYTHING, PLAIN):
+        arguments, grad = problem(case)
+        expected = kernels(arguments, grad)
+        with Watched():
+            assert_equal(kernels(arguments, grad), expected)
+
+
+@check()
+def offsets():
+    arguments, grad = problem()
+    expected = kernels(arguments, grad)
+    offsets = arguments.pop("group_sizes").long().cumsum(0)
+    assert_equal(kernels(arguments | {"group_offsets": offsets}, grad), expected)
+
+
+@check()
+def some_gradients():
+    arguments, grad = problem()
+    for needed in (("x",), ("row_scale",), ("weight", "bias")):
+        for name in NAMES:
+            arguments[name].requires_grad_(name in needed)
+        assert_same(kernels(arguments, grad), oracle(arguments, grad))
+
+
+@check()
+def tails():
+    """Rows past the last group, NaN or anything, are not read; what they would write is 0."""
+    for case in (PLAIN, EVERYTHING):
+        arguments, grad = problem(case)
+        expected, last = kernels(arguments, grad), sum(case.sizes)
+        with torch.no_grad():
+            if "rows" in arguments:
+                arguments["row_scale"][last:] = torch.nan
+                arguments["rows"][last:] = -7
+                arguments["scatter_rows"][last:] = 1 << 20
+            else:
+                arguments["x"][last:] = torch.nan
+                grad[last:] = torch.nan
+        made = kernels(arguments, grad)
+        assert_equal(made, expected)
+        names = ("grad_row_scale",) if "rows" in arguments else ("out", "grad_x")
+        assert not any(made[name][last:].any() for name in names)
+
+
+@check()
+def a_nan_stays_in_its_group():
+    """The blocks that the weights' gradients are sums over reach into the next group."""
+    arguments, grad = problem(PLAIN)
+    with torch.no_grad():
+        arguments["x"][20] = torch.nan  # the first of the last group
+        grad[19] = torch.nan  # the last of the first
+    made = kernels(arguments, grad)
+    assert made["out"][20].isnan().all()
+    assert made["grad_weight"][[0, 2]].isnan().all()
+    assert not made["grad_weight"][1].any()
+    assert made["grad_x"][19].isnan().all()
+    rest = torch.arange(PLAIN.tokens)
+    assert made["out"][rest != 20].isfinite().all()
+    assert made["grad_x"][rest != 19].isfinite().all()
+
+
+WRONG = {
+    "a negative size": {"group_sizes": torch.tensor([10, -1, 17, 3])},
+    "more rows than there are": {"group_sizes": torch.tensor([10, 0, 17, 9])},
+    "sizes whose sum overflows": {"group_sizes": torch.tensor([2**62, 2**62, 2**62, 2**62])},
+    "offsets that fall": {"group_sizes": None, "group_offsets": torch.tensor([10, 9, 17, 30])},
+    "offsets past the end": {"group_sizes": None, "group_offsets": torch.tensor([10, 10, 27, 36])},
+    "rows below": {"rows": -1},
+    "rows above": {"rows": 12},
+    "scatter_rows below": {"scatter_rows": -(2**31)},
+    "scatter_rows above": {"scatter_rows": 14},
+}
+
+
+@check(*WRONG)
+def wrong(name):
+    """As on a GPU, where nothing can be raised: all results are NaN, and nothing outside of them is touched."""
+    arguments, grad = problem()
+    for argument, value in WRONG[name].items():
+        if isinstance(value, int):
+            arguments[argument][29] = value
+        else:
+            arguments[argument] = value
+    with mock.patch.object(torch_op, "check"):
+        assert_nan(kernels(arguments, grad))
+
+
+@check()
+def no_rows_at_all():
+    for case in (
+        Case("", (0, 0), 8, 4),
+        Case("", (0, 0), 8, 4, row_scale=True, source_rows=3, options={"num_rows": 2}),
+    ):
+        arguments, grad = problem(case)
+        made = kernels(arguments, grad)
+        assert not any(x.any() for x in made.values())
+        assert made["grad_x"].shape == arguments["x"].shape
+        total = torch.zeros_like(arguments["weight"])
+        with mock.patch.object(torch_op, "check"):
+            arguments["group_sizes"][0] = 1
+            assert_nan(kernels(arguments, grad))
+            grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
+        assert total.isnan().all()
+
+
+@check()
+def differentiated_twice():
+    arguments, grad = problem()
+    out = grouped_matmul(**arguments, backend="triton")
+    (g,) = torch.autograd.grad(out, arguments["weight"], grad, create_graph=True)
+    with pytest.raises(RuntimeError, match="a backward of the backward is not supported"):
+        g.sum().backward()
+
+
+if __name__ == "__main__":
+    main(CHECKS, sys.argv[1:])

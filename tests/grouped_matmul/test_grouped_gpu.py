@@ -1,0 +1,155 @@
+"""grouped_matmul on a CUDA device: accuracy at real sizes, NaN for wrong numbers, graphs, and no synchronisation."""
+
+import pytest
+import torch
+from grouped_common import EVERYTHING, PLAIN, assert_equal, assert_nan, assert_same, problem, step, strided
+
+from onchip.bench.torch_steps import peak_extra_bytes
+from onchip.core.sizes import MIB
+from onchip.ops.grouped_matmul.cases import CHECK_CASES, Case, even, half_empty, skewed
+from onchip.ops.grouped_matmul.checks import CHECKER
+from onchip.oracle.torch import DTYPES
+from onchip.torch import grouped_matmul
+from shared import assert_within_bounds, capture, without_synchronisation
+
+pytestmark = pytest.mark.gpu
+SWIGLU = {"activation": "swiglu"}
+WHOLE = Case("whole", (300, 0, 1000, 20, 728), 1024, 512, tail=40, bias=True, row_scale=True, source_rows=500,
+             options={**SWIGLU, "num_rows": 600})  # fmt: skip
+
+
+def on_gpu(case, dtype=torch.bfloat16, seed=0):
+    return problem(case, dtype, "cuda", seed)
+
+
+def in_float32(arguments, grad):
+    """Of the same numbers, by one dense product for each group."""
+    x, w, sizes = (arguments[name].detach() for name in ("x", "weight", "group_sizes"))
+    out, grad_x, grad_w = (torch.zeros_like(like, dtype=torch.float32) for like in (grad, x, w))
+    start = 0
+    for g, size in enumerate(sizes.tolist()):
+        mine = slice(start, start + size)
+        start += size
+        out[mine], grad_x[mine] = x[mine].float() @ w[g].float().T, grad[mine].float() @ w[g].float()
+        grad_w[g] = grad[mine].float().T @ x[mine].float()
+    return {"out": out, "grad_x": grad_x, "grad_weight": grad_w}
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_shows():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("layout", ["gnk", "gkn"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*CHECK_CASES, EVERYTHING, WHOLE], ids=str)
+def test_cases(case, dtype, layout):
+    assert_within_bounds(CHECKER.check_case(case, dtype, "cuda", backend="triton", weight_layout=layout))
+
+
+@pytest.mark.parametrize("sizes", [even, skewed, half_empty], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("tokens", "groups", "n", "k"), [(8192, 8, 14336, 4096), (16384, 256, 2048, 7168)], ids=str)
+def test_real_sizes(tokens, groups, n, k, sizes):
+    arguments, grad = on_gpu(Case("", sizes(tokens, groups), n, k, tail=100))
+    assert_same(step(arguments, grad), in_float32(arguments, grad), 4e-3)
+
+
+def test_more_elements_than_32_bits_count():
+    """Of the weight, the result, and x."""
+    tokens, groups, n, k = 300000, 40, 8192, 8192
+    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(groups, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    sizes = torch.tensor(skewed(tokens, groups), device="cuda")
+    out = grouped_matmul(x, w, sizes)
+    last = slice(tokens - int(sizes[-1]), tokens)
+    assert_same({"last": out[last]}, {"last": x[last].float() @ w[-1].float().T}, 4e-3)
+
+
+@pytest.mark.parametrize("case", [PLAIN, EVERYTHING, WHOLE], ids=str)
+def test_no_synchronisation(case):
+    arguments, grad = on_gpu(case)
+    without_synchronisation(lambda: list(step(arguments, grad).values()))
+
+
+@pytest.mark.parametrize("case", [PLAIN, EVERYTHING, WHOLE], ids=str)
+def test_a_cuda_graph_follows_the_sizes(case):
+    arguments, grad = on_gpu(case)
+    graph, captured = capture(lambda: list(step(arguments, grad).values()))
+    for _ in range(2):
+        arguments["group_sizes"].copy_(arguments["group_sizes"].flip(0))
+        graph.replay()
+        expected = step(arguments, grad)
+        assert_equal(dict(zip(expected, captured, strict=True)), expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group_sizes": [300, -1, 1000, 20, 728]},
+        {"group_sizes": [300, 0, 1000, 20, 769]},
+        {"group_sizes": None, "group_offsets": [300, 200, 1000, 1020, 1700]},
+        {"rows": -1},
+        {"rows": 500},
+        {"scatter_rows": 600},
+    ],
+    ids=str,
+)
+def test_wrong_numbers_give_nan_and_with_check_inputs_an_error(wrong):
+    arguments, grad = on_gpu(WHOLE)
+    for name, value in wrong.items():
+        if isinstance(value, int):
+            arguments[name][2000] = value
+        else:
+            arguments[name] = None if value is None else torch.tensor(value, device="cuda")
+    assert_nan(step(arguments, grad))
+    with pytest.raises(ValueError, match="grouped_matmul: "):
+        grouped_matmul(**arguments, check_inputs=True)
+
+
+def test_the_same_bits_every_time_and_near_ones_of_any_strides():
+    arguments, grad = on_gpu(WHOLE)
+    expected = step(arguments, grad)
+    for _ in range(3):
+        assert_equal(step(arguments, grad), expected)
+    for name in ("x", "weight", "bias"):
+        arguments[name] = strided(arguments[name])
+    assert_same(step(arguments, strided(grad)), expected, 4e-3)
+
+
+@pytest.mark.parametrize("layout", ["gnk", "gkn"])
+def test_weight_grad_out(layout):
+    arguments, grad = on_gpu(Case("", (300, 0, 1000, 20, 728), 1024, 512))
+    right = in_float32(arguments, grad)["grad_weight"]
+    if layout == "gkn":
+        arguments["weight"] = arguments["weight"].detach().mT.contiguous().requires_grad_()
+        arguments["weight_layout"], right = layout, right.mT
+    total = torch.zeros(arguments["weight"].shape, device="cuda")
+    for count in (1, 2):
+        grouped_matmul(**arguments, weight_grad_out=total).backward(grad)
+        assert_same({"total": total}, {"total": count * right}, 1e-5)
+
+
+@pytest.mark.parametrize(("options", "products"), [({}, 0), (SWIGLU, 2)], ids=["plain", "swiglu"])
+def test_the_peak_of_a_step(options, products):
+    """What is kept for the activation, and its gradient."""
+    case = Case("", even(8192, 16), 2048, 1024, options=options)
+    arguments, grad = on_gpu(case)
+    step(arguments, grad)
+    peak = peak_extra_bytes(lambda: list(step(arguments, grad).values()), device="cuda")
+    assert peak <= products * 8192 * 2048 * 2 + 2 * MIB
+
+
+def test_compile():
+    arguments, _ = on_gpu(WHOLE)
+    compiled = torch.compile(grouped_matmul, fullgraph=True)
+    assert_equal({"out": compiled(**arguments)}, {"out": grouped_matmul(**arguments)})
+
+
+def test_every_device_whichever_is_current():
+    for index in range(torch.cuda.device_count()):
+        arguments, grad = problem(EVERYTHING, torch.float16, f"cuda:{index}")
+        assert step(arguments, grad)["out"].device.index == index
