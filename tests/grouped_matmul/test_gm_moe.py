@@ -28,7 +28,7 @@ def layer(dtype=None, top_k=2, **options):
 def looped(moe, x):
     """Every expert for every token, with weights of 0 for those that aren't its own: y, and the five statistics."""
     x = x.reshape(-1, H)
-    logits = F.linear(x, moe.router, moe.router_bias)
+    logits = F.linear(x, moe.router.weight, moe.router.bias)
     scores = logits.softmax(1) if moe.scoring == "softmax" else logits.sigmoid()
     chosen = scores >= scores.sort(1).values[:, E - moe.top_k, None]
     weights = scores * chosen * moe.scaling_factor
@@ -83,7 +83,7 @@ def test_the_statistics_change_nothing():
 
 def test_an_even_spread_has_loss_one():
     moe = layer(top_k=2, **DOUBLE)
-    torch.nn.init.zeros_(moe.router)
+    torch.nn.init.zeros_(moe.router.weight)
     stats = moe(torch.randn(T, H, **DOUBLE), return_stats=True)[1]
     torch.testing.assert_close(stats.aux_loss, torch.ones((), **DOUBLE))
     assert stats.counts.max() == T  # ties all go the same way
@@ -112,7 +112,7 @@ def test_no_tokens():
 def test_scores_that_are_all_zero():
     """Sigmoids underflow where softmax has 1 / E; what is 0 / 0 else, is 0."""
     moe = layer(scoring="sigmoid", bias=True)
-    torch.nn.init.constant_(moe.router_bias, -200.0)
+    torch.nn.init.constant_(moe.router.bias, -200.0)
     y, stats = moe(torch.randn(T, H), return_stats=True)
     assert not y.any()
     assert stats.aux_loss == 0
@@ -129,7 +129,7 @@ def test_choices_of_no_expert_come_last():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype):
     moe = layer(dtype, num_shared=1, bias=True)
-    assert (moe.router.dtype, moe.router_bias.dtype, moe.gate_up.dtype) == (torch.float32, torch.float32, dtype)
+    assert (moe.router.weight.dtype, moe.router.bias.dtype, moe.gate_up.dtype) == (torch.float32, torch.float32, dtype)
     x = torch.randn(T, H, dtype=dtype)
     y, stats = moe(x, return_stats=True)
     assert (y.dtype, stats.mean_prob.dtype) == (dtype, torch.float32)
@@ -188,12 +188,12 @@ def test_no_value_is_read_on_the_host():
 def test_parameters():
     moe = layer(num_shared=2, bias=True)
     assert {name: list(p.shape) for name, p in moe.named_parameters()} == {
-        "router": [E, H],
         "gate_up": [E, 2 * INNER, H],
         "down": [E, H, INNER],
-        "router_bias": [E],
         "gate_up_bias": [E, 2 * INNER],
         "down_bias": [E, H],
+        "router.weight": [E, H],
+        "router.bias": [E],
         "shared_gate_up.weight": [4 * INNER, H],
         "shared_gate_up.bias": [4 * INNER],
         "shared_down.weight": [H, 2 * INNER],
@@ -202,15 +202,16 @@ def test_parameters():
     for name, p in moe.named_parameters():
         inputs = {"down": INNER, "shared_down": 2 * INNER}.get(name.removesuffix("_bias").split(".")[0], H)
         assert 0.5 * inputs**-0.5 < p.abs().max() <= inputs**-0.5
-    assert {*layer().state_dict()} == {"router", "gate_up", "down"}
+    assert {*layer().state_dict()} == {"router.weight", "gate_up", "down"}
     twin = layer(num_shared=2, bias=True)
     twin.load_state_dict(moe.state_dict())
     x = torch.randn(3, H)
     assert torch.equal(twin(x), moe(x))
     assert torch.equal(copy.deepcopy(moe)(x), moe(x))
-    assert repr(layer(top_k=3, scoring="sigmoid", scaling_factor=2.5, norm_topk=False, backend="torch")) == (
-        f"MoE({H}, {INNER}, num_experts={E}, top_k=3, norm_topk=False, scoring='sigmoid', scaling_factor=2.5, "
-        "backend='torch')"
+    options = {"norm_topk": False, "scoring": "sigmoid", "scaling_factor": 2.5, "backend": "torch"}
+    assert layer(top_k=3, **options).extra_repr() == (
+        f"{H}, {INNER}, num_experts={E}, top_k=3, norm_topk=False, scoring='sigmoid', scaling_factor=2.5, "
+        "backend='torch'"
     )
 
 

@@ -27,8 +27,8 @@ _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "#c2772b", "linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
     "onchip": {"color": "#0b5fd6", "linewidth": 1.4},
     "bf16": {"color": "#6b7280", "linewidth": 1.4},
-    "loop": {"color": "#a16207", "linewidth": 4, "alpha": 0.35},
-    "grouped": {"color": "#7c3aed", "linewidth": 1.2},
+    "loop": {"color": "#7c3aed", "linewidth": 5, "alpha": 0.3},
+    "grouped": {"color": "#5b21b6", "linewidth": 1.2},
     "fp8": {"color": "#15803d", "linewidth": 1.2, "linestyle": "--"},
 }
 _MEASURED = ("plain", "onchip")
@@ -154,6 +154,10 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     steps = range(1, document["settings"]["steps"] + 1)
     # A logarithm has no zero: steps on which the two agree in every bit leave a gap.
     axes.plot(steps, [d or np.nan for d in difference["per_step"]], "o", markersize=3, color="#374151")
+    if moe := document["moe"]:
+        values = [d or np.nan for d in moe["difference"]["per_step"]]
+        axes.plot(steps, values, "+", markersize=4, color=_LOOKS["grouped"]["color"], label="|loop − grouped|")
+        axes.legend(frameon=False, loc="lower right")
     if fp8 := document["fp8"]:
         label = f"|fp8 − {fp8['baseline']}|"
         axes.plot(steps, np.abs(fp8["per_step"]), "x", markersize=3, color=_LOOKS["fp8"]["color"], label=label)

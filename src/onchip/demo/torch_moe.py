@@ -15,7 +15,7 @@ class LoopedMoE(MoE):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         tokens = x.flatten(0, -2)
-        scores, chosen = F.linear(tokens, self.router).softmax(-1).topk(self.top_k)
+        scores, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
         scores = scores / scores.sum(-1, keepdim=True)
         y = torch.zeros_like(tokens)
         for i in range(self.num_experts):

@@ -121,6 +121,16 @@ def moe_forward(
     )
 
 
+class Router(nn.Linear):
+    """The layer that gives router logits: in float32, under autocast too and whatever its weight was cast to."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype, kind = accumulator(input.dtype), input.device.type
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):
+            return F.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+
 class MoE(nn.Module):
     r"""A mixture of experts with SwiGLU, in the place of a transformer's MLP.
 
@@ -144,9 +154,9 @@ class MoE(nn.Module):
         device, dtype: as of `torch.nn.Linear`; the router is in float32, and so is what it computes.
         backend: of `grouped_matmul`.
 
-    Parameters are router [E, H], gate_up [E, 2 F, H], whose first F rows are the gate's, and down [E, H, F], with bias
-    router_bias [E], gate_up_bias [E, 2 F] and down_bias [E, H] too; with num_shared the linear layers shared_gate_up
-    and shared_down.  They start as nn.Linear's do.
+    Parameters are gate_up [E, 2 F, H], whose first F rows are the gate's, and down [E, H, F], with bias gate_up_bias
+    [E, 2 F] and down_bias [E, H] too; router, shared_gate_up and shared_down are linear layers, the latter with
+    num_shared.  All start as nn.Linear's do.
 
     `forward(x)` takes x [..., H], and gives y of the same shape in grouped_matmul's dtype: x's, or autocast's.  With
     `return_stats=True` it gives (y, `MoEStats`).  Add a small part of their aux_loss to the loss (0.01 in Switch), or
@@ -210,13 +220,12 @@ class MoE(nn.Module):
         self.num_shared, self.norm_topk, self.scoring = num_shared, norm_topk, scoring
         self.scaling_factor, self.backend = scaling_factor, backend
 
-        def parameter(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+        def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.router = parameter(num_experts, hidden, dtype=accumulator(dtype))
+        self.router = Router(hidden, num_experts, bias, device, accumulator(dtype))
         self.gate_up = parameter(num_experts, 2 * intermediate, hidden)
         self.down = parameter(num_experts, hidden, intermediate)
-        self.router_bias = parameter(num_experts, dtype=accumulator(dtype)) if bias else None
         self.gate_up_bias = parameter(num_experts, 2 * intermediate) if bias else None
         self.down_bias = parameter(num_experts, hidden) if bias else None
         self.reset_parameters()
@@ -227,12 +236,8 @@ class MoE(nn.Module):
             self.shared_down = nn.Linear(inner, hidden, bias, device, dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the router's and the experts' parameters anew, uniform up to 1 / sqrt(inputs), as nn.Linear's."""
-        for weight, bias in (
-            (self.router, self.router_bias),
-            (self.gate_up, self.gate_up_bias),
-            (self.down, self.down_bias),
-        ):
+        """Draw the experts' parameters anew, uniform up to 1 / sqrt(inputs), as nn.Linear's."""
+        for weight, bias in ((self.gate_up, self.gate_up_bias), (self.down, self.down_bias)):
             for x in (weight, bias):
                 if x is not None:
                     nn.init.uniform_(x, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
@@ -250,7 +255,7 @@ class MoE(nn.Module):
         if x.dtype not in LOSS_DTYPES:
             raise TypeError(f"MoE: x must be of a float dtype, as the experts are; got {dtype_name(x.dtype)}")
         tokens = x.reshape(-1, self.hidden)
-        logits = self._logits(tokens)
+        logits = self.router(tokens)
         routing = route(
             logits,
             self.top_k,
@@ -274,13 +279,6 @@ class MoE(nn.Module):
             y = y + self.shared_down(F.silu(gate) * up)
         y = y.reshape(x.shape)
         return (y, moe_stats(logits, routing, groups)) if return_stats else y
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        """[T, E] in float32, under autocast too and whatever the parameters were cast to."""
-        dtype, kind = accumulator(tokens.dtype), tokens.device.type
-        bias = None if self.router_bias is None else self.router_bias.to(dtype)
-        with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):
-            return F.linear(tokens.to(dtype), self.router.to(dtype), bias)
 
     if TYPE_CHECKING:  # torch.nn.Module's has no types
 
