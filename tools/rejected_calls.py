@@ -35,6 +35,8 @@ onchip.torch.LMHead(8, 20, strategy="fast")  # rejected
 onchip.torch.LMHead.from_linear(head, reduction="avg")  # rejected
 onchip.torch.lm_loss(head, h, y, reduction="avg")  # rejected
 onchip.torch.Fp8Linear(8, 20, scale="bfloat16")  # rejected
+onchip.torch.MoE(8, 20, 4, 2, scoring="tanh")  # rejected
+onchip.torch.MoE(8, 20, 4, 2, backend="xla")  # rejected
 transformers.patch(head, precision="fp16")  # rejected
 TopK(y, z, "odds", "truncated")  # rejected
 TopK(y, z, "probs", "rest")  # rejected

@@ -365,9 +365,11 @@ def torchtitan() -> Checked:
     torch.distributed.set_timeout = lambda *given: None  # type: ignore[attr-defined]
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    from onchip.integrations.torchtitan import LinearCrossEntropyLoss, TitanFp8Linear
+    from onchip.integrations.torchtitan import GroupedMatmulConverter, LinearCrossEntropyLoss, TitanFp8Linear
 
     def step(config: Any) -> list[Any]:
         torch.manual_seed(0)
@@ -382,7 +384,21 @@ def torchtitan() -> Checked:
             made[-1].backward()
         return [x.detach() for x in made] + gradients(body) + gradients(head)
 
+    def experts(converted: bool) -> list[Any]:
+        config = GroupedExperts.Config(dim=32, hidden_dim=48, num_experts=4)
+        if converted:
+            config = GroupedMatmulConverter.Config().build().convert(config)
+        torch.manual_seed(0)
+        made = config.build()
+        for p in made.parameters():
+            nn.init.normal_(p, std=0.2)
+        x = torch.randn(40, 32, requires_grad=True)
+        y = made(x, torch.tensor([8, 0, 16, 16]))
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *gradients(made)]
+
     alone = agreed(step(LinearCrossEntropyLoss.Config()), step(ChunkedLossWrapper.Config()))
+    rounded = agreed(experts(True), experts(False), bound=1e-2)  # in bfloat16
     defined = run_examples("torchtitan.md", "torchtitan")
     torch.distributed.init_process_group("gloo")  # once, for all its trainers
     torch.distributed.init_process_group = lambda **given: None
@@ -395,12 +411,20 @@ def torchtitan() -> Checked:
     fp8, model = titan_steps(defined["llama3_onchip_fp8"]())
     quantized = agreed(fp8[:3], theirs[:3], bound=1e-3)
     layers = sum(isinstance(module, TitanFp8Linear) for module in model.modules())
+    theirs, _ = titan_steps(deepseek_v3_debugmodel())
+    mixed, model = titan_steps(defined["deepseek_v3_onchip"]())
+    compiled = defined["deepseek_v3_onchip"]()
+    compiled.compile.enable = True
+    mixture = max(agreed(mixed, theirs), agreed(titan_steps(compiled)[0], theirs, bound=1e-3))
+    mixtures = sum(hasattr(module, "onchip_backend") for module in model.modules())
     how = (
         f"the loss and `ChunkedLossWrapper`, loss and gradients: {alone:.0e}; torchtitan's Trainer with FSDP2 on 2 "
         f"processes, 3 steps of Llama 3's debug model, eager and compiled, losses and gradient norms: {together:.0e}; "
-        f"with {layers} FP8 layers, losses: {quantized:.0e}"
+        f"with {layers} FP8 layers, losses: {quantized:.0e}; `GroupedExperts` in bfloat16, results and gradients: "
+        f"{rounded:.0e}; 3 such steps of DeepSeek-V3's debug model, with {mixtures} layers of experts, eager and "
+        f"compiled: {mixture:.0e}"
     )
-    return "`ChunkedLossWrapper`, `ModelConfigConverter`", how
+    return "`ChunkedLossWrapper`, `ModelConfigConverter`, `GroupedExperts._grouped_mm`", how
 
 
 def titan_steps(config: Any) -> tuple[list[float], Any]:

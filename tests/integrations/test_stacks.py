@@ -112,6 +112,41 @@ class TitanConverter:
         pass
 
 
+class TitanExperts(nn.Module):
+    """As torchtitan 0.3.0's, without DTensors."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        dim: int
+        hidden_dim: int
+        num_experts: int
+
+    def __init_subclass__(cls):
+        cls.Config._owner = cls
+
+    def __init__(self, config):
+        super().__init__()
+        wide, narrow = (
+            (config.num_experts, config.hidden_dim, config.dim),
+            (config.num_experts, config.dim, config.hidden_dim),
+        )
+        self.w1, self.w2, self.w3 = (nn.Parameter(0.2 * torch.randn(shape)) for shape in (wide, narrow, wide))
+
+    def forward(self, x, num_tokens_per_expert):
+        offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
+        w1, w2, w3 = (w.bfloat16().transpose(-2, -1) for w in (self.w1, self.w2, self.w3))
+        h = F.silu(self._grouped_mm(A=x.bfloat16(), B_t=w1, offs=offsets))
+        h = h * self._grouped_mm(A=x.bfloat16(), B_t=w3, offs=offsets)
+        return self._grouped_mm(A=h, B_t=w2, offs=offsets).type_as(x)
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        ends = [0, *offs.tolist()]
+        return torch.cat([A[i:j] @ w for i, j, w in zip(ends, ends[1:], B_t, strict=False)])
+
+
+TitanExperts.Config._owner = TitanExperts
+
+
 @pytest.fixture
 def torchtitan(fakes):
     return fakes(
@@ -119,6 +154,7 @@ def torchtitan(fakes):
         spmd_types={"is_type_checking": lambda: False},
         torchtitan__components__loss={"IGNORE_INDEX": -100, "BaseLoss": TitanLoss, "ChunkedLossWrapper": TitanLoss},
         torchtitan__models__common__linear={"Linear": TitanLinear},
+        torchtitan__models__common__moe={"GroupedExperts": TitanExperts},
         torchtitan__protocols__model={"ModelConfigConverter": TitanConverter},
         torchtitan__protocols__module={"Module": nn.Module},
     )
@@ -154,18 +190,23 @@ def test_torchtitan_refuses(torchtitan, monkeypatch):
         refused(error, message, torchtitan.LinearCrossEntropyLoss, Config(**options))
 
 
-def test_torchtitan_converts_linears(torchtitan):
-    class Model(SimpleNamespace):
-        def traverse(self, kind):
-            for name, value in vars(self).items():
-                yield name, value, self, name
+class TitanModel(SimpleNamespace):
+    """A model's config: fields that are configs, or lists of them."""
 
+    def traverse(self, kind):
+        for name, value in vars(self).items():
+            parent, places = (value, range(len(value))) if isinstance(value, list) else (self, [name])
+            for place in places:
+                yield name, value[place] if parent is value else value, parent, place
+
+
+def test_torchtitan_converts_linears(torchtitan):
     class Own(TitanLinear.Config):
         pass
 
     size = {"in_features": 32, "out_features": 64}
     converter = torchtitan.Fp8LinearConverter(torchtitan.Fp8LinearConverter.Config(grad_dtype="e5m2"))
-    model = Model(wq=TitanLinear.Config(**size, bias=True), lm_head=TitanLinear.Config(**size), lora=Own(**size))
+    model = TitanModel(wq=TitanLinear.Config(**size, bias=True), lm_head=TitanLinear.Config(**size), lora=Own(**size))
     small = TitanLinear.Config(in_features=24, out_features=64)
     model.small = small
     assert converter.convert(model) is model
@@ -173,9 +214,66 @@ def test_torchtitan_converts_linears(torchtitan):
     assert type(model.wq) is torchtitan.TitanFp8Linear.Config
     assert type(torchtitan.TitanFp8Linear(model.wq)(torch.ones(16, 32))) is torch.Tensor
     assert (type(model.lm_head), type(model.lora), model.small) == (TitanLinear.Config, Own, small)
-    refused(ValueError, r"no Linear .* filter_fqns is \['lm_head', 'router'\]", converter.convert, Model(small=small))
+    refused(
+        ValueError, r"no Linear .* filter_fqns is \['lm_head', 'router'\]", converter.convert, TitanModel(small=small)
+    )
     wrong = torchtitan.Fp8LinearConverter.Config(scale="int8")
     refused(ValueError, "scale", torchtitan.Fp8LinearConverter, wrong)
+
+
+def test_torchtitan_converts_experts(torchtitan, monkeypatch):
+    class Capped(TitanExperts):
+        @dataclass(kw_only=True, slots=True)
+        class Config(TitanExperts.Config):
+            limit: float = 7.0
+
+    class Quantized(Capped):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Capped.Config):
+            pass
+
+        def _grouped_mm(self, *, A, B_t, offs):
+            raise AssertionError
+
+    class Float8(Capped):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Capped.Config):
+            pass
+
+        __module__ = "torchtitan.components.quantization.float8"
+
+    size = {"dim": 32, "hidden_dim": 16, "num_experts": 4}
+    converter = torchtitan.GroupedMatmulConverter(torchtitan.GroupedMatmulConverter.Config(backend="torch"))
+    kept = [Quantized.Config(**size), Float8.Config(**size)]
+    model = TitanModel(layers=[TitanExperts.Config(**size), *kept], last=Capped.Config(**size, limit=3.0))
+    assert converter.convert(model) is model
+    assert model.layers[1:] == kept
+    assert (model.last.limit, model.last.onchip_backend) == (3.0, "torch")
+    assert type(model.last)._owner.__name__ == "OnchipCapped"
+    assert issubclass(type(model.last)._owner, Capped)
+
+    made = []
+    x = torch.randn(30, 32, requires_grad=True)
+    for config in (TitanExperts.Config(**size), model.layers[0]):
+        torch.manual_seed(1)
+        experts = type(config)._owner(config)
+        y = experts(x, torch.tensor([11, 0, 12, 7]))
+        made.append((y, *torch.autograd.grad(y.square().sum(), (x, *experts.parameters()))))
+    # In bfloat16: what is rounded may go either way.
+    for a, b in zip(*made, strict=True):
+        assert (a - b).norm() < 5e-3 * b.norm()
+    # torchtitan's dispatchers may leave rows at the end that are no expert's.
+    y = experts(torch.cat([x, torch.full((5, 32), torch.nan)]), torch.tensor([11, 0, 12, 7]))
+    assert torch.equal(y[:30], made[1][0])
+    assert not y[30:].any()
+
+    alone = converter.convert(TitanModel(one=TitanExperts.Config(**size))).one
+    assert type(alone) is type(model.layers[0])  # one class for each
+    refused(ValueError, "no GroupedExperts of the model are left to convert", converter.convert, TitanModel(one=alone))
+    wrong = torchtitan.GroupedMatmulConverter.Config(backend="cuda")
+    refused(ValueError, "backend", torchtitan.GroupedMatmulConverter, wrong)
+    monkeypatch.setattr(torchtitan.spmd, "is_type_checking", lambda: True)
+    refused(RuntimeError, "spmd_typechecking to False", experts, x, torch.tensor([11, 0, 12, 7]))
 
 
 class Chunked(nn.Module):

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 Document = Mapping[str, Any]
 Draw = Callable[["Axes", Document], None]
 
+MOE_COLUMNS = ("a layer of experts", "memory", "time")
 COLUMNS = ("vocabulary", "memory, plain", "onchip", "time, plain", "onchip")
 _LOOKS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "#c2772b", "linewidth": 5, "alpha": 0.45},  # broad, so that it shows under the other
     "onchip": {"color": "#0b5fd6", "linewidth": 1.4},
     "bf16": {"color": "#6b7280", "linewidth": 1.4},
+    "loop": {"color": "#7c3aed", "linewidth": 5, "alpha": 0.3},
+    "grouped": {"color": "#5b21b6", "linewidth": 1.2},
     "fp8": {"color": "#15803d", "linewidth": 1.2, "linestyle": "--"},
 }
 _MEASURED = ("plain", "onchip")
@@ -79,6 +82,22 @@ def _fp8_verdict(fp8: Mapping[str, Any]) -> str:
     )
 
 
+def _moe_rows(document: Document) -> list[tuple[str, ...]]:
+    """The texts of `MOE_COLUMNS`, none without --moe."""
+    layer = document["moe"]["layer"] if document["moe"] else {}
+    return [(name, format_bytes(cost["extra_bytes"]), format_ms(cost["median_ms"])) for name, cost in layer.items()]
+
+
+def _moe_verdict(moe: Mapping[str, Any]) -> str:
+    """Whether the two trainings with experts are the same one."""
+    difference = moe["difference"]
+    return (
+        f"With {moe['experts']} experts in each layer, {moe['top_k']} for each token, the losses of a loop over the "
+        f"experts and of grouped_matmul differ by at most {difference['largest_in_compared_steps']:.1e} over the first "
+        f"{difference['compared_steps']} steps, and by at most {difference['largest']:.1e} on any."
+    )
+
+
 def print_report(document: Document, console: Console) -> None:
     """Both losses, the measurements, and the sample."""
     for title, columns, rows in (
@@ -87,6 +106,9 @@ def print_report(document: Document, console: Console) -> None:
     ):
         print_table(console, columns, rows, title=title, right=columns[1:])
     console.print(Text(_verdict(document), style="green" if document["difference"]["within_bound"] else "bold red"))
+    if moe := document["moe"]:
+        print_table(console, MOE_COLUMNS, _moe_rows(document), right=MOE_COLUMNS[1:])
+        console.print(_moe_verdict(moe), highlight=False)
     if fp8 := document["fp8"]:
         console.print(_fp8_verdict(fp8), highlight=False)
     sample = document["sample"]
@@ -132,6 +154,10 @@ def _draw_difference(axes: "Axes", document: Document) -> None:
     steps = range(1, document["settings"]["steps"] + 1)
     # A logarithm has no zero: steps on which the two agree in every bit leave a gap.
     axes.plot(steps, [d or np.nan for d in difference["per_step"]], "o", markersize=3, color="#374151")
+    if moe := document["moe"]:
+        values = [d or np.nan for d in moe["difference"]["per_step"]]
+        axes.plot(steps, values, "+", markersize=4, color=_LOOKS["grouped"]["color"], label="|loop − grouped|")
+        axes.legend(frameon=False, loc="lower right")
     if fp8 := document["fp8"]:
         label = f"|fp8 − {fp8['baseline']}|"
         axes.plot(steps, np.abs(fp8["per_step"]), "x", markersize=3, color=_LOOKS["fp8"]["color"], label=label)
@@ -201,6 +227,9 @@ def html_page(document: Document) -> str:
         drawings=[base64.b64encode(drawing).decode() for drawing in drawings_svg(document)],
         verdict=_verdict(document),
         fp8_verdict=document["fp8"] and _fp8_verdict(document["fp8"]),
+        moe_verdict=document["moe"] and _moe_verdict(document["moe"]),
+        moe_columns=MOE_COLUMNS,
+        moe_rows=_moe_rows(document),
         columns=COLUMNS,
         measured=_measured_rows(document),
         logits=format_bytes(document["head_and_loss"][-1]["logits_bytes"]),

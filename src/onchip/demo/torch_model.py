@@ -81,13 +81,11 @@ class Layer(nn.Module):
         self.self_attn = nn.ModuleDict({f"{name}_proj": nn.Linear(hidden, hidden, bias=False) for name in "qkvo"})
         self.post_attention_layernorm = nn.RMSNorm(hidden, config.norm_eps)
         widening = {f"{name}_proj": nn.Linear(hidden, inner, bias=False) for name in ("gate", "up")}
-        self.mlp = nn.ModuleDict({**widening, "down_proj": nn.Linear(inner, hidden, bias=False)})
+        self.mlp = MLP({**widening, "down_proj": nn.Linear(inner, hidden, bias=False)})
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.input_layernorm(x))
-        y = self.post_attention_layernorm(x)
-        inner = F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y)
-        return x + self.mlp["down_proj"](inner)  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
     def attend(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -96,6 +94,14 @@ class Layer(nn.Module):
         query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.self_attn["o_proj"](mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.ModuleDict):
+    """SwiGLU between two linear layers and a third."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.silu(self["gate_proj"](x)) * self["up_proj"](x)
+        return self["down_proj"](inner)  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from onchip.demo.data import Ids
 from onchip.demo.model import ModelConfig
 from onchip.demo.torch_model import implementation as implementation
 from onchip.demo.torch_model import language_model
+from onchip.demo.torch_moe import LoopedMoE, expert_layer, put_experts
 from onchip.demo.train import BETAS, TrainConfig
 from onchip.integrations.transformers import patch
-from onchip.torch import convert_linears, linear_cross_entropy
+from onchip.torch import MoE, convert_linears, linear_cross_entropy
 
 
 def plain_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -36,6 +38,8 @@ patch(model)
 loss = model(input_ids=ids, labels=ids).loss""",
 }
 """The losses of the two trainings, as the page shows them."""
+EXPERT_LAYERS: Mapping[str, type[nn.Module]] = {"loop": LoopedMoE, "grouped": MoE}
+"""What is in the place of each MLP in the two trainings with experts."""
 MEMORY_SOURCE = "the measured peak above inputs, loss and returned gradients"
 """Where the bytes of `train.measure_head` are from."""
 
@@ -94,13 +98,16 @@ class TorchTrainer:
 def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTrainer]:
     """The same model with the plain loss and with onchip's, from the same initial weights.
 
-    With `fp8` also that training, and its baseline where that isn't one of the others: on a GPU what is around the
+    With `moe` also two with a mixture of experts in each layer, of which one loops over the experts.  With `fp8` also
+    that training, and its baseline where that isn't one of the others: on a GPU what is around the
     linear layers is in bfloat16, as models are trained there.
     """
     initial = language_model(model, config.seed).to(config.device)
 
-    def patched(convert: bool = False) -> nn.Module:
+    def patched(convert: bool = False, experts: type[nn.Module] | None = None) -> nn.Module:
         new = copy.deepcopy(initial)
+        if experts is not None:
+            put_experts(new, experts, model, config.seed)
         if convert:
             convert_linears(
                 new,
@@ -111,12 +118,27 @@ def make_trainers(model: ModelConfig, config: TrainConfig) -> dict[str, TorchTra
         return new
 
     trainers = {"plain": TorchTrainer(initial, config), "onchip": TorchTrainer(patched(), config)}
+    if config.moe:
+        trainers |= {name: TorchTrainer(patched(experts=kind), config) for name, kind in EXPERT_LAYERS.items()}
     if config.fp8:
         bf16 = fp8_baseline(config.device) == "bf16"
         trainers["fp8"] = TorchTrainer(patched(convert=True), config, bf16=bf16)
         if bf16:
             trainers["bf16"] = TorchTrainer(patched(), config, bf16=True)
     return trainers
+
+
+def moe_steps(model: ModelConfig, config: TrainConfig) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of one layer of experts, with the gradients of its input and all parameters."""
+    x = torch.randn(config.tokens, model.hidden, generator=torch.Generator().manual_seed(config.seed))
+    x = x.to(config.device).requires_grad_()
+
+    def step(layer: nn.Module) -> list[Tensor]:
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y.square().mean(), (x, *layer.parameters()))]
+
+    layers = {name: expert_layer(kind, model, config.seed).to(config.device) for name, kind in EXPERT_LAYERS.items()}
+    return {name: partial(step, layer) for name, layer in layers.items()}
 
 
 def fp8_baseline(device: str) -> str:

@@ -1,19 +1,24 @@
-"""torchtitan 0.3: its loss through `linear_cross_entropy`, its linear layers through `fp8_linear`.
+"""torchtitan 0.3: its loss through `linear_cross_entropy`, its linear layers through `fp8_linear`, its experts through
+`grouped_matmul`.
 
 `LinearCrossEntropyLoss.Config` goes where a trainer's config has `ChunkedLossWrapper.Config`;
-`Fp8LinearConverter.Config` goes where it has `Float8LinearConverter.Config`.
+`Fp8LinearConverter.Config` goes where it has `Float8LinearConverter.Config`; `GroupedMatmulConverter.Config` goes where
+it has `MXFP8GroupedExpertsConverter.Config`.
 """
 
 # ruff: noqa: E402
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onchip.core.backends import choose_backend
 from onchip.frontend.torch_inputs import dtype_name, is_dtensor
 from onchip.integrations.versions import require
-from onchip.torch import Fp8Linear, linear_cross_entropy
+from onchip.ops.grouped_matmul.torch_op import BACKENDS
+from onchip.torch import Fp8Linear, grouped_matmul, linear_cross_entropy
 from onchip.torch import LinearCrossEntropyLoss as Options
 
 require("torchtitan", "torchtitan", "0.3")
@@ -21,6 +26,7 @@ require("torchtitan", "torchtitan", "0.3")
 import spmd_types as spmd
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 
@@ -241,12 +247,92 @@ class Fp8LinearConverter(ModelConfigConverter):  # type: ignore[misc]
                 **layer, grad_dtype=config.grad_dtype, scale=config.scale, backend=config.backend
             )
             converted += 1
-            if parent is None:
-                model_config = made
-            elif isinstance(parent, list):
-                parent[attribute] = made
-            else:
-                setattr(parent, attribute, made)
+            model_config = _put(made, parent, attribute, model_config)
         if not converted:
             raise ValueError(f"{NAME}: no Linear of the model is left to convert; filter_fqns is {config.filter_fqns}")
         return model_config
+
+
+def _put(made: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
+    """Put the config `made` where `traverse` found another one; returns the config of the model."""
+    if parent is None:
+        return made
+    if isinstance(parent, list):
+        parent[attribute] = made
+    else:
+        setattr(parent, attribute, made)
+    return model_config
+
+
+class GroupedMatmulConverter(ModelConfigConverter):  # type: ignore[misc]
+    """Compute the products of a model's experts by `grouped_matmul`, in the place of `torch._grouped_mm`.
+
+    It overrides `_grouped_mm` of each `GroupedExperts`, and of its subclasses as gpt-oss's: what else they do, their
+    parameters and checkpoints stay the same.  Weights are read as they lie, and rows past the last expert's are 0 in
+    results and gradients.  Experts whose products are another's already, quantised ones, stay as they are.
+
+    Args:
+        config: `Config`.
+
+    Raises:
+        ValueError: no experts are left to convert, or a backend that there isn't.
+        RuntimeError: in the experts' forward, with `debug.spmd_typechecking`.
+
+    Example, in a function of a config registry::
+
+        from onchip.integrations.torchtitan import GroupedMatmulConverter
+
+        config.model_spec = model_registry("debugmodel", converters=[GroupedMatmulConverter.Config()])
+
+    Source: torchtitan 0.3.0, `torchtitan/models/common/moe.py`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):  # type: ignore[misc]
+        """Which backend of `grouped_matmul`."""
+
+        backend: str = "auto"
+
+    def __init__(self, config: Config) -> None:
+        choose_backend(NAME, config.backend, dict.fromkeys(BACKENDS))
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """The config of the model with its experts; changed in place, but for a config that is experts' itself."""
+        converted = 0
+        for _, experts, parent, attribute in list(model_config.traverse(GroupedExperts.Config)):
+            owner = type(experts)._owner
+            theirs = owner._grouped_mm is GroupedExperts._grouped_mm
+            if not theirs or owner.__module__.startswith("torchtitan.components.quantization"):
+                continue
+            given = {f.name: getattr(experts, f.name) for f in fields(experts)}
+            made = _experts_class(owner).Config(**given, onchip_backend=self.config.backend)
+            converted += 1
+            model_config = _put(made, parent, attribute, model_config)
+        if not converted:
+            raise ValueError(f"{NAME}: no GroupedExperts of the model are left to convert")
+        return model_config
+
+
+@cache
+def _experts_class(owner: Any) -> Any:
+    """A subclass of torchtitan's experts with their products by `grouped_matmul`."""
+
+    class OnchipExperts(owner):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(owner.Config):  # type: ignore[misc]
+            onchip_backend: str = "auto"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.onchip_backend = config.onchip_backend
+
+        def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+            """[R, N] of A [R, K] and B_t [E, K, N]."""
+            if spmd.is_type_checking():
+                raise RuntimeError(f"{NAME}: grouped_matmul has no SPMD types; set debug.spmd_typechecking to False")
+            backend: Any = self.onchip_backend
+            return grouped_matmul(A, B_t, group_offsets=offs, weight_layout="gkn", backend=backend)
+
+    OnchipExperts.__name__ = OnchipExperts.__qualname__ = f"Onchip{owner.__name__}"
+    return OnchipExperts

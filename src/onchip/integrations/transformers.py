@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from onchip.frontend.options import ScratchBytes
 from onchip.frontend.torch_types import Backend
+from onchip.integrations.transformers_experts import register_experts as register_experts
 from onchip.ops.linear_cross_entropy.spec import Precision
 from onchip.ops.linear_cross_entropy.torch_module import active_module, lora_operands
 from onchip.torch import LMHead, linear_cross_entropy

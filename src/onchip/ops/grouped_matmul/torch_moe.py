@@ -1,0 +1,313 @@
+"""A mixture-of-experts layer for PyTorch on top of grouped_matmul: the module, and the functions that it is made of."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.types import Device
+
+from onchip.core.backends import choose_backend
+from onchip.frontend.options import require_bool, require_int, require_one_of, require_positive
+from onchip.frontend.torch_inputs import DTYPES, LOSS_DTYPES, accumulator, dtype_name, require_tensor
+from onchip.frontend.torch_types import Backend
+from onchip.groups.problem import WeightLayout
+from onchip.ops.grouped_matmul.torch_op import BACKENDS, grouped_matmul
+
+Scoring = Literal["softmax", "sigmoid"]
+SCORINGS = get_args(Scoring)
+
+
+class MoEStats(NamedTuple):
+    """How tokens were spread over the experts.  Both losses have gradients, and so has `mean_prob`."""
+
+    counts: Tensor
+    """[E] int32: the tokens that went to each expert."""
+    fraction: Tensor
+    """[E] float32: `counts` divided by their sum."""
+    mean_prob: Tensor
+    """[E] float32: the part of each expert in a token's scores, the mean over tokens."""
+    aux_loss: Tensor
+    """0-d float32: the load-balancing loss E * sum(fraction * mean_prob), 1 if both are even.  Its gradient is that of
+    mean_prob."""
+    z_loss: Tensor
+    """0-d float32: the mean over tokens of logsumexp(logits)**2, which keeps the router's logits small."""
+
+
+class Routing(NamedTuple):
+    """Where tokens go."""
+
+    experts: Tensor
+    """[T, top_k] int64, the largest score first."""
+    weights: Tensor
+    """[T, top_k]: what each of these experts' results is multiplied by."""
+    probs: Tensor
+    """[T, E]: a token's scores, divided by their sum."""
+
+
+class Groups(NamedTuple):
+    """The choices of all tokens, sorted by expert: the rows of the products."""
+
+    order: Tensor
+    """[T * top_k] int64: the place of each row's choice in `experts.flatten()`."""
+    rows: Tensor
+    """[T * top_k] int64: the row's token."""
+    ends: Tensor
+    """[E] int32: where each expert's rows end.  Those past the last are no expert's."""
+
+
+def route(logits: Tensor, top_k: int, *, norm_topk: bool, scoring: Scoring, scaling_factor: float) -> Routing:
+    """Each token's top_k experts, of router logits [T, E]."""
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    probs = scores / _not_zero(scores.sum(-1, keepdim=True))
+    weights, experts = scores.topk(top_k)
+    if norm_topk:
+        weights = weights / _not_zero(weights.sum(-1, keepdim=True))
+    return Routing(experts, weights * scaling_factor, probs)
+
+
+def _not_zero(total: Tensor) -> Tensor:
+    """A sum of scores to divide by, as DeepSeek-V3 has it: sigmoids may all be 0."""
+    return total + 1e-20
+
+
+def group(experts: Tensor, num_experts: int) -> Groups:
+    """Sort the choices [T, top_k] by expert, those of a token in their order; an id out of [0, E) is no expert's."""
+    chosen = experts.flatten()
+    ids, order = chosen.where(chosen >= 0, num_experts).sort(stable=True)
+    # Not bincount, which reads the largest id on the host.
+    each = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
+    return Groups(order, order // experts.shape[1], torch.searchsorted(ids, each, right=True, out_int32=True))
+
+
+def moe_forward(
+    x: Tensor,  # [T, H]
+    groups: Groups,
+    weights: Tensor,  # [T, top_k]
+    widening: Tensor,  # [E, 2 F, H], or [E, N, H] with an activation to [T, F]
+    down: Tensor,  # [E, H, F]
+    *,
+    widening_bias: Tensor | None = None,  # [E, 2 F] or [E, N]
+    down_bias: Tensor | None = None,  # [E, H]
+    weight_layout: WeightLayout = "gnk",
+    activation: Callable[[Tensor], Tensor] | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """[T, H]: each token's experts applied to it, and their results added up, multiplied by its weights.
+
+    Without an `activation` it is SwiGLU, gate before up, computed in the first product.
+    """
+    first = grouped_matmul(
+        x,
+        widening,
+        group_offsets=groups.ends,
+        weight_layout=weight_layout,
+        bias=widening_bias,
+        activation="swiglu" if activation is None else None,
+        rows=groups.rows,
+        backend=backend,
+    )
+    return grouped_matmul(
+        first if activation is None else activation(first),
+        down,
+        group_offsets=groups.ends,
+        weight_layout=weight_layout,
+        bias=down_bias,
+        row_scale=weights.flatten().gather(0, groups.order).to(accumulator(x.dtype)),
+        scatter_rows=groups.rows,
+        num_rows=x.shape[0],
+        backend=backend,
+    )
+
+
+class Router(nn.Linear):
+    """The layer that gives router logits: in float32, under autocast too and whatever its weight was cast to."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype, kind = accumulator(input.dtype), input.device.type
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):
+            return F.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+
+class MoE(nn.Module):
+    r"""A mixture of experts with SwiGLU, in the place of a transformer's MLP.
+
+    Each token goes to the `top_k` experts of largest score, all of them: there is no capacity, and none is dropped.
+    With scores s = softmax(router x), or their sigmoid, and the set C of a token's chosen experts::
+
+        expert_e(x) = down[e] @ (silu(gate) * up)            # gate, up: halves of gate_up[e] @ x
+        y = sum over e in C of w_e * expert_e(x) + shared(x)
+        w_e = scaling_factor * s_e / (sum of s over C)       # norm_topk=False: scaling_factor * s_e
+
+    Args:
+        hidden: H, of a token.
+        intermediate: F, inside of an expert.
+        num_experts: E.
+        top_k: experts for each token.
+        num_shared: every token also goes to an expert of its own, num_shared * F inside; 0: there is none.
+        norm_topk: divide the weights by their sum, as Mixtral, Qwen3 and DeepSeek-V3 do.
+        scoring: "softmax" over all experts, or "sigmoid" of each logit (DeepSeek-V3).
+        scaling_factor: multiplies the weights (DeepSeek-V3: 2.5).
+        bias: the router and all experts add biases.
+        device, dtype: as of `torch.nn.Linear`; the router is in float32, and so is what it computes.
+        backend: of `grouped_matmul`.
+
+    Parameters are gate_up [E, 2 F, H], whose first F rows are the gate's, and down [E, H, F], with bias gate_up_bias
+    [E, 2 F] and down_bias [E, H] too; router, shared_gate_up and shared_down are linear layers, the latter with
+    num_shared.  All start as nn.Linear's do.
+
+    `forward(x)` takes x [..., H], and gives y of the same shape in grouped_matmul's dtype: x's, or autocast's.  With
+    `return_stats=True` it gives (y, `MoEStats`).  Add a small part of their aux_loss to the loss (0.01 in Switch), or
+    of their z_loss (0.001 in ST-MoE).  It doesn't synchronise the device.
+
+    Raises:
+        TypeError: an argument of the wrong type, and in forward an x of another dtype than the experts'.
+        ValueError: a size below 1, a top_k above num_experts, a word that there isn't; in forward a wrong shape.
+
+    Memory: as of two calls of `grouped_matmul` of T * top_k rows, with `rows` and with `scatter_rows`.
+
+    Example:
+        >>> import torch
+        >>> from onchip.torch import MoE
+        >>> layer = MoE(16, 32, num_experts=4, top_k=2)
+        >>> y, stats = layer(torch.randn(2, 5, 16), return_stats=True)
+        >>> y.shape, int(stats.counts.sum())
+        (torch.Size([2, 5, 16]), 20)
+        >>> (y.square().mean() + 0.01 * stats.aux_loss).backward()
+
+    Sources: the layer and its balancing loss as in Switch Transformers (arXiv:2101.03961), top-k as in Mixtral
+    (arXiv:2401.04088), shared experts and sigmoids as in DeepSeek-V3 (arXiv:2412.19437), the z-loss as in ST-MoE
+    (arXiv:2202.08906).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        num_shared: int = 0,
+        norm_topk: bool = True,
+        scoring: Scoring = "softmax",
+        scaling_factor: float = 1.0,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": num_experts, "top_k": top_k}
+        for name, size in (sizes | {"num_shared": num_shared}).items():
+            require_int("MoE", name, size)
+            least = 0 if name == "num_shared" else 1
+            if size < least:
+                raise ValueError(f"MoE: {name} must be {least} or more; got {size}")
+        if top_k > num_experts:
+            raise ValueError(f"MoE: top_k must be at most num_experts={num_experts}; got {top_k}")
+        require_bool("MoE", "norm_topk", norm_topk)
+        require_bool("MoE", "bias", bias)
+        require_one_of("MoE", "scoring", scoring, SCORINGS)
+        require_positive("MoE", "scaling_factor", scaling_factor)
+        choose_backend("MoE", backend, dict.fromkeys(BACKENDS))
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in LOSS_DTYPES:
+            *most, last = DTYPES.values()
+            raise TypeError(f"MoE: dtype must be {', '.join(most)}, {last} or float64; got {dtype}")
+        super().__init__()
+        self.hidden, self.intermediate, self.num_experts, self.top_k = hidden, intermediate, num_experts, top_k
+        self.num_shared, self.norm_topk, self.scoring = num_shared, norm_topk, scoring
+        self.scaling_factor, self.backend = scaling_factor, backend
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = Router(hidden, num_experts, bias, device, accumulator(dtype))
+        self.gate_up = parameter(num_experts, 2 * intermediate, hidden)
+        self.down = parameter(num_experts, hidden, intermediate)
+        self.gate_up_bias = parameter(num_experts, 2 * intermediate) if bias else None
+        self.down_bias = parameter(num_experts, hidden) if bias else None
+        self.reset_parameters()
+        self.shared_gate_up = self.shared_down = None
+        if num_shared > 0:
+            inner = num_shared * intermediate
+            self.shared_gate_up = nn.Linear(hidden, 2 * inner, bias, device, dtype)
+            self.shared_down = nn.Linear(inner, hidden, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw the experts' parameters anew, uniform up to 1 / sqrt(inputs), as nn.Linear's."""
+        for weight, bias in ((self.gate_up, self.gate_up_bias), (self.down, self.down_bias)):
+            for x in (weight, bias):
+                if x is not None:
+                    nn.init.uniform_(x, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+
+    @overload
+    def forward(self, x: Tensor, *, return_stats: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, MoEStats]: ...
+    def forward(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]:
+        """See the class."""
+        require_tensor("MoE", "x", x)
+        require_bool("MoE", "return_stats", return_stats)
+        if x.ndim < 1 or x.shape[-1] != self.hidden:
+            raise ValueError(f"MoE: x must be [..., H] with H={self.hidden}; got shape {list(x.shape)}")
+        if x.dtype not in LOSS_DTYPES:
+            raise TypeError(f"MoE: x must be of a float dtype, as the experts are; got {dtype_name(x.dtype)}")
+        tokens = x.reshape(-1, self.hidden)
+        logits = self.router(tokens)
+        routing = route(
+            logits,
+            self.top_k,
+            norm_topk=self.norm_topk,
+            scoring=self.scoring,
+            scaling_factor=self.scaling_factor,
+        )
+        groups = group(routing.experts, self.num_experts)
+        y = moe_forward(
+            tokens,
+            groups,
+            routing.weights,
+            self.gate_up,
+            self.down,
+            widening_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            backend=self.backend,
+        )
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            gate, up = self.shared_gate_up(tokens).chunk(2, -1)
+            y = y + self.shared_down(F.silu(gate) * up)
+        y = y.reshape(x.shape)
+        return (y, moe_stats(logits, routing, groups)) if return_stats else y
+
+    if TYPE_CHECKING:  # torch.nn.Module's has no types
+
+        @overload
+        def __call__(self, x: Tensor, *, return_stats: Literal[False] = False) -> Tensor: ...
+        @overload
+        def __call__(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, MoEStats]: ...
+        def __call__(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]: ...
+
+    def extra_repr(self) -> str:
+        """Sizes, and the options that differ from their defaults."""
+        sizes = f"{self.hidden}, {self.intermediate}, num_experts={self.num_experts}, top_k={self.top_k}"
+        given: dict[str, tuple[object, object]] = {
+            "num_shared": (self.num_shared, 0),
+            "norm_topk": (self.norm_topk, True),
+            "scoring": (self.scoring, "softmax"),
+            "scaling_factor": (self.scaling_factor, 1.0),
+            "bias": (self.gate_up_bias is not None, False),
+            "backend": (self.backend, "auto"),
+        }
+        return ", ".join([sizes, *(f"{name}={x!r}" for name, (x, default) in given.items() if x != default)])
+
+
+def moe_stats(logits: Tensor, routing: Routing, groups: Groups) -> MoEStats:
+    """How router logits [T, E] spread the tokens; without tokens all zeros."""
+    counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+    tokens = max(logits.shape[0], 1)
+    fraction = counts.to(logits.dtype) / (tokens * routing.experts.shape[1])
+    mean_prob = routing.probs.sum(0) / tokens
+    aux_loss = logits.shape[1] * (fraction * mean_prob).sum()
+    z_loss = logits.logsumexp(-1).square().sum() / tokens
+    return MoEStats(counts, fraction, mean_prob, aux_loss, z_loss)

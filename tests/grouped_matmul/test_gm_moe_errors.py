@@ -1,0 +1,49 @@
+"""Every way to call `MoE` wrongly."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from onchip.torch import MoE
+
+ALONE = MoE(8, 4, 4, 2)
+WRONG = {
+    "a size of a float": (lambda: MoE(8.0, 4, 4, 2), TypeError, "MoE: hidden must be an int; got float"),
+    "hidden of 0": (lambda: MoE(0, 4, 4, 2), ValueError, "MoE: hidden must be 1 or more; got 0"),
+    "intermediate of 0": (lambda: MoE(8, 0, 4, 2), ValueError, "MoE: intermediate must be 1 or more; got 0"),
+    "no experts": (lambda: MoE(8, 4, 0, 2), ValueError, "MoE: num_experts must be 1 or more; got 0"),
+    "top_k of 0": (lambda: MoE(8, 4, 4, 0), ValueError, "MoE: top_k must be 1 or more; got 0"),
+    "top_k above the experts": (lambda: MoE(8, 4, 4, 5), ValueError, "MoE: top_k must be at most num_experts=4; got 5"),
+    "num_shared below 0": (lambda: MoE(8, 4, 4, 2, num_shared=-1), ValueError, "MoE: num_shared must be 0 or more; got -1"),
+    "num_shared that is a bool": (lambda: MoE(8, 4, 4, 2, num_shared=True), TypeError, "MoE: num_shared must be an int; got bool"),
+    "norm_topk of 1": (lambda: MoE(8, 4, 4, 2, norm_topk=1), TypeError, "MoE: norm_topk must be True or False; got int"),
+    "bias of None": (lambda: MoE(8, 4, 4, 2, bias=None), TypeError, "MoE: bias must be True or False; got NoneType"),
+    "another scoring": (lambda: MoE(8, 4, 4, 2, scoring="tanh"), ValueError, "MoE: scoring must be one of 'softmax', 'sigmoid'; got 'tanh'"),
+    "scaling_factor of 0": (lambda: MoE(8, 4, 4, 2, scaling_factor=0), ValueError, "MoE: scaling_factor must be above 0; got 0"),
+    "scaling_factor in words": (lambda: MoE(8, 4, 4, 2, scaling_factor="2"), TypeError, "MoE: scaling_factor must be a number; got str"),
+    "a dtype of integers": (lambda: MoE(8, 4, 4, 2, dtype=torch.int8), TypeError, "MoE: dtype must be float32, bfloat16, float16 or float64; got torch.int8"),
+    "a backend that there isn't": (lambda: MoE(8, 4, 4, 2, backend="cuda"), ValueError, "MoE: backend must be one of"),
+    "x that is a list": (lambda: ALONE([1.0]), TypeError, "MoE: x must be a torch.Tensor; got list"),
+    "x of NumPy": (lambda: ALONE(np.ones((3, 8))), TypeError, "MoE: x is a numpy.ndarray; pass torch.from_numpy(x)"),
+    "x of another size": (lambda: ALONE(torch.ones(3, 7)), ValueError, "MoE: x must be [..., H] with H=8; got shape [3, 7]"),
+    "x that is a number": (lambda: ALONE(torch.tensor(1.0)), ValueError, "MoE: x must be [..., H] with H=8; got shape []"),
+    "x of integers": (lambda: ALONE(torch.ones(3, 8, dtype=torch.int64)), TypeError, "MoE: x must be of a float dtype, as the experts are; got int64"),
+    "x of another dtype": (lambda: ALONE(torch.ones(3, 8, dtype=torch.bfloat16)), TypeError, "x is bfloat16 but weight is float32; cast one of them, or run under torch.autocast"),
+    "return_stats of 1": (lambda: ALONE(torch.ones(3, 8), return_stats=1), TypeError, "MoE: return_stats must be True or False; got int"),
+    "a backend that can't run": (lambda: MoE(8, 4, 4, 2, dtype=torch.float64, backend="triton")(torch.ones(3, 8, dtype=torch.float64)), ValueError, "grouped_matmul: backend 'triton' can't run this call: it takes no float64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_call(name):
+    call, kind, message = WRONG[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_a_second_derivative_raises():
+    x = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="grouped_matmul"):
+        torch.autograd.grad(ALONE(x).sum(), x, create_graph=True)[0].sum().backward()
