@@ -16,6 +16,7 @@ from onchip.fuzz import run
 from onchip.fuzz.call import program
 from onchip.fuzz.draw import TABLES, legal, simpler, table
 from onchip.fuzz.judge import Wrong
+from onchip.groups.torch import loop
 from shared_jax import quick_compilation  # noqa: F401
 
 
@@ -89,7 +90,7 @@ def test_drawn_and_simpler_calls_are_programs(framework, op):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("op", [op for op in TABLES if op != "fp8_linear"])
+@pytest.mark.parametrize("op", [op for op in TABLES if "vocab" in TABLES[op]])
 def test_of_one_class_all_is_exactly_zero(framework, op):
     error, _ = run.attempt(call := simplest(framework, op, vocab=1, shape=(5,)))
     assert error is None
@@ -106,3 +107,23 @@ def test_a_refusal_and_a_warning_are_failures(monkeypatch):
 
     monkeypatch.setattr(onchip.torch, "cross_entropy", warns)
     assert isinstance(run.attempt(call)[0], UserWarning)
+
+
+@pytest.mark.parametrize("fault", ["a row of no group", "out", "grad_x", "grad_bias", "grad_row_scale"])
+def test_faults_of_grouped_matmul_are_found(monkeypatch, fault):
+    forward, gradients = loop.forward, loop.gradients
+
+    def wrong_forward(call):
+        made = forward(call)
+        if fault == "a row of no group" and call.scatter_rows is None:
+            made.out[int(call.groups.sum() if call.which == "group_sizes" else call.groups[-1]) :] = 1e-12
+        return made._replace(out=made.out * (1 + 1e-5)) if fault == "out" else made
+
+    def wrong_gradients(*arguments):
+        made = zip(("grad_x", "grad_weight", "grad_bias", "grad_row_scale"), gradients(*arguments), strict=True)
+        return [x * 1.0001 if x is not None and name == fault else x for name, x in made]
+
+    monkeypatch.setattr(loop, "forward", wrong_forward)
+    monkeypatch.setattr(loop, "gradients", wrong_gradients)
+    calls = itertools.islice(run.drawn(0, [("torch", "cpu", "grouped_matmul")]), 100)
+    assert any(isinstance(run.attempt(call)[0], Wrong) for call in calls)

@@ -1,28 +1,31 @@
 """The benchmark's steps return what it checks, and it notices what is wrong."""
 
 import pytest
-import torch
 
-from onchip.bench.ops.grouped_matmul import RETURNED, TORCH
+from onchip.bench.ops.grouped_matmul import JAX, RETURNED, TORCH
 from onchip.ops.grouped_matmul.cases import MODEL_CASES
+from shared_jax import quick_compilation  # noqa: F401
 
 
 @pytest.fixture(scope="module")
-def problem():
-    return TORCH.make_problem(TORCH.CASES["cpu"], "cpu", "float32")
+def problems():
+    return {b.framework: b.make_problem(b.CASES["cpu"], "cpu", "float32") for b in (TORCH, JAX)}
 
 
-@pytest.mark.parametrize("mode", RETURNED)
-def test_steps(problem, mode):
-    own = TORCH.IMPLEMENTATIONS[0]
-    made = TORCH.steps(problem, own)[mode]()
-    errors = TORCH.check(TORCH.reference(problem), mode, made)
+MODES = [(b, i, mode) for b, i in ((TORCH, 0), (JAX, 0), (JAX, 1)) for mode in b.MODES]
+
+
+@pytest.mark.parametrize(("benchmark", "number", "mode"), MODES, ids=lambda x: getattr(x, "framework", x))
+def test_steps(problems, benchmark, number, mode):
+    problem = problems[benchmark.framework]
+    made = benchmark.steps(problem, benchmark.IMPLEMENTATIONS[number])[mode]()
+    errors = benchmark.check(benchmark.reference(problem), mode, made)
     assert list(errors) == list(RETURNED[mode])
     assert all(error <= bound for error, bound in errors.values())
-    wrong = [x.roll(1, 0) for x in made]
-    assert all(error > 0.1 for error, _ in TORCH.check(problem, mode, wrong).values())
-    (floor,) = TORCH.floor(problem, mode)()[:1]
-    assert torch.isfinite(floor).all()
+    wrong = [benchmark.fw.xp.roll(x, 1, 0) for x in made]
+    assert all(error > 0.1 for error, _ in benchmark.check(problem, mode, wrong).values())
+    (floor,) = benchmark.floor(problem, mode)()[:1]
+    assert benchmark.fw.xp.isfinite(floor).all()
 
 
 def test_sizes_of_models():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -56,7 +57,10 @@ def run(call: Call) -> list[Check]:
     case = cases.Case(name="fuzz", options=options, **_fields(call, of_case))
     made = cases.make_inputs(case, seed=call["seed"])
     if call.get("poison"):
-        made = made._replace(**_with_ignored(made._asdict(), call, np.float32(np.nan)))
+        unread = _without_group if family == "grouped_matmul" else _with_ignored
+        made = made._replace(**unread(made._asdict(), call, np.float32(np.nan)))
+    if call.get("offsets"):
+        of = partial(_by_offsets, of)
 
     with fw.default_device(device):
         given = _shaped(made, call, calls.array)
@@ -85,8 +89,10 @@ def run(call: Call) -> list[Check]:
 
 def _fields(call: Call, known: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the op's case."""
-    tokens = math.prod(call["shape"])
-    fields: dict[str, Any] = {"m": tokens, "snr_db": None} if "m" in known else {"tokens": tokens}
+    fields: dict[str, Any] = {}
+    if "shape" in call:
+        tokens = math.prod(call["shape"])
+        fields = {"m": tokens, "snr_db": None} if "m" in known else {"tokens": tokens}
     if call.get("padded"):
         fields["padding"] = (8, 3)
     return fields | {name: value for name, value in call.items() if name in known}
@@ -102,9 +108,28 @@ def _with_ignored(arrays: Mapping[str, Any], call: Call, value: Any) -> dict[str
     return {name: np.where(ignored[:, None], value, x) for name, x in floats.items()}
 
 
+def _without_group(arrays: Mapping[str, Any], call: Call, value: Any) -> dict[str, Any]:
+    """Inputs of grouped_matmul with `value`, or an index out of range, in all that no row of a group reads."""
+    last, groups = sum(call["sizes"]), np.array(call["sizes"]) > 0
+    read, write = (slice(last) if arrays[n] is None else arrays[n][:last] for n in ("rows", "scatter_rows"))
+    kept = {"x": read, "grad_out": write, "weight": groups, "bias": groups}
+    kept |= dict.fromkeys(("row_scale", "rows", "scatter_rows"), slice(last))
+    made = {}
+    for name in kept:
+        if (x := arrays[name]) is not None:
+            made[name] = np.full_like(x, value if x.dtype.kind == "f" else -1)
+            made[name][kept[name]] = x[kept[name]]
+    return made
+
+
+def _by_offsets(op: Callable[..., Any], *, group_sizes: Any, **more: Any) -> Any:
+    """The op, given where groups end."""
+    return op(group_offsets=group_sizes.cumsum(0, dtype=group_sizes.dtype), **more)
+
+
 def _shaped(made: Any, call: Call, array: Callable[[str, Any, str | None, Call], Any]) -> dict[str, Any]:
     """The arrays of the inputs of a case with the call's shape for their tokens, upstream gradients among them."""
-    shape = call["shape"]
+    shape: Any = call.get("shape")
     given: dict[str, Any] = {}
     for name, x in made._asdict().items():
         # Of linear_log_probs, a value that is not asked for has no upstream gradient.
@@ -115,7 +140,8 @@ def _shaped(made: Any, call: Call, array: Callable[[str, Any, str | None, Call],
             given["teacher_topk"] = TopK(*parts, *x[2:])
             continue
         per_token = name == "token_weight" or not name.endswith(("weight", "bias"))
-        x = np.reshape(x, (*shape, *np.shape(x)[1:])) if per_token and np.ndim(x) else x
+        if shape is not None and per_token and np.ndim(x):
+            x = np.reshape(x, (*shape, *np.shape(x)[1:]))
         given[name] = array(name, x, _dtype(name, call), call)
     return given
 
@@ -124,6 +150,10 @@ def _dtype(name: str, call: Call) -> str | None:
     """The call's dtype of an array, None if it is kept as it is."""
     if name in ("target", "ids"):
         return str(call["label_dtype"])
+    if name in ("group_sizes", "rows", "scatter_rows"):
+        return str(call["index_dtype"])
+    if name in ("bias", "row_scale") and call.get("others_dtype"):
+        return str(call["others_dtype"])
     return None if name in CONSTANTS or (name.startswith("grad_") and name != "grad_out") else str(call["dtype"])
 
 
@@ -134,5 +164,5 @@ def _gets_gradient(name: str, call: Call) -> bool:
         return False
     if who == "teacher":
         return bool(call["teacher_grad"])
-    order = {"logits": 0, "hidden": 0, "x": 0, "weight": 1, "bias": 2}
+    order = {"logits": 0, "hidden": 0, "x": 0, "weight": 1, "bias": 2, "scale": 3}
     return not call["frozen"] >> order[part] & 1

@@ -18,16 +18,19 @@ _SIZES = (1, 2, 3, 8, 31, 64, 136)
 _VOCABS = (2, 1, 3, 5, 70, 128, 513, 1000, 2049)
 _NO, _YES = (False, True), (True, False)
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+# Of groups: some are empty, all rows in one, many of a few rows, none at all.
+_GROUPS = ((1,), (3,), (0,), (2, 1), (5, 0, 3), (0, 0, 7), (0, 0, 0), (17, 130, 1), (0, 257, 0, 0), (64, 64, 128),
+           tuple(i % 4 for i in range(70)))  # fmt: skip
 _STRIDES = ("plain", "sliced", "transposed", "strided")
 
-_EVERY: Table = {
-    "shape": _SHAPES,
+_ANY: Table = {
     "dtype": ("float32", "bfloat16", "float16"),
     "seed": range(1000),
     "frozen": range(8),  # bit by bit, which of the tensors need no gradient
     "again": _NO,
     "twice": _NO,
 }
+_EVERY: Table = {"shape": _SHAPES, **_ANY}
 _LABELS: Table = {
     "label_dtype": _INTEGERS,
     "ignore_index": (-100, -1, 0, 7),
@@ -74,6 +77,13 @@ TABLES: Mapping[str, Table] = {
         **_EVERY, "n": (1, 5, 31, 128, 136, 260), "k": (1, 8, 31, 128, 257), "bias": _NO, "grad_std": (1.0, 1e-20),
         "spread": (0.0, 4.0), "zeros": (0.0, 0.5), "grad_dtype": ("e4m3", "e5m2"), "scale": ("float32", "power_of_two"),
     },
+    "grouped_matmul": {
+        **_ANY, "frozen": range(16), "sizes": _GROUPS, "tail": (0, 1, 20), "n": (1, 2, 31, 64, 128, 136, 192),
+        "k": (1, 8, 31, 128, 136), "weight_layout": ("gnk", "gkn"), "offsets": _NO, "index_dtype": ("int32", "int64"),
+        "bias": _NO, "row_scale": _NO, "others_dtype": (None, "float32"), "activation": (None, "swiglu"),
+        "gate_up": ("concatenated", "interleaved"), "source_rows": (None, 1, 5, 40), "num_rows": (None, 1, 9, 300),
+        "poison": _NO,
+    },
 }  # fmt: skip
 _TORCH: Table = {
     "strides": _STRIDES, "weight_strides": _STRIDES, "constant_strides": ("plain", "strided"),
@@ -85,6 +95,7 @@ _MORE: Mapping[tuple[str, str], Table] = {
     ("torch", "linear_cross_entropy"): {"precision": ("full", "fp8"), "weight_grad_out": _NO},
     ("torch", "cross_entropy"): {"inplace_backward": _NO},
     ("torch", "fp8_linear"): {"weight_grad_out": _NO},
+    ("torch", "grouped_matmul"): {"weight_grad_out": _NO},
     ("jax", "linear_cross_entropy"): {"weight_layout": ("vh", "hv")},
     ("jax", "linear_log_probs"): {"weight_layout": ("vh", "hv")},
     ("jax", "linear_jsd"): {"weight_layout": ("vh", "hv")},
@@ -97,10 +108,13 @@ def table(framework: str, op: str) -> Table:
     return {**TABLES[op], **(_TORCH if framework == "torch" else _JAX), **_MORE.get((framework, op), {})}
 
 
+_ALWAYS = ("shape", "hidden", "vocab", "seed", "sizes", "n", "k")
+
+
 def draw(rng: Random, framework: str, device: str, op: str) -> Call:
     """A legal call.  Half of its values are the simplest, so that each of the others meets many combinations."""
     drawn = {
-        name: rng.choice(values) if rng.random() < 0.5 or name in ("shape", "hidden", "vocab", "seed") else values[0]
+        name: rng.choice(values) if rng.random() < 0.5 or name in _ALWAYS else values[0]
         for name, values in table(framework, op).items()
     }
     about = {"framework": framework, "device": device, "op": op, "backend": "auto"}
@@ -123,7 +137,8 @@ def legal(call: Call) -> Call:
     def without(*names: str) -> None:
         c.update({name: table(c["framework"], c["op"])[name][0] for name in names if name in c})
 
-    tokens, vocab, op = math.prod(c["shape"]), c.get("vocab", 0), c["op"]
+    vocab, op = c.get("vocab", 0), c["op"]
+    tokens = sum(c["sizes"]) + c["tail"] if op == "grouped_matmul" else math.prod(c["shape"])
     if c.get("reduction") != "mean":
         without("normalizer")
     if c.get("token_temperature"):
@@ -158,6 +173,13 @@ def legal(call: Call) -> Call:
         c["dtype"] = "bfloat16"
     if op == "fp8_linear" and c["dtype"] == "float16":  # which holds no numbers so small or so far apart
         without("grad_std", "spread")
+    if op == "grouped_matmul":
+        if c["activation"] is None:
+            without("gate_up")
+        elif c["n"] % 2:
+            c["n"] = 2
+        if c.get("upstream_strides") == "expanded":
+            without("poison")  # it would be everywhere
     if tokens == 0:  # a gradient of nothing depends on nothing
         without("twice")
     return c

@@ -16,7 +16,7 @@ def array(name: str, x: Any, dtype: str | None, call: Call) -> Any:
     """An input in a dtype (None: its own)."""
     if name == "topk":
         return x
-    return np.asarray(x).astype(dtype) if name in ("target", "ids") else jnp.asarray(x, dtype)
+    return np.asarray(x).astype(dtype) if np.asarray(x).dtype.kind == "i" else jnp.asarray(x, dtype)
 
 
 def results(
@@ -41,7 +41,9 @@ def results(
 
     def values(trained: Any, fixed: Any, constants: Any, **more: Any) -> Any:
         transposed = "weight_layout" in options
-        floats = {n: x.T if transposed and n.endswith("weight") else x for n, x in (trained | fixed).items()}
+        floats = {
+            n: x.swapaxes(-2, -1) if transposed and n.endswith("weight") else x for n, x in (trained | fixed).items()
+        }
         if topk is not None:
             constants = constants | {"teacher_topk": TopK(*constants["teacher_topk"], *topk[2:])}
         made = named(op(**floats, **constants, **static, **more), next(iter(upstream)))

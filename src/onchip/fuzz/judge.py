@@ -8,12 +8,15 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from onchip.ops.cross_entropy import reference as ce_reference
 from onchip.ops.fp8_linear import checks as fp8_checks
+from onchip.ops.grouped_matmul import checks as grouped_checks
+from onchip.ops.grouped_matmul import reference as grouped_reference
 from onchip.ops.linear_jsd import checks as jsd_checks
 from onchip.ops.linear_jsd import reference as jsd_reference
 from onchip.ops.linear_log_probs import reference as llp_reference
@@ -32,7 +35,9 @@ FP8_GRADIENT = 10 ** (-25 / 20)
 """What the tests of precision='fp8' ask of gradients, 25 dB: of probabilities that the logits' noise leaves alone."""
 
 # Arrays of an op's inputs that get no gradient.
-CONSTANTS = ("target", "ids", "token_weight", "class_weight", "temperature", "topk")
+CONSTANTS = (
+    "target", "ids", "token_weight", "class_weight", "temperature", "topk", "group_sizes", "rows", "scatter_rows",
+)  # fmt: skip
 
 Arrays = Mapping[str, Any]
 
@@ -63,7 +68,15 @@ def compare(
 
     `given` and `options` are what the oracle had, with one dimension for all tokens and 0 for those that are ignored.
     """
-    if "x" in given:
+    squares: Arrays = {}
+    if "group_sizes" in given:
+        limits, squares = grouped_checks.bounds(case, dtype), _grouped_squares(dtype, given, options)
+        terms = {name: (float(np.sqrt(x.sum())), 0.0) for name, x in squares.items()}
+        for name, index in (("grad_x", "rows"), ("out", "scatter_rows")):
+            if index in given:  # addends may be the same, and their roundings then too
+                most = np.bincount(given[index][: given["group_sizes"].sum()]).max(initial=0)
+                limits[name] += EPS * float(most)
+    elif "x" in given:
         limits, terms = _linear(case, dtype, given, tensor_cores=tensor_cores)
     else:
         limits, terms = _softmax(case, dtype, oracle, given, options)
@@ -85,6 +98,8 @@ def compare(
             error, bound = (0.0 if fp8 else _wrong_choices(out, ref, given, options)), 0.0
         elif _is_zero(case, name, norm, options):
             error, bound = float(np.abs(out).max(initial=0)), 0.0
+        if name in squares and np.asarray(out, np.float64)[squares[name] == 0].any():  # NaN too
+            error = math.inf  # of no terms: rows and groups that there is nothing for
         checks.append(Check(case.name, dtype, "", name, error, bound / norm if norm > 0 else bound))
     return checks
 
@@ -146,6 +161,35 @@ def _linear(case: Any, dtype: str, given: Arrays, *, tensor_cores: bool) -> Limi
     sizes = {"out": _size(x, w.T) + float(np.linalg.norm(bias + np.zeros((case.m, case.n))))}
     sizes |= {"grad_x": _size(g, w), "grad_weight": _size(g.T, x), "grad_bias": float(np.linalg.norm(g))}
     return limits, {name: (size, 0.0) for name, size in sizes.items()}
+
+
+def _grouped_squares(dtype: str, given: Arrays, options: Mapping[str, Any]) -> dict[str, Array]:
+    """Of each number of each result the sum of the squares of its terms; of one that has none exactly 0."""
+    sizes, b = given["group_sizes"], given.get("bias")
+    last = int(sizes.sum())
+    tail = np.zeros(len(given.get("rows", given["x"])) - last)[:, None]
+    least = (LEAST[dtype] / max(UNIT[dtype], EPS)) ** 2  # below it there are fewer digits
+    of = partial(grouped_reference.grouped_matmul, group_sizes=sizes, rows=given.get("rows"))
+    y = of(given["x"], given["weight"], bias=b).out[:last]
+    squared = partial(of, given["x"] ** 2, given["weight"] ** 2, bias=None if b is None else b**2)
+    y2 = squared().out[:last] + y**2 + least
+
+    to = given["scatter_rows"][:last] if "scatter_rows" in given else np.arange(last)
+    g2 = given["grad_out"][to] ** 2
+    c2 = given["row_scale"][:last, None] ** 2 if "row_scale" in given else 1.0
+    a2, d2 = y2, c2 * g2 + least
+    if "activation" in options:
+        # The slopes of silu are 1.1 and 0.5 at most.
+        gate_up = options.get("gate_up", "concatenated")
+        gate2, up2 = grouped_reference.split(y2, gate_up)
+        a2 = 1.2 * up2 * gate2
+        d2 = grouped_reference.join(d2 * 1.2 * up2 * (1 + gate2), d2 * 1.2 * gate2, gate_up)
+    gradients = squared(grad_out=np.append(d2, tail + np.zeros(d2.shape[1]), 0))
+    out = np.zeros(given["grad_out"].shape)
+    np.add.at(out, to, c2 * a2)
+    of_scale = np.append((g2 * a2).sum(1), tail)
+    made = {"out": out, "grad_row_scale": of_scale}
+    return made | {name: getattr(gradients, name) for name in ("grad_x", "grad_weight", "grad_bias")}
 
 
 def _size(a: Array, b: Array) -> float:

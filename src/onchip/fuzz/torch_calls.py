@@ -59,14 +59,17 @@ def results(
     arrays |= {n: given[n].detach().requires_grad_() for n in leaves}
     if call.get("inplace_backward"):
         arrays["logits"] = computed(arrays["logits"])
+    called, transposed = dict(arrays), "weight_layout" in options
+    if transposed:
+        called["weight"] = arrays["weight"].mT
     total = None
     if call.get("weight_grad_out"):
-        total = torch.zeros_like(given["weight"], dtype=torch.float32).contiguous()
+        total = torch.zeros_like(called["weight"], dtype=torch.float32).contiguous()
         options = {**options, "weight_grad_out": total}
 
     def run(**more: Any) -> Any:
         with torch.autocast(call["device"], torch.bfloat16, enabled=call["autocast"]):
-            return op(**arrays, **options, **more)
+            return op(**called, **options, **more)
 
     made = named(run(**scratch_budget(call.get("scratch"), run)), next(iter(upstream)))
     if not leaves:
@@ -80,7 +83,7 @@ def results(
         gradients: dict[str, Any] = dict(zip(leaves, grads, strict=True))
         if total is not None and "weight" in leaves:
             assert gradients["weight"] is None, "weight_grad_out is given, but weight has a gradient of its own"
-            gradients["weight"] = total - before
+            gradients["weight"] = (total - before).mT if transposed else total - before
         return gradients
 
     if call["twice"]:

@@ -30,8 +30,8 @@ class Problem:
     """Inputs of one case, in the dtype and on the device of the run."""
 
     case: cases.Case
-    x: Any  # [T, K], a leaf that requires grad
-    weight: Any  # [G, N, K], likewise
+    x: Any  # [T, K]; in PyTorch a leaf that requires grad
+    weight: Any  # [G, N, K]; in PyTorch a Parameter
     sizes: Any  # [G] int32
     grad_out: Any  # [T, N]
 
@@ -50,14 +50,16 @@ def _make(fw: Any, case: cases.Case, device: str, dtype: str) -> Problem:
 
 @dataclass
 class Benchmark(Op):
-    """The benchmark in PyTorch."""
+    """The benchmark in one framework."""
 
     def plain_steps(self, problem: Problem, function: Callable[[Any, Any, Any], Any]) -> Mapping[str, Step]:
         """The steps of a differentiable function of x, the weight and the sizes."""
-        import torch
-
         leaves = {"grad_x": problem.x, "grad_weight": problem.weight}
         steps: dict[str, Step] = self.fw.steps(function, (*leaves.values(), problem.sizes), 2, (problem.grad_out,))
+        if self.framework == "jax":
+            return steps
+        import torch
+
         graph: list[Any] = []  # made by the first step that needs it
 
         def backward(mode: str) -> Sequence[Any]:
@@ -70,13 +72,11 @@ class Benchmark(Op):
 
     def floor(self, problem: Problem, mode: str) -> Step:
         """A dense product of as many operations by cuBLAS: of all rows by one group's weight."""
-        import torch
-
-        x, weight, g = problem.x.detach(), problem.weight.detach()[0], problem.grad_out
+        x, weight, g = problem.x, problem.weight[0], problem.grad_out
         if mode == "dgrad":
-            return lambda: [torch.mm(g, weight)]
+            return lambda: [g @ weight.detach()]
         if mode == "wgrad":
-            return lambda: [torch.mm(g.T, x)]
+            return lambda: [g.T @ x.detach()]
         step: Step = self.fw.products(mode, x, weight)
         return step
 
@@ -86,37 +86,51 @@ class Benchmark(Op):
 
     def check(self, reference: Problem, mode: str, returned: Sequence[Any]) -> dict[str, tuple[float, float]]:
         """The relative error of each result, against products of each group in float64."""
-        wide, limits = self.fw.wide, bounds(reference.case, dtype_name(reference.x.dtype))
-        errors: dict[str, tuple[float, float]] = {}
-        for name, result in zip(RETURNED[mode], returned, strict=True):
-            error = norm = 0.0
-            start = 0
-            for g, size in enumerate(reference.case.sizes):
-                mine = slice(start, start + size)
-                start += size
-                x, weight, grad = wide(reference.x[mine]), wide(reference.weight[g]), wide(reference.grad_out[mine])
-                a, b = {"out": (x, weight.T), "grad_x": (grad, weight), "grad_weight": (grad.T, x)}[name]
-                right = a @ b
-                made = wide(result[g] if name == "grad_weight" else result[mine])
-                if made.shape != right.shape:
-                    raise ValueError(f"{name} has shape {list(made.shape)} where {list(right.shape)} is right")
-                error += float(((made - right) ** 2).sum())
-                norm += float((right**2).sum())
-            errors[name] = math.sqrt(error / norm), limits[name]
-        return errors
+        limits = bounds(reference.case, dtype_name(reference.x.dtype))
+        with self.fw.in_float64():
+            return {
+                name: (self._error(reference, name, result), limits[name])
+                for name, result in zip(RETURNED[mode], returned, strict=True)
+            }
+
+    def _error(self, p: Problem, name: str, result: Any) -> float:
+        wide, error, norm, start = self.fw.wide, 0.0, 0.0, 0
+        for g, size in enumerate(p.case.sizes):
+            mine = slice(start, start + size)
+            start += size
+            x, weight, grad = wide(p.x[mine]), wide(p.weight[g]), wide(p.grad_out[mine])
+            a, b = {"out": (x, weight.T), "grad_x": (grad, weight), "grad_weight": (grad.T, x)}[name]
+            right = a @ b
+            made = wide(result[g] if name == "grad_weight" else result[mine])
+            if made.shape != right.shape:
+                raise ValueError(f"{name} has shape {list(made.shape)} where {list(right.shape)} is right")
+            error += float(((made - right) ** 2).sum())
+            norm += float((right**2).sum())
+        return math.sqrt(error / norm)
 
 
 # -------------------------------------------------------------------------------------------------- implementations
 
 
-def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
-    def load(backend: str) -> Callable[..., Any]:
-        return partial(op_in(fw, "grouped_matmul"), backend=backend)
+def _own(fw: Any) -> list[Implementation]:
+    """'auto' alone: the backends without kernels are there to be right."""
+    return own(partial(partial, op_in(fw, "grouped_matmul")), ())
 
-    narrow = ("bfloat16",)
+
+def _jax_implementations(fw: Any) -> tuple[Implementation, ...]:
+    return (*_own(fw), Implementation("jax.lax.ragged_dot", _ragged_dot, package="jax"))
+
+
+def _ragged_dot() -> Callable[..., Any]:
+    import jax
+
+    return lambda x, weight, sizes: jax.lax.ragged_dot(x, weight.swapaxes(1, 2), sizes)
+
+
+def _torch_implementations(fw: Any) -> tuple[Implementation, ...]:
     return (
-        *own(load, ("triton",)),
-        optional("torch F.grouped_mm", "torch", _grouped_mm, gpu_only("torch", narrow, "torch")),
+        *_own(fw),
+        optional("torch F.grouped_mm", "torch", _grouped_mm, gpu_only("torch", ("bfloat16",), "torch")),
         optional(
             "quack", "quack-kernels", partial(imported, "quack.gemm_interface:gemm"),
             gpu_only("quack-kernels", ("bfloat16", "float16")), _quack_steps,
@@ -154,3 +168,4 @@ def _quack_steps(problem: Problem, gemm: Callable[..., Any]) -> Mapping[str, Ste
 
 
 TORCH = Benchmark("torch", cases.SUITES, _torch_implementations, _make, MODES=tuple(RETURNED))
+JAX = Benchmark("jax", cases.SUITES, _jax_implementations, _make)

@@ -31,5 +31,5 @@ def gradient(options: Options, y: Array, g: Array) -> Array:
     s = jax.nn.sigmoid(gate)
     parts = g * up * s * (1 + gate * (1 - s)), g * gate * s
     if options.gate_up == "interleaved":
-        return jnp.stack(parts, 2).reshape(len(g), -1)
+        return jnp.stack(parts, 2).reshape(len(g), 2 * g.shape[1])
     return jnp.concatenate(parts, 1)
