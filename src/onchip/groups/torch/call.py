@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.groups.problem import Options, Problem, check_values
+from onchip.groups.triton.tiles import plan_numbers
 
 
 class Call(NamedTuple):
@@ -93,22 +94,6 @@ def fake(call: Call) -> Outputs:
         indices(call.rows),
         indices(call.scatter_rows),
     )
-
-
-PLAN_HEAD = 4
-"""Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if anything is wrong, nothing."""
-ROWS = 128
-"""Of a tile: one for all kernels that read a plan."""
-
-
-def plan_tiles(p: Problem) -> int:
-    """The most tiles of rows that groups can have."""
-    return p.tokens // ROWS + p.groups
-
-
-def plan_numbers(p: Problem) -> int:
-    """Of a plan: its head, the groups' first rows and the end, and three numbers for each tile."""
-    return PLAN_HEAD + p.groups + 1 + 3 * plan_tiles(p)
 
 
 def save(call: Call, outputs: Outputs) -> Kept:
