@@ -536,6 +536,8 @@ def _notes(
             "vocabulary. Communication is not modelled: statistics of every token, and the sum of hidden's gradient "
             "over the ranks."
         )
+    if asked.rows:
+        notes.append("The times leave out what it takes to read x by rows and to sum up its gradient.")
     if asked.precision == "fp8" or asked.op == "fp8_linear":
         notes.append("FP8 products are an approximation.")
     if found is not None and found.tied and asked.problem.hidden:
