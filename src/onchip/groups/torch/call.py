@@ -46,12 +46,9 @@ class Kept(NamedTuple):
 
     x: Tensor | None  # for the weight's gradient, in the products' dtype
     weight: Tensor | None  # for x's
-    groups: Tensor | None  # these three for 'torch'
-    rows: Tensor | None
+    groups: Tensor | None  # of the call; for 'triton' the plan
+    rows: Tensor | None  # of the call; for 'triton' checked, as the next
     scatter_rows: Tensor | None
-    plan: Tensor | None  # these three for 'triton'
-    read: Tensor | None
-    write: Tensor | None
     row_scale: Tensor | None
     product: Tensor | None
     weight_grad_out: Tensor | None
@@ -97,16 +94,15 @@ def fake(call: Call) -> Outputs:
 
 
 def save(call: Call, outputs: Outputs) -> Kept:
-    triton = call.backend == "triton"
+    groups, rows, scatter_rows = call.groups, call.rows, call.scatter_rows
+    if call.backend == "triton":
+        groups, rows, scatter_rows = outputs.plan, outputs.read, outputs.write
     return Kept(
         call.cast_x if call.grads[1] else None,
         call.cast_weight if call.grads[0] else None,
-        None if triton else call.groups,
-        None if triton else call.rows,
-        None if triton else call.scatter_rows,
-        outputs.plan if triton else None,
-        outputs.read if triton and call.rows is not None else None,
-        outputs.write if triton and call.scatter_rows is not None else None,
+        groups,
+        None if call.rows is None else rows,
+        None if call.scatter_rows is None else scatter_rows,
         call.row_scale,
         outputs.product if keeps_product(call) else None,
         call.weight_grad_out,
