@@ -94,9 +94,8 @@ def fake(call: Call) -> Outputs:
 
 
 def save(call: Call, outputs: Outputs) -> Kept:
-    groups, rows, scatter_rows = call.groups, call.rows, call.scatter_rows
-    if call.backend == "triton":
-        groups, rows, scatter_rows = outputs.plan, outputs.read, outputs.write
+    given, made = (call.groups, call.rows, call.scatter_rows), (outputs.plan, outputs.read, outputs.write)
+    groups, rows, scatter_rows = made if call.backend == "triton" else given
     return Kept(
         call.cast_x if call.grads[1] else None,
         call.cast_weight if call.grads[0] else None,
