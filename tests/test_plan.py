@@ -27,6 +27,7 @@ from shared import run_cli, run_json
 
 SIZES = {"tokens": 16384, "hidden": 4096, "vocab": 128256}
 LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
+EXPERTS = ("--tokens", "65536", "--experts", "128", "--in-features", "2048", "--out-features", "768")
 PROBLEM = memory.Problem(**SIZES, dtype="bfloat16", device="cuda")
 MIB = 1 << 20
 BUDGETS = ("2MiB", "1GiB", 0.125)
@@ -59,6 +60,7 @@ def total(row):
         (("linear_jsd", "--tokens", "8192", "--model", "gemma-2-9b"), ["and linear_jsd has no softcap"]),
         (("cross_entropy", *LLAMA[1:]), ["onchip by default 0.8 MiB"]),
         (("fp8_linear", *LLAMA[1:]), ["gate and up", "nn.Linear", "more speed, and keeps"]),
+        (("grouped_matmul", *EXPERTS, "--rows", "8192"), ["rows 8192", "F.grouped_mm", "an H200", "leave out"]),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple | list) else "",
 )
@@ -219,6 +221,43 @@ def test_the_plan_of_fp8_linear():
     block = plan("fp8_linear", tokens=4096, model="llama-3.1-8b").rows
     features = [(row.chunk["in_features"], row.chunk["out_features"]) for row in block]
     assert features == [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
+
+
+def test_the_plan_of_grouped_matmul():
+    sizes = {"tokens": 65536, "experts": 128, "in_features": 2048, "out_features": 768}
+    tiles = 4 * (3 * (65536 // 128 + 128) + 128 + 5)
+    (row,) = plan("grouped_matmul", **sizes).rows
+    assert row.memory_parts == {"kept until backward: the tiles' plan": tiles}
+    (row,) = plan("grouped_matmul", **sizes, rows=8192, weight_dtype="float32").rows
+    assert row.memory_parts == {
+        "kept until backward: the tiles' plan": tiles,
+        "kept until backward: autocast's weight": 128 * 768 * 2048 * 2,
+        "kept until backward: rows, checked": 4 * 65536,
+        "x's gradient before it is summed up": 65536 * 2048 * 2,
+        "rows, sorted": 12 * 65536 + 12 * 8193,
+    }
+    (row,) = plan("grouped_matmul", **sizes, rows=8192, gradients=False).rows
+    assert total(row) == tiles + 4 * 65536
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "k", "n", "rates"),
+    [
+        (8, 2048, 4096, 14336, (786, 779, 625)),
+        (128, 512, 2048, 768, (702, 660, 578)),
+        (64, 512, 7168, 2048, (680, 661, 556)),
+        (256, 128, 7168, 2048, (430, 480, 337)),
+    ],
+)
+def test_grouped_products_take_what_was_measured(groups, rows, k, n, rates):
+    """TFLOP/s of output, x's gradient and the weight's, in bfloat16 on an H200."""
+    sizes = {"tokens": groups * rows, "experts": groups, "in_features": k, "out_features": n, "gpu": "h200"}
+    teraflop = 2e-12 * groups * rows * k * n
+    for gradients, measured_rates in ((False, rates[:1]), (True, rates)):
+        (row,) = plan("grouped_matmul", **sizes, gradients=gradients).rows
+        assert row.ms == pytest.approx(1e3 * sum(teraflop / rate for rate in measured_rates), rel=0.04)
+        assert row.plain_ms == pytest.approx(1.1 * row.ms)
+    assert plan("grouped_matmul", **sizes, dtype="float32").rows[0].ms is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 from onchip.plan import plan
 from shared import run_cli
 
+EXPERTS = ("--tokens", "8", "--experts", "2", "--in-features", "8", "--out-features", "8")
 LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
 
 
@@ -51,6 +52,13 @@ LLAMA = ("plan", "--tokens", "16384", "--model", "llama-3.1-8b")
         (["fp8_linear", *LLAMA[1:], "--tp", "2"], "fp8_linear has none of; leave it out"),
         (["fp8_linear", *LLAMA[1:], "--gpu", "a100"], "FP8 needs compute capability 8.9"),
         (["fp8_linear", *LLAMA[1:], "--framework", "jax"], "of fp8_linear in JAX there is no plan; there is one in PyTorch"),
+        (["grouped_matmul", "--tokens", "8", "--in-features", "8", "--out-features", "8"], "give in_features, out_features and experts"),
+        (["grouped_matmul", *LLAMA[1:], "--experts", "8"], "give in_features, out_features and experts"),
+        (["grouped_matmul", *EXPERTS, "--experts", "0"], "experts must be positive; got 0"),
+        (["grouped_matmul", *EXPERTS, "--rows", "-1"], "rows must be positive; got -1"),
+        (["grouped_matmul", *EXPERTS, "--device", "cpu"], "its kernels don't run on cpu"),
+        (["grouped_matmul", *EXPERTS, "--framework", "jax"], "of grouped_matmul in JAX there is no plan; there is one in PyTorch"),
+        (["fp8_linear", *EXPERTS], "fp8_linear has no experts, which is for grouped_matmul; leave it out"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )  # fmt: skip

@@ -67,3 +67,28 @@ def assert_nan(made):
 def strided(x):
     """With every other number of memory."""
     return torch.stack([x.detach(), x.detach()], -1)[..., 0].requires_grad_(x.requires_grad)
+
+
+def turned(arguments):
+    """The same with each weight as [K, N]."""
+    weight = arguments["weight"].detach().mT.contiguous().requires_grad_()
+    return arguments | {"weight": weight, "weight_layout": "gkn"}
+
+
+def assert_rows_past_the_last_group_are_not_read(**more):
+    """Nor their scales, indices and gradients; what they would write is 0."""
+    for case in (PLAIN, EVERYTHING):
+        arguments, grad = problem(case)
+        expected, last = step(arguments, grad, **more), sum(case.sizes)
+        with torch.no_grad():
+            if "rows" in arguments:
+                arguments["row_scale"][last:] = torch.nan
+                arguments["rows"][last:] = -7
+                arguments["scatter_rows"][last:] = 1 << 20
+            else:
+                arguments["x"][last:] = torch.nan
+                grad[last:] = torch.nan
+        made = step(arguments, grad, **more)
+        assert_equal(made, expected)
+        tails = ("grad_row_scale",) if "rows" in arguments else ("out", "grad_x")
+        assert not any(made[name][last:].any() for name in tails)

@@ -17,11 +17,13 @@ from grouped_common import (
     PLAIN,
     assert_equal,
     assert_nan,
+    assert_rows_past_the_last_group_are_not_read,
     assert_same,
     oracle,
     problem,
     step,
     strided,
+    turned,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,9 +88,8 @@ def added(layout):
     """A float32 main gradient over two micro-batches."""
     arguments, grad = problem(PLAIN, torch.float16)
     if layout == "gkn":
-        arguments["weight"] = arguments["weight"].detach().mT.contiguous().requires_grad_()
+        arguments = turned(arguments)
     total = torch.full(arguments["weight"].shape, 0.5)
-    arguments["weight_layout"] = layout
     for _ in range(2):
         grouped_matmul(**arguments, backend="triton", weight_grad_out=total).backward(grad)
     assert_same({"grad_weight": (total - 0.5) / 2}, oracle(arguments, grad), 1e-6)
@@ -129,22 +130,7 @@ def some_gradients():
 
 @check()
 def tails():
-    """Rows past the last group, NaN or anything, are not read; what they would write is 0."""
-    for case in (PLAIN, EVERYTHING):
-        arguments, grad = problem(case)
-        expected, last = kernels(arguments, grad), sum(case.sizes)
-        with torch.no_grad():
-            if "rows" in arguments:
-                arguments["row_scale"][last:] = torch.nan
-                arguments["rows"][last:] = -7
-                arguments["scatter_rows"][last:] = 1 << 20
-            else:
-                arguments["x"][last:] = torch.nan
-                grad[last:] = torch.nan
-        made = kernels(arguments, grad)
-        assert_equal(made, expected)
-        names = ("grad_row_scale",) if "rows" in arguments else ("out", "grad_x")
-        assert not any(made[name][last:].any() for name in names)
+    assert_rows_past_the_last_group_are_not_read(backend="triton")
 
 
 @check()

@@ -10,12 +10,14 @@ from grouped_common import (
     PLAIN,
     SWIGLU,
     assert_equal,
+    assert_rows_past_the_last_group_are_not_read,
     assert_same,
     leaves,
     oracle,
     problem,
     step,
     strided,
+    turned,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,22 +81,7 @@ def test_the_order_of_groups_does_not_matter_nor_whether_a_group_is_two(sizes, r
 
 
 def test_rows_past_the_last_group_are_not_read():
-    """Nor their scales, indices and gradients; what they would write is 0."""
-    for case in (PLAIN, EVERYTHING):
-        arguments, grad = problem(case)
-        expected, last = step(arguments, grad), sum(case.sizes)
-        with torch.no_grad():
-            if "rows" in arguments:
-                arguments["row_scale"][last:] = torch.nan
-                arguments["rows"][last:] = -7
-                arguments["scatter_rows"][last:] = 1 << 20
-            else:
-                arguments["x"][last:] = torch.nan
-                grad[last:] = torch.nan
-        made = step(arguments, grad)
-        assert_equal(made, expected)
-        tails = ("grad_row_scale",) if "rows" in arguments else ("out", "grad_x")
-        assert not any(made[name][last:].any() for name in tails)
+    assert_rows_past_the_last_group_are_not_read()
 
 
 def test_a_nan_stays_in_its_group():
@@ -126,8 +113,7 @@ def test_weight_grad_out_is_the_sum_over_micro_batches(layout):
         arguments, grad = problem(dtype=torch.bfloat16, seed=seed)
         arguments["weight"] = problem(dtype=torch.bfloat16)[0]["weight"]
         if layout == "gkn":
-            arguments["weight"] = arguments["weight"].detach().mT.contiguous().requires_grad_()
-            arguments["weight_layout"] = layout
+            arguments = turned(arguments)
         total = torch.full(arguments["weight"].shape, 0.5) if total is None else total
         grouped_matmul(**arguments, weight_grad_out=total).backward(grad)
         assert arguments["weight"].grad is None

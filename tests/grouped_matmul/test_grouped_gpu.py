@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grouped_common import EVERYTHING, PLAIN, assert_equal, assert_nan, assert_same, problem, step, strided
+from grouped_common import EVERYTHING, PLAIN, assert_equal, assert_nan, assert_same, problem, step, strided, turned
 
 from onchip.bench.torch_steps import peak_extra_bytes
 from onchip.core.sizes import MIB
@@ -125,8 +125,7 @@ def test_weight_grad_out(layout):
     arguments, grad = on_gpu(Case("", (300, 0, 1000, 20, 728), 1024, 512))
     right = in_float32(arguments, grad)["grad_weight"]
     if layout == "gkn":
-        arguments["weight"] = arguments["weight"].detach().mT.contiguous().requires_grad_()
-        arguments["weight_layout"], right = layout, right.mT
+        arguments, right = turned(arguments), right.mT
     total = torch.zeros(arguments["weight"].shape, device="cuda")
     for count in (1, 2):
         grouped_matmul(**arguments, weight_grad_out=total).backward(grad)

@@ -7,8 +7,8 @@ import torch
 
 from linear_cross_entropy.ahead_of_time import compile_all
 from onchip.groups.problem import Options, Problem
-from onchip.groups.torch.call import plan_numbers
 from onchip.groups.triton import launches
+from onchip.groups.triton.tiles import plan_numbers
 from onchip.kernels.triton.launch import Device
 
 T, G, N, K = 4096, 4, 1024, 512

@@ -180,6 +180,17 @@ def product_dtype(op: str, tensors: Mapping[str, Tensor], whose: str = "") -> to
     return hidden.dtype if weight.dtype == torch.float32 else weight.dtype
 
 
+def autocast_dtype(op: str, x: Tensor) -> torch.dtype | None:
+    """Autocast's dtype on the device of `x`; None outside of autocast."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    if dtype not in DTYPES:
+        raise TypeError(f"{op}: autocast to {dtype_name(dtype)} is not supported")
+    return dtype
+
+
 def leading_dimensions(x: Tensor) -> list[tuple[int, int]]:
     """(size, stride) of the leading dimensions, those that are one in memory being merged."""
     merged: list[tuple[int, int]] = []

@@ -15,7 +15,7 @@ from onchip.core.sizes import DTYPE_BYTES, MIB, UNITS
 from onchip.frontend.options import require_bool, require_int, require_one_of, require_positive_int, scratch_in_bytes
 from onchip.plan.gpus import GPUS
 from onchip.plan.models import Model, model_of_config, named_model
-from onchip.plan.ways import OPS, Asked, Plain, Way, linear_step, plain_linear_ms
+from onchip.plan.ways import OPS, Asked, Layer, Plain, Way
 from onchip.vocab.memory import Problem
 
 __all__ = ["Baseline", "Plan", "Row", "plan"]
@@ -26,10 +26,10 @@ _NO_BOUND = 1 << 62
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to run the op: in one budget, or of fp8_linear one layer."""
+    """One way to run the op: in one budget, or of fp8_linear and grouped_matmul one layer."""
 
     name: str
-    """ "smallest", "default", "fastest", or the budget; of fp8_linear the layer."""
+    """ "smallest", "default", "fastest", or the budget; of fp8_linear and grouped_matmul the layer."""
     strategy: str
     """What strategy= it is the plan of."""
     scratch_bytes: int | None
@@ -53,7 +53,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ms: float | None = None
     """Predicted time; None where there is no model of it."""
     plain_ms: float | None = None
-    """What nn.Linear is predicted to take, of fp8_linear."""
+    """What the baseline is predicted to take for the layer, of fp8_linear and grouped_matmul."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +126,8 @@ def plan(
     teacher_hidden: int | None = None,
     in_features: int | None = None,
     out_features: int | None = None,
+    experts: int | None = None,
+    rows: int | None = None,
     dtype: str = "bfloat16",
     weight_dtype: str | None = None,
     gradients: bool = True,
@@ -144,14 +146,18 @@ def plan(
     It looks at no device and at no framework.
 
     Args:
-        op: a loss over a vocabulary, or "fp8_linear".
-        tokens: all leading dimensions multiplied.
+        op: a loss over a vocabulary, "fp8_linear" or "grouped_matmul".
+        tokens: all leading dimensions multiplied; of grouped_matmul the rows of the product, each token once for each
+            of its experts.
         hidden: the size of a hidden state; `vocab`: entries of the vocabulary.  `model` or `config` knows both; what is
             given besides goes before.
         model: a name on the Hugging Face Hub, in any case, with or without its organisation.
         config: the path of a model's config.json, or of its folder.
         teacher_hidden: of linear_jsd, the teacher's; by default as `hidden`.
-        in_features: of fp8_linear, with `out_features`; a model has those of its blocks.
+        in_features: of fp8_linear and grouped_matmul, with `out_features`; for fp8_linear a model has those of its
+            blocks.
+        experts: of grouped_matmul, how many groups of rows there are.
+        rows: of grouped_matmul, how many rows x has where it is read by its argument `rows`.
         dtype: of the inputs: "float32", "bfloat16" or "float16".
         weight_dtype: the weight's, where autocast casts it; by default as `dtype`.
         gradients: of forward and backward with all gradients, or False: of forward alone.
@@ -189,6 +195,7 @@ def plan(
     if isinstance(scratch, str) or not isinstance(scratch, Sequence):
         raise TypeError(f"plan: scratch must be a list of budgets; got {type(scratch).__name__}")
     of_op = {"teacher_hidden": teacher_hidden, "in_features": in_features, "out_features": out_features}
+    of_op |= {"experts": experts, "rows": rows}
     sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "tensor_parallel": tensor_parallel, **of_op}
     for name, size in sizes.items():
         require_positive_int("plan", name, size)
@@ -196,7 +203,7 @@ def plan(
     found = _found(model, config)
     hidden = hidden or (found.hidden if found else None)
     vocab = vocab or (found.vocab if found else None)
-    linears = _linears(known.takes, found, in_features, out_features)
+    linears = _linears(known.takes, found, in_features, out_features, experts)
     for name, size in (("hidden", hidden), ("vocab", vocab)):
         if name in known.needs and size is None:
             config_of = f"{config} has no {name} size; " if config is not None else ""
@@ -219,22 +226,25 @@ def plan(
         ids=known.ids,
     )
     teacher = (teacher_hidden or problem.hidden) if "teacher_hidden" in known.takes else 0
-    asked = Asked(op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears)
+    asked = Asked(
+        op, problem, framework, precision, gpu or "h100", gradients, entropy, teacher, linears, experts or 0, rows or 0
+    )
     backends = known.backends[framework, precision]
     chosen = choose_backend(op, backend, {name: made.refusal(asked) for name, made in backends.items()})
-    if linears:
+    if known.layer is not None:
         if scratch:
             raise ValueError(f"plan: {op} has no scratch_bytes; leave scratch out")
-        rows = few = [_layer_row(asked, name, features, chosen) for name, features in linears.items()]
+        made = few = [_layer_row(asked, known.layer, name, chosen) for name in linears]
         logits = None
     else:
         logits = tokens * of_rank * known.logits
         budgets = [size for value in scratch if (size := _in_bytes(op, value, logits)) is not None]
         way = backends[chosen].way(asked)
         few = _few_rows(way, budgets)
-        rows = _many_rows(way, budgets, 4 * logits) if every_budget else few
+        made = _many_rows(way, budgets, 4 * logits) if every_budget else few
     plain = known.plain(asked)
     shown = {"tokens": tokens, "hidden": problem.hidden, "vocab": problem.vocab, "teacher_hidden": teacher}
+    shown |= {"experts": asked.experts, "rows": asked.rows}
     return Plan(
         verdict=_verdict(asked, plain, few),
         op=op,
@@ -251,8 +261,8 @@ def plan(
         tensor_parallel=tensor_parallel,
         logits_bytes=None if logits is None else 4 * logits,
         baseline=Baseline(name=plain.name, expression=plain.expression, memory_bytes=plain.memory, ms=plain.ms),
-        rows=rows,
-        notes=_notes(asked, chosen, rows, plain, vocab, tensor_parallel, found),
+        rows=made,
+        notes=_notes(asked, chosen, made, plain, vocab, tensor_parallel, found),
     )
 
 
@@ -307,11 +317,17 @@ def _found(model: str | None, config: str | Path | None) -> Model | None:
 
 
 def _linears(
-    takes: Sequence[str], found: Model | None, in_features: int | None, out_features: int | None
+    takes: Sequence[str],
+    found: Model | None,
+    in_features: int | None,
+    out_features: int | None,
+    experts: int | None,
 ) -> dict[str, tuple[int, int]]:
     """Of an op that has them, the linear layers by name."""
     if "in_features" not in takes:
         return {}
+    if "experts" in takes and not (in_features and out_features and experts):
+        raise ValueError("plan: give in_features, out_features and experts")
     if in_features and out_features:
         return {"layer": (in_features, out_features)}
     if in_features or out_features:
@@ -394,8 +410,9 @@ def _row(way: Way, name: str, budget: int | None, strategy: str | None = None) -
     )
 
 
-def _layer_row(asked: Asked, name: str, features: tuple[int, int], backend: str) -> Row:
-    step = linear_step(asked, features, kernels=backend == "scaled_mm")
+def _layer_row(asked: Asked, layer: Layer, name: str, backend: str) -> Row:
+    features = asked.linears[name]
+    step = layer.step(asked, features, backend)
     size = sum(step.memory_parts.values())
     return Row(
         name=name,
@@ -410,7 +427,7 @@ def _layer_row(asked: Asked, name: str, features: tuple[int, int], backend: str)
         recomputed_tokens=step.recomputed,
         chunk=step.chunk,
         ms=step.ms,
-        plain_ms=plain_linear_ms(asked, features),
+        plain_ms=layer.plain_ms(asked, features),
     )
 
 
@@ -500,7 +517,7 @@ def _notes(
 ) -> list[str]:
     notes = []
     if any(row.ms is not None for row in rows) or plain.ms is not None:
-        notes.append(GPUS[asked.gpu].source)
+        notes.append(OPS[asked.op].source or GPUS[asked.gpu].source)
     if all(row.ms is None for row in rows):
         p = asked.problem
         what = (
@@ -519,7 +536,9 @@ def _notes(
             "vocabulary. Communication is not modelled: statistics of every token, and the sum of hidden's gradient "
             "over the ranks."
         )
-    if asked.precision == "fp8" or asked.linears:
+    if asked.rows:
+        notes.append("The times leave out what it takes to read x by rows and to sum up its gradient.")
+    if asked.precision == "fp8" or asked.op == "fp8_linear":
         notes.append("FP8 products are an approximation.")
     if found is not None and found.tied and asked.problem.hidden:
         notes.append("The model's head shares its weight with the embedding.")

@@ -28,8 +28,12 @@ def run_plan(
     teacher_hidden: Annotated[
         int | None, typer.Option(help="Of linear_jsd: the teacher's hidden size. Default: as --hidden.")
     ] = None,
-    in_features: Annotated[int | None, typer.Option(help="Of fp8_linear, with --out-features.")] = None,
-    out_features: Annotated[int | None, typer.Option(help="Of fp8_linear.")] = None,
+    in_features: Annotated[
+        int | None, typer.Option(help="Of fp8_linear and grouped_matmul, with --out-features.")
+    ] = None,
+    out_features: Annotated[int | None, typer.Option(help="Of fp8_linear and grouped_matmul.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Of grouped_matmul: groups of rows.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Of grouped_matmul: rows of x, if it is read by an index.")] = None,
     dtype: Annotated[str, words("The inputs' dtype.", *DTYPE_BYTES)] = "bfloat16",
     weight_dtype: Annotated[str | None, words("The weight's dtype, if autocast casts it.", *DTYPE_BYTES)] = None,
     forward: Annotated[bool, typer.Option("--forward", help="Of forward alone, without gradients.")] = False,
@@ -75,6 +79,8 @@ def run_plan(
         teacher_hidden=teacher_hidden,
         in_features=in_features,
         out_features=out_features,
+        experts=experts,
+        rows=rows,
         dtype=dtype,
         weight_dtype=weight_dtype,
         gradients=not forward,

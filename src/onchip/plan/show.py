@@ -54,9 +54,10 @@ _LAYERS: dict[str, tuple[str, _Cell]] = {
     "out": ("", _of_chunk("out_features")),
     "memory": ("at the peak, above inputs, results and returned gradients.", _memory),
     "time": ("predicted, of {passes}.", lambda plan, row: time_text(row.ms)),
-    "nn.Linear": ("its predicted time, in the same dtype.", lambda plan, row: time_text(row.plain_ms)),
+    "plain": ("its predicted time, in the same dtype.", lambda plan, row: time_text(row.plain_ms)),
 }
-_NAMES = {"tokens": "tokens", "hidden": "hidden", "vocab": "vocabulary", "teacher_hidden": "the teacher's hidden"}
+_NAMES = {"tokens": "tokens", "hidden": "hidden", "vocab": "vocabulary", "teacher_hidden": "the teacher's hidden",
+          "experts": "experts", "rows": "rows"}  # fmt: skip
 
 
 def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
@@ -80,7 +81,8 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
     say(plan.verdict, "bold")
     say("")
     layers = plan.logits_bytes is None
-    made = _LAYERS if layers else _BUDGETS
+    baseline = plan.baseline.name.partition(" ")[0]
+    made = {baseline if name == "plain" else name: x for name, x in (_LAYERS if layers else _BUDGETS).items()}
     named = all(row.name in ("smallest", "default", "fastest", "largest") for row in plan.rows)
     left_out = {"strategy"} if not every_budget else set()
     left_out |= set() if named else {"budget"}  # the rows' names say it

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from onchip.core.sizes import DTYPE_BYTES
 from onchip.fp8 import numbers as fp8
 from onchip.fp8.numbers import quantized_bytes
+from onchip.groups import problem as grouped
+from onchip.groups.triton.tiles import plan_numbers
 from onchip.ops.linear_jsd import memory as jsd_memory
 from onchip.ops.linear_jsd import triton_memory as jsd_triton_memory
-from onchip.plan.gpus import GPUS, faster_memory, faster_products, fp8_ms, product_ms, rates
+from onchip.plan.gpus import GPUS, faster_memory, faster_products, fp8_ms, grouped_ms, product_ms, rates
 from onchip.vocab import memory
 from onchip.vocab.chunks import Config, Planner
 from onchip.vocab.fp8 import memory as fp8_memory
@@ -40,6 +42,10 @@ class Asked:
     teacher_hidden: int = 0
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """In and out features of the linear layers."""
+    experts: int = 0
+    """Of grouped_matmul."""
+    rows: int = 0
+    """Of x, where the product reads them by an index; or 0."""
 
 
 class Step(NamedTuple):
@@ -81,6 +87,21 @@ class Plain(NamedTuple):
     ms: float | None = None
 
 
+class Layer(NamedTuple):
+    """How an op without budgets runs one linear layer, of so many in and out features."""
+
+    step: Callable[[Asked, tuple[int, int], str], Step]
+    """What it does by a backend."""
+    plain_ms: Callable[[Asked, tuple[int, int]], float | None]
+    """The predicted time of what it replaces; None where there is no model of it."""
+
+    def plain(self, asked: Asked, name: str, expression: str) -> Plain:
+        """What all layers replace."""
+        times = [self.plain_ms(asked, features) for features in asked.linears.values()]
+        known = [ms for ms in times if ms is not None]
+        return Plain(name, expression, None, sum(known) if len(known) == len(times) else None)
+
+
 class Backend(NamedTuple):
     """A backend of an op; of several the first that refuses nothing is the one that the op takes."""
 
@@ -98,6 +119,10 @@ class Op:
     needs: tuple[str, ...] = ("hidden", "vocab")
     takes: tuple[str, ...] = ()
     """Sizes and options that it knows besides."""
+    layer: Layer | None = None
+    """Of an op that has a row for each layer."""
+    source: str = ""
+    """Where its times come from, if not from what its GPU says."""
     logits: int = 1
     """Logits per token and entry of the vocabulary."""
     softcap: bool = True
@@ -128,7 +153,7 @@ def _mosaic(asked: Asked) -> str | None:
 
 
 def _fp8_triton(asked: Asked) -> str | None:
-    return f"its kernels don't run on {asked.problem.device}" if asked.problem.device != "cuda" else _hopper(asked)
+    return _only_cuda(asked) or _hopper(asked)
 
 
 def _hopper(asked: Asked) -> str | None:
@@ -138,11 +163,14 @@ def _hopper(asked: Asked) -> str | None:
     return f"it needs compute capability 9.0 (Hopper), and a {gpu.title} has {gpu.capability[0]}.{gpu.capability[1]}"
 
 
+def _only_cuda(asked: Asked) -> str | None:
+    return None if asked.problem.device == "cuda" else f"its kernels don't run on {asked.problem.device}"
+
+
 def _fp8_capable(asked: Asked) -> str | None:
-    if asked.problem.device != "cuda":
-        return f"its kernels don't run on {asked.problem.device}"
     gpu = GPUS[asked.gpu]
-    return None if gpu.capability >= (8, 9) else f"FP8 needs compute capability 8.9, and a {gpu.title} has 8.0"
+    lacks = None if gpu.capability >= (8, 9) else f"FP8 needs compute capability 8.9, and a {gpu.title} has 8.0"
+    return _only_cuda(asked) or lacks
 
 
 # ------------------------------------------------------------------------------------- losses of a linear layer
@@ -330,10 +358,10 @@ def _jsd_triton_way(asked: Asked) -> Way:
     return replace(way, step=lambda _, budget: way.step("", budget))
 
 
-# --------------------------------------------------------------------------------------------------------- fp8_linear
+# -------------------------------------------------------------------------------------------------- layers of a model
 
 
-def linear_step(asked: Asked, features: tuple[int, int], *, kernels: bool) -> Step:
+def _fp8_step(asked: Asked, features: tuple[int, int], backend: str) -> Step:
     """One linear layer in FP8: memory as docs/ops/fp8_linear.md has it, time by the measured products and quantiser."""
     (k, n), m, grad = features, asked.problem.tokens, asked.gradients
     p = fp8.Problem(m, n, k, asked.problem.dtype)
@@ -344,15 +372,48 @@ def linear_step(asked: Asked, features: tuple[int, int], *, kernels: bool) -> St
     product = m * n * k
     of_x, of_weight = ((DTYPE_BYTES[d] + 1 + grad) for d in (asked.problem.dtype, asked.problem.weight_dtype))
     moved = of_x * m * k + of_weight * n * k + (of_x * m * n if grad else 0)
-    ms = fp8_ms(asked.gpu, (1 + grad) * product, product if grad else 0, moved) if kernels else None
+    outputs, weights = (1 + grad) * product, product if grad else 0
+    ms = fp8_ms(asked.gpu, outputs, weights, moved) if backend == "scaled_mm" else None
     return Step(parts, 3 if grad else 1, 0, {"tokens": m, "in_features": k, "out_features": n}, ms)
 
 
-def plain_linear_ms(asked: Asked, features: tuple[int, int]) -> float | None:
+def _linear_ms(asked: Asked, features: tuple[int, int]) -> float | None:
     """nn.Linear in the same dtype; None where no rates of its products are known."""
     if not _has_rates(asked):
         return None
     return product_ms(asked.gpu, (3 if asked.gradients else 1) * asked.problem.tokens * features[0] * features[1])
+
+
+def _grouped_step(asked: Asked, features: tuple[int, int], backend: str) -> Step:
+    """The products of experts: memory as docs/ops/grouped_matmul.md has it, its way through the kernels."""
+    (k, n), p, groups, grad = features, asked.problem, asked.experts, asked.gradients
+    size, sums = DTYPE_BYTES[p.dtype], 3 if grad else 1
+    rows = asked.rows or p.tokens
+    numbers = plan_numbers(grouped.Problem(p.tokens, rows, groups, n, k, n, p.tokens))
+    parts = {"kept until backward: the tiles' plan" if grad else "the tiles' plan": 4 * numbers}
+    if p.weight_dtype != p.dtype:
+        parts["kept until backward: autocast's weight" if grad else "autocast's weight"] = size * groups * n * k
+    if asked.rows:
+        parts["kept until backward: rows, checked" if grad else "rows, checked"] = 4 * p.tokens
+        if grad:
+            parts["x's gradient before it is summed up"] = size * p.tokens * k
+            parts["rows, sorted"] = 12 * p.tokens + 12 * (rows + 1)
+    return Step(parts, sums, 0, {"tokens": p.tokens, "in_features": k, "out_features": n}, _grouped_ms(asked, features))
+
+
+def _grouped_ms(asked: Asked, features: tuple[int, int]) -> float | None:
+    """None where no rates of its products are known."""
+    if not _has_rates(asked):
+        return None
+    multiplications = asked.problem.tokens * features[0] * features[1]
+    weight_bytes = DTYPE_BYTES[asked.problem.dtype] * asked.experts * features[0] * features[1]
+    return grouped_ms(asked.gpu, multiplications, weight_bytes, gradients=asked.gradients)
+
+
+def _grouped_mm_ms(asked: Asked, features: tuple[int, int]) -> float | None:
+    """PyTorch's own took about 1.1 times as long, on an H200 in bfloat16."""
+    ms = _grouped_ms(asked, features)
+    return None if ms is None else 1.1 * ms
 
 
 def _layers(asked: Asked) -> Way:
@@ -456,11 +517,16 @@ def _plain_jsd(asked: Asked) -> Plain:
     return plain._replace(ms=plain.ms + product_ms(asked.gpu, p.tokens * products * p.vocab))
 
 
+_FP8 = Layer(_fp8_step, _linear_ms)
+_GROUPED = Layer(_grouped_step, _grouped_mm_ms)
+
+
 def _plain_linear(asked: Asked) -> Plain:
-    times = [plain_linear_ms(asked, features) for features in asked.linears.values()]
-    known = [ms for ms in times if ms is not None]
-    ms = sum(known) if len(known) == len(times) else None
-    return Plain(f"nn.Linear in {asked.problem.dtype}", "F.linear(x, weight)", None, ms)
+    return _FP8.plain(asked, f"nn.Linear in {asked.problem.dtype}", "F.linear(x, weight)")
+
+
+def _plain_grouped(asked: Asked) -> Plain:
+    return _GROUPED.plain(asked, "F.grouped_mm", "F.grouped_mm(x, weight.mT, offs=group_offsets)")
 
 
 # --------------------------------------------------------------------------------------------------------- the table
@@ -524,5 +590,15 @@ OPS: dict[str, Op] = {
         plain=_plain_linear,
         needs=(),
         takes=("in_features", "out_features"),
+        layer=_FP8,
+    ),
+    "grouped_matmul": Op(
+        backends={("torch", "full"): {"triton": Backend(_only_cuda, _layers)}},
+        plain=_plain_grouped,
+        needs=(),
+        takes=("in_features", "out_features", "experts", "rows"),
+        layer=_GROUPED,
+        source="Times are predicted with rates measured on an H200, for groups of the same size. For another GPU they "
+        "are scaled by the data sheets' TFLOP/s and memory bandwidth, which is a guess.",
     ),
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.groups.problem import Options, Problem, check_values
+from onchip.groups.triton.tiles import plan_numbers
 
 
 class Call(NamedTuple):
@@ -45,12 +46,9 @@ class Kept(NamedTuple):
 
     x: Tensor | None  # for the weight's gradient, in the products' dtype
     weight: Tensor | None  # for x's
-    groups: Tensor | None  # these three for 'torch'
-    rows: Tensor | None
+    groups: Tensor | None  # of the call; for 'triton' the plan
+    rows: Tensor | None  # of the call; for 'triton' checked, as the next
     scatter_rows: Tensor | None
-    plan: Tensor | None  # these three for 'triton'
-    read: Tensor | None
-    write: Tensor | None
     row_scale: Tensor | None
     product: Tensor | None
     weight_grad_out: Tensor | None
@@ -95,33 +93,15 @@ def fake(call: Call) -> Outputs:
     )
 
 
-PLAN_HEAD = 4
-"""Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if anything is wrong, nothing."""
-ROWS = 128
-"""Of a tile: one for all kernels that read a plan."""
-
-
-def plan_tiles(p: Problem) -> int:
-    """The most tiles of rows that groups can have."""
-    return p.tokens // ROWS + p.groups
-
-
-def plan_numbers(p: Problem) -> int:
-    """Of a plan: its head, the groups' first rows and the end, and three numbers for each tile."""
-    return PLAN_HEAD + p.groups + 1 + 3 * plan_tiles(p)
-
-
 def save(call: Call, outputs: Outputs) -> Kept:
-    triton = call.backend == "triton"
+    given, made = (call.groups, call.rows, call.scatter_rows), (outputs.plan, outputs.read, outputs.write)
+    groups, rows, scatter_rows = made if call.backend == "triton" else given
     return Kept(
         call.cast_x if call.grads[1] else None,
         call.cast_weight if call.grads[0] else None,
-        None if triton else call.groups,
-        None if triton else call.rows,
-        None if triton else call.scatter_rows,
-        outputs.plan if triton else None,
-        outputs.read if triton and call.rows is not None else None,
-        outputs.write if triton and call.scatter_rows is not None else None,
+        groups,
+        None if call.rows is None else rows,
+        None if call.scatter_rows is None else scatter_rows,
         call.row_scale,
         outputs.product if keeps_product(call) else None,
         call.weight_grad_out,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from onchip.groups.problem import Options, Problem
-from onchip.groups.torch.call import ROWS, plan_tiles
 from onchip.groups.triton import kernels
-from onchip.groups.triton.tiles import ProductConfig, gradient_config, product_config
+from onchip.groups.triton.tiles import ROWS, ProductConfig, gradient_config, plan_tiles, product_config
 from onchip.kernels.triton.launch import Launch, block_descriptor, describe
 
 # Of what is done row by row.

@@ -60,40 +60,41 @@ def gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
 
     (grad_out,) = upstream
     assert grad_out is not None
-    assert kept.plan is not None
+    plan = kept.groups
+    assert plan is not None
     p, options = kept.problem, kept.options
     made = fake_gradients(kept, upstream, wanted)
     if p.tokens == 0:
         if wanted[1] and kept.weight_grad_out is not None:
-            kept.weight_grad_out.add_(of_nothing(kept.plan))
-        return [None if x is None else x.copy_(of_nothing(kept.plan)) for x in made]
+            kept.weight_grad_out.add_(of_nothing(plan))
+        return [None if x is None else x.copy_(of_nothing(plan)) for x in made]
     grad_x, grad_weight, grad_bias, grad_scale = made
     d: Tensor | None = grad_out if grad_out.stride(1) == 1 else grad_out.contiguous()
-    if options.activation is not None or kept.row_scale is not None or kept.write is not None:
+    if options.activation is not None or kept.row_scale is not None or kept.scatter_rows is not None:
         d = grad_out.new_empty((p.tokens, p.n)) if any(wanted[:3]) else None
         launches.product_gradient(
-            grad_out, kept.product, kept.row_scale, kept.write, d, grad_scale, kept.plan, p.tokens, options
+            grad_out, kept.product, kept.row_scale, kept.scatter_rows, d, grad_scale, plan, p.tokens, options
         ).run()
     if d is None:
         return made
     if grad_x is not None:
         assert kept.weight is not None
-        into = grad_x if kept.read is None else grad_x.new_empty((p.tokens, p.k))
-        launches.product(d, by_row(kept.weight, options).mT, into, kept.plan, tokens=p.tokens).run()
-        if kept.read is not None and grad_x.numel() > 0:
-            launches.sum_rows(into, None, kept.read, grad_x, kept.plan).run()
+        into = grad_x if kept.rows is None else grad_x.new_empty((p.tokens, p.k))
+        launches.product(d, by_row(kept.weight, options).mT, into, plan, tokens=p.tokens).run()
+        if kept.rows is not None and grad_x.numel() > 0:
+            launches.sum_rows(into, None, kept.rows, grad_x, plan).run()
     if wanted[1]:
         assert kept.x is not None
         gradient = kept.weight_grad_out if grad_weight is None else grad_weight
         assert gradient is not None
         add, limit = grad_weight is None, p.source_rows
         if options.weight_layout == "gnk":
-            launch = launches.weight_gradient(d, kept.x, gradient, kept.plan, b_index=kept.read, limit=limit, add=add)
+            launch = launches.weight_gradient(d, kept.x, gradient, plan, b_index=kept.rows, limit=limit, add=add)
         else:
-            launch = launches.weight_gradient(kept.x, d, gradient, kept.plan, a_index=kept.read, limit=limit, add=add)
+            launch = launches.weight_gradient(kept.x, d, gradient, plan, a_index=kept.rows, limit=limit, add=add)
         launch.run()
     if grad_bias is not None:
-        launches.bias_gradient(d, grad_bias, kept.plan).run()
+        launches.bias_gradient(d, grad_bias, plan).run()
     return made
 
 

@@ -2,6 +2,23 @@
 
 from dataclasses import dataclass
 
+from onchip.groups.problem import Problem
+
+PLAN_HEAD = 4
+"""Numbers before the groups' first rows: how many tiles, how many rows, NaN's bits if anything is wrong, nothing."""
+ROWS = 128
+"""Of a tile: one for all kernels that read a plan."""
+
+
+def plan_tiles(p: Problem) -> int:
+    """The most tiles of rows that groups can have."""
+    return p.tokens // ROWS + p.groups
+
+
+def plan_numbers(p: Problem) -> int:
+    """Of a plan: its head, the groups' first rows and the end, and three numbers for each tile."""
+    return PLAN_HEAD + p.groups + 1 + 3 * plan_tiles(p)
+
 
 @dataclass(frozen=True)
 class ProductConfig:

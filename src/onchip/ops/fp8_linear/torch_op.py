@@ -25,7 +25,7 @@ from onchip.fp8.torch_operands import (
 from onchip.fp8.torch_products import multiply, scaled_mm_refusal, triton_refusal
 from onchip.fp8.torch_quantize import operand
 from onchip.frontend.options import require_bool, require_one_of
-from onchip.frontend.torch_inputs import DTYPES, check_kinds, check_weight_grad_out, dtype_name, require_tensors
+from onchip.frontend.torch_inputs import autocast_dtype, check_kinds, check_weight_grad_out, require_tensors
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.ops.fp8_linear import spec
 
@@ -108,7 +108,7 @@ def fp8_linear(
     check_weight_grad_out(OP, weight_grad_out, matrix)
     chosen = _choose(OP, backend, given, grad_dtype)
     grads = needed(given, matrix, bias)
-    dtype = _result_dtype(given)
+    dtype = autocast_dtype(OP, given) or given.dtype
     of_x = copies_of(OP, x, scale, chosen, by_block=False, wanted="weight" if grads[1] else None)
     of_weight = copies_of(OP, weight, scale, chosen, by_block=True, wanted="x" if grads[0] else None)
     check = weight is not matrix and (check_inputs or not matrix.is_cuda)
@@ -190,17 +190,6 @@ def quantize_weight(weight: Tensor, *, scale: Scale = "float32", backend: Backen
         raise ValueError(f"{name}: weight must be [N, K] with N, K >= 1; got shape {list(weight.shape)}")
     chosen, wanted = _choose(name, backend, weight), "x" if torch.is_grad_enabled() else None
     return QuantizedWeight(weight, *copies_of(name, weight, scale, chosen, by_block=True, wanted=wanted), scale)
-
-
-def _result_dtype(x: Tensor) -> torch.dtype:
-    """x's dtype, or autocast's."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    dtype = torch.get_autocast_dtype(kind)
-    if dtype not in DTYPES:
-        raise TypeError(f"{OP}: autocast to {dtype_name(dtype)} is not supported")
-    return dtype
 
 
 def refusals(device: torch.device, grad_dtype: GradDtype = "e4m3") -> dict[str, str | None]:

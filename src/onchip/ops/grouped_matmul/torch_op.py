@@ -12,8 +12,8 @@ from torch import Tensor
 from onchip.core.backends import choose_backend
 from onchip.frontend.options import require_bool, shapes_of
 from onchip.frontend.torch_inputs import (
-    DTYPES,
     LOSS_DTYPES,
+    autocast_dtype,
     check_kinds,
     check_weight_grad_out,
     dtype_name,
@@ -144,12 +144,8 @@ def _check_dtypes(tensors: Mapping[str, Tensor], which: str) -> None:
 
 
 def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """That of x and weight, or autocast's."""
-    device = x.device.type
-    if x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        if dtype not in DTYPES:
-            raise TypeError(f"{OP}: autocast to {dtype_name(dtype)} is not supported")
+    """That of x and weight, or autocast's, which leaves float64 as it is."""
+    if x.dtype != torch.float64 and (dtype := autocast_dtype(OP, x)) is not None:
         return dtype
     if x.dtype != weight.dtype:
         raise TypeError(
