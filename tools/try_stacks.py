@@ -678,14 +678,17 @@ def maxtext() -> Checked:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    import optax
     from flax import nnx
     from flax.core.spmd import logical_axis_rules
     from jax.sharding import Mesh
 
     with contextlib.redirect_stdout(None):
+        from maxtext.common.train_state_nnx import TrainStateNNX
         from maxtext.configs import pyconfig
         from maxtext.models.models import Transformer
         from maxtext.trainers.pre_train import train
+        from maxtext.utils.sharding import nnx_construct_named_sharding
 
     from onchip.integrations import maxtext as integration
 
@@ -699,15 +702,19 @@ def maxtext() -> Checked:
     data = {"inputs": ids, "inputs_position": jnp.arange(16) + 0 * ids, "inputs_segmentation": jnp.ones_like(ids)}
     data |= {"targets": jnp.roll(ids, -1, 1), "targets_segmentation": jnp.ones_like(ids).at[0, 10:].set(0)}
 
-    def step(tied: bool, **axes: int) -> list[Any]:
-        """The loss and the gradients of one batch, by MaxText's `loss_fn`; of a tied head the embedding's last."""
-        settings = {"logits_via_embedding": tied, "final_logits_soft_cap": 3.0, "z_loss_multiplier": 1e-2}
+    @contextlib.contextmanager
+    def built(axes: dict[str, int], **settings: Any) -> Iterator[tuple[Any, Any, Any]]:
+        settings = {"num_vocab_tiling": 4, "z_loss_multiplier": 1e-2} | settings | size | plain
         with contextlib.redirect_stdout(None):
-            config = pyconfig.initialize([None, str(base)], num_vocab_tiling=4, **settings, **size, **plain)
+            config = pyconfig.initialize([None, str(base)], **settings)
         shape = [axes.get(name, 1) for name in config.mesh_axes]
         mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), config.mesh_axes)
         with mesh, logical_axis_rules(config.logical_axis_rules):
-            model = Transformer(config, mesh, quant=None, rngs=nnx.Rngs(params=0, dropout=1))
+            yield config, mesh, Transformer(config, mesh, quant=None, rngs=nnx.Rngs(params=0, dropout=1))
+
+    def step(tied: bool, **axes: int) -> list[Any]:
+        """The loss and the gradients of one batch, by MaxText's `loss_fn`; of a tied head the embedding's last."""
+        with built(axes, logits_via_embedding=tied, final_logits_soft_cap=3.0) as (config, _, model):
             graph, parameters, rest = nnx.split(model, nnx.Param, ...)
 
             def loss(parameters: Any) -> Any:
@@ -717,8 +724,24 @@ def maxtext() -> Checked:
             made = jax.jit(jax.value_and_grad(loss, has_aux=True))(parameters)
         return [np.asarray(x) for x in jax.tree.leaves(made)]
 
+    def steps() -> list[Any]:
+        """The losses and gradient norms of 3 steps on 4 devices, each of 2 batches, by MaxText's `train_step`."""
+        with built({"fsdp": 4}, gradient_accumulation_steps=2) as (config, mesh, model):
+            parameters = nnx.state(model, nnx.Param)
+            shards = nnx_construct_named_sharding(parameters, mesh)
+            nnx.update(model, jax.device_put(parameters, shards))
+            optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+            graph, state = nnx.split(TrainStateNNX(model, optimizer))
+            two = {name: jnp.concatenate([x, x[::-1]]) for name, x in data.items()}
+            run = jax.jit(lambda state: train.train_step(graph, config, None, shards, state, {**two}))
+            made = []
+            for _ in range(3):
+                state, metrics = run(state)
+                made += [np.asarray(metrics["scalar"][f"learning/{name}"]) for name in ("loss", "grad_norm")]
+        return made
+
     ways: list[dict[str, Any]] = [{"tied": False}, {"tied": True}, {"tied": False, "fsdp": 2, "context": 2}]
-    theirs = [step(**way) for way in ways]
+    theirs = [*(step(**way) for way in ways), steps()]
     own = train.vocab_tiling_nnx_loss
     code, printed = re.findall(r"^```(?:python|text)\n(.*?)^```", section("MaxText"), flags=re.MULTILINE | re.DOTALL)[
         :2
@@ -728,7 +751,7 @@ def maxtext() -> Checked:
         exec(compile(code, PAGE.name, "exec"), {})
     if said.getvalue() != printed or train.vocab_tiling_nnx_loss is not integration.vocab_tiling_nnx_loss:
         raise AssertionError(f"install() printed {said.getvalue()!r}")
-    ours = [step(**way) for way in ways]
+    ours = [*(step(**way) for way in ways), steps()]
     integration.uninstall()
     if train.vocab_tiling_nnx_loss is not own:
         raise AssertionError("uninstall left onchip's")
@@ -738,7 +761,9 @@ def maxtext() -> Checked:
     how = (
         "its `loss_fn` of a Transformer with stand-ins for packages that it imports, against its own, head of its own "
         f"and tied, loss and gradients: {max(errors[:2]):.0e}, of the tied embedding, which MaxText rounds to "
-        f"bfloat16: {rounded:.0e}; with FSDP and context parallelism on 4 devices: {errors[2]:.0e}; {tests('maxtext')}"
+        f"bfloat16: {rounded:.0e}; with tokens on 4 devices by FSDP and context parallelism: {errors[2]:.0e}; 3 "
+        "steps of its `train_step` with FSDP on 4 devices and accumulated gradients, losses and gradient norms: "
+        f"{errors[3]:.0e}; {tests('maxtext')}"
     )
     return "`vocab_tiling_nnx_loss`", how
 
