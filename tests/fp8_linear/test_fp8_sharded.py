@@ -98,5 +98,6 @@ def run(rank, meeting):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=RANKS)

@@ -203,5 +203,14 @@ def differentiated_twice():
         g.sum().backward()
 
 
+# Parts of "everything", and further wrong numbers.
+SLOW = (
+    *(f"case-{x}" for x in ("even", "odd sizes", "all in one group", "one number", "bias", "row scales", "rows")),
+    "case-scatter",
+    "wide-1", "added-gkn", "wrong-more rows than there are", "wrong-offsets that fall", "wrong-offsets past the end",
+    "wrong-rows above", "wrong-scatter_rows below",
+)  # fmt: skip
+assert CHECKS.keys() >= set(SLOW)
+
 if __name__ == "__main__":
     main(CHECKS, sys.argv[1:])

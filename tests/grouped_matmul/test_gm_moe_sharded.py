@@ -4,6 +4,7 @@ import copy
 from datetime import timedelta
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,5 +49,6 @@ def fsdp2(layer, mesh):
     return fully_shard(layer, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     torch.multiprocessing.spawn(run, (str(tmp_path / "meeting"),), nprocs=RANKS)

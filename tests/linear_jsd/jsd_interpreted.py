@@ -138,10 +138,12 @@ def what_is_refused_says_why():
 
 # What differs from another by a number.
 SLOW = (
-    "case-per token",
-    "places-held in scratch",
+    *(f"case-{x}" for x in ("per token", "equal models", "masked vocab")),
+    *(f"places-{x}" for x in ("recomputed", "held in scratch")),
     *(f"logits-{x}, beta {b}" for x in ("logits", "close") for b in (0.0, 1.0)),
+    *(f"logits-{x}" for x in ("beta 0.1", "large logits, beta 1.0", "offset 1e4")),
 )
+assert CHECKS.keys() >= set(SLOW)
 
 if __name__ == "__main__":
     main(CHECKS, sys.argv[1:])
