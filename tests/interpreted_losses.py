@@ -362,7 +362,8 @@ SLOW |= {
     "many_tiles-offset", "several_ids_in_many_tiles-plain", "several_ids_in_many_tiles-offset", "soft_labels-plain",
     "soft_labels-one id", "repeated_labels-out", "compiled_with_a_budget_and_sizes_that_change-twice the least",
     "a_weight_whose_columns_lie_in_rows-ids", "forward_in_chunks_of_tokens-linear_log_probs",
-    "in_fp8-ragged", "in_fp8-small",
+    "in_fp8-ragged", "in_fp8-small", "compiled_with_a_budget_and_sizes_that_change-least", "repeated_labels-stash",
+    "memory_at_multiples_of_256_bytes-retained", "a_retained_graph-linear_log_probs-entropy",
 }  # fmt: skip
 assert CHECKS.keys() >= SLOW
 
