@@ -9,7 +9,7 @@ from onchip.vocab.triton.memory import RATES, Rates
 _FP8_PRODUCT, _FP8_WEIGHT_PRODUCT, _FP8_QUANTISED = 1275.0, 975.0, 2.9
 
 # Of grouped products in bfloat16 on an H200: TFLOP/s, and TB/s of the groups' weights that are read or written beside;
-# of output, x's gradient and weight's.
+# of output, x's gradient and weight's.  Fitted to results/2026-11-23-h200-grouped_matmul-products.json, even groups.
 _GROUPED = ((840.0, 7.2), (800.0, 8.5), (672.0, 5.7))
 
 
