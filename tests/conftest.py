@@ -70,8 +70,9 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def free_gpu_memory(request):
-    """What a big test had on the GPU is there for other processes' tests."""
+    """What a big test had on the GPU is there for other processes' tests, and no tape of a plan that it patched."""
     yield
+    configs.clear_cache()
     if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()
 

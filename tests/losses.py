@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onchip.core import configs
 from onchip.ops.cross_entropy import cases as ce_cases
 from onchip.ops.cross_entropy import checks as ce_checks
 from onchip.ops.linear_cross_entropy import cases as lce_cases
@@ -208,6 +209,15 @@ def losses(backend="torch", device="cpu", *, few=False):
 # ------------------------------------------------------------------------------------------------- plans of the kernels
 
 
+@contextmanager
+def _planned(**way):
+    """The kernels' plan is another one; no tape outlives it."""
+    configs.clear_cache()
+    with mock.patch.object(triton_memory, "plan", **way) as planned:
+        yield planned
+    configs.clear_cache()
+
+
 def mixed_plan(**more):
     """Some tokens' exponentials are kept in the weight's gradient, some in scratch, and some are recomputed.
 
@@ -218,12 +228,12 @@ def mixed_plan(**more):
         in_gradient = min(128, triton_memory.capacity(problem))
         return triton_memory.TritonPlan(problem.tokens, 512, 256, in_gradient, 128, **more)
 
-    return mock.patch.object(triton_memory, "plan", side_effect=plan)
+    return _planned(side_effect=plan)
 
 
 def plan_in_forward():
     """Forward computes the gradients, by chunks of 128 tokens; where the plan is made anew, in backward too."""
-    return mock.patch.object(triton_memory, "plan", return_value=triton_memory.TritonPlan(128, in_forward=True))
+    return _planned(return_value=triton_memory.TritonPlan(128, in_forward=True))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
+from typing import Annotated, Literal, ParamSpec, TypeVar, cast
 
 import msgspec
 import platformdirs
@@ -31,7 +31,7 @@ NEAREST_FACTOR = 4
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_CACHES: list[Any] = []
+_CACHES: list[Callable[[], object]] = []  # what empties them
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,8 +71,13 @@ class Found:
 def until_cleared(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """A cache of what depends on the stored configs; `clear_cache` empties it."""
     cached = functools.lru_cache(maxsize=4096)(function)
-    _CACHES.append(cached)
+    when_cleared(cached.cache_clear)
     return cast("Callable[_P, _T]", cached)
+
+
+def when_cleared(clear: Callable[[], object]) -> None:
+    """Have `clear_cache` call this too."""
+    _CACHES.append(clear)
 
 
 def find_config(
@@ -144,8 +149,8 @@ def format_config(config: Mapping[str, int]) -> str:
 
 def clear_cache() -> None:
     """Forget what was read, so that the next use reads the files again."""
-    for cached in _CACHES:
-        cached.cache_clear()
+    for clear in _CACHES:
+        clear()
 
 
 # ----------------------------------------------------------------------------------------------------------- the files

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.frontend.torch_autograd import asked_for, differentiable_once, graph_is_kept
+from onchip.frontend.torch_tape import Tapes
 
 C = TypeVar("C")
 O = TypeVar("O", bound=tuple[Any, ...])  # noqa: E741
@@ -84,6 +85,10 @@ class Operator(Generic[C, O]):
     """Turns what `gradients` made into the gradients, where some of them are in `consumed` tensors."""
     clone: Callable[[Tensor], Tensor] = torch.clone
     """How a consumed tensor is cloned."""
+    launches: bool = False
+    """Whether `forward` and `gradients` do no more than launch kernels and PyTorch's operators on tensors of the call,
+    decided by all of it but the tensors' values: then what they do for one call is repeated for others of its kind
+    (`torch_tape`)."""
     direct: Callable[[Any], bool] | None = None
     """Whether `gradients` is to run unregistered for this call, so that autograd sees what it changes."""
 
@@ -114,6 +119,7 @@ class Operator(Generic[C, O]):
                 schema=f"({upstream}{self.kept.schema(mutated)}, bool[] wanted) -> ({made})",
             )
             self.backward_op.register_fake(self._fake_gradients)
+        self._tapes = (Tapes(), Tapes()) if self.launches else None  # of forward, of gradients
         self._node: Any = type(self.name, (_Node,), {})  # a class of its own for its name
 
     def __call__(self, call: C) -> O:
@@ -121,8 +127,16 @@ class Operator(Generic[C, O]):
         if not self.is_plain(call):
             return self.registered(call)
         with inside_operator(_first(self.call.tensors_of(call))):
-            made = self.forward(call)
+            made = self.repeated(call) or self.forward(call)
         return self.attach(call, made)
+
+    def repeated(self, call: C) -> O | None:
+        """The outputs that a tape makes; None where `forward` is to run."""
+        if self._tapes is None:
+            return None
+        tensors, rest = self.call.tensors_of(call), self.call.rest_of(call)
+        made = self._tapes[0].run(lambda: self.outputs.tensors_of(self.forward(call)), tensors, rest)
+        return None if made is None else cast(O, self.outputs.build(made, ()))
 
     def is_plain(self, call: C) -> bool:
         """Whether a call may run the op's functions directly."""
@@ -208,7 +222,7 @@ class Operator(Generic[C, O]):
                 made = self.gradients(kept, given, wanted)
         elif plain:
             with inside_operator(_first(given)):
-                made = self.gradients(kept, given, wanted)
+                made = self._repeated_gradients(kept, tensors, ctx.rest, given, wanted)
             for i, memory in theirs.items():
                 if wanted[i]:  # nobody saw that it was written to
                     torch.autograd.graph.increment_version(memory)
@@ -222,6 +236,16 @@ class Operator(Generic[C, O]):
         for place, grad in zip(self._places, differentiable_once(self.op, made, *given, link), strict=True):
             grads[place] = grad
         return grads
+
+    def _repeated_gradients(
+        self, kept: Any, tensors: Sequence[Tensor | None], rest: Sequence[Any], given: Made, wanted: Wanted
+    ) -> Made:
+        """The gradients, by a tape where there is one."""
+        made: Made | None = None
+        if self._tapes is not None:
+            key = tuple(rest), tuple(wanted)
+            made = self._tapes[1].run(lambda: self.gradients(kept, given, wanted), (*tensors, *given), key)
+        return self.gradients(kept, given, wanted) if made is None else made
 
     def _taken(self, ctx: Any) -> tuple[list[Tensor | None], Tensor]:
         """The kept tensors, with clones of those that will be consumed where the graph is retained; and the link."""

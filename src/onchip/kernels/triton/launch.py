@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from inspect import getclosurevars
 from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from onchip.core.configs import device_slug
+from onchip.frontend import torch_tape
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -56,8 +58,10 @@ class Launch(NamedTuple):
         What was compiled for such arguments before is called directly: with dozens of arguments, Triton takes several
         times as long to find it as to launch it.
         """
-        triton = _unwatched()
+        triton, tape = _unwatched(), torch_tape.recorder()
         if triton is None or self.kernel.pre_run_hooks:
+            if tape is not None:
+                tape.refuse("Triton watches its launches")
             self.kernel[self.grid](**self.arguments, **self.options)
             return
         active, compiled = triton.driver.active, _Compiled.of(self.kernel)
@@ -68,13 +72,18 @@ class Launch(NamedTuple):
         key = device, self.warps, self.stages, self.registers, compiled.constants(arguments), traits
         found = compiled.by_key.get(key)
         if found is None:
-            made = self.kernel[self.grid](**self.arguments, **self.options)
-            if hasattr(made, "packed_metadata"):  # not what is still being compiled
-                compiled.by_key[key] = made
-            return
-        x, y, z = (*self.grid, 1, 1)[:3]
-        stream, values = active.get_current_stream(device), compiled.all(arguments)
-        found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
+            found = self.kernel[self.grid](**self.arguments, **self.options)
+            if not hasattr(found, "packed_metadata"):  # it is still being compiled
+                if tape is not None:
+                    tape.refuse("a kernel is being compiled")
+                return
+            compiled.by_key[key] = found
+        else:
+            x, y, z = (*self.grid, 1, 1)[:3]
+            stream, values = active.get_current_stream(device), compiled.all(arguments)
+            found.run(x, y, z, stream, found.function, found.packed_metadata, None, None, None, *values)
+        if tape is not None:
+            _record(tape, found, self.grid, compiled.all(arguments))
 
     def fixed(self) -> "Launch":
         """The same with all arguments shared by what `again` makes of it."""
@@ -83,6 +92,49 @@ class Launch(NamedTuple):
     def again(self, **changes: Any) -> "Launch":
         """The same with other values of some arguments."""
         return Launch(self.kernel, self.grid, changes, self.warps, self.stages, self.registers, self.shared)
+
+
+def _record(tape: "torch_tape.Recorder", found: Any, grid: tuple[int, ...], values: Sequence[Any]) -> None:
+    """Put a launch on a tape, as Triton 3.6 does it: with its launcher of C, which takes a map that the driver makes
+    of each descriptor.
+    """
+    triton, launcher = _triton(), found.run
+    assert triton is not None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        tape.refuse("a kernel takes memory of Triton's")
+        return
+    launch, arguments, maps = launcher.launch, list(values), iter(())
+    if getattr(launch, "__closure__", None):
+        around = getclosurevars(launch).nonlocals
+        launch, maps = around["launcher"], iter(around["tensordesc_meta"])
+        arguments = []
+        for x in values:
+            if hasattr(x, "block_shape"):
+                arguments += _map_of(tape, triton.driver.active.utils.fill_tma_descriptor, x, next(maps))
+            else:
+                arguments.append(x)
+    stream = tape.once(triton.driver.active.get_current_stream, triton.driver.active.get_current_device())
+    flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+    tape.require(_is_unwatched)
+    tape.call(
+        launch, *(*grid, 1, 1)[:3], stream, found.function, *flags, None, None, found.packed_metadata, None, None, None,
+        *arguments,
+    )  # fmt: skip
+
+
+def _map_of(
+    tape: "torch_tape.Recorder", make: Callable[..., Any], x: Any, known: Mapping[str, Any] | None
+) -> list[Any]:
+    """What a launcher takes in the place of a descriptor."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # type: ignore[import-untyped]
+
+    if known is None or known["fp4_padded"]:
+        tape.refuse("a descriptor is of a kind that isn't known")
+        return []
+    kind = known["swizzle"], known["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[known["elem_type"]], known["block_size"]
+    shape = [tape.rows(x.base), *x.shape[1:]] if x.shape[0] == len(x.base) else x.shape
+    made = tape.once(make, x.base, *kind, shape, x.strides, int(x.padding == "nan"))
+    return [made, *shape, *x.strides]
 
 
 class _Compiled(NamedTuple):
@@ -179,6 +231,10 @@ def _unwatched() -> _Triton | None:
     runtime = triton.runtime
     watched = getattr(runtime.launch_enter_hook, "calls", 1) or getattr(runtime.launch_exit_hook, "calls", 1)
     return None if watched or runtime.debug or triton.compilation.instrumentation_mode else triton
+
+
+def _is_unwatched() -> bool:
+    return _unwatched() is not None
 
 
 @lru_cache(maxsize=1)

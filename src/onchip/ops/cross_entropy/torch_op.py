@@ -381,6 +381,7 @@ OPERATORS = {
         differentiable=("logits",),
         consumed=("gradient",),
         collect=triton_op.collect,
+        launches=True,
         direct=lambda kept: kept.overwrites,
     ),
     "torch": Operator(

@@ -313,4 +313,5 @@ OPERATOR = Operator(
     fake_gradients=_fake_gradients,
     differentiable=("x", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
+    launches=True,
 )

@@ -180,4 +180,5 @@ OPERATOR = Operator(
     fake_gradients=fake_gradients,
     differentiable=("x", "weight", "bias", "row_scale"),
     adds_to={"weight": "weight_grad_out"},
+    launches=True,
 )

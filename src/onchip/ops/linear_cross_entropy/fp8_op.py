@@ -171,6 +171,7 @@ LOSS = Operator(
     fake_gradients=_fake_gradients,
     differentiable=("hidden", "weight", "bias"),
     adds_to={"weight": "weight_grad_out"},
+    launches=True,
 )
 
 

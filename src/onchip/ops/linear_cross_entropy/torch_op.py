@@ -323,7 +323,7 @@ def linear_cross_entropy(
     # `operator(arguments)`, with one function less on the stack.
     if operator.is_plain(arguments):
         with inside_operator(hidden):
-            made: Any = operator.forward(arguments)
+            made: Any = operator.repeated(arguments) or operator.forward(arguments)
         out = operator.attach(arguments, made).out
     else:
         out = operator.registered(arguments).out

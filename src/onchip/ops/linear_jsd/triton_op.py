@@ -146,6 +146,7 @@ OPERATORS = {
             f"left_{who}_{memory}" for who in ("student", "teacher") for memory in ("hidden_memory", "weight_memory")
         ],
         collect=_collect,
+        launches=True,
         clone=setup.clone,
     )
     for op in (OP, LOGITS_OP)

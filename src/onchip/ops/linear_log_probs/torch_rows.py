@@ -170,7 +170,9 @@ def _fake_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> list[Tensor]:
     return [torch.empty_like(kept.call.logits, memory_format=torch.contiguous_format)]
 
 
-def _operator(name: str, forward: Any, fake: Any, gradients: Any) -> Operator[RowsCall, TorchOutputs]:
+def _operator(
+    name: str, forward: Any, fake: Any, gradients: Any, *, launches: bool = False
+) -> Operator[RowsCall, TorchOutputs]:
     return Operator(
         name,
         op=LOGITS_OP,
@@ -181,10 +183,13 @@ def _operator(name: str, forward: Any, fake: Any, gradients: Any) -> Operator[Ro
         fake_gradients=_fake_gradients,
         differentiable=("logits",),
         differentiable_outputs=3,
+        launches=launches,
     )
 
 
 OPERATORS = {
-    "triton": _operator("log_probs_by_triton", triton_rows.forward, triton_rows.fake, triton_rows.gradients),
+    "triton": _operator(
+        "log_probs_by_triton", triton_rows.forward, triton_rows.fake, triton_rows.gradients, launches=True
+    ),
     "torch": _operator("log_probs_by_torch", _forward, _fake, _gradients),
 }

@@ -9,12 +9,14 @@ the gradients, in place; autograd clones them first where the graph is retained.
 import math
 import mmap
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core import configs
+from onchip.frontend import torch_tape
 from onchip.frontend.torch_inputs import DTYPES, copies_weight
 from onchip.frontend.torch_register import Made, Wanted
 from onchip.kernels.triton.launch import describe, device_refusal
@@ -25,6 +27,7 @@ from onchip.vocab.triton.memory import VOCAB_TILE, TritonPlan
 
 if TYPE_CHECKING:  # Triton is imported where something is launched
     from onchip.vocab.triton import launches
+    from onchip.vocab.triton.blocks import BufferRows
 
 # Stored under the name of the op that was tuned first.
 _CONFIGS = "linear_cross_entropy"
@@ -209,46 +212,57 @@ def position_rows(layer: Layer, saved: Saved) -> Tensor:
 
 def logit_buffer(layer: Layer, config: TritonPlan, saved: Saved, recomputed: int = 0) -> "launches.LogitBuffer":
     """The memory for exponentials, with more for those of so many tokens that backward recomputes."""
-    from onchip.vocab.triton.blocks import BufferRows
     from onchip.vocab.triton.launches import LogitBuffer
 
-    nothing, row = saved.scratch_memory[:0], VOCAB_TILE * layer.dtype.itemsize
+    nothing = saved.scratch_memory[:0]
     weight_grad = saved.weight_memory.view(-1).view(layer.dtype) if config.kept_in_gradient > 0 else nothing
     scratch = saved.scratch_memory
     again = aligned(nothing, (recomputed * config.vocab_chunk,), layer.dtype) if recomputed else nothing
-    pieces = [x for x in (weight_grad, scratch, again) if x.numel() > 0]
-    first = min(pieces, key=Tensor.data_ptr)
-    end = max(x.data_ptr() + x.numel() * x.element_size() for x in pieces)
+    given = weight_grad, scratch, again
+    stride = layer.weight.shape[1] * layer.weight.element_size() // layer.dtype.itemsize
+    spread = partial(
+        _spread,
+        sizes=tuple([x.numel() * x.element_size() for x in given]),
+        row=VOCAB_TILE * layer.dtype.itemsize,
+        shift=config.weight_chunk // VOCAB_TILE * stride,
+        stride=stride,
+        tiles=(config.kept_in_gradient, config.kept_in_scratch, recomputed),
+    )
+    address, number, rows = spread(*[x.data_ptr() for x in given])
+    pieces = tuple([x for x in given if x.numel() > 0])
+    first = next(x for x in pieces if x.data_ptr() == address)
+    matrix = first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(number, VOCAB_TILE)
+    tape = torch_tape.recorder()
+    if tape is not None:
+        tape.derive(spread, given, matrix, rows)
+    return LogitBuffer(pieces, matrix, rows)
 
-    def start(x: Tensor) -> int:
-        if x.numel() == 0:
-            return 0
-        offset = x.data_ptr() - first.data_ptr()
-        if offset % row:
-            raise RuntimeError(
-                f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
-                "where it is (saved-tensor hooks move it), or pass backend='torch'"
-            )
-        return offset // row
 
-    rows = (end - first.data_ptr()) // row
+def _spread(
+    *addresses: int,
+    sizes: tuple[int, ...],  # bytes of the pieces
+    row: int,  # bytes
+    shift: int,  # rows
+    stride: int,
+    tiles: tuple[int, int, int],
+) -> "tuple[int, int, BufferRows]":
+    """Where the matrix that spans these pieces begins, how many rows it has, and which of them are whose."""
+    from onchip.vocab.triton.blocks import BufferRows
+
+    there = [(address, size) for address, size in zip(addresses, sizes, strict=True) if size > 0]
+    first = min(address for address, _ in there)
+    rows = (max(address + size for address, size in there) - first) // row
+    if any((address - first) % row for address, _ in there):
+        raise RuntimeError(
+            f"memory kept for backward has been moved to an address that is no multiple of {row} bytes; leave it "
+            "where it is (saved-tensor hooks move it), or pass backend='torch'"
+        )
     if rows >= 1 << 31:
         raise RuntimeError("device memory is spread over more than a terabyte of addresses; pass strategy='recompute'")
-    stride = layer.weight.shape[1] * layer.weight.element_size() // layer.dtype.itemsize
-    return LogitBuffer(
-        tuple(pieces),
-        first.as_strided((1, VOCAB_TILE), (VOCAB_TILE, 1)).expand(rows, VOCAB_TILE),
-        BufferRows(
-            rows,
-            start(weight_grad) + config.weight_chunk // VOCAB_TILE * stride,
-            stride,
-            config.kept_in_gradient,
-            start(scratch),
-            config.kept_in_scratch,
-            start(again),
-            recomputed,
-        ),
+    weight_grad, scratch, again = (
+        (address - first) // row if size > 0 else 0 for address, size in zip(addresses, sizes, strict=True)
     )
+    return first, rows, BufferRows(rows, weight_grad + shift, stride, tiles[0], scratch, tiles[1], again, tiles[2])
 
 
 def rows_and_buffer(layer: Layer, config: TritonPlan, saved: Saved) -> "tuple[Tensor, launches.LogitBuffer | None]":
@@ -311,6 +325,7 @@ def clone(memory: Tensor) -> Tensor:
 # How an op whose kept fields are `call`, `saved` and others registers that gradients are made in place.
 IN_PLACE: dict[str, Any] = {
     "differentiable": ("hidden", "weight", "bias"),
+    "launches": True,
     "consumed": ("hidden_memory", "weight_memory"),
     "fake_gradients": _fake_gradients,
     "collect": _collect,
