@@ -52,7 +52,7 @@ def total(row):
         ((*LLAMA[1:], "--framework", "jax"), ["JAX on one H100", "backend mosaic_gpu", "Plain JAX needs 11.8 GiB"]),
         ((*LLAMA[1:], "--scratch", "64MiB", "--scratch", "0.125"), ["64MiB is too small", "*266 MiB"]),
         ((*LLAMA[1:], "--precision", "fp8"), ["precision fp8", "FP8 products are an approximation"]),
-        ((*LLAMA[1:], "--gpu", "4090", "--tp", "8"), ["a guess", "one of 8 ranks", "Communication is not modelled"]),
+        ((*LLAMA[1:], "--gpu", "4090", "--tp", "8"), ["a guess", "one of 8 ranks", "for PCIe", "all-reduce"]),
         ((*LLAMA[1:], "--device", "cpu"), ["on the CPU", "onchip's time is not predicted on the CPU"]),
         (("--tokens", "8192", "--model", "gemma-2-9b"), ["pass softcap=30"]),
         (("linear_log_probs", *LLAMA[1:], "--entropy", "--forward"), ["forward alone"]),
@@ -88,6 +88,27 @@ def test_the_command_is_the_function():
     assert document["verdict"] == made.verdict
     assert [row["memory_bytes"] for row in document["rows"]] == [row.memory_bytes for row in made.rows]
     assert document["sizes"] == made.sizes == {"tokens": 16384, "hidden": 4096, "vocab": 64128}
+
+
+def test_what_ranks_exchange():
+    sizes = {"tokens": 8192, "hidden": 4096, "vocab": 128256, "tensor_parallel": 4, "link": 50.0}
+    made = plan(**sizes)
+    assert [(x.name, x.kind, x.bytes) for x in made.exchanges] == [
+        ("statistics", "all-gather", 3 * 8192 * 2 * 4),
+        ("hidden's gradient", "all-reduce", 2 * 3 * 8192 * 4096 * 4 // 4),
+    ]
+    of_gradient = made.exchanges[1]
+    assert of_gradient.ms == pytest.approx(0.01 + of_gradient.bytes / 50e9 * 1e3)
+    assert 0 < of_gradient.exposed_ms < of_gradient.ms
+    split = plan(**sizes, sequence_parallel=True)
+    hidden = 3 * 8192 * 4096 * 2 // 4
+    assert [x.bytes for x in split.exchanges] == [hidden, 3 * 8192 * 2 * 4, hidden, 2 * hidden]
+    assert split.rows == made.rows
+    assert [x.name for x in plan(**sizes, gradients=False).exchanges] == ["statistics"]
+    assert plan(**SIZES).exchanges == []
+    of_jsd = plan("linear_jsd", **sizes)
+    assert not of_jsd.exchanges
+    assert "not modelled" in " ".join(of_jsd.notes)
 
 
 def test_the_function_needs_no_package_of_the_command_line():

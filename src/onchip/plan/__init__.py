@@ -12,8 +12,16 @@ import msgspec
 from onchip.core.backends import choose_backend
 from onchip.core.machine import FRAMEWORKS, choose_framework
 from onchip.core.sizes import DTYPE_BYTES, MIB, UNITS
-from onchip.frontend.options import require_bool, require_int, require_one_of, require_positive_int, scratch_in_bytes
-from onchip.plan.gpus import GPUS
+from onchip.frontend.options import (
+    require_bool,
+    require_int,
+    require_one_of,
+    require_positive,
+    require_positive_int,
+    scratch_in_bytes,
+)
+from onchip.plan.gpus import GPUS, product_ms
+from onchip.plan.links import LINKS, Exchange, exchanges, link_rate
 from onchip.plan.models import Model, model_of_config, named_model
 from onchip.plan.ways import OPS, Asked, Layer, Plain, Way
 from onchip.vocab.memory import Problem
@@ -98,6 +106,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is of forward and backward, or of forward alone."""
     tensor_parallel: int
     """Ranks that share the vocabulary."""
+    sequence_parallel: bool
+    """Whether each of them has the hidden states of its part of the tokens."""
+    link: float | None
+    """GB/s between two ranks that the exchanges are predicted with; None where there are none."""
+    exchanges: list[Exchange]
+    """What a rank sends to the others, in the order of the call."""
     logits_bytes: int | None
     """Of the float32 logits, which the op doesn't store."""
     baseline: Baseline
@@ -138,6 +152,8 @@ def plan(
     backend: str = "auto",
     precision: str = "full",
     tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    link: float | None = None,
     scratch: Sequence[int | float | str] = (),
     every_budget: bool = False,
 ) -> Plan:
@@ -168,6 +184,9 @@ def plan(
         backend: a backend's name, or "auto": the one that the op takes.
         precision: "full", or of linear_cross_entropy "fp8".
         tensor_parallel: ranks that share the vocabulary; the plan is of one of them.
+        sequence_parallel: each of them has the hidden states of its part of the tokens, and gathers all of them.
+        link: GB/s that a rank sends to another while it receives as much; by default a guess, 80% of the NVLink's or
+            PCIe's in the GPU's data sheet.
         scratch: budgets, as an op's `scratch_bytes` takes them: bytes, a text such as "512MiB", or a float, a part of
             the float32 logits.
         every_budget: rows for many budgets and all strategies.
@@ -190,7 +209,8 @@ def plan(
     require_one_of("plan", "op", op, tuple(OPS))
     known = OPS[op]
     _check_words(op, framework, precision, device, gpu, dtype, weight_dtype)
-    for name, flag in {"gradients": gradients, "entropy": entropy, "every_budget": every_budget}.items():
+    flags = {"gradients": gradients, "entropy": entropy, "every_budget": every_budget}
+    for name, flag in {**flags, "sequence_parallel": sequence_parallel}.items():
         require_bool("plan", name, flag)
     if isinstance(scratch, str) or not isinstance(scratch, Sequence):
         raise TypeError(f"plan: scratch must be a list of budgets; got {type(scratch).__name__}")
@@ -212,6 +232,16 @@ def plan(
         raise ValueError(f"plan: tensor_parallel is {tensor_parallel}, but there are {vocab} entries to share")
     if linears and tensor_parallel > 1:
         raise ValueError(f"plan: tensor_parallel shares a vocabulary, which {op} has none of; leave it out")
+    if tensor_parallel == 1 and (sequence_parallel or link is not None):
+        raise ValueError(
+            "plan: sequence_parallel and link are of ranks that share the vocabulary; give tensor_parallel too"
+        )
+    if sequence_parallel and "hidden" not in known.needs:
+        raise ValueError(f"plan: {op} has no hidden states to gather; leave sequence_parallel out")
+    if sequence_parallel and tokens % tensor_parallel:
+        raise ValueError(f"plan: sequence_parallel needs tokens in {tensor_parallel} equal parts; got {tokens}")
+    if link is not None:
+        require_positive("plan", "link", link)
     of_rank = -(-(vocab or 0) // tensor_parallel)
     problem = Problem(
         tokens,
@@ -242,6 +272,15 @@ def plan(
         way = backends[chosen].way(asked)
         few = _few_rows(way, budgets)
         made = _many_rows(way, budgets, 4 * logits) if every_budget else few
+    sent = []
+    if tensor_parallel > 1 and known.numbers:
+        product = product_ms(asked.gpu, tokens * problem.hidden * of_rank)
+        size, rate = DTYPE_BYTES[dtype], link_rate(asked.gpu, link)
+        numbers = known.numbers + entropy
+        sent = exchanges(
+            tokens, problem.hidden, size, numbers, tensor_parallel, rate, product,
+            gradients=gradients, sequence=sequence_parallel,
+        )  # fmt: skip
     plain = known.plain(asked)
     shown = {"tokens": tokens, "hidden": problem.hidden, "vocab": problem.vocab, "teacher_hidden": teacher}
     shown |= {"experts": asked.experts, "rows": asked.rows}
@@ -259,10 +298,14 @@ def plan(
         weight_dtype=weight_dtype or dtype,
         gradients=gradients,
         tensor_parallel=tensor_parallel,
+        sequence_parallel=sequence_parallel,
+        link=link_rate(asked.gpu, link) if sent else None,
+        exchanges=sent,
         logits_bytes=None if logits is None else 4 * logits,
         baseline=Baseline(name=plain.name, expression=plain.expression, memory_bytes=plain.memory, ms=plain.ms),
         rows=made,
-        notes=_notes(asked, chosen, made, plain, vocab, tensor_parallel, found),
+        notes=_notes(asked, chosen, made, plain, vocab, tensor_parallel, found)
+        + _notes_of_exchanges(asked, sent, link, [row for row in few if row.name == "default"]),
     )
 
 
@@ -533,8 +576,8 @@ def _notes(
     if tensor_parallel > 1:
         notes.append(
             f"This is one of {tensor_parallel} ranks, with {asked.problem.vocab} of the {vocab} entries of the "
-            "vocabulary. Communication is not modelled: statistics of every token, and the sum of hidden's gradient "
-            "over the ranks."
+            "vocabulary. Times and memory are without what ranks exchange"
+            + ("." if OPS[asked.op].numbers else ", which is not modelled.")
         )
     if asked.rows:
         notes.append("The times leave out what it takes to read x by rows and to sum up its gradient.")
@@ -549,3 +592,15 @@ def _notes(
             f"The model caps its logits: pass softcap={found.softcap:g}. What {plain.name} takes is without the cap."
         )
     return notes
+
+
+def _notes_of_exchanges(asked: Asked, sent: Sequence[Exchange], link: float | None, rows: Sequence[Row]) -> list[str]:
+    if not sent:
+        return []
+    exposed, rate = sum(x.exposed_ms for x in sent), link_rate(asked.gpu, link)
+    name, nominal = LINKS[asked.gpu]
+    source = "as given" if link is not None else f"80% of the data sheet's {nominal:g} for {name}: nothing was measured"
+    said = f"Ranks exchange {memory_text(sum(x.bytes for x in sent))} each at {rate:g} GB/s ({source})"
+    of = sum(row.ms for row in rows if row.ms is not None)
+    part = f", {100 * exposed / (exposed + of):.0f}% of the call by default" if of else ""
+    return [f"{said}. {time_text(exposed)} of it are beside the computation{part}."]

@@ -48,6 +48,16 @@ def run_plan(
     tensor_parallel: Annotated[
         int, typer.Option("--tp", help="Ranks that share the vocabulary; the plan is of one of them.", metavar="N")
     ] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Each of them has the hidden states of its part of the tokens.")
+    ] = False,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s from one of them to another, each way. Default: 80% of the data sheet's NVLink or PCIe.",
+            metavar="RATE",
+        ),
+    ] = None,
     scratch: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,6 +101,8 @@ def run_plan(
         backend=backend,
         precision=precision,
         tensor_parallel=tensor_parallel,
+        sequence_parallel=sequence_parallel,
+        link=link,
         scratch=[_number(text) for text in scratch or ()],
         every_budget=every_budget,
     )

@@ -100,6 +100,10 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
             say(f"{name}: {meaning.format(passes=passes)}")
     if not all(row.fits for row in plan.rows):
         say("*: the budget is too small, it needs so much.")
+    if plan.exchanges:
+        say("")
+        _show_exchanges(plan, console)
+        say("")
     if not layers:
         say(f"{plan.baseline.name}: {plan.baseline.expression}")
     for note in plan.notes:
@@ -110,6 +114,20 @@ def show(plan: Plan, console: Console, *, every_budget: bool) -> None:
         for name, size in (plan.row("default").memory_parts or {}).items():
             if size:
                 say(f"  {memory_text(size)}: {name}")
+
+
+def _show_exchanges(plan: Plan, console: Console) -> None:
+    """What ranks tell each other."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    for name in ("ranks exchange", "by", "sent", "time", "beside"):
+        table.add_column(name, justify="left" if name in ("ranks exchange", "by") else "right", no_wrap=True)
+    for x in plan.exchanges:
+        table.add_row(x.name, x.kind, memory_text(x.bytes), time_text(x.ms), time_text(x.exposed_ms))
+    console.print(table)
+    hidden = " ".join(f"{x.name} goes while {x.hidden_under} is computed." for x in plan.exchanges if x.hidden_under)
+    text = f"sent: by each rank.\nbeside: what the computation doesn't hide. {hidden}"
+    for line in text.splitlines():
+        console.print(_folded(line, console.width), highlight=False, markup=False)
 
 
 def _folded(text: str, width: int) -> str:

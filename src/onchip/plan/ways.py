@@ -129,6 +129,9 @@ class Op:
     """Whether it can cap the logits."""
     ids: int = 0
     """Ids per token, of log-probabilities."""
+    numbers: int = 2
+    """Float32 a token that ranks which share the vocabulary gather: lse, and the target's log-probability; 0 where that
+    is not known."""
 
 
 # ---------------------------------------------------------------------------------------------- what backends refuse
@@ -579,6 +582,7 @@ OPS: dict[str, Op] = {
         takes=("teacher_hidden",),
         logits=2,
         softcap=False,
+        numbers=0,
     ),
     "fp8_linear": Op(
         backends={
