@@ -30,6 +30,11 @@ class Layer:
         return self.hidden.numel() // self.hidden.shape[-1]
 
     @property
+    def vocab(self) -> int:
+        """V, of which ids are."""
+        return self.weight.shape[0]
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """What the gradients of hidden, weight and bias are returned in."""
         return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
