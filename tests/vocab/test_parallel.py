@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from onchip.torch import linear_cross_entropy
 from sharded import close, cut, leaf, same_bits, spawn
@@ -30,7 +32,7 @@ def labels(vocab=VOCAB):
 
 
 def numbers(*shape, seed=2):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
 CLASSES = numbers(VOCAB).index_fill(0, torch.tensor([3, 40]), 0.0)
@@ -86,7 +88,207 @@ def every_option(rank, ranks):
             compare(linear_cross_entropy, layer(), (labels(),), options | {"return_stats": stats}, sizes, rank)
 
 
-CHECKS = {"linear_cross_entropy: every option": every_option}
+def retained_and_accumulated(rank, ranks):
+    """A second backward through the graph adds the same again."""
+    for sizes in LAYOUTS[ranks]:
+        compare(linear_cross_entropy, layer(), (labels(),), {"label_smoothing": 0.1}, sizes, rank, times=2)
+
+
+def frozen_parts(rank, ranks):
+    """Hidden alone, the weight alone, neither; and a main gradient of the caller's."""
+    sizes = LAYOUTS[ranks][0]
+    hidden, weight, bias = layer()
+    mine, given = weight[cut(sizes, rank)], taken({}, sizes, rank)
+    h, w = leaf(hidden), leaf(weight)
+    linear_cross_entropy(h, w, labels()).backward()
+    a, b = leaf(hidden), leaf(mine)
+    linear_cross_entropy(a, mine, labels(), **given).backward()
+    linear_cross_entropy(hidden, b, labels(), **given).backward()
+    close(a.grad, h.grad)
+    close(b.grad, w.grad[cut(sizes, rank)])
+    close(linear_cross_entropy(hidden, mine, labels(), **given), linear_cross_entropy(hidden, weight, labels()))
+    out = torch.ones_like(mine)
+    linear_cross_entropy(hidden, leaf(mine), labels(), weight_grad_out=out, **given).backward()
+    close(out, 1 + w.grad[cut(sizes, rank)])
+
+
+def other_dtypes(rank, ranks):
+    sizes = LAYOUTS[ranks][0]
+    compare(linear_cross_entropy, layer(dtype=torch.float64), (labels(),), LCE["all"], sizes, rank)
+    hidden, weight, _ = layer(dtype=torch.bfloat16)
+    w = leaf(weight[cut(sizes, rank)])
+    loss = linear_cross_entropy(hidden, w, labels(), **taken({}, sizes, rank))
+    loss.backward()
+    close(loss, linear_cross_entropy(hidden, weight, labels()))
+    assert w.grad.dtype == torch.bfloat16
+
+
+def default_layouts(rank, ranks):
+    """torch.chunk's, without vocab_start; even shards without vocab_size; rows that are padding."""
+    hidden, weight, bias = layer()
+    for size in (VOCAB, VOCAB + 2, 4, 1):
+        parts = weight[:size].chunk(ranks) if size <= VOCAB else torch.cat([weight, torch.full((35, HIDDEN), torch.nan)]).chunk(ranks)
+        w, h, whole = leaf(parts[rank] if rank < len(parts) else weight[:0]), leaf(hidden), leaf(weight[: min(size, VOCAB)])
+        vocab, h2 = len(whole), leaf(hidden)
+        target = labels(vocab)
+        loss = linear_cross_entropy(h, w, target, vocab_group=dist.group.WORLD, vocab_size=vocab, label_smoothing=0.1)
+        expected = linear_cross_entropy(h2, whole, target, label_smoothing=0.1)
+        loss.backward(), expected.backward()
+        close(loss, expected), close(h.grad, h2.grad)
+        whole_grad = torch.cat([whole.grad, torch.zeros(96 - vocab, HIDDEN)]).split(len(parts[0]))
+        close(w.grad, whole_grad[rank][: len(w)])
+    even = weight[: 20 * ranks]
+    got = linear_cross_entropy(hidden, even.chunk(ranks)[rank], labels(20), vocab_group=dist.group.WORLD)
+    close(got, linear_cross_entropy(hidden, even, labels(20)))
+
+
+def layouts_of_hidden(rank, ranks):
+    """Tokens sharded in either dimension, and partial gradients."""
+    sizes = LAYOUTS[ranks][1]
+    hidden, weight, bias = layer()
+    for dim in (0, 1):
+        whole, w = leaf(hidden[: 2 * (6 // ranks), :6]), leaf(weight)
+        target = labels()[: whole.shape[0], :6]
+        if whole.shape[dim] % ranks:
+            continue
+        linear_cross_entropy(whole, w, target, softcap=3.0).backward()
+        part, mine = leaf(whole.chunk(ranks, dim)[rank]), leaf(weight[cut(sizes, rank)])
+        loss = linear_cross_entropy(part, mine, target, softcap=3.0, hidden_layout="sequence", **taken({}, sizes, rank))
+        loss.backward()
+        close(part.grad, whole.grad.chunk(ranks, dim)[rank]), close(mine.grad, w.grad[cut(sizes, rank)])
+    h, whole = leaf(hidden), leaf(hidden)
+    linear_cross_entropy(h, weight[cut(sizes, rank)], labels(), reduce_hidden_grad=False, **taken({}, sizes, rank)).backward()
+    linear_cross_entropy(whole, weight, labels()).backward()
+    dist.all_reduce(h.grad)
+    close(h.grad, whole.grad)
+
+
+def dtensors(rank, ranks):
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    hidden, weight, bias = layer()
+    whole = [leaf(x) for x in (hidden, weight, bias)]
+    linear_cross_entropy(whole[0], whole[1], labels(), whole[2]).backward()
+    for placement in (Replicate(), Shard(1)) if ranks == 2 else (Replicate(), Shard(0)):
+        h = distribute_tensor(hidden, mesh, [placement]).requires_grad_()
+        w, b = (distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in (weight, bias))
+        loss = linear_cross_entropy(h, w, labels(), b)
+        loss.backward()
+        for x, expected in zip((h, w, b), whole, strict=True):
+            assert x.grad.placements == x.placements
+            close(x.grad.full_tensor(), expected.grad, str(placement))
+    h = distribute_tensor(hidden, mesh, [Replicate()]).requires_grad_()
+    linear_cross_entropy(h, w, labels(), b, reduce_hidden_grad=False).backward()
+    assert h.grad.placements == (Partial(),)
+    close(h.grad.full_tensor(), whole[0].grad)
+    # A plain hidden is this rank's only where the caller says what the group is.
+    with pytest.raises(TypeError, match="weight is a DTensor; pass .*vocab_group"):
+        linear_cross_entropy(hidden, w, labels(), b)
+    plain = leaf(hidden)
+    linear_cross_entropy(plain, w, labels(), b, vocab_group=mesh.get_group()).backward()
+    close(plain.grad, whole[0].grad)
+    for wrong, match in (
+        ({"weight": distribute_tensor(weight, mesh, [Replicate()])}, "weight is a DTensor with placement .* must be Shard"),
+        ({"weight": distribute_tensor(weight, mesh, [Shard(1)])}, "must be Shard\\(0\\)"),
+        ({"hidden": distribute_tensor(hidden, mesh, [Shard(2)])}, "hidden is a DTensor .* must be Replicate"),
+        ({"hidden": h.new_zeros(ranks, 8, HIDDEN)[:1], "target": labels()[:1]}, None),
+    ):
+        if match is not None:
+            with pytest.raises(ValueError, match=match):
+                linear_cross_entropy(**{"hidden": h, "weight": w, "target": labels(), "bias": b} | wrong)
+
+
+def compiled_and_checkpointed(rank, ranks):
+    sizes = LAYOUTS[ranks][1]
+    hidden, weight, _ = layer()
+    mine, given = weight[cut(sizes, rank)], taken({"softcap": 4.0}, sizes, rank)
+    h, w = leaf(hidden), leaf(weight)
+    linear_cross_entropy(2 * h, w, labels(), softcap=4.0).backward()
+
+    target = labels()
+
+    def loss(hidden, weight):
+        return linear_cross_entropy(2 * hidden, weight, target, **given)
+
+    ways = {
+        **({"compile": torch.compile(loss, fullgraph=True)} if ranks == 2 else {}),
+        "checkpoint": lambda *x: torch.utils.checkpoint.checkpoint(loss, *x, use_reentrant=False),
+    }
+    for name, way in ways.items():
+        a, b = leaf(hidden), leaf(mine)
+        way(a, b).backward()
+        close(a.grad, h.grad, name), close(b.grad, w.grad[cut(sizes, rank)], name)
+
+
+def refusals(rank, ranks):
+    """What is found by all ranks, none of which waits for another."""
+    hidden, weight, bias = layer()
+    group, sizes = dist.group.WORLD, LAYOUTS[ranks][1]
+    mine = weight[cut(sizes, rank)]
+    given = {"hidden": hidden, "weight": mine, "target": labels()} | taken({}, sizes, rank)
+    for wrong, kind, match in (
+        ({"vocab_start": 0}, ValueError, r"shards of the vocabulary are \[0, .*don't make up \[0, 61\)"),
+        ({"vocab_start": -1}, ValueError, "vocab_start must be 0 or more"),
+        ({"vocab_start": 1.0}, TypeError, "vocab_start must be an int"),
+        ({"vocab_size": None}, ValueError, "vocab_start needs vocab_size"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be positive"),
+        ({"vocab_group": "tp"}, TypeError, "vocab_group must be a torch.distributed.ProcessGroup; got str"),
+        ({"vocab_group": None}, ValueError, "pass its vocab_group"),
+        ({"hidden_layout": "shard"}, ValueError, "hidden_layout must be one of 'replicated', 'sequence'"),
+        ({"hidden_layout": "sequence"}, ValueError, "hidden_layout='sequence' with . ranks needs"),
+        ({"hidden_layout": "sequence", "reduce_hidden_grad": False}, ValueError, "pass reduce_hidden_grad=True"),
+        ({"reduce_hidden_grad": 1}, TypeError, "reduce_hidden_grad must be True or False"),
+        ({"bias": bias}, ValueError, "bias has 61 of the vocabulary's entries but weight has"),
+        ({"weight": mine.tolist()}, TypeError, "weight must be a torch.Tensor"),
+        ({"strategy": "stash"}, ValueError, "strategy='stash' makes gradients before"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8' takes no sharded vocabulary"),
+        ({"target": torch.rand(*SHAPE, VOCAB)}, ValueError, "soft labels take no sharded vocabulary"),
+        ({"target": labels().masked_fill(labels() == -100, VOCAB)}, ValueError, r"target\[.*\] is 61, which is neither"),
+        ({"class_weight": CLASSES[:9]}, ValueError, r"class_weight has shape \[9\]; it must be \[V\], \[61\]"),
+        ({"scratch_bytes": 8}, ValueError, "scratch_bytes=8 is too small"),
+        ({"weight_grad_out": torch.zeros(3, HIDDEN)}, ValueError, "weight_grad_out has 3 of the vocabulary's entries"),
+    ):
+        with pytest.raises(kind, match="linear_cross_entropy: .*" + match):
+            linear_cross_entropy(**given | wrong)
+    own = dist.new_group([0])
+    if rank > 0:
+        with pytest.raises(TypeError, match="this rank is no member"):
+            linear_cross_entropy(**given | {"vocab_group": own})
+
+
+def ranks_that_differ(rank, ranks):
+    """check_inputs finds that out."""
+    hidden, weight, bias = layer()
+    sizes = LAYOUTS[ranks][1]
+    given = {"hidden": hidden, "weight": weight[cut(sizes, rank)], "target": labels(), "check_inputs": True}
+    given |= taken({}, sizes, rank)
+    linear_cross_entropy(**given)
+    last = rank == ranks - 1
+    for wrong, match in (
+        ({"softcap": 5.0}, "differ in options"),
+        ({"target": labels().masked_fill(labels() == -100, 3)}, "differ in values of targets"),
+        ({"hidden": hidden[:2], "target": labels()[:2]}, "differ in hidden's shape"),
+        ({"token_weight": numbers(*SHAPE)}, "differ in shapes of targets"),
+        ({"vocab_size": 60}, "differ in vocab_size"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            linear_cross_entropy(**given | (wrong if last else {}))
+
+
+CHECKS = {
+    f"linear_cross_entropy: {check.__name__}": check
+    for check in (
+        every_option,
+        retained_and_accumulated,
+        frozen_parts,
+        other_dtypes,
+        default_layouts,
+        layouts_of_hidden,
+        dtensors,
+        compiled_and_checkpointed,
+        refusals,
+        ranks_that_differ,
+    )
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -143,7 +143,12 @@ def localized(
     if sharding.vocab_group is None:
         for name, x in given.items():
             if x is not None and name not in dtensors:  # whose ranks may have other tokens, as with FSDP2
-                require_tensor(op, *next(iter(dtensors.items())))
+                other = next(iter(dtensors))
+                raise TypeError(
+                    f"{op}: {other} is a DTensor; pass {other}.full_tensor(), or {other}.to_local() where that is all "
+                    "this rank needs; under FSDP2, call the op inside the forward of the module that holds it, where "
+                    f"it is a plain tensor; under tensor parallelism pass vocab_group too, or {name} as a DTensor"
+                )
     first = next(iter(weights))
     group = sharding.vocab_group
     for name, x in dtensors.items():
