@@ -1,6 +1,7 @@
 """Losses whose vocabulary is sharded over processes, compared with the same in one process."""
 
 import os
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -9,9 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from interpreter import speed_up
+
 
 def spawn(tmp_path, ranks, checks, timeout=60):
-    """Run the checks, functions by name, one after the other in so many processes; raise with all that failed."""
+    """Run the checks, functions by name, one after the other in so many processes; raise with all that failed.
+
+    With TRITON_INTERPRET=1 in the environment they run under Triton's interpreter.
+    """
     torch.multiprocessing.spawn(_run, (str(tmp_path), ranks, checks, timeout), nprocs=ranks)
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(ranks)]
     assert not any(said), "\n".join(said)
@@ -20,14 +26,16 @@ def spawn(tmp_path, ranks, checks, timeout=60):
 def _run(rank, folder, ranks, checks, timeout):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/meeting", timedelta(seconds=timeout), world_size=ranks, rank=rank
-    )
+    if os.environ.get("TRITON_INTERPRET"):
+        speed_up()
+    dist.init_process_group("gloo", f"file://{folder}/meeting", timedelta(seconds=timeout), world_size=ranks, rank=rank)
     failed = []
     for name, check in checks.items():
         torch.manual_seed(0)
+        start = time.perf_counter()
         try:
             check(rank, ranks)
+            print(f"rank {rank}, {name}: {time.perf_counter() - start:.1f} s")
         except Exception:
             failed.append(f"rank {rank}, {name}: {traceback.format_exc()}")
     with open(f"{folder}/rank{rank}", "w") as file:

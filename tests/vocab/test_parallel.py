@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from onchip.torch import linear_cross_entropy
+from torch.testing import assert_close
+
 from sharded import close, cut, leaf, same_bits, spawn
 
 VOCAB, HIDDEN, SHAPE = 61, 16, (3, 8)
@@ -39,7 +41,12 @@ CLASSES = numbers(VOCAB).index_fill(0, torch.tensor([3, 40]), 0.0)
 LCE = {
     "plain": {},
     "all": {"softcap": 5.0, "logit_scale": 0.7, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 1e-2},
-    "none": {"reduction": "none", "label_smoothing": 0.2, "token_weight": numbers(*SHAPE), "temperature": numbers(*SHAPE)},
+    "none": {
+        "reduction": "none",
+        "label_smoothing": 0.2,
+        "token_weight": numbers(*SHAPE),
+        "temperature": numbers(*SHAPE),
+    },
     "classes": {"class_weight": CLASSES, "label_smoothing": 0.3, "z_loss": 1e-2},
     "classes alone": {"class_weight": CLASSES, "reduction": "sum"},
     "normalizer": {"normalizer": 7.0, "shift": True},
@@ -56,7 +63,9 @@ def taken(options, sizes, rank):
 def compare(op, tensors, more, options, sizes, rank, *, times=1):
     """Outputs and gradients, with random upstream gradients, of `op(hidden, weight, *more, bias)`."""
     whole = [leaf(x) for x in tensors]
-    hidden, weight, bias = (leaf(x) for x in (tensors[0], *(x if x is None else x[cut(sizes, rank)] for x in tensors[1:])))
+    hidden, weight, bias = (
+        leaf(x) for x in (tensors[0], *(x if x is None else x[cut(sizes, rank)] for x in tensors[1:]))
+    )
     expected = flat(op(whole[0], whole[1], *more, whole[2], **options))
     got = flat(op(hidden, weight, *more, bias, **taken(options, sizes, rank)))
     same_bits(*got)
@@ -127,8 +136,16 @@ def default_layouts(rank, ranks):
     """torch.chunk's, without vocab_start; even shards without vocab_size; rows that are padding."""
     hidden, weight, bias = layer()
     for size in (VOCAB, VOCAB + 2, 4, 1):
-        parts = weight[:size].chunk(ranks) if size <= VOCAB else torch.cat([weight, torch.full((35, HIDDEN), torch.nan)]).chunk(ranks)
-        w, h, whole = leaf(parts[rank] if rank < len(parts) else weight[:0]), leaf(hidden), leaf(weight[: min(size, VOCAB)])
+        parts = (
+            weight[:size].chunk(ranks)
+            if size <= VOCAB
+            else torch.cat([weight, torch.full((35, HIDDEN), torch.nan)]).chunk(ranks)
+        )
+        w, h, whole = (
+            leaf(parts[rank] if rank < len(parts) else weight[:0]),
+            leaf(hidden),
+            leaf(weight[: min(size, VOCAB)]),
+        )
         vocab, h2 = len(whole), leaf(hidden)
         target = labels(vocab)
         loss = linear_cross_entropy(h, w, target, vocab_group=dist.group.WORLD, vocab_size=vocab, label_smoothing=0.1)
@@ -157,7 +174,9 @@ def layouts_of_hidden(rank, ranks):
         loss.backward()
         close(part.grad, whole.grad.chunk(ranks, dim)[rank]), close(mine.grad, w.grad[cut(sizes, rank)])
     h, whole = leaf(hidden), leaf(hidden)
-    linear_cross_entropy(h, weight[cut(sizes, rank)], labels(), reduce_hidden_grad=False, **taken({}, sizes, rank)).backward()
+    linear_cross_entropy(
+        h, weight[cut(sizes, rank)], labels(), reduce_hidden_grad=False, **taken({}, sizes, rank)
+    ).backward()
     linear_cross_entropy(whole, weight, labels()).backward()
     dist.all_reduce(h.grad)
     close(h.grad, whole.grad)
@@ -187,7 +206,10 @@ def dtensors(rank, ranks):
     linear_cross_entropy(plain, w, labels(), b, vocab_group=mesh.get_group()).backward()
     close(plain.grad, whole[0].grad)
     for wrong, match in (
-        ({"weight": distribute_tensor(weight, mesh, [Replicate()])}, "weight is a DTensor with placement .* must be Shard"),
+        (
+            {"weight": distribute_tensor(weight, mesh, [Replicate()])},
+            "weight is a DTensor with placement .* must be Shard",
+        ),
         ({"weight": distribute_tensor(weight, mesh, [Shard(1)])}, "must be Shard\\(0\\)"),
         ({"hidden": distribute_tensor(hidden, mesh, [Shard(2)])}, "hidden is a DTensor .* must be Replicate"),
         ({"hidden": h.new_zeros(ranks, 8, HIDDEN)[:1], "target": labels()[:1]}, None),
@@ -242,7 +264,11 @@ def refusals(rank, ranks):
         ({"strategy": "stash"}, ValueError, "strategy='stash' makes gradients before"),
         ({"precision": "fp8"}, ValueError, "precision='fp8' takes no sharded vocabulary"),
         ({"target": torch.rand(*SHAPE, VOCAB)}, ValueError, "soft labels take no sharded vocabulary"),
-        ({"target": labels().masked_fill(labels() == -100, VOCAB)}, ValueError, r"target\[.*\] is 61, which is neither"),
+        (
+            {"target": labels().masked_fill(labels() == -100, VOCAB)},
+            ValueError,
+            r"target\[.*\] is 61, which is neither",
+        ),
         ({"class_weight": CLASSES[:9]}, ValueError, r"class_weight has shape \[9\]; it must be \[V\], \[61\]"),
         ({"scratch_bytes": 8}, ValueError, "scratch_bytes=8 is too small"),
         ({"weight_grad_out": torch.zeros(3, HIDDEN)}, ValueError, "weight_grad_out has 3 of the vocabulary's entries"),
@@ -294,3 +320,44 @@ CHECKS = {
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks(tmp_path, ranks):
     spawn(tmp_path, ranks, CHECKS)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+# A tile of the vocabulary is 256 entries.
+OF_KERNELS = {
+    "plain": {"return_stats": True},
+    "all": LCE["all"],
+    "none": {"reduction": "none", "z_loss": 1e-2},
+    "classes": {"class_weight": numbers(700), "label_smoothing": 0.3, "z_loss": 1e-2},
+}
+
+
+def kernels(rank, ranks):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=g).half() / 4 for shape in ((4, 6, 24), (700, 24), (700,)))
+    target = labels(700)[:, :6].repeat(2, 1)[:4]
+    for (name, options), (sizes, strategy) in itertools.product(
+        OF_KERNELS.items(), (([300, 400], "auto"), ([700, 0], "recompute"))
+    ):
+        whole = [leaf(x.float()) for x in (hidden, weight, bias)]
+        expected = flat(linear_cross_entropy(whole[0], whole[1], target, whole[2], **options))
+        own = cut(sizes, rank)
+        mine = [leaf(x) for x in (hidden, weight[own], bias[own])]
+        given = taken(options, sizes, rank) | {"backend": "triton", "strategy": strategy}
+        got = flat(linear_cross_entropy(mine[0], mine[1], target, mine[2], **given))
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, rtol=2e-3, atol=2e-3)
+        for seed in (0, 1):
+            upstream = numbers(*got[0].shape, seed=seed)
+            got[0].backward(upstream, retain_graph=seed == 0), expected[0].backward(upstream, retain_graph=True)
+        for what, a, b in zip(("hidden", "weight", "bias"), mine, whole, strict=True):
+            b = b.grad if what == "hidden" else b.grad[own]
+            error = (a.grad - b).norm() / b.norm() if b.numel() else 0
+            assert error < 2e-3, (name, sizes, what, error)
+
+
+def test_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spawn(tmp_path, 2, {"linear_cross_entropy: kernels": kernels})

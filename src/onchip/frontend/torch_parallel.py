@@ -91,18 +91,20 @@ class Shards:
     sequence: int  # the dimension of hidden whose tokens are sharded; -1: every rank has all
     reduce: bool  # hidden's gradient, over the ranks
 
-    def whole(
-        self, shapes: Shapes, weights: Sequence[str], hidden: Sequence[str] = (), dim: int = 0
-    ) -> dict[str, Any]:
+    def whole(self, shapes: Shapes, weights: Sequence[str], hidden: Sequence[str] = (), dim: int = 0) -> dict[str, Any]:
         """The shapes of all ranks' tensors, given this one's: of `weights`, sharded in this dimension, and of `hidden`
         states."""
         made: dict[str, Any] = dict(shapes)
         for name in weights:
             if name in made:
                 made[name] = _with(made[name], dim, self.vocab)
-        for name in hidden if self.sequence >= 0 else ():
-            made[name] = _with(made[name], self.sequence, made[name][self.sequence] * self.ranks)
-        return made
+        return made | {name: self.whole_shape(made[name]) for name in hidden}
+
+    def whole_shape(self, hidden: Sequence[int]) -> tuple[int, ...]:
+        """Of all tokens' hidden states, given that of this rank's."""
+        if self.sequence < 0:
+            return tuple(hidden)
+        return _with(hidden, self.sequence, hidden[self.sequence] * self.ranks)
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

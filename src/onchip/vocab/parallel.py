@@ -17,12 +17,12 @@ Sources: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053) has 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
@@ -36,11 +36,8 @@ NO_INDEX = 2**31 - 1
 HEADER = 3
 
 
-class ShardStats(NamedTuple):
-    """The softmax of each computed token over one shard."""
-
-    stats: TokenStats
-    top: Tensor | None  # [n]: the largest logit, where the argmax is asked for
+def group_of(shards: Shards) -> dist.ProcessGroup:
+    return _resolve_process_group(GroupName(shards.group))
 
 
 def of_shard(tokens: Ids, shards: Shards) -> Any:
@@ -50,15 +47,16 @@ def of_shard(tokens: Ids, shards: Shards) -> Any:
     return replace(tokens, ids=ids.masked_fill(elsewhere, NOWHERE), bad=None)
 
 
-def local(call: Any) -> Any:
-    """The call of this rank's shard: all tokens' hidden states and, without padding, the rows of the weight."""
+def local(call: Any, *, fake: bool = False) -> Any:
+    """The call of this rank's shard: all tokens' hidden states (of a `fake` one not yet filled) and, without padding,
+    the rows of the weight."""
     shards: Shards = call.shards
-
+    hidden = call.hidden.new_empty(shards.whole_shape(call.hidden.shape)) if fake else whole_hidden(call.hidden, shards)
     more = {}
     if len(call.weight) > shards.rows:
-        names = ("weight", "bias")
-        more = {name: x[: shards.rows] for name in names if (x := getattr(call, name, None)) is not None}
-    return replace(call, hidden=whole_hidden(call.hidden, shards), **more)
+        given = {"weight": call.weight, "bias": call.bias}
+        more = {name: x[: shards.rows] for name, x in given.items() if x is not None}
+    return replace(call, hidden=hidden, **more)
 
 
 def class_weight_of_shard(class_weight: Tensor | None, shards: Shards) -> Tensor | None:
@@ -76,13 +74,13 @@ def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int
 # ----------------------------------------------------------------------------------- with PyTorch's own products
 
 
-def statistics(op: str, call: Any, tokens: Ids, asked: Asked, *, argmax: bool) -> TokenStats:
+def statistics(op: str, call: Any, tokens: Ids, asked: Asked) -> TokenStats:
     """The statistics of every token over the whole vocabulary; `asked` has the class weights of all of it."""
     shards: Shards = call.shards
     here, mine = of_shard(tokens, shards), local(call)
     asked = asked._replace(class_weight=class_weight_of_shard(asked.class_weight, shards))
     running = walk.softmax(mine.layer, call.options, here, mine.plan("forward", here), asked)
-    known = ShardStats(running.stats(here, max(1, shards.rows), asked), running.max if argmax else None)
+    known = running.stats(here, max(1, shards.rows), asked)
     return combine(op, shards, known, tokens, asked, check_values=call.options.check_inputs)
 
 
@@ -117,9 +115,7 @@ def padded(x: Tensor | None, rows: int) -> Tensor | None:
 # ------------------------------------------------------------------------------------------------------- statistics
 
 
-def combine(
-    op: str, shards: Shards, mine: ShardStats, tokens: Ids, asked: Asked, *, check_values: bool
-) -> TokenStats:
+def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked, *, check_values: bool) -> TokenStats:
     """The statistics of the whole vocabulary, of this rank's and one all-gather; `tokens` have ids of all of it.
 
     Shards that don't make up the vocabulary raise on the CPU and where `check_values`; else all is NaN.
@@ -142,7 +138,7 @@ def combine(
         log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
 
     index = torch.full((n,), -1, device=ids.device)
-    if mine.top is not None:
+    if asked.top:
         top, at = next(rows), _whole(next(rows))
         best = (top == top.amax(0)) | top.isnan()
         at = torch.where(best & (at >= 0), at + start[:, None], NO_INDEX).amin(0)
@@ -183,28 +179,33 @@ def combine(
 
 
 def _exchange(
-    shards: Shards, mine: ShardStats, dtype: torch.dtype, n: int, asked: Asked
+    shards: Shards, stats: TokenStats, dtype: torch.dtype, n: int, asked: Asked
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of all ranks: the ends of their shards and the sums of their class weights, [ranks]; and what they know of each
     token, [ranks, columns, n]."""
-    stats, device = mine.stats, mine.stats.lse.device
-    ends = torch.tensor([shards.start, shards.start + shards.rows], device=device)
+    device = stats.lse.device
+    # Not torch.tensor, a copy from the host, for which the device would be waited for.
+    ends = torch.cat([torch.full((1,), x, device=device) for x in (shards.start, shards.start + shards.rows)])
     if asked.class_weight is None:
         of_classes = torch.full((1,), shards.rows, dtype=dtype, device=device)
     else:
         of_classes = asked.class_weight.sum().view(1)
     sent = [_bits(ends, dtype), of_classes, stats.lse, *stats.log_prob.unbind(1)]
-    if mine.top is not None:
-        sent += [mine.top, _bits(stats.argmax, dtype)]
-    if stats.entropy is not None:
+    if asked.top:
+        assert stats.top is not None
+        sent += [stats.top, _bits(stats.argmax, dtype)]
+    if asked.entropy:
+        assert stats.entropy is not None
         sent.append(stats.entropy)
-    if stats.uniform is not None:
+    if asked.mean_logits:
+        assert stats.uniform is not None
         sent.append(stats.uniform * shards.rows if shards.rows else torch.zeros_like(stats.lse))
-    if stats.log_sum_sq is not None:
+    if asked.sum_sq:
+        assert stats.log_sum_sq is not None
         sent.append(stats.log_sum_sq)
     packed = torch.cat(sent)
     out = packed.new_empty(shards.ranks, len(packed))
-    dist.all_gather_into_tensor(out.view(-1), packed, group=_resolve_process_group(shards.group))
+    dist.all_gather_into_tensor(out.view(-1), packed, group=group_of(shards))
     start, stop = _whole(out[:, :2]).unbind(1)
     return start, stop, out[:, 2], out[:, HEADER:].view(shards.ranks, -1, n)
 
@@ -242,9 +243,11 @@ def whole_hidden(hidden: Tensor, shards: Shards) -> Tensor:
     """The hidden states of all tokens."""
     if shards.sequence < 0 or shards.ranks == 1:
         return hidden
+    if hidden.numel() == 0:
+        return hidden.new_empty(shards.whole_shape(hidden.shape))
     part = hidden.contiguous()
     out = part.new_empty(shards.ranks, *part.shape)
-    dist.all_gather_into_tensor(out.view(-1), part.view(-1), group=_resolve_process_group(shards.group))
+    dist.all_gather_into_tensor(out.view(-1), part.view(-1), group=group_of(shards))
     return out.movedim(0, shards.sequence).flatten(shards.sequence, shards.sequence + 1)
 
 
@@ -253,7 +256,10 @@ def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
     this rank's tokens, and for replicated ones it is `gradient` itself."""
     if not shards.reduce or shards.ranks == 1:
         return lambda: gradient
-    group = _resolve_process_group(shards.group)
+    if gradient.numel() == 0:
+        part = gradient if shards.sequence < 0 else gradient.chunk(shards.ranks, shards.sequence)[0]
+        return lambda: part
+    group = group_of(shards)
     if shards.sequence < 0:
         out, work = gradient, dist.all_reduce(gradient, group=group, async_op=True)
     else:
@@ -288,9 +294,11 @@ def require_agreement(op: str, call: Any, *values: Tensor | None) -> None:
     parts += [torch.zeros_like(parts[0][:1]) if x is None else _fingerprint(x).to(device) for x in values]
     mine = torch.cat(parts)
     out = mine.new_empty(shards.ranks, len(mine))
-    dist.all_gather_into_tensor(out.view(-1), mine, group=_resolve_process_group(shards.group))
+    dist.all_gather_into_tensor(out.view(-1), mine, group=group_of(shards))
     differ = (out != out[0]).any(0).tolist()
-    wrong = [name for name, x in zip([*said, *["values of targets, ids or weights"] * len(values)], differ, strict=True) if x]
+    wrong = [
+        name for name, x in zip([*said, *["values of targets, ids or weights"] * len(values)], differ, strict=True) if x
+    ]
     if wrong:
         raise ValueError(
             f"{op}: the ranks of vocab_group differ in {', '.join(dict.fromkeys(wrong))}; pass the same on each"

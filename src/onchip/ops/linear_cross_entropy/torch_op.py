@@ -281,9 +281,9 @@ def linear_cross_entropy(
     sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
     shards = None
     if sharding.there(layer):
-        weights = {"weight": matrix, "bias": bias, "weight_grad_out": weight_grad_out}
-        made, shards = localized(OP, sharding, weights, {"hidden": hidden}, tokens=target)
-        hidden, matrix, bias, weight_grad_out = (made[x] for x in ("hidden", *weights))
+        rows = {"weight": matrix, "bias": bias, "weight_grad_out": weight_grad_out}
+        parts, shards = localized(OP, sharding, rows, {"hidden": hidden}, tokens=target)
+        hidden, matrix, bias, weight_grad_out = (parts[x] for x in ("hidden", *rows))
     per_token_temperature = temperature_tensor(OP, temperature)
     if isinstance(weight, QuantizedWeight) and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
@@ -345,8 +345,8 @@ def linear_cross_entropy(
     operator: Operator[Any, Any]
     arguments: Any
     if shards is not None:
-        arguments = torch_shards.ShardedCall(**vars(call), shards=shards)
-        operator = torch_shards.operator(arguments, chosen)
+        arguments = torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton")
+        operator = torch_shards.operator(arguments)
     elif chosen == "fp8":
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":

@@ -13,8 +13,12 @@ from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
-from onchip.vocab import parallel
+from onchip.vocab import memory, parallel
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
+from onchip.vocab.torch.tiles import Tokens
+from onchip.vocab.triton import shards
+from onchip.vocab.triton.memory import TritonPlan
+from onchip.vocab.triton.setup import Saved
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,19 @@ class ShardedCall(Call):
     """The arguments of an operator, this rank's; class_weight is of the whole vocabulary."""
 
     shards: Shards
+    kernels: bool
+    """Whether other ranks run kernels, which take ignored tokens too."""
 
     @property
     def vocab(self) -> int:
         return self.shards.vocab
+
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
+        return super().tokens(check_values=check_values, compact=compact and not self.kernels)
+
+    @property
+    def of_op(self) -> dict[str, Any]:
+        return super().of_op | {"sharded": True}
 
 
 class Kept(NamedTuple):
@@ -52,8 +65,7 @@ def require_agreement(call: ShardedCall) -> None:
 def _forward(call: ShardedCall) -> TorchOutputs:
     require_agreement(call)
     options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
-    asked = asked_by(options, call.class_weight)
-    stats = parallel.statistics(OP, call, tokens, asked, argmax=options.return_stats)
+    stats = parallel.statistics(OP, call, tokens, asked_by(options, call.class_weight))
     return TorchOutputs(Outputs.of(options, stats, tokens, call.target.shape))
 
 
@@ -89,6 +101,82 @@ LOSS = Operator(
 )
 
 
-def operator(call: ShardedCall, backend: str) -> Operator[Any, Any]:
-    """That of a backend; raises where its scratch is too small."""
+# On the Triton kernels.
+
+
+class TritonOutputs(NamedTuple):
+    """What the operator returns."""
+
+    out: Outputs
+    saved: Saved
+
+
+class TritonKept(NamedTuple):
+    """What backward is given."""
+
+    call: ShardedCall
+    config: TritonPlan
+    lse: Tensor
+    log_prob: Tensor
+    saved: Saved
+
+
+def _triton_forward(call: ShardedCall) -> TritonOutputs:
+    require_agreement(call)
+    options, tokens = call.options, call.tokens(check_values=call.options.check_inputs)
+    stats, saved = shards.statistics(OP, call, tokens, asked_by(options, call.class_weight))
+    return TritonOutputs(Outputs.of(options, stats, tokens, call.target.shape), saved)
+
+
+def _triton_fake(call: ShardedCall) -> TritonOutputs:
+    return TritonOutputs(call.empty_outputs(), shards.fake_saved(call))
+
+
+def _triton_save(call: ShardedCall, made: TritonOutputs) -> TritonKept:
+    return TritonKept(call, shards.plan(call), made.out.lse, made.out.log_prob, made.saved)
+
+
+def _triton_gradients(kept: TritonKept, upstream: Made, wanted: Wanted) -> Made:
+    from onchip.vocab.triton import launches, walks
+
+    call, (grad_loss,), options = kept.call, upstream, kept.call.options
+    assert grad_loss is not None
+    tokens = call.tokens(check_values=False)
+    each = tokens.upstream(grad_loss) if options.reduction == "none" else grad_loss
+    row = tokens.weight * (each * tokens.inverse_count)
+    known = launches.TokenSoftmax(kept.lse.reshape(-1), kept.log_prob.reshape(-1, 1))
+    classes, even, rest = tokens.classes, None, None
+    if classes is not None and options.label_smoothing > 0:
+        even = row * (options.label_smoothing / call.vocab)
+        rest = even * (classes.total - classes.target)
+    by_output = walks.OutputGradients(
+        -(row if classes is None else row * classes.factor(options.label_smoothing))[:, None],
+        row * (2 * options.z_loss * known.lse) if options.z_loss > 0 else None,
+        None,
+        even,
+        rest,
+    )
+    return shards.gradients(
+        call, kept.config, kept.saved, known, by_output, wanted, call.class_weight, call.weight_grad_out
+    )
+
+
+TRITON = Operator(
+    "linear_cross_entropy_of_shards_in_place",
+    op=OP,
+    forward=_triton_forward,
+    fake=_triton_fake,
+    save=_triton_save,
+    gradients=_triton_gradients,
+    adds_to={"weight": "weight_grad_out"},
+    **shards.IN_PLACE,
+)
+
+
+def operator(call: ShardedCall) -> Operator[Any, Any]:
+    """An empty shard has nothing for kernels; what ranks exchange is the same."""
+    if call.kernels and call.shards.rows > 0:
+        return TRITON
+    strategy = "recompute" if any(call.grads) else "forward"
+    memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
     return LOSS

@@ -141,7 +141,10 @@ def recompute(
                 grad_weight[v0:v1] = part
     summed = summed or begin()  # where there was no product at all
     grad_hidden = into.hidden if into.hidden is None else into.hidden.view(call.hidden.shape)
-    grad_hidden, grad_bias = _unscaled(grad_hidden if summed is None else summed(), grad_scale), _unscaled(into.bias, grad_scale)
+    grad_hidden, grad_bias = (
+        _unscaled(grad_hidden if summed is None else summed(), grad_scale),
+        _unscaled(into.bias, grad_scale),
+    )
     return (
         None if grad_hidden is None else grad_hidden.to(dtypes[0]),
         None if weight_grad_out is not None else grad_weight,
@@ -179,9 +182,7 @@ class Accumulated:
             if index is not None:
                 self.hidden.index_add_(0, index[t0:t1], rows)
 
-    def add_weight(
-        self, g: Tensor, operand: Tensor, h: Tensor, t0: int, v0: int, weight_rows: Tensor | None
-    ) -> None:
+    def add_weight(self, g: Tensor, operand: Tensor, h: Tensor, t0: int, v0: int, weight_rows: Tensor | None) -> None:
         """The others'."""
         if self.bias is not None:
             self.bias[v0 : v0 + g.shape[1]].add_(g.sum(0))
