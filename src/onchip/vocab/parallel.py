@@ -15,18 +15,20 @@ Sources: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053) has 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 from onchip.frontend.torch_inputs import accumulator
 from onchip.frontend.torch_parallel import Shards
+from onchip.vocab import memory
 from onchip.vocab.torch import walk
+from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 
@@ -36,8 +38,44 @@ NO_INDEX = 2**31 - 1
 HEADER = 3
 
 
+@dataclass(frozen=True)
+class ShardedCall(LinearCall):
+    """This rank's arguments of an operator, where a bare call of the op has the whole vocabulary's."""
+
+    shards: Shards
+    kernels: bool
+    """Whether ranks run kernels, which take ignored tokens too."""
+
+    @property
+    def vocab(self) -> int:
+        return self.shards.vocab
+
+    @property
+    def leading(self) -> torch.Size:
+        """The dimensions of all tokens."""
+        return torch.Size(self.shards.whole_shape(self.hidden.shape)[:-1])
+
+    def problem(self, device: str = "", **more: Any) -> memory.Problem:
+        return super().problem(device, sharded=True, **more)
+
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Any:
+        return super().tokens(check_values=check_values, compact=compact and not self.kernels)
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without.
+
+        Raises ValueError where PyTorch's own products need more scratch.
+        """
+        if self.kernels and self.shards.rows > 0:
+            return True
+        strategy = "recompute" if any(self.grads) else "forward"
+        memory.PLANNER.require(self.problem(compacted=self.device == "cpu"), strategy, self.budget)
+        return False
+
+
 def group_of(shards: Shards) -> dist.ProcessGroup:
-    return _resolve_process_group(GroupName(shards.group))
+    return _resolve_process_group(shards.group)  # type: ignore[arg-type]  # newer releases have a NewType of str
 
 
 def of_shard(tokens: Ids, shards: Shards) -> Any:

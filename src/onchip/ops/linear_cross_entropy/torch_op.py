@@ -29,14 +29,15 @@ from onchip.frontend.torch_inputs import (
     temperature_tensor,
 )
 from onchip.frontend.torch_labels import is_soft
-from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
 from onchip.frontend.torch_module import LossModule
+from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
 from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_shards, torch_soft, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
+from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs, Weights, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
@@ -328,6 +329,8 @@ def linear_cross_entropy(
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     copied = copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
     copied += shifted_bytes
+    if shards is not None:
+        copied += sent_bytes(target.numel(), 1, shards, hidden)
     call = Call(
         hidden=hidden,
         weight=matrix,

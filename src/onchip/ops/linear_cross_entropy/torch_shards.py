@@ -9,36 +9,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from onchip.frontend.torch_parallel import Shards
 from onchip.frontend.torch_register import Made, Operator, Wanted
 from onchip.ops.linear_cross_entropy.spec import OP
 from onchip.ops.linear_cross_entropy.torch_call import Call
-from onchip.vocab import memory, parallel
+from onchip.vocab import parallel
 from onchip.vocab.torch.loss import Outputs, asked_by, loss_gradient, scaled_rows
-from onchip.vocab.torch.tiles import Tokens
 from onchip.vocab.triton import shards
 from onchip.vocab.triton.memory import TritonPlan
 from onchip.vocab.triton.setup import Saved
 
 
 @dataclass(frozen=True)
-class ShardedCall(Call):
-    """The arguments of an operator, this rank's; class_weight is of the whole vocabulary."""
-
-    shards: Shards
-    kernels: bool
-    """Whether other ranks run kernels, which take ignored tokens too."""
-
-    @property
-    def vocab(self) -> int:
-        return self.shards.vocab
-
-    def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
-        return super().tokens(check_values=check_values, compact=compact and not self.kernels)
-
-    @property
-    def of_op(self) -> dict[str, Any]:
-        return super().of_op | {"sharded": True}
+class ShardedCall(parallel.ShardedCall, Call):
+    """The arguments of an operator; class_weight is of the whole vocabulary."""
 
 
 class Kept(NamedTuple):
@@ -174,9 +157,5 @@ TRITON = Operator(
 
 
 def operator(call: ShardedCall) -> Operator[Any, Any]:
-    """An empty shard has nothing for kernels; what ranks exchange is the same."""
-    if call.kernels and call.shards.rows > 0:
-        return TRITON
-    strategy = "recompute" if any(call.grads) else "forward"
-    memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
-    return LOSS
+    """What runs it."""
+    return TRITON if call.runs_kernels else LOSS

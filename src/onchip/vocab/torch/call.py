@@ -100,6 +100,10 @@ class LinearCall(Layer):
         """The fields of the problem that the op knows."""
         raise NotImplementedError
 
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Any:
+        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there."""
+        raise NotImplementedError
+
     def problem(self, device: str = "", **more: Any) -> Problem:
         """With what the call and its op know."""
         more = {**self.of_op, **more}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.frontend.torch_register import Made, Wanted
 from onchip.frontend.torch_parallel import Shards
+from onchip.frontend.torch_register import Made, Wanted
 from onchip.vocab import parallel
 from onchip.vocab.torch.softmax import Asked, TokenStats
 from onchip.vocab.torch.tiles import Ids
@@ -45,9 +45,7 @@ def _run(mine: Any, saved: Saved, class_weight: Tensor | None, out: Tensor | Non
     return replace(run, whole_vocab=shards.vocab, elsewhere=ELSEWHERE)
 
 
-def statistics(
-    op: str, call: Any, tokens: Ids, asked: Asked, **more: Any
-) -> tuple[TokenStats, Saved]:
+def statistics(op: str, call: Any, tokens: Ids, asked: Asked, **more: Any) -> tuple[TokenStats, Saved]:
     """The statistics of every token over the whole vocabulary, and what backward needs; arguments as of
     `parallel.statistics`, `more` are fields of the problem."""
     from onchip.vocab.triton import walks
