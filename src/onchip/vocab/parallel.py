@@ -32,6 +32,9 @@ from onchip.vocab.torch.call import LinearCall
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
 from onchip.vocab.torch.tiles import NOWHERE, Ids
 
+# Newer releases of PyTorch have other names for these.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Larger than any index of a vocabulary.
 NO_INDEX = 2**31 - 1
 # Numbers of a rank in front of its tokens': where its shard begins and ends, and the sum of its class weights.
@@ -243,7 +246,7 @@ def _exchange(
         sent.append(stats.log_sum_sq)
     packed = torch.cat(sent)
     out = packed.new_empty(shards.ranks, len(packed))
-    dist.all_gather_into_tensor(out.view(-1), packed, group=group_of(shards))
+    _all_gather(out.view(-1), packed, group=group_of(shards))
     start, stop = _whole(out[:, :2]).unbind(1)
     return start, stop, out[:, 2], out[:, HEADER:].view(shards.ranks, -1, n)
 
@@ -285,7 +288,7 @@ def whole_hidden(hidden: Tensor, shards: Shards) -> Tensor:
         return hidden.new_empty(shards.whole_shape(hidden.shape))
     part = hidden.contiguous()
     out = part.new_empty(shards.ranks, *part.shape)
-    dist.all_gather_into_tensor(out.view(-1), part.view(-1), group=group_of(shards))
+    _all_gather(out.view(-1), part.view(-1), group=group_of(shards))
     return out.movedim(0, shards.sequence).flatten(shards.sequence, shards.sequence + 1)
 
 
@@ -303,7 +306,7 @@ def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
     else:
         parts = gradient.unflatten(shards.sequence, (shards.ranks, -1)).movedim(shards.sequence, 0).contiguous()
         out = parts.new_empty(parts.shape[1:])
-        work = dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=group, async_op=True)
+        work = _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()
@@ -332,7 +335,7 @@ def require_agreement(op: str, call: Any, *values: Tensor | None) -> None:
     parts += [torch.zeros_like(parts[0][:1]) if x is None else _fingerprint(x).to(device) for x in values]
     mine = torch.cat(parts)
     out = mine.new_empty(shards.ranks, len(mine))
-    dist.all_gather_into_tensor(out.view(-1), mine, group=group_of(shards))
+    _all_gather(out.view(-1), mine, group=group_of(shards))
     differ = (out != out[0]).any(0).tolist()
     wrong = [
         name for name, x in zip([*said, *["values of targets, ids or weights"] * len(values)], differ, strict=True) if x
