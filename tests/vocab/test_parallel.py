@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from onchip.torch import linear_cross_entropy, linear_log_probs
+from onchip.torch import LMHead, linear_cross_entropy, linear_log_probs
 from sharded import close, cut, leaf, same_bits, spawn
 
 VOCAB, HIDDEN, SHAPE = 61, 16, (3, 8)
@@ -378,6 +379,60 @@ def kernels(rank, ranks):
             assert error < 2e-3, (name, sizes, what, error)
 
 
+def kernels_of_log_probs(rank, ranks):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=g).half() / 4 for shape in ((18, 24), (700, 24)))
+    ids = torch.randint(700, (18, 3), generator=g)
+    ids[:, 2] = ids[:, 0]
+    ids[::4, 1], ids[3] = -100, -100
+    for sizes, several in (([300, 400], ids), ([600, 100], ids[:, 0])):
+        whole, own = [leaf(hidden.float()), leaf(weight.float())], cut(sizes, rank)
+        expected = flat(linear_log_probs(*whole, several, **EVERYTHING))
+        mine = [leaf(hidden), leaf(weight[own])]
+        got = flat(linear_log_probs(*mine, several, **taken(EVERYTHING, sizes, rank), backend="triton"))
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, rtol=2e-3, atol=2e-3)
+        upstream = [numbers(*x.shape) for x in got[:3]]
+        torch.autograd.backward(got[:3], upstream), torch.autograd.backward(expected[:3], upstream)
+        for a, b in ((mine[0].grad, whole[0].grad), (mine[1].grad, whole[1].grad[own])):
+            assert (a - b).norm() < 2e-3 * b.norm(), (sizes, a.shape)
+
+
 def test_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spawn(tmp_path, 2, {"linear_cross_entropy: kernels": kernels})
+    checks = {"linear_cross_entropy: kernels": kernels, "linear_log_probs: kernels": kernels_of_log_probs}
+    spawn(tmp_path, 2, checks)
+
+
+# --------------------------------------------------------------------------------------------------- in training code
+
+
+def fsdp2_and_tensor_parallel(rank, ranks):
+    """Two steps of a head whose weight is sharded over two ranks by rows, and each part over two others by FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    alone, head = LMHead(HIDDEN, VOCAB, bias=False, z_loss=1e-3), LMHead(HIDDEN, VOCAB, bias=False, z_loss=1e-3)
+    hidden, ids = torch.randn(2, 3, 8, HIDDEN), torch.randint(VOCAB, (2, 3, 8))
+    head.weight = torch.nn.Parameter(distribute_tensor(alone.weight.detach(), mesh["tp"], [Shard(0)]))
+    fully_shard(head, mesh=mesh["dp"])
+    mine = mesh.get_local_rank("dp")
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (alone, head)]
+    for way in ("plain", "DTensor"):
+        expected = leaf(hidden)
+        sum(alone(expected[i], ids[i]) for i in range(2)).div(2).backward()
+        h = leaf(hidden[mine])
+        if way == "plain":
+            loss = head(h, ids[mine], vocab_group=mesh.get_group("tp"))
+        else:
+            loss = head(DTensor.from_local(h, mesh["tp"], [Replicate()]), ids[mine])
+        loss.backward()
+        close(h.grad, 2 * expected.grad[mine])
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+        close(head.weight.full_tensor(), alone.weight, way)
+
+
+@pytest.mark.slow
+def test_fsdp2_and_tensor_parallel(tmp_path):
+    spawn(tmp_path, 4, {"FSDP2 x TP": fsdp2_and_tensor_parallel})
