@@ -49,6 +49,8 @@ class Problem:
     """Of linear_log_probs, or of soft labels: K, ids per token.  0 where each token has a target."""
     labels: str = ""
     """The dtype of soft labels for every entry of the vocabulary; "": there are none."""
+    sharded: bool = False
+    """Other ranks have other parts of the vocabulary, which gradients wait for."""
     gathered: bool = False
     """Their rows are copied: those of labels whose leading dimensions can't be flattened in place."""
 

@@ -31,12 +31,12 @@ class SoftCall(Call):
         smoothing = self.options.label_smoothing
         return {"op": OP, "ids": self.several, "weight_grad_out": out, "smoothing": smoothing, "class_weight": weighed}
 
-    def tokens(self, *, check_values: bool) -> Tokens:
-        """All of them; values are always checked on the CPU."""
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
+        """All of them; values are always checked on the CPU, unless kernels take them."""
         chosen = tiles.select(
             OP, "target.indices", self.ids, self.number, self.weight.shape[0], self.token_temperature,
             ignore_index=None, temperature=self.options.temperature, dtype=self.dtype, check_values=check_values,
-            first=(1, 0) if self.options.shift else (),
+            first=(1, 0) if self.options.shift else (), compact=compact,
         )  # fmt: skip
         return tiles.weighed(
             OP, chosen, self.token_weight, self.options.reduction, self.normalizer, check_values=check_values

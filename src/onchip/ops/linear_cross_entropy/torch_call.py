@@ -28,11 +28,12 @@ class Call(LinearCall):
         """The ids, [...]."""
         return self.ids
 
-    def tokens(self, *, check_values: bool) -> Tokens:
-        """Which tokens count; values are always checked on the CPU."""
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Tokens:
+        """Which tokens count; values are always checked on the CPU, unless all tokens are to be there."""
         first = (1,) if self.options.shift else ()
-        vocab = self.weight.shape[0]
-        return tiles.targets(OP, self, vocab, dtype=self.dtype, check_values=check_values, first=first)
+        return tiles.targets(
+            OP, self, self.vocab, dtype=self.dtype, check_values=check_values, first=first, compact=compact
+        )
 
     def divisor(self, kept: Tensor) -> Tensor:
         """0-d float32: what the loss is divided by, given which tokens are kept, or their number."""

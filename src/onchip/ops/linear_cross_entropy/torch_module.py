@@ -167,7 +167,8 @@ class LMHead(Linear, Generic[Result]):
             input: [..., S, H] hidden states.
             labels: [..., S] of any integer dtype, as the data has them; with shift=False those that each position is to
                 predict.
-            options: arguments of `linear_cross_entropy`, which override the module's.
+            options: arguments of `linear_cross_entropy`, which override the module's.  With a weight that is sharded
+                over the vocabulary, input is a DTensor or vocab_group is among them.
 
         Returns:
             [..., S, V] without labels; with them what `linear_cross_entropy` returns: the loss, or with return_stats
@@ -183,7 +184,8 @@ class LMHead(Linear, Generic[Result]):
             if options:
                 raise TypeError(f"LMHead: {', '.join(options)} can only be given with labels, as options of their loss")
             return super().forward(input)
-        _require_whole("LMHead", self.weight)
+        if not (options.get("vocab_group") is not None or is_dtensor(input)):
+            _require_whole("LMHead", self.weight)
         normalizer = options.get("normalizer")
         if isinstance(normalizer, Tensor) and normalizer.is_floating_point() and normalizer.itemsize < 4:
             raise TypeError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onchip.fp8.torch_operands import QuantizedWeight
 from onchip.frontend.options import Reduction, ScratchBytes, one_target, scratch_in_bytes, shapes_of
@@ -29,12 +30,14 @@ from onchip.frontend.torch_inputs import (
 )
 from onchip.frontend.torch_labels import is_soft
 from onchip.frontend.torch_module import LossModule
+from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, inside_operator, needed
 from onchip.frontend.torch_types import Backend, LossKeywords, OfToken, Result, WithStats
-from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_soft, triton_op
+from onchip.ops.linear_cross_entropy import fp8_op, spec, torch_shards, torch_soft, triton_op
 from onchip.ops.linear_cross_entropy.spec import OP, Options, Precision, Strategy
 from onchip.ops.linear_cross_entropy.torch_call import Call
 from onchip.vocab import memory
+from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import Outputs, Weights, asked_by, loss_gradient, scaled_rows
 from onchip.vocab.torch.softmax import TokenGradient
@@ -52,7 +55,7 @@ class OfModule(LossKeywords, total=False):
     temperature: float
 
 
-class OfCall(OfToken, total=False):
+class OfCall(OfToken, OfShards, total=False):
     """What the module's forward takes by keyword, but for labels."""
 
     normalizer: float | Tensor | None
@@ -60,7 +63,7 @@ class OfCall(OfToken, total=False):
     weight_grad_out: Tensor | None
 
 
-class OfHead(LossKeywords, OfToken, total=False):
+class OfHead(LossKeywords, OfToken, OfShards, total=False):
     """What the function takes by keyword, but for labels and return_stats."""
 
     shift: bool
@@ -128,6 +131,11 @@ def linear_cross_entropy(
     return_stats: bool = False,
     weight_grad_out: Tensor | None = None,  # [V, H] float32 or float64
     precision: Precision = "full",
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    hidden_layout: HiddenLayout = "replicated",
+    reduce_hidden_grad: bool = True,
 ) -> Tensor | WithStats:
     r"""Cross-entropy of a linear layer's output, without storing the [tokens, vocab] logits.
 
@@ -195,6 +203,20 @@ def linear_cross_entropy(
             needs compute capability 9.0; "torch" emulates the same on any device by products of the dequantised
             numbers.
 
+        vocab_group: the process group over whose ranks the vocabulary is sharded (tensor parallelism): each rank passes
+            its rows of weight, and of bias and weight_grad_out; all else, targets and class_weight among it, is the
+            whole vocabulary's and the same on each rank, and so is the loss, to the bit.  A weight that is a DTensor
+            with Shard(0) and hidden states with Replicate() or Shard of tokens, on a mesh of one dimension, need none.
+            The guide docs/guides/vocab_parallel.md has more.
+        vocab_start: index of this rank's first row.  Default: torch.chunk's, where all but the last ranks have as many
+            rows; shards may be uneven and empty.
+        vocab_size: of the whole vocabulary, without padding; rows from there on are left out, with gradients of 0.
+            Default: that of all ranks' rows, which are then as many on each.
+        hidden_layout: "replicated": each rank has all tokens.  "sequence": each has a part of the tokens, in one
+            dimension of hidden, in the order of ranks; the targets are those of all.
+        reduce_hidden_grad: False leaves hidden's gradient the part that comes of this rank's rows: the caller adds
+            those of all ranks.
+
     Returns:
         The loss in float32, of float64 inputs in float64, 0-d or of target's shape; with return_stats `(loss,
         LinearCrossEntropyStats)`.  If every token is ignored, "mean" is 0 with zero gradients.
@@ -228,6 +250,8 @@ def linear_cross_entropy(
     """
     _, target = one_target(OP, target, labels)
     if is_soft(target, hidden):
+        sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
+        sharding.refuse(OP, "soft labels take no sharded vocabulary; gather the weight, or pass targets")
         return torch_soft.run(
             hidden,
             weight,
@@ -253,13 +277,21 @@ def linear_cross_entropy(
             precision=precision,
         )
     assert not isinstance(target, TopK)
-    per_token_temperature = temperature_tensor(OP, temperature)
     matrix = weight.weight if isinstance(weight, QuantizedWeight) else weight
-    if matrix is not weight and precision != "fp8":
+    layer = {"hidden": hidden, "weight": matrix, "bias": bias}
+    sharding = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad)
+    shards = None
+    if sharding.there(layer):
+        rows = {"weight": matrix, "bias": bias, "weight_grad_out": weight_grad_out}
+        parts, shards = localized(OP, sharding, rows, {"hidden": hidden}, tokens=target)
+        hidden, matrix, bias, weight_grad_out = (parts[x] for x in ("hidden", *rows))
+    per_token_temperature = temperature_tensor(OP, temperature)
+    if isinstance(weight, QuantizedWeight) and precision != "fp8":
         raise TypeError(f"{OP}: weight is a QuantizedWeight, which precision='fp8' alone takes; pass the weight itself")
     constants = {"token_weight": token_weight, "class_weight": class_weight, "temperature": per_token_temperature}
     tensors = check_tensors(OP, hidden=hidden, weight=matrix, target=target, bias=bias, **constants)
-    spec.check_shapes(shapes_of(tensors), "target")
+    shapes = shapes_of(tensors)
+    spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("weight", "bias"), ("hidden",)), "target")
     check_class_weight(OP, tensors, "weight")
     options = Options(
         shift=shift,
@@ -282,6 +314,8 @@ def linear_cross_entropy(
     check_weight_grad_out(OP, weight_grad_out, matrix)
     if precision == "fp8" and dtype == torch.float64:
         raise TypeError(f"{OP}: precision='fp8' takes no float64; pass precision='full', or cast hidden and weight")
+    if shards is not None:
+        _refuse_with_shards(precision, strategy)
     shifted_bytes = 0
     if shift:
         # int64 holds every ignore_index.
@@ -295,6 +329,8 @@ def linear_cross_entropy(
         chosen = choose_torch_backend(OP, backend, hidden.device, refusal)
     copied = copied_rows(hidden) + (copied_weight(matrix, dtype) if chosen == "triton" else 0)
     copied += shifted_bytes
+    if shards is not None:
+        copied += sent_bytes(target.numel(), 1, shards, hidden)
     call = Call(
         hidden=hidden,
         weight=matrix,
@@ -311,7 +347,10 @@ def linear_cross_entropy(
     )
     operator: Operator[Any, Any]
     arguments: Any
-    if chosen == "fp8":
+    if shards is not None:
+        arguments = torch_shards.ShardedCall(**vars(call), shards=shards, kernels=chosen == "triton")
+        operator = torch_shards.operator(arguments)
+    elif chosen == "fp8":
         operator, arguments = fp8_op.LOSS, fp8_op.arguments_of(call, weight, backend)
     elif chosen == "triton":
         operator, arguments = triton_op.LOSS, call
@@ -328,6 +367,17 @@ def linear_cross_entropy(
     else:
         out = operator.registered(arguments).out
     return (out.loss, out.stats()) if return_stats else out.loss
+
+
+def _refuse_with_shards(precision: str, strategy: str) -> None:
+    """Raise for what a sharded vocabulary has no way to compute."""
+    if precision != "full":
+        raise ValueError(f"{OP}: precision={precision!r} takes no sharded vocabulary; pass precision='full'")
+    if strategy == "stash":
+        raise ValueError(
+            f"{OP}: strategy='stash' makes gradients before the ranks have exchanged their softmax; pass 'auto' or "
+            "'recompute' with vocab_group"
+        )
 
 
 def _next(x: Tensor, last: int, dtype: torch.dtype) -> Tensor:
@@ -397,6 +447,11 @@ class LinearCrossEntropyLoss(LossModule[Result]):
         class_weight: Tensor | None = None,  # [V]
         temperature: float | Tensor | None = None,
         weight_grad_out: Tensor | None = None,  # [V, H] float32 or float64
+        vocab_group: ProcessGroup | None = None,
+        vocab_start: int | None = None,
+        vocab_size: int | None = None,
+        hidden_layout: HiddenLayout = "replicated",
+        reduce_hidden_grad: bool = True,
     ) -> Result:
         """The loss, or `(loss, stats)`; arguments as of `linear_cross_entropy`, these overriding the module's."""
         keywords = self.keywords(
@@ -405,6 +460,11 @@ class LinearCrossEntropyLoss(LossModule[Result]):
             class_weight=class_weight,
             temperature=temperature,
             weight_grad_out=weight_grad_out,
+            vocab_group=vocab_group,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
+            hidden_layout=hidden_layout,
+            reduce_hidden_grad=reduce_hidden_grad,
         )
         made: Any = linear_cross_entropy(hidden, weight, target, bias, labels=labels, **keywords)
         return made  # type: ignore[no-any-return]

@@ -24,19 +24,20 @@ class Call(LinearCall):
         more = self.options.mean_logits + self.options.log_sum_sq_probs
         return {"op": OP, "ids": self.several, "stats": self.options.entropy, "more_stats": more}
 
-    def tokens(self, *, check_values: bool) -> Ids:
-        """Which tokens and ids count; values are always checked on the CPU."""
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Ids:
+        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there."""
         return tiles.select(
             OP,
             "ids",
             self.ids,
             self.number,
-            self.weight.shape[0],
+            self.vocab,
             self.token_temperature,
             ignore_index=self.options.ignore_index,
             temperature=self.options.temperature,
             dtype=self.dtype,
             check_values=check_values,
+            compact=compact,
         )
 
     def empty_outputs(self, *, entropy: bool, top1: bool) -> "Outputs":

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onchip.frontend.options import ScratchBytes, scratch_in_bytes, shapes_of
 from onchip.frontend.torch_inputs import (
@@ -20,12 +21,14 @@ from onchip.frontend.torch_inputs import (
     product_dtype,
     temperature_tensor,
 )
+from onchip.frontend.torch_parallel import HiddenLayout, OfShards, Sharding, localized
 from onchip.frontend.torch_register import Made, Operator, Wanted, needed
 from onchip.frontend.torch_types import Backend
 from onchip.ops.linear_log_probs import spec, triton_op
 from onchip.ops.linear_log_probs.spec import OP, Options
 from onchip.ops.linear_log_probs.torch_call import Call, Outputs
 from onchip.vocab import memory
+from onchip.vocab.parallel import sent_bytes
 from onchip.vocab.torch import walk
 from onchip.vocab.torch.loss import factor_to_product
 from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats, float16_scale, token_gradient
@@ -99,17 +102,29 @@ class Either(Keywords, total=False):
     log_sum_sq_probs: bool
 
 
+class JustLogProbOfHead(JustLogProb, OfShards, total=False):
+    """Of a linear layer."""
+
+
+class MoreOfHead(More, OfShards, total=False):
+    """Of a linear layer."""
+
+
+class EitherOfHead(Either, OfShards, total=False):
+    """Of a linear layer."""
+
+
 @overload
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[JustLogProb]
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[JustLogProbOfHead]
 ) -> Tensor: ...
 @overload
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[More]
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[MoreOfHead]
 ) -> LogProbs: ...
 @overload
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[Either]
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, **options: Unpack[EitherOfHead]
 ) -> Tensor | LogProbs: ...
 def linear_log_probs(
     hidden: Tensor,  # [..., H]
@@ -129,6 +144,11 @@ def linear_log_probs(
     check_inputs: bool = False,
     scratch_bytes: ScratchBytes = None,
     backend: Backend = "auto",
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    hidden_layout: HiddenLayout = "replicated",
+    reduce_hidden_grad: bool = True,
 ) -> Tensor | LogProbs:
     r"""Log-probabilities of given ids under a linear layer's softmax, without storing the [tokens, vocab] logits.
 
@@ -158,6 +178,9 @@ def linear_log_probs(
         scratch_bytes: bound on the peak memory above inputs, results and returned gradients, given as in
             `linear_cross_entropy`.  Default: 256 MiB or an eighth of the float32 logits, whichever is more, and at
             least what one chunk needs; without gradients "triton" takes 64 MiB.
+        vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad: a vocabulary that is sharded over the
+            ranks of a process group, as of `linear_cross_entropy`; ids are those of the whole vocabulary and of all
+            tokens, and each rank returns the same.
 
     Returns:
         log_prob of ids' shape in float32, of float64 inputs in float64.  If anything else is asked for,
@@ -190,9 +213,14 @@ def linear_log_probs(
     Sources: Cut Cross-Entropy (arXiv:2411.09009), without its gradient filter, for logits that backward computes again;
     Milakov and Gimelshein (arXiv:1805.02867) for the running softmax.
     """
+    sharding, shards = Sharding(vocab_group, vocab_start, vocab_size, hidden_layout, reduce_hidden_grad), None
+    if sharding.there({"hidden": hidden, "weight": weight, "bias": bias}):
+        parts, shards = localized(OP, sharding, {"weight": weight, "bias": bias}, {"hidden": hidden}, tokens=ids)
+        hidden, weight, bias = (parts[x] for x in ("hidden", "weight", "bias"))
     token_temperature = temperature_tensor(OP, temperature)
     tensors = check_tensors(OP, hidden=hidden, weight=weight, ids=ids, bias=bias, temperature=token_temperature)
-    spec.check_shapes(shapes_of(tensors))
+    shapes = shapes_of(tensors)
+    spec.check_shapes(shapes if shards is None else shards.whole(shapes, ("weight", "bias"), ("hidden",)))
     options = Options(
         ignore_index=ignore_index,
         softcap=softcap,
@@ -222,6 +250,12 @@ def linear_log_probs(
         compiled=torch.compiler.is_compiling(),
     )
     operator: Operator[Any, Any] = triton_op.LOG_PROBS if chosen == "triton" else LOG_PROBS
+    if shards is not None:
+        from onchip.ops.linear_log_probs import torch_shards
+
+        copied = call.copied + sent_bytes(ids.numel() // call.several, call.several, shards, hidden)
+        arguments = vars(call) | {"copied": copied, "shards": shards, "kernels": chosen == "triton"}
+        return returned(options, torch_shards.run(torch_shards.ShardedCall(**arguments)))
     if chosen == "torch":
         strategy = "recompute" if any(call.grads) else "forward"
         memory.PLANNER.require(call.problem(compacted=call.device == "cpu"), strategy, call.budget)
@@ -247,9 +281,8 @@ class TorchOutputs(NamedTuple):
     mean: Tensor | None  # of the logits under their softmax, where the entropy is asked for
 
     @staticmethod
-    def of(stats: TokenStats, tokens: Ids, of: Tensor, ids: Tensor) -> "TorchOutputs":
-        """For `ids` of hidden states or logits [..., N]."""
-        shape = of.shape[:-1]
+    def of(stats: TokenStats, tokens: Ids, shape: torch.Size, ids: Tensor) -> "TorchOutputs":
+        """For `ids` of tokens of `shape`."""
 
         def spread(x: Tensor | None) -> Any:
             return None if x is None else tokens.spread(x, shape)
@@ -273,7 +306,7 @@ class TorchOutputs(NamedTuple):
 
 def asked_by(options: Options) -> Asked:
     """The statistics that the caller asked for."""
-    return Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs)
+    return Asked(options.entropy, options.mean_logits, options.log_sum_sq_probs, top=options.top1)
 
 
 class Kept(NamedTuple):
@@ -290,7 +323,7 @@ def _forward(call: Call) -> TorchOutputs:
     tokens = call.tokens(check_values=call.options.check_inputs)
     config = call.plan("forward", tokens)
     stats = walk.forward(call.layer, call.options, tokens, config, asked_by(call.options))
-    return TorchOutputs.of(stats, tokens, call.hidden, call.ids)
+    return TorchOutputs.of(stats, tokens, call.hidden.shape[:-1], call.ids)
 
 
 def _fake(call: Call) -> TorchOutputs:

@@ -139,7 +139,7 @@ def _forward(call: RowsCall) -> TorchOutputs:
     rows = torch_rows.Rows(call.logits)
     config = Config("forward", _chunk(call, tokens), rows.vocab)
     stats = walk.forward(rows, options, tokens, config, asked_by(options))
-    return TorchOutputs.of(stats, tokens, call.logits, call.ids)
+    return TorchOutputs.of(stats, tokens, call.logits.shape[:-1], call.ids)
 
 
 def _chunk(call: RowsCall, tokens: Ids) -> int:

@@ -30,6 +30,11 @@ class Layer:
         return self.hidden.numel() // self.hidden.shape[-1]
 
     @property
+    def vocab(self) -> int:
+        """V, of which ids are."""
+        return self.weight.shape[0]
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """What the gradients of hidden, weight and bias are returned in."""
         return self.hidden.dtype, self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
@@ -93,6 +98,10 @@ class LinearCall(Layer):
     @property
     def of_op(self) -> dict[str, Any]:
         """The fields of the problem that the op knows."""
+        raise NotImplementedError
+
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Any:
+        """Which tokens and ids count; values are always checked on the CPU, unless all tokens are to be there."""
         raise NotImplementedError
 
     def problem(self, device: str = "", **more: Any) -> Problem:

@@ -69,7 +69,7 @@ def asked_by(options: Any, class_weight: Tensor | None = None) -> Asked:
     """The statistics that the loss needs, and those that the caller asked for."""
     smoothed = options.label_smoothing > 0
     weight = class_weight if smoothed else None
-    return Asked(entropy=options.return_stats, mean_logits=smoothed, class_weight=weight)
+    return Asked(entropy=options.return_stats, mean_logits=smoothed, class_weight=weight, top=options.return_stats)
 
 
 def token_losses(options: Any, stats: TokenStats, tokens: Tokens) -> Tensor:

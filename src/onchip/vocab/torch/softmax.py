@@ -27,6 +27,7 @@ class Asked(NamedTuple):
     mean_logits: bool = False
     sum_sq: bool = False
     class_weight: Tensor | None = None  # [V]: of the logits in their mean
+    top: bool = False  # the largest logit itself
 
     @property
     def spare(self) -> bool:
@@ -45,6 +46,7 @@ class TokenStats(NamedTuple):
     mean_logits: Tensor | None  # their plain mean
     uniform: Tensor | None  # the mean of lse - z, weighed by class: the cross-entropy of the uniform distribution
     log_sum_sq: Tensor | None  # log(sum(p**2))
+    top: Tensor | None = None  # the largest logit
 
     def is_top1(self, tokens: Ids) -> Tensor:
         """[n] bool: the first id is the argmax."""
@@ -154,6 +156,7 @@ class Running:
             None if plain_offset is None else self.max + plain_offset,
             None if plain_offset is None else log_total * share - plain_offset,
             self.squares.log1p() - 2 * log_total if asked.sum_sq else None,
+            self.max if asked.top else None,
         )
 
 

@@ -25,6 +25,11 @@ def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked
 
     `source` has the logits: a Projection, or anything with such a `vocab` and `reader`.
     """
+    return softmax(source, options, tokens, config, asked).stats(tokens, source.vocab, asked)
+
+
+def softmax(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked) -> Running:
+    """The softmax of every token, of the same arguments."""
     n = tokens.number
     running = Running.empty(tokens.ids, tokens.dtype)
     tile = Tile(min(n, config.token_chunk) * config.vocab_chunk, tokens, spare=asked.spare)
@@ -36,7 +41,7 @@ def forward(source: Any, options: Any, tokens: Ids, config: Config, asked: Asked
             read(z, v0)
             apply(options, z, tau)
             part.absorb(z, v0, ids, asked, spare)
-    return running.stats(tokens, source.vocab, asked)
+    return running
 
 
 def stash(
@@ -82,11 +87,13 @@ def recompute(
     *,
     grad_scale: Tensor | None,
     weight_grad_out: Tensor | None = None,  # [V, H] in the dtype of sums
+    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
 ) -> Gradients:
     """The gradients in their parameters' dtypes, chunk by chunk of the vocabulary, of `gradient`, `grad_scale` times
     too large.
 
-    Weight's is added to `weight_grad_out` if that is given.
+    Weight's is added to `weight_grad_out` if that is given.  Where other ranks have other parts of the vocabulary,
+    `start_sum` begins to add up hidden's, in the dtype of sums, under the last product; what it returns waits.
     """
     layer, options, grads, dtypes, n = call.layer, call.options, call.grads, call.dtypes, tokens.number
     vocab, hidden = layer.vocab, layer.hidden
@@ -102,6 +109,13 @@ def recompute(
         chunk = hidden.new_empty((config.vocab_chunk, hidden.shape[1]), dtype=tokens.dtype)
     # Where all tokens are one chunk, the rows of hidden are made ready once.
     h = tokens.rows(hidden, 0, n) if config.token_chunk >= n else None
+    summed: Callable[[], Tensor] | None = None
+
+    def begin() -> Callable[[], Tensor] | None:
+        if start_sum is None or into.hidden is None:
+            return None
+        return start_sum(into.hidden.view(call.hidden.shape))
+
     for v0, v1 in spans(vocab, config.vocab_chunk):
         part = None
         if grad_weight is not None:
@@ -114,16 +128,25 @@ def recompute(
             layer.logits(z, rows, v0)
             apply(options, z, temperature_of(tokens, t0, t1), slope)
             g = gradient.part(t0, t1).of_logits(z, tokens.ids[t0:t1], v0, slope, beside)
-            into.add(g, tile.operand(g), rows, t0, t1, v0, part)
+            operand = tile.operand(g)
+            into.add_hidden(operand, t0, t1, v0)
+            if v1 == vocab and t1 == n:
+                summed = begin()
+            into.add_weight(g, operand, rows, t0, v0, part)
         if grad_weight is not None and part is not None:
             _unscaled(part, grad_scale)
             if weight_grad_out is not None:
                 grad_weight[v0:v1] += part
             elif chunk is not None:
                 grad_weight[v0:v1] = part
-    grad_hidden, grad_bias = _unscaled(into.hidden, grad_scale), _unscaled(into.bias, grad_scale)
+    summed = summed or begin()  # where there was no product at all
+    grad_hidden = into.hidden if into.hidden is None else into.hidden.view(call.hidden.shape)
+    grad_hidden, grad_bias = (
+        _unscaled(grad_hidden if summed is None else summed(), grad_scale),
+        _unscaled(into.bias, grad_scale),
+    )
     return (
-        None if grad_hidden is None else grad_hidden.to(dtypes[0]).view(call.hidden.shape),
+        None if grad_hidden is None else grad_hidden.to(dtypes[0]),
         None if weight_grad_out is not None else grad_weight,
         None if grad_bias is None else grad_bias.to(dtypes[2]),
     )
@@ -145,15 +168,24 @@ class Accumulated:
         """Add the gradients that follow from `g`, that of the logits of tokens [t0, t1) and the vocabulary from v0 on;
         the weight's go to `weight_rows`, which the first tokens overwrite.  `operand` is `g` as products read it, in
         the dtype of `h`."""
-        if self.bias is not None:
-            self.bias[v0 : v0 + g.shape[1]].add_(g.sum(0))
+        self.add_hidden(operand, t0, t1, v0)
+        self.add_weight(g, operand, h, t0, v0, weight_rows)
+
+    def add_hidden(self, operand: Tensor, t0: int, t1: int, v0: int) -> None:
+        """Hidden's alone."""
         if self.hidden is not None:
             index = self._tokens.index
             rows = self.hidden[t0:t1] if index is None else self.hidden.new_zeros(t1 - t0, self.hidden.shape[1])
-            for c0, c1 in spans(g.shape[1], self._chunk):
-                product(rows, operand[:, c0:c1], self._layer.weight[v0 + c0 : v0 + c1].to(h.dtype), accumulate=True)
+            for c0, c1 in spans(operand.shape[1], self._chunk):
+                weight = self._layer.weight[v0 + c0 : v0 + c1].to(operand.dtype)
+                product(rows, operand[:, c0:c1], weight, accumulate=True)
             if index is not None:
                 self.hidden.index_add_(0, index[t0:t1], rows)
+
+    def add_weight(self, g: Tensor, operand: Tensor, h: Tensor, t0: int, v0: int, weight_rows: Tensor | None) -> None:
+        """The others'."""
+        if self.bias is not None:
+            self.bias[v0 : v0 + g.shape[1]].add_(g.sum(0))
         if weight_rows is not None:
             product(weight_rows, operand.t(), h, accumulate=t0 > 0)
 

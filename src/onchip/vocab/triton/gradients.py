@@ -35,6 +35,8 @@ def position_terms(
     V,
     K,
     ignore_index,
+    elsewhere,  # an id that counts and has no entry here; ignore_index where there is none
+    classes,  # that smoothing spreads over
     inner_scale,
     slope_scale,  # d product = d z * factor * slope_scale
     inverse_exponential_scale,
@@ -71,7 +73,7 @@ def position_terms(
         g = tl.zeros((BLOCK_T,), tl.float32)
         if upstream.log_prob is not None:
             g = tl.load(upstream.log_prob + token * K + j, mask=counts, other=0.0)
-        g = tl.where(counts & ((y_j < 0) | (y_j >= V)), float("nan"), g)
+        g = tl.where(counts & (y_j != elsewhere) & ((y_j < 0) | (y_j >= V)), float("nan"), g)
         equal = y == y_j[:, None]
         same += tl.where(equal, g[:, None], 0.0)
         rest += tl.where(equal, 0.0, g[:, None])
@@ -104,9 +106,9 @@ def position_terms(
         tl.store(terms.even + t, tl.load(upstream.even + token, mask=inside, other=0.0) * f, mask=inside)
         value += tl.load(upstream.rest + token, mask=inside, other=0.0)[:, None]
     elif terms.even is not None:
-        tl.store(terms.even + t, -of_log_probs * (label_smoothing / V) * f, mask=inside)
+        tl.store(terms.even + t, -of_log_probs * (label_smoothing / classes) * f, mask=inside)
         # In this order it is exactly 0 for one class, where a fused multiplication and subtraction would leave a rest.
-        share = tl.where(t < kept, 0.0, label_smoothing / V)
+        share = tl.where(t < kept, 0.0, label_smoothing / classes)
         value += (of_log_probs * (share - label_smoothing))[:, None]
     if inner_scale is not None:
         x = tl.minimum(tl.maximum((lp + lse_t[:, None]) / k_z[:, None], -1.0), 1.0)

@@ -84,6 +84,9 @@ class Run:
     programs: int
     tma: bool
     class_weight: Tensor | None = None  # [V] float32
+    # Where the weight is a shard of a vocabulary:
+    whole_vocab: int | None = None  # how many entries that has
+    elsewhere: int | None = None  # in place of an id that another shard has
 
     @property
     def hidden(self) -> int:
@@ -242,6 +245,7 @@ class TokenSoftmax(NamedTuple):
     top1: Tensor | None = None  # int64: index of the largest logit, -1 for ignored tokens
     mean_logits: Tensor | None = None
     log_sum_sq: Tensor | None = None  # log(sum(p**2))
+    top: Tensor | None = None  # the largest logit
 
 
 class Terms(NamedTuple):

@@ -119,7 +119,7 @@ def may_run_in_forward(p: Problem) -> bool:
     once = not (p.grad_weight and (p.per_token_loss or p.ids or p.weight_grad_out))
     # With fewer logits there is little to save, and no model has another H: neither was measured.
     worth_it = p.vocab >= 64 * VOCAB_TILE and p.hidden % 64 == 0
-    return p.any_grad and may_hold(p) and once and worth_it and not p.grad_bias and not entropy
+    return p.any_grad and may_hold(p) and once and worth_it and not (p.grad_bias or entropy or p.sharded)
 
 
 def summed_tiles(p: Problem) -> int:
@@ -171,7 +171,8 @@ def scratch_parts(p: Problem, c: TritonPlan) -> dict[str, int]:
     more = VOCAB_TILE * tiles + c.weight_chunk - p.vocab if c.kept_in_gradient else 0
     again = element * max(0, rows - c.kept) * c.vocab_chunk
     summed = min(rows, c.kept) + 2 * max(0, rows - c.kept) if c.halves else p.tokens
-    hidden_sums = 4 * summed * p.hidden if p.grad_hidden else 0
+    # Ranks add up their sums in order of tokens, beside those in order of positions.
+    hidden_sums = 4 * (summed + p.tokens * p.sharded) * p.hidden if p.grad_hidden else 0
     # The softmax of each tile is gone before the gradients are begun.
     later = again + hidden_sums + (4 * p.vocab if p.grad_bias else 0)
     return parts | {

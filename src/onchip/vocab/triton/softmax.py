@@ -282,6 +282,8 @@ def merge_tiles(
     if partials.moment is not None:
         tl.store(out.entropy + t, tl.where(alone, 0.0, log_total - moments / total), mask=mine)
         tl.store(out.top1 + t, index.to(tl.int64), mask=mine)
+    if out.top is not None:
+        tl.store(out.top + t, of_tiles, mask=mine)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ multiplies and rounds them.
 Nothing here waits for the device: how many tokens are not ignored is known to the kernels alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -102,6 +102,7 @@ def forward(
         torch.full((tokens,), -1, device=device) if asked.entropy else None,
         zeros() if asked.mean_logits else None,
         zeros() if asked.sum_sq else None,
+        zeros() if asked.top else None,
     )
     run.vectors.packed.zero_()
     if tokens == 0:
@@ -336,11 +337,14 @@ class Products:
             tiles = self.run.vocab_tiles
             launches.hidden_product(self.run, self.buffer, self.product_scale, self.sums, False, 0, tiles).run()
 
-    def take_chunk(self, first: int, tiles: int) -> None:
-        """A chunk of the vocabulary, with what is recomputed of it."""
-        run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
-        if self.kept < run.tokens and self.sums is not None:
+    def take_hidden(self, first: int, tiles: int) -> None:
+        """A chunk of the vocabulary that is recomputed: hidden's part."""
+        if self.kept < self.run.tokens and self.sums is not None:
             self._recomputed_product.again(first_tile=first, chunk_tiles=tiles).run()
+
+    def take_chunk(self, first: int, tiles: int) -> None:
+        """A chunk of the vocabulary, with what is recomputed of it: the others' part."""
+        run, buffer, inverse = self.run, self.buffer, self.inverse_grad_scale
         if self.grads.bias is not None:
             run.launch(
                 gradients.bias_gradient,
@@ -406,14 +410,22 @@ def backward(
     *,
     add_to: Tensor | None = None,
     factor: Tensor | None = None,  # [] or [1] float32
+    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Turn `saved` into the gradients of hidden and weight, and return those that are in none of its memory: the
     bias's, and the weight's where nothing was kept in it, unless that is added to `add_to`, [V, H] float32.  `factor`
     is that of the weight's gradient where forward computed it.
 
     The vocabulary goes in chunks, of logits that are recomputed, and within these of weight's gradient.
+
+    Where other ranks have other parts of the vocabulary, hidden's is returned too, in float32: `start_sum` begins to
+    add up those of all ranks as soon as it is there, under the weight's products, and what it returns waits.
     """
     tokens, grads = run.tokens, Gradients.of(call, saved, wanted, add_to)
+    if start_sum is not None and grads.hidden is not None:
+        # Not in the memory of hidden's rows, which the weight's products read.
+        grads = grads._replace(hidden=torch.zeros_like(grads.hidden, dtype=torch.float32))
+    summed: Callable[[], Tensor] | None = None
     if tokens > 0:
         ids = _ids(call)
         held = tokens if config.in_forward else config.kept
@@ -430,6 +442,8 @@ def backward(
             run.launch(gradients.entropy_gradient, grid, **buffer.known, terms=terms, BLOCK_T=32).run()
         products.take_kept(scale=terms.entropy_scale is None)
         recomputed = launches.gradient(run, products.rows, terms, buffer, 0, 0).fixed() if kept < tokens else None
+        if recomputed is None and start_sum is not None:
+            summed = _finish_and_sum(products, terms, start_sum, call)
         for chunk in chunks(0, run.vocab_tiles, config.vocab_chunk // VOCAB_TILE):
             if recomputed is not None:
                 recomputed.again(first_tile=chunk[0], chunk_tiles=chunk[1]).run()
@@ -437,11 +451,28 @@ def backward(
                     label = terms.entry_label.view(ids.shape)
                     entry = terms.entry if kept == 0 else None  # where some are added to the results, all are
                     launches.write(run, buffer, label, entry, (kept, tokens), *chunk).run()
+            products.take_hidden(*chunk)
+            if recomputed is not None and start_sum is not None and sum(chunk) == run.vocab_tiles:
+                summed = _finish_and_sum(products, terms, start_sum, call)
             products.take_chunk(*chunk)
         if kept > 0 and (wanted[1] or wanted[2]):
             _target_terms(run, call.hidden.reshape(tokens, run.hidden), terms, grads.weight, grads.bias).run()
-        products.finish(terms if kept else None)
-    return grads.made(call.dtypes[2])
+        if start_sum is None:
+            products.finish(terms if kept else None)
+    _, weight, bias = grads.made(call.dtypes[2])
+    if start_sum is None or grads.hidden is None:
+        return None, weight, bias
+    return grads.hidden.view(call.hidden.shape) if summed is None else summed(), weight, bias
+
+
+def _finish_and_sum(
+    products: Products, terms: Terms, start_sum: Callable[[Tensor], Callable[[], Tensor]], call: LinearCall
+) -> Callable[[], Tensor] | None:
+    """Make hidden's gradient, and begin to add up that of all ranks."""
+    if products.grads.hidden is None:
+        return None
+    products.finish(terms if products.kept else None)
+    return start_sum(products.grads.hidden.view(call.hidden.shape))
 
 
 def _scale_sums(
@@ -570,6 +601,8 @@ def position_terms(
         ids=ids,
         K=ids.shape[1],
         ignore_index=ignore_index,
+        elsewhere=ignore_index if run.elsewhere is None else run.elsewhere,
+        classes=run.vocab if run.whole_vocab is None else run.whole_vocab,
         slope_scale=run.options.logit_scale / run.outer_scale,
         kept=kept,
         BLOCK_T=block_t,

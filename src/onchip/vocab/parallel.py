@@ -1,0 +1,361 @@
+"""Losses over a vocabulary that is sharded over the ranks of a process group.
+
+Each rank walks over its own shard.  A softmax over the vocabulary is a mixture of the shards' softmaxes, in which
+shard r weighs w_r = exp(lse_r - lse).  So what one rank knows of its shard's softmax (`TokenStats`), gathered from all
+ranks once, makes the same of the whole vocabulary::
+
+    lse = log(sum_r exp(lse_r)),    log_prob[id] = log_prob_r[id] + log(w_r)  for the shard r that has the id
+    entropy = sum_r w_r (entropy_r - log(w_r)),    sum_v p_v^2 = sum_r w_r^2 (sum_v p_v^2)_r
+
+Every rank combines the same numbers in the same order, so all find the same bits.  With these, the gradients of a
+shard's logits are what they would be in one piece; each rank has its own rows of the weight's gradient, and hidden's is
+the sum over ranks of what their rows make of it.
+
+Sources: Megatron-LM's vocabulary-parallel cross-entropy (arXiv:1909.08053) has the sharding, with three reductions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+from onchip.frontend.torch_inputs import accumulator
+from onchip.frontend.torch_parallel import Shards
+from onchip.vocab import memory
+from onchip.vocab.torch import walk
+from onchip.vocab.torch.call import LinearCall
+from onchip.vocab.torch.softmax import Asked, TokenGradient, TokenStats
+from onchip.vocab.torch.tiles import NOWHERE, Ids
+
+# Newer releases of PyTorch have other names for these.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Larger than any index of a vocabulary.
+NO_INDEX = 2**31 - 1
+# Numbers of a rank in front of its tokens': where its shard begins and ends, and the sum of its class weights.
+HEADER = 3
+
+
+@dataclass(frozen=True)
+class ShardedCall(LinearCall):
+    """This rank's arguments of an operator, where a bare call of the op has the whole vocabulary's."""
+
+    shards: Shards
+    kernels: bool
+    """Whether ranks run kernels, which take ignored tokens too."""
+
+    @property
+    def vocab(self) -> int:
+        return self.shards.vocab
+
+    @property
+    def leading(self) -> torch.Size:
+        """The dimensions of all tokens."""
+        return torch.Size(self.shards.whole_shape(self.hidden.shape)[:-1])
+
+    def problem(self, device: str = "", **more: Any) -> memory.Problem:
+        return super().problem(device, sharded=True, **more)
+
+    def tokens(self, *, check_values: bool, compact: bool = True) -> Any:
+        return super().tokens(check_values=check_values, compact=compact and not self.kernels)
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether this rank does: an empty shard has nothing for them, and says the same to other ranks without.
+
+        Raises ValueError where PyTorch's own products need more scratch.
+        """
+        if self.kernels and self.shards.rows > 0:
+            return True
+        strategy = "recompute" if any(self.grads) else "forward"
+        memory.PLANNER.require(self.problem(compacted=self.device == "cpu"), strategy, self.budget)
+        return False
+
+
+def group_of(shards: Shards) -> dist.ProcessGroup:
+    return _resolve_process_group(shards.group)  # type: ignore[arg-type]  # newer releases have a NewType of str
+
+
+def of_shard(tokens: Ids, shards: Shards) -> Any:
+    """The same tokens, with ids as this shard numbers them: in it, or nowhere."""
+    ids = tokens.ids - shards.start
+    elsewhere = (tokens.ids == NOWHERE) | (ids < 0) | (ids >= shards.rows)
+    return replace(tokens, ids=ids.masked_fill(elsewhere, NOWHERE), bad=None)
+
+
+def local(call: Any, *, fake: bool = False) -> Any:
+    """The call of this rank's shard: all tokens' hidden states (of a `fake` one not yet filled) and, without padding,
+    the rows of the weight."""
+    shards: Shards = call.shards
+    hidden = call.hidden.new_empty(shards.whole_shape(call.hidden.shape)) if fake else whole_hidden(call.hidden, shards)
+    more = {}
+    if len(call.weight) > shards.rows:
+        given = {"weight": call.weight, "bias": call.bias}
+        more = {name: x[: shards.rows] for name, x in given.items() if x is not None}
+    return replace(call, hidden=hidden, **more)
+
+
+def class_weight_of_shard(class_weight: Tensor | None, shards: Shards) -> Tensor | None:
+    """[rows] of [V]."""
+    return None if class_weight is None else class_weight[shards.start : shards.start + shards.rows]
+
+
+def sent_bytes(tokens: int, several: int, shards: Shards, hidden: Tensor) -> int:
+    """Upper bound of what is gathered: statistics, and hidden states whose tokens are sharded."""
+    numbers = (several + 6) * tokens * (shards.ranks + 1)
+    gathered = 0 if shards.sequence < 0 else 2 * shards.ranks * hidden.numel() * hidden.element_size()
+    return numbers * accumulator(hidden.dtype).itemsize + gathered
+
+
+# ----------------------------------------------------------------------------------- with PyTorch's own products
+
+
+def statistics(op: str, call: Any, tokens: Ids, asked: Asked) -> TokenStats:
+    """The statistics of every token over the whole vocabulary; `asked` has the class weights of all of it."""
+    shards: Shards = call.shards
+    here, mine = of_shard(tokens, shards), local(call)
+    asked = asked._replace(class_weight=class_weight_of_shard(asked.class_weight, shards))
+    running = walk.softmax(mine.layer, call.options, here, mine.plan("forward", here), asked)
+    known = running.stats(here, max(1, shards.rows), asked)
+    return combine(op, shards, known, tokens, asked, check_values=call.options.check_inputs)
+
+
+def gradients(
+    call: Any,
+    tokens: Ids,
+    gradient: TokenGradient,
+    grad_scale: Tensor | None,
+    weight_grad_out: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor | None, ...]:
+    """Those of this rank's tensors, of the whole vocabulary's `gradient`; `more` are fields of the problem."""
+    shards: Shards = call.shards
+    here, mine = of_shard(tokens, shards), local(call)
+    if gradient.class_weight is not None:
+        gradient = replace(gradient, class_weight=class_weight_of_shard(gradient.class_weight, shards))
+    if weight_grad_out is not None:
+        weight_grad_out = weight_grad_out[: shards.rows]
+    config = mine.plan("recompute", here, **more)
+    hidden, *others = walk.recompute(
+        mine, here, config, gradient, grad_scale=grad_scale, weight_grad_out=weight_grad_out,
+        start_sum=partial(start_sum, shards),
+    )  # fmt: skip
+    return hidden, *(padded(x, len(call.weight)) for x in others)
+
+
+def padded(x: Tensor | None, rows: int) -> Tensor | None:
+    """With zeros for the rows that are padding."""
+    return x if x is None or len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+
+
+def combine(op: str, shards: Shards, mine: TokenStats, tokens: Ids, asked: Asked, *, check_values: bool) -> TokenStats:
+    """The statistics of the whole vocabulary, of this rank's and one all-gather; `tokens` have ids of all of it.
+
+    Shards that don't make up the vocabulary raise on the CPU and where `check_values`; else all is NaN.
+    """
+    n, several = tokens.ids.shape
+    dtype, vocab = tokens.dtype, shards.vocab
+    start, stop, of_classes, of_tokens = _exchange(shards, mine, dtype, n, asked)
+    rows = iter(of_tokens.unbind(1))  # [ranks, n] each
+
+    lse = next(rows)
+    log_prob = torch.stack([next(rows) for _ in range(several)], -1)
+    total, log_share = _log_sum(lse)
+    share = log_share.exp()
+    nothing = share == 0  # what such a shard says of itself may be NaN
+
+    ids = tokens.ids
+    inside = (ids >= start[:, None, None]) & (ids < stop[:, None, None])  # [ranks, n, several]
+    log_prob = torch.where(inside, log_prob + log_share[..., None], 0).sum(0)
+    if tokens.bad is not None:
+        log_prob = log_prob.masked_fill(tokens.bad, float("nan"))
+
+    index = torch.full((n,), -1, device=ids.device)
+    if asked.top:
+        top, at = next(rows), _whole(next(rows))
+        best = (top == top.amax(0)) | top.isnan()
+        at = torch.where(best & (at >= 0), at + start[:, None], NO_INDEX).amin(0)
+        index = at.masked_fill(at == NO_INDEX, -1)
+    entropy = uniform = log_sum_sq = None
+    if asked.entropy:
+        entropy = torch.where(nothing, 0, share * (next(rows) - log_share)).sum(0)
+    if asked.mean_logits:
+        # The sum of lse_r - z over the shard, as far from the whole's as lse_r is from lse.
+        gap = torch.where(of_classes[:, None] == 0, 0, of_classes[:, None] * (total - lse))
+        own = next(rows).masked_fill(lse == -torch.inf, 0)
+        uniform = (own + gap).sum(0) / vocab
+    if asked.sum_sq:
+        squares = (next(rows) + 2 * log_share).masked_fill(nothing, -torch.inf)
+        log_sum_sq, _ = _log_sum(squares)
+
+    apart = _apart(start, stop, vocab)
+    if (check_values or start.device.type == "cpu") and bool(apart):
+        found = ", ".join(f"[{a}, {b})" for a, b in zip(start.tolist(), stop.tolist(), strict=True))
+        raise ValueError(
+            f"{op}: the ranks' shards of the vocabulary are {found}, which don't make up [0, {vocab}); pass vocab_size "
+            "and, where they aren't those of torch.chunk, vocab_start"
+        )
+
+    def sure(x: Tensor) -> Tensor:
+        return x.masked_fill(apart, float("nan"))
+
+    return TokenStats(
+        sure(total),
+        sure(log_prob),
+        index,
+        None if entropy is None else sure(entropy),
+        None if entropy is None else sure(total - entropy),
+        None if uniform is None or asked.class_weight is not None else sure(total - uniform),
+        None if uniform is None else sure(uniform),
+        None if log_sum_sq is None else sure(log_sum_sq),
+    )
+
+
+def _exchange(
+    shards: Shards, stats: TokenStats, dtype: torch.dtype, n: int, asked: Asked
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of all ranks: the ends of their shards and the sums of their class weights, [ranks]; and what they know of each
+    token, [ranks, columns, n]."""
+    device = stats.lse.device
+    # Not torch.tensor, a copy from the host, for which the device would be waited for.
+    ends = torch.cat([torch.full((1,), x, device=device) for x in (shards.start, shards.start + shards.rows)])
+    if asked.class_weight is None:
+        of_classes = torch.full((1,), shards.rows, dtype=dtype, device=device)
+    else:
+        of_classes = asked.class_weight.sum().view(1)
+    sent = [_bits(ends, dtype), of_classes, stats.lse, *stats.log_prob.unbind(1)]
+    if asked.top:
+        assert stats.top is not None
+        sent += [stats.top, _bits(stats.argmax, dtype)]
+    if asked.entropy:
+        assert stats.entropy is not None
+        sent.append(stats.entropy)
+    if asked.mean_logits:
+        assert stats.uniform is not None
+        sent.append(stats.uniform * shards.rows if shards.rows else torch.zeros_like(stats.lse))
+    if asked.sum_sq:
+        assert stats.log_sum_sq is not None
+        sent.append(stats.log_sum_sq)
+    packed = torch.cat(sent)
+    out = packed.new_empty(shards.ranks, len(packed))
+    _all_gather(out.view(-1), packed, group=group_of(shards))
+    start, stop = _whole(out[:, :2]).unbind(1)
+    return start, stop, out[:, 2], out[:, HEADER:].view(shards.ranks, -1, n)
+
+
+def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers in the place of floats."""
+    return x.to(torch.int64 if dtype == torch.float64 else torch.int32).view(dtype)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The integers that `_bits` was given."""
+    return x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32).to(torch.int64)
+
+
+def _log_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """log(sum(exp(x))) of [ranks, n] over ranks, and what each rank's x lies below it, both to the last digit where
+    one rank has nearly all."""
+    top, lead = x.max(0, keepdim=True)
+    below = x - top.masked_fill(top == -torch.inf, 0)
+    log_total = below.exp().scatter(0, lead, 0).sum(0, keepdim=True).log1p()
+    return (top + log_total)[0], below - log_total
+
+
+def _apart(start: Tensor, stop: Tensor, vocab: int) -> Tensor:
+    """[] bool: whether the ranges leave out or repeat a part of [0, vocab)."""
+    begins = torch.cat([start, start.new_full((1,), vocab)]).sort().values
+    ends = torch.cat([stop, stop.new_zeros(1)]).sort().values
+    return (begins != ends).any()
+
+
+# ------------------------------------------------------------------------------------------------- hidden states
+
+
+def whole_hidden(hidden: Tensor, shards: Shards) -> Tensor:
+    """The hidden states of all tokens."""
+    if shards.sequence < 0 or shards.ranks == 1:
+        return hidden
+    if hidden.numel() == 0:
+        return hidden.new_empty(shards.whole_shape(hidden.shape))
+    part = hidden.contiguous()
+    out = part.new_empty(shards.ranks, *part.shape)
+    _all_gather(out.view(-1), part.view(-1), group=group_of(shards))
+    return out.movedim(0, shards.sequence).flatten(shards.sequence, shards.sequence + 1)
+
+
+def start_sum(shards: Shards, gradient: Tensor) -> Callable[[], Tensor]:
+    """Begin to add up the gradients of all tokens' hidden states over the ranks; what is returned waits for the sum of
+    this rank's tokens, and for replicated ones it is `gradient` itself."""
+    if not shards.reduce or shards.ranks == 1:
+        return lambda: gradient
+    if gradient.numel() == 0:
+        part = gradient if shards.sequence < 0 else gradient.chunk(shards.ranks, shards.sequence)[0]
+        return lambda: part
+    group = group_of(shards)
+    if shards.sequence < 0:
+        out, work = gradient, dist.all_reduce(gradient, group=group, async_op=True)
+    else:
+        parts = gradient.unflatten(shards.sequence, (shards.ranks, -1)).movedim(shards.sequence, 0).contiguous()
+        out = parts.new_empty(parts.shape[1:])
+        work = _reduce_scatter(out.view(-1), parts.view(-1), group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return out
+
+    return wait
+
+
+# ----------------------------------------------------------------------------------------------- agreement of ranks
+
+
+def require_agreement(op: str, call: Any, *values: Tensor | None) -> None:
+    """Raise where the ranks differ in sizes, options, or the values of targets, ids and weights."""
+    options, shards, hidden = call.options, call.shards, call.hidden
+    said = {
+        "vocab_size": shards.vocab,
+        "hidden_layout": shards.sequence,
+        "reduce_hidden_grad": shards.reduce,
+        "hidden's shape or dtype": (hidden.shape, hidden.dtype),
+        "which gradients are wanted": call.grads,
+        "options": replace(options, scratch_bytes=None),
+        "shapes of targets, ids or weights": [None if x is None else x.shape for x in values],
+    }
+    device = call.ids.device
+    parts = [torch.tensor([_number(x) for x in said.values()], device=device)]
+    parts += [torch.zeros_like(parts[0][:1]) if x is None else _fingerprint(x).to(device) for x in values]
+    mine = torch.cat(parts)
+    out = mine.new_empty(shards.ranks, len(mine))
+    _all_gather(out.view(-1), mine, group=group_of(shards))
+    differ = (out != out[0]).any(0).tolist()
+    wrong = [
+        name for name, x in zip([*said, *["values of targets, ids or weights"] * len(values)], differ, strict=True) if x
+    ]
+    if wrong:
+        raise ValueError(
+            f"{op}: the ranks of vocab_group differ in {', '.join(dict.fromkeys(wrong))}; pass the same on each"
+        )
+
+
+def _number(x: Any) -> int:
+    """Of 61 bits, the same in each process."""
+    made = 0
+    for letter in repr(x):
+        made = (made * 1000003 + ord(letter)) % (2**61 - 1)
+    return made
+
+
+def _fingerprint(x: Tensor) -> Tensor:
+    """[1] int64 that other values most likely don't have."""
+    flat = x.detach().reshape(-1)
+    bits = flat.to(torch.float64).view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
+    return (bits * (2 * torch.arange(len(bits), device=x.device) + 1)).sum().view(1)

@@ -1,0 +1,76 @@
+"""Losses whose vocabulary is sharded over processes, compared with the same in one process."""
+
+import os
+import time
+import traceback
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from interpreter import speed_up
+
+
+def spawn(tmp_path, ranks, checks, timeout=60):
+    """Run the checks, functions by name, one after the other in so many processes; raise with all that failed.
+
+    With TRITON_INTERPRET=1 in the environment they run under Triton's interpreter.
+    """
+    torch.multiprocessing.spawn(_run, (str(tmp_path), ranks, checks, timeout), nprocs=ranks)
+    said = [(tmp_path / f"rank{rank}").read_text() for rank in range(ranks)]
+    assert not any(said), "\n".join(said)
+
+
+def _run(rank, folder, ranks, checks, timeout):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET"):
+        speed_up()
+    dist.init_process_group("gloo", f"file://{folder}/meeting", timedelta(seconds=timeout), world_size=ranks, rank=rank)
+    failed = []
+    for name, check in checks.items():
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        try:
+            check(rank, ranks)
+            print(f"rank {rank}, {name}: {time.perf_counter() - start:.1f} s")
+        except Exception:
+            failed.append(f"rank {rank}, {name}: {traceback.format_exc()}")
+    with open(f"{folder}/rank{rank}", "w") as file:
+        file.write("\n".join(failed))
+    dist.barrier()
+    os._exit(0)  # where interpreter and process group end in an orderly way, gloo's threads abort now and then
+
+
+def cut(sizes, rank):
+    """This rank's part of the vocabulary."""
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def leaf(x):
+    return None if x is None else x.detach().clone().requires_grad_()
+
+
+def same_bits(*tensors):
+    """Raise unless all ranks have the same."""
+    for x in tensors:
+        x = x.detach().contiguous()
+        all_ranks = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, x)
+        for other in all_ranks:
+            assert_close(other, x, rtol=0, atol=0, equal_nan=True)
+
+
+def close(got, expected, what=""):
+    """The relative norm of the difference is that of sums in another order."""
+    assert (got is None) == (expected is None), what
+    if got is None or not expected.is_floating_point():
+        assert got is None or torch.equal(got, expected), what
+        return
+    bound = 1e-13 if got.dtype == torch.float64 else 2e-6
+    error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert got.dtype == expected.dtype, (what, got.dtype, expected.dtype)
+    assert got.shape == expected.shape, (what, got.shape, expected.shape)
+    assert expected.numel() == 0 or error <= bound, f"{what}: relative error {float(error)} above {bound}"

@@ -1,0 +1,438 @@
+"""Losses over a vocabulary that is sharded over two and three processes, against the same losses in one."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing import assert_close
+
+from onchip.torch import LMHead, linear_cross_entropy, linear_log_probs
+from sharded import close, cut, leaf, same_bits, spawn
+
+VOCAB, HIDDEN, SHAPE = 61, 16, (3, 8)
+# By the number of ranks: shards as torch.chunk has them, others, and an empty one.
+LAYOUTS = {2: ([31, 30], [50, 11], [0, 61]), 3: ([21, 21, 19], [9, 0, 52], [30, 30, 1])}
+DENSE = {}
+
+
+def layer(vocab=VOCAB, bias=True, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*SHAPE, HIDDEN, generator=g).to(dtype)
+    weight, b = torch.randn(vocab, HIDDEN, generator=g).to(dtype), torch.randn(vocab, generator=g).to(dtype)
+    return hidden, weight, b if bias else None
+
+
+def labels(vocab=VOCAB):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, SHAPE, generator=g)
+    return ids.masked_fill(torch.rand(SHAPE, generator=g) < 0.2, -100)
+
+
+def numbers(*shape, seed=2):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+CLASSES = numbers(VOCAB).index_fill(0, torch.tensor([3, 40]), 0.0)
+LCE = {
+    "plain": {},
+    "all": {"softcap": 5.0, "logit_scale": 0.7, "temperature": 1.3, "label_smoothing": 0.1, "z_loss": 1e-2},
+    "none": {
+        "reduction": "none",
+        "label_smoothing": 0.2,
+        "token_weight": numbers(*SHAPE),
+        "temperature": numbers(*SHAPE),
+    },
+    "classes": {"class_weight": CLASSES, "label_smoothing": 0.3, "z_loss": 1e-2},
+    "classes alone": {"class_weight": CLASSES, "reduction": "sum"},
+    "normalizer": {"normalizer": 7.0, "shift": True},
+    "all smoothed": {"label_smoothing": 1.0, "check_inputs": True},
+}
+
+
+EVERYTHING = {"entropy": True, "lse": True, "top1": True, "mean_logits": True, "log_sum_sq_probs": True}
+LLP = {
+    "plain": {},
+    "everything": EVERYTHING
+    | {"softcap": 5.0, "logit_scale": 0.7, "temperature": numbers(*SHAPE), "check_inputs": True},
+    "top1": {"top1": True, "temperature": 0.7},
+}
+
+
+def several_ids():
+    """Of which some are ignored, and some occur twice."""
+    ids = torch.stack([labels(), labels().flip(0), labels().flip(1), labels()], -1)
+    return ids.index_fill(0, torch.tensor(1), 60)
+
+
+def taken(options, sizes, rank):
+    """What a rank passes beside the layer."""
+    given = {"vocab_group": dist.group.WORLD, "vocab_size": sum(sizes), "vocab_start": sum(sizes[:rank])}
+    return options | given
+
+
+def compare(op, tensors, more, options, sizes, rank, *, times=1):
+    """Outputs and gradients, with random upstream gradients, of `op(hidden, weight, *more, bias)`."""
+    whole = [leaf(x) for x in tensors]
+    hidden, weight, bias = (
+        leaf(x) for x in (tensors[0], *(x if x is None else x[cut(sizes, rank)] for x in tensors[1:]))
+    )
+    expected = flat(op(whole[0], whole[1], *more, whole[2], **options))
+    got = flat(op(hidden, weight, *more, bias, **taken(options, sizes, rank)))
+    same_bits(*got)
+    loss = [x for x in expected if x.requires_grad]
+    mine = [x for x in got if x.requires_grad]
+    assert len(loss) == len(mine)
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, "output")
+    for seed in range(times):
+        upstream = [numbers(*x.shape, seed=seed).to(x.dtype) for x in loss]
+        torch.autograd.backward(loss, upstream, retain_graph=True)
+        torch.autograd.backward(mine, upstream, retain_graph=seed + 1 < times)
+    close(hidden.grad, whole[0].grad, "hidden")
+    close(weight.grad, whole[1].grad[cut(sizes, rank)], "weight")
+    if bias is not None:
+        close(bias.grad, whole[2].grad[cut(sizes, rank)], "bias")
+
+
+def flat(x):
+    """The tensors of an output."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [y for part in x if part is not None for y in flat(part)]
+
+
+def every_option(rank, ranks):
+    for options, sizes in itertools.product(LCE.values(), LAYOUTS[ranks]):
+        for stats in (False, True):
+            compare(linear_cross_entropy, layer(), (labels(),), options | {"return_stats": stats}, sizes, rank)
+
+
+def every_output(rank, ranks):
+    for options, sizes in itertools.product(LLP.values(), LAYOUTS[ranks]):
+        for ids in (labels(), several_ids()):
+            compare(linear_log_probs, layer(), (ids,), options, sizes, rank, times=2)
+
+
+def retained_and_accumulated(rank, ranks):
+    """A second backward through the graph adds the same again."""
+    for sizes in LAYOUTS[ranks]:
+        compare(linear_cross_entropy, layer(), (labels(),), {"label_smoothing": 0.1}, sizes, rank, times=2)
+
+
+def frozen_parts(rank, ranks):
+    """Hidden alone, the weight alone, neither; and a main gradient of the caller's."""
+    sizes = LAYOUTS[ranks][0]
+    hidden, weight, _ = layer()
+    mine, given = weight[cut(sizes, rank)], taken({}, sizes, rank)
+    h, w = leaf(hidden), leaf(weight)
+    linear_cross_entropy(h, w, labels()).backward()
+    a, b = leaf(hidden), leaf(mine)
+    linear_cross_entropy(a, mine, labels(), **given).backward()
+    linear_cross_entropy(hidden, b, labels(), **given).backward()
+    close(a.grad, h.grad)
+    close(b.grad, w.grad[cut(sizes, rank)])
+    close(linear_cross_entropy(hidden, mine, labels(), **given), linear_cross_entropy(hidden, weight, labels()))
+    out = torch.ones_like(mine)
+    linear_cross_entropy(hidden, leaf(mine), labels(), weight_grad_out=out, **given).backward()
+    close(out, 1 + w.grad[cut(sizes, rank)])
+
+
+def other_dtypes(rank, ranks):
+    sizes = LAYOUTS[ranks][0]
+    compare(linear_cross_entropy, layer(dtype=torch.float64), (labels(),), LCE["all"], sizes, rank)
+    hidden, weight, _ = layer(dtype=torch.bfloat16)
+    w = leaf(weight[cut(sizes, rank)])
+    loss = linear_cross_entropy(hidden, w, labels(), **taken({}, sizes, rank))
+    loss.backward()
+    close(loss, linear_cross_entropy(hidden, weight, labels()))
+    assert w.grad.dtype == torch.bfloat16
+
+
+def default_layouts(rank, ranks):
+    """torch.chunk's, without vocab_start; even shards without vocab_size; rows that are padding."""
+    hidden, weight, _ = layer()
+    for size in (VOCAB, VOCAB + 2, 4, 1):
+        parts = (
+            weight[:size].chunk(ranks)
+            if size <= VOCAB
+            else torch.cat([weight, torch.full((35, HIDDEN), torch.nan)]).chunk(ranks)
+        )
+        w, h, whole = (
+            leaf(parts[rank] if rank < len(parts) else weight[:0]),
+            leaf(hidden),
+            leaf(weight[: min(size, VOCAB)]),
+        )
+        vocab, h2 = len(whole), leaf(hidden)
+        target = labels(vocab)
+        loss = linear_cross_entropy(h, w, target, vocab_group=dist.group.WORLD, vocab_size=vocab, label_smoothing=0.1)
+        expected = linear_cross_entropy(h2, whole, target, label_smoothing=0.1)
+        loss.backward(), expected.backward()
+        close(loss, expected), close(h.grad, h2.grad)
+        whole_grad = torch.cat([whole.grad, torch.zeros(96 - vocab, HIDDEN)]).split(len(parts[0]))
+        close(w.grad, whole_grad[rank][: len(w)])
+    even = weight[: 20 * ranks]
+    got = linear_cross_entropy(hidden, even.chunk(ranks)[rank], labels(20), vocab_group=dist.group.WORLD)
+    close(got, linear_cross_entropy(hidden, even, labels(20)))
+
+
+def layouts_of_hidden(rank, ranks):
+    """Tokens sharded in either dimension, and partial gradients."""
+    sizes = LAYOUTS[ranks][1]
+    hidden, weight, _ = layer()
+    for dim in (0, 1):
+        whole, w = leaf(hidden[: 2 * (6 // ranks), :6]), leaf(weight)
+        target = labels()[: whole.shape[0], :6]
+        if whole.shape[dim] % ranks:
+            continue
+        linear_cross_entropy(whole, w, target, softcap=3.0).backward()
+        part, mine = leaf(whole.chunk(ranks, dim)[rank]), leaf(weight[cut(sizes, rank)])
+        loss = linear_cross_entropy(part, mine, target, softcap=3.0, hidden_layout="sequence", **taken({}, sizes, rank))
+        loss.backward()
+        close(part.grad, whole.grad.chunk(ranks, dim)[rank]), close(mine.grad, w.grad[cut(sizes, rank)])
+    h, whole = leaf(hidden), leaf(hidden)
+    linear_cross_entropy(
+        h, weight[cut(sizes, rank)], labels(), reduce_hidden_grad=False, **taken({}, sizes, rank)
+    ).backward()
+    linear_cross_entropy(whole, weight, labels()).backward()
+    dist.all_reduce(h.grad)
+    close(h.grad, whole.grad)
+
+
+def dtensors(rank, ranks):
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    hidden, weight, bias = layer()
+    whole = [leaf(x) for x in (hidden, weight, bias)]
+    linear_cross_entropy(whole[0], whole[1], labels(), whole[2]).backward()
+    for placement in (Replicate(), Shard(1)) if ranks == 2 else (Replicate(), Shard(0)):
+        h = distribute_tensor(hidden, mesh, [placement]).requires_grad_()
+        w, b = (distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in (weight, bias))
+        loss = linear_cross_entropy(h, w, labels(), b)
+        loss.backward()
+        for x, expected in zip((h, w, b), whole, strict=True):
+            assert x.grad.placements == x.placements
+            close(x.grad.full_tensor(), expected.grad, str(placement))
+    h = distribute_tensor(hidden, mesh, [Replicate()]).requires_grad_()
+    linear_cross_entropy(h, w, labels(), b, reduce_hidden_grad=False).backward()
+    assert h.grad.placements == (Partial(),)
+    close(h.grad.full_tensor(), whole[0].grad)
+    # A plain hidden is this rank's only where the caller says what the group is.
+    with pytest.raises(TypeError, match=r"weight is a DTensor; pass .*vocab_group"):
+        linear_cross_entropy(hidden, w, labels(), b)
+    plain = leaf(hidden)
+    linear_cross_entropy(plain, w, labels(), b, vocab_group=mesh.get_group()).backward()
+    close(plain.grad, whole[0].grad)
+    for wrong, match in (
+        (
+            {"weight": distribute_tensor(weight, mesh, [Replicate()])},
+            "weight is a DTensor with placement .* must be Shard",
+        ),
+        ({"weight": distribute_tensor(weight, mesh, [Shard(1)])}, "must be Shard\\(0\\)"),
+        ({"hidden": distribute_tensor(hidden, mesh, [Shard(2)])}, "hidden is a DTensor .* must be Replicate"),
+        ({"hidden": h.new_zeros(ranks, 8, HIDDEN)[:1], "target": labels()[:1]}, None),
+    ):
+        if match is not None:
+            with pytest.raises(ValueError, match=match):
+                linear_cross_entropy(**{"hidden": h, "weight": w, "target": labels(), "bias": b} | wrong)
+
+
+def compiled_and_checkpointed(rank, ranks):
+    sizes = LAYOUTS[ranks][1]
+    hidden, weight, _ = layer()
+    mine, given = weight[cut(sizes, rank)], taken({"softcap": 4.0}, sizes, rank)
+    h, w = leaf(hidden), leaf(weight)
+    linear_cross_entropy(2 * h, w, labels(), softcap=4.0).backward()
+
+    target = labels()
+
+    def loss(hidden, weight):
+        return linear_cross_entropy(2 * hidden, weight, target, **given)
+
+    ways = {
+        **({"compile": torch.compile(loss, fullgraph=True, backend="aot_eager")} if ranks == 2 else {}),
+        "checkpoint": lambda *x: torch.utils.checkpoint.checkpoint(loss, *x, use_reentrant=False),
+    }
+    for name, way in ways.items():
+        a, b = leaf(hidden), leaf(mine)
+        way(a, b).backward()
+        close(a.grad, h.grad, name), close(b.grad, w.grad[cut(sizes, rank)], name)
+
+
+def refusals(rank, ranks):
+    """What is found by all ranks, none of which waits for another."""
+    hidden, weight, bias = layer()
+    sizes = LAYOUTS[ranks][1]
+    mine = weight[cut(sizes, rank)]
+    given = {"hidden": hidden, "weight": mine, "target": labels()} | taken({}, sizes, rank)
+    for wrong, kind, match in (
+        ({"vocab_start": 0}, ValueError, r"shards of the vocabulary are \[0, .*don't make up \[0, 61\)"),
+        ({"vocab_start": -1}, ValueError, "vocab_start must be 0 or more"),
+        ({"vocab_start": 1.0}, TypeError, "vocab_start must be an int"),
+        ({"vocab_size": None}, ValueError, "vocab_start needs vocab_size"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be positive"),
+        ({"vocab_group": "tp"}, TypeError, "vocab_group must be a torch.distributed.ProcessGroup; got str"),
+        ({"vocab_group": None}, ValueError, "pass its vocab_group"),
+        ({"hidden_layout": "shard"}, ValueError, "hidden_layout must be one of 'replicated', 'sequence'"),
+        ({"hidden_layout": "sequence"}, ValueError, "hidden_layout='sequence' with . ranks needs"),
+        ({"hidden_layout": "sequence", "reduce_hidden_grad": False}, ValueError, "pass reduce_hidden_grad=True"),
+        ({"reduce_hidden_grad": 1}, TypeError, "reduce_hidden_grad must be True or False"),
+        ({"bias": bias}, ValueError, "bias has 61 of the vocabulary's entries but weight has"),
+        ({"weight": mine.tolist()}, TypeError, "weight must be a torch.Tensor"),
+        ({"strategy": "stash"}, ValueError, "strategy='stash' makes gradients before"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8' takes no sharded vocabulary"),
+        ({"target": torch.rand(*SHAPE, VOCAB)}, ValueError, "soft labels take no sharded vocabulary"),
+        (
+            {"target": labels().masked_fill(labels() == -100, VOCAB)},
+            ValueError,
+            r"target\[.*\] is 61, which is neither",
+        ),
+        ({"class_weight": CLASSES[:9]}, ValueError, r"class_weight has shape \[9\]; it must be \[V\], \[61\]"),
+        ({"scratch_bytes": 8}, ValueError, "scratch_bytes=8 is too small"),
+        ({"weight_grad_out": torch.zeros(3, HIDDEN)}, ValueError, "weight_grad_out has 3 of the vocabulary's entries"),
+    ):
+        with pytest.raises(kind, match="linear_cross_entropy: .*" + match):
+            linear_cross_entropy(**given | wrong)
+    own = dist.new_group([0])
+    if rank > 0:
+        with pytest.raises(TypeError, match="this rank is no member"):
+            linear_cross_entropy(**given | {"vocab_group": own})
+
+
+def ranks_that_differ(rank, ranks):
+    """check_inputs finds that out."""
+    hidden, weight, _ = layer()
+    sizes = LAYOUTS[ranks][1]
+    given = {"hidden": hidden, "weight": weight[cut(sizes, rank)], "target": labels(), "check_inputs": True}
+    given |= taken({}, sizes, rank)
+    linear_cross_entropy(**given)
+    last = rank == ranks - 1
+    for wrong, match in (
+        ({"softcap": 5.0}, "differ in options"),
+        ({"target": labels().masked_fill(labels() == -100, 3)}, "differ in values of targets"),
+        ({"hidden": hidden[:2], "target": labels()[:2]}, "differ in hidden's shape"),
+        ({"token_weight": numbers(*SHAPE)}, "differ in shapes of targets"),
+        ({"vocab_size": 60}, "differ in vocab_size"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            linear_cross_entropy(**given | (wrong if last else {}))
+
+
+CHECKS = {
+    f"linear_cross_entropy: {check.__name__}": check
+    for check in (
+        every_option,
+        retained_and_accumulated,
+        frozen_parts,
+        other_dtypes,
+        default_layouts,
+        layouts_of_hidden,
+        dtensors,
+        compiled_and_checkpointed,
+        refusals,
+        ranks_that_differ,
+    )
+}
+CHECKS["linear_log_probs: every output"] = every_output
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks(tmp_path, ranks):
+    spawn(tmp_path, ranks, CHECKS)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+# A tile of the vocabulary is 256 entries.
+OF_KERNELS = {
+    "plain": {"return_stats": True},
+    "all": LCE["all"],
+    "none": {"reduction": "none", "z_loss": 1e-2},
+    "classes": {"class_weight": numbers(700), "label_smoothing": 0.3, "z_loss": 1e-2},
+}
+
+
+def kernels(rank, ranks):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=g).half() / 4 for shape in ((4, 6, 24), (700, 24), (700,)))
+    target = labels(700)[:, :6].repeat(2, 1)[:4]
+    for (name, options), (sizes, strategy) in itertools.product(
+        OF_KERNELS.items(), (([300, 400], "auto"), ([700, 0], "recompute"))
+    ):
+        whole = [leaf(x.float()) for x in (hidden, weight, bias)]
+        expected = flat(linear_cross_entropy(whole[0], whole[1], target, whole[2], **options))
+        own = cut(sizes, rank)
+        mine = [leaf(x) for x in (hidden, weight[own], bias[own])]
+        given = taken(options, sizes, rank) | {"backend": "triton", "strategy": strategy}
+        got = flat(linear_cross_entropy(mine[0], mine[1], target, mine[2], **given))
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, rtol=2e-3, atol=2e-3)
+        for seed in (0, 1):
+            upstream = numbers(*got[0].shape, seed=seed)
+            got[0].backward(upstream, retain_graph=seed == 0), expected[0].backward(upstream, retain_graph=True)
+        for what, a, b in zip(("hidden", "weight", "bias"), mine, whole, strict=True):
+            b = b.grad if what == "hidden" else b.grad[own]
+            error = (a.grad - b).norm() / b.norm() if b.numel() else 0
+            assert error < 2e-3, (name, sizes, what, error)
+
+
+def kernels_of_log_probs(rank, ranks):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=g).half() / 4 for shape in ((18, 24), (700, 24)))
+    ids = torch.randint(700, (18, 3), generator=g)
+    ids[:, 2] = ids[:, 0]
+    ids[::4, 1], ids[3] = -100, -100
+    for sizes, several in (([300, 400], ids), ([600, 100], ids[:, 0])):
+        whole, own = [leaf(hidden.float()), leaf(weight.float())], cut(sizes, rank)
+        expected = flat(linear_log_probs(*whole, several, **EVERYTHING))
+        mine = [leaf(hidden), leaf(weight[own])]
+        got = flat(linear_log_probs(*mine, several, **taken(EVERYTHING, sizes, rank), backend="triton"))
+        same_bits(*got)
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a, b, rtol=2e-3, atol=2e-3)
+        upstream = [numbers(*x.shape) for x in got[:3]]
+        torch.autograd.backward(got[:3], upstream), torch.autograd.backward(expected[:3], upstream)
+        for a, b in ((mine[0].grad, whole[0].grad), (mine[1].grad, whole[1].grad[own])):
+            assert (a - b).norm() < 2e-3 * b.norm(), (sizes, a.shape)
+
+
+def test_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    checks = {"linear_cross_entropy: kernels": kernels, "linear_log_probs: kernels": kernels_of_log_probs}
+    spawn(tmp_path, 2, checks)
+
+
+# --------------------------------------------------------------------------------------------------- in training code
+
+
+def fsdp2_and_tensor_parallel(rank, ranks):
+    """Two steps of a head whose weight is sharded over two ranks by rows, and each part over two others by FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    alone, head = LMHead(HIDDEN, VOCAB, bias=False, z_loss=1e-3), LMHead(HIDDEN, VOCAB, bias=False, z_loss=1e-3)
+    hidden, ids = torch.randn(2, 3, 8, HIDDEN), torch.randint(VOCAB, (2, 3, 8))
+    head.weight = torch.nn.Parameter(distribute_tensor(alone.weight.detach(), mesh["tp"], [Shard(0)]))
+    fully_shard(head, mesh=mesh["dp"])
+    mine = mesh.get_local_rank("dp")
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (alone, head)]
+    for way in ("plain", "DTensor"):
+        expected = leaf(hidden)
+        sum(alone(expected[i], ids[i]) for i in range(2)).div(2).backward()
+        h = leaf(hidden[mine])
+        if way == "plain":
+            loss = head(h, ids[mine], vocab_group=mesh.get_group("tp"))
+        else:
+            loss = head(DTensor.from_local(h, mesh["tp"], [Replicate()]), ids[mine])
+        loss.backward()
+        close(h.grad, 2 * expected.grad[mine])
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+        close(head.weight.full_tensor(), alone.weight, way)
+
+
+@pytest.mark.slow
+def test_fsdp2_and_tensor_parallel(tmp_path):
+    spawn(tmp_path, 4, {"FSDP2 x TP": fsdp2_and_tensor_parallel})
