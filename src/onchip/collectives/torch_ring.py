@@ -143,7 +143,7 @@ def refusal(ring: Ring, device: torch.device) -> str | None:
         return None
     return (
         f"{device.type} tensors travel by {needed}, and the group has {found or 'nothing'} for them; create it with "
-        f"backend='{device.type}:{needed}'"
+        f"backend={needed!r}"
     )
 
 

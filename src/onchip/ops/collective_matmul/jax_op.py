@@ -31,7 +31,7 @@ def all_gather_matmul(
 ) -> jax.Array:
     r"""The tokens of all devices of an axis times this one's weight, each block multiplied while the next one arrives.
 
-    Call it inside `jax.shard_map`.  With x_r the x of device r on the axis, of n::
+    Call it inside `jax.shard_map`, under `jax.jit`.  With x_r the x of device r on the axis, of n::
 
         out = concatenate([x_0, ..., x_{n-1}]) @ weight.T + bias
 
@@ -84,7 +84,8 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     r"""The products of all devices of an axis summed up, each getting its tokens: sums travel while one multiplies.
 
-    Call it inside `jax.shard_map`.  With x_q and weight_q those of device q on the axis, on device r of n::
+    Call it inside `jax.shard_map`, under `jax.jit`.  With x_q and weight_q those of device q on the axis, on device r
+    of n::
 
         out = sum over q of (x_q @ weight_q.T)[r * T/n : (r + 1) * T/n] + bias
 

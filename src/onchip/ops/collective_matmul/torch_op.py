@@ -335,7 +335,9 @@ def _gather_gradients(kept: Kept, upstream: Made, wanted: Wanted) -> Made:
         weight = widen(kept.weight)
         shape = (grad_out.shape[0] // ring.ranks, *grad_out.shape[1:-1], kept.k)
         sums = grad_out.new_empty((len(grads[0]), kept.k), dtype=total)
-        grad_x = reduced(ring, lambda rank, out: product(out, widen(grads[rank]), weight), sums).view(shape)
+        sums = reduced(ring, lambda rank, out: product(out, widen(grads[rank]), weight), sums)
+        grad_x = sums.to(kept.dtypes[0]).view(shape)
+        del sums
     if wanted[1]:
         grad_weight = _weight_sum(kept, grad_out.shape[-1], grad_out)
         if kept.gathered is not None:
