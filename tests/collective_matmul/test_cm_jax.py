@@ -47,11 +47,11 @@ def both_ways_of_shard_map():
 
 
 def every_how_and_dtype():
-    for dtype in ("float32", "bfloat16", "float16"):
-        for case in (Case("bias", 8, 12, 16, bias=True, middle=3), Case("none", 0, 4, 8), Case("plain", 24, 8, 4)):
-            for how in CHECKER.hows(partial_jax()):
-                for check_vma in (True, False):
-                    assert_right(case, dtype, **how, check_vma=check_vma)
+    cases = Case("bias", 8, 12, 16, bias=True, middle=3), Case("none", 0, 4, 8), Case("plain", 24, 8, 4)
+    for dtype, case in zip(("float32", "bfloat16", "float16"), cases, strict=True):
+        for how in CHECKER.hows(partial_jax()):
+            for check_vma in (True, False):
+                assert_right(case, dtype, **how, check_vma=check_vma)
 
 
 class partial_jax:
