@@ -124,12 +124,15 @@ def ring_of(op: str, group: Any) -> Ring:
     return Ring(made.group_name, made.rank(), made.size())
 
 
-@torch.compiler.assume_constant_result
 def backend_of(group: str, device: str) -> str | None:
     """The name of what moves tensors of a device in a group, or None."""
     made = process_group(group)
     kind = torch.device(device)
     return str(made._get_backend(kind).name()) if kind in made._device_types else None
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler, and Triton with it.
+backend_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refusal(ring: Ring, device: torch.device) -> str | None:

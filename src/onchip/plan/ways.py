@@ -567,7 +567,7 @@ def _plain_grouped(asked: Asked) -> Plain:
 
 
 def _plain_collective(asked: Asked) -> Plain:
-    return _COLLECTIVE.plain(asked, "NCCL and nn.Linear", "all_gather and F.linear; F.linear and reduce_scatter")
+    return _COLLECTIVE.plain(asked, "one collective", "all_gather and F.linear, or F.linear and reduce_scatter")
 
 
 # --------------------------------------------------------------------------------------------------------- the table

@@ -59,3 +59,34 @@ CHECK_CASES = (
     Case("no tokens", 0, 24, 48),
     Case("three dimensions", 24, 48, 72, bias=True, middle=5),
 )
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """A linear layer that the ranks share, and how."""
+
+    name: str
+    op: str
+    """ "all_gather_matmul" or "matmul_reduce_scatter"."""
+    tokens: int
+    n: int
+    k: int
+
+
+def _both(name: str, tokens: int, hidden: int, wide: int) -> tuple[BenchCase, BenchCase]:
+    """The layers of an MLP: to all ranks' parts of its middle, and back."""
+    return (
+        BenchCase(f"{name}-up", "all_gather_matmul", tokens, wide, hidden),
+        BenchCase(f"{name}-down", "matmul_reduce_scatter", tokens, hidden, wide),
+    )
+
+
+# What `onchip bench` runs: gate and up in one.
+SUITES = {
+    "cpu": _both("cpu", 384, 192, 768),
+    "cuda": (
+        *_both("llama3.1-8b", 8192, 4096, 28672),
+        *_both("llama3.1-70b", 8192, 8192, 57344),
+        *_both("llama3.1-70b-t2048", 2048, 8192, 57344),
+    ),
+}

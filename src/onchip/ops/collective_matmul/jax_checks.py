@@ -1,12 +1,12 @@
-"""Both functions on a whole problem, shared by all devices: what checks run in JAX."""
+"""Both functions on a whole problem, shared by all devices: what checks and benchmarks run in JAX."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onchip.collectives.problem import GATHER, WeightLayout
@@ -14,10 +14,43 @@ from onchip.frontend.jax_inputs import platform
 from onchip.ops.collective_matmul.cases import RANKS
 from onchip.ops.collective_matmul.jax_op import all_gather_matmul, matmul_reduce_scatter
 
+AXIS = "ranks"
+
 
 def session(device: str) -> AbstractContextManager[None]:
     """Nothing: one process has all devices."""
     return nullcontext()
+
+
+def mesh() -> Mesh:
+    """As many of the devices as can share the cases."""
+    devices = jax.devices(platform())
+    return Mesh(np.array(devices[: max(n for n in RANKS if n <= len(devices))]), (AXIS,))
+
+
+def layouts(op: str, dims: int) -> tuple[P, P, P, P]:
+    """How x, of so many dimensions, weight, bias and the result are split."""
+    columns = P(*[None] * (dims - 1), AXIS)
+    if op == GATHER:
+        return P(AXIS), P(AXIS), P(AXIS), columns
+    return columns, P(None, AXIS), P(), P(AXIS)
+
+
+def placed(op: str, x: jax.Array, weight: jax.Array, out: jax.Array) -> list[jax.Array]:
+    """The arrays as the devices share them."""
+    of_x, of_weight, _, of_out = layouts(op, x.ndim)
+    where = (NamedSharding(mesh(), spec) for spec in (of_x, of_weight, of_out))
+    return [jax.device_put(a, sharding) for a, sharding in zip((x, weight, out), where, strict=True)]
+
+
+def shared(
+    function: Callable[..., Any], op: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None, **options: Any
+) -> jax.Array:
+    """`function(x, weight, bias)` on each device's part of arrays; `options` are of jax.shard_map."""
+    *specs, out_specs = layouts(op, x.ndim)
+    split = jax.shard_map(function, mesh=mesh(), in_specs=tuple(specs), out_specs=out_specs, **options)
+    made: jax.Array = split(x, weight, bias)
+    return made
 
 
 def whole(
@@ -27,29 +60,19 @@ def whole(
     *,
     op: str,
     backend: str,
-    weight_layout: WeightLayout,
+    weight_layout: WeightLayout = "nk",
     keep_gathered: bool = False,
     check_vma: bool = True,
 ) -> jax.Array:
     """The result of all devices [T, ..., N], of all of x [T, ..., K], weight [N, K] and bias [N]."""
     assert backend == "xla"
-    devices = jax.devices(platform())
-    ranks = max(n for n in RANKS if n <= len(devices))
-    columns = P(*[None] * (x.ndim - 1), "ranks")
-    if op == GATHER:
-        function: Any = partial(all_gather_matmul, keep_gathered=keep_gathered)
-        of_x, of_weight, of_bias, of_out = P("ranks"), P("ranks"), P("ranks"), columns
-    else:
-        function = matmul_reduce_scatter
-        of_x, of_weight, of_bias, of_out = columns, P(None, "ranks"), P(), P("ranks")
 
     def of_device(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         weight = weight if weight_layout == "nk" else weight.T
-        made: jax.Array = function(x, weight, "ranks", bias=bias, weight_layout=weight_layout)
-        return made
+        if op == GATHER:
+            return all_gather_matmul(
+                x, weight, AXIS, bias=bias, weight_layout=weight_layout, keep_gathered=keep_gathered
+            )
+        return matmul_reduce_scatter(x, weight, AXIS, bias=bias, weight_layout=weight_layout)
 
-    mesh = Mesh(np.array(devices[:ranks]), ("ranks",))
-    split = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(of_x, of_weight, of_bias), out_specs=of_out, check_vma=check_vma
-    )
-    return split(x, weight, bias)
+    return shared(of_device, op, x, weight, bias, check_vma=check_vma)
